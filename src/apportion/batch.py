@@ -1,0 +1,290 @@
+"""Batches: the examples a rank computes at a step, loaded when they are first touched."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset, default_collate
+
+from apportion import tree
+from apportion.deal import DataShard, Deal, Draws, Index, mix, split
+from apportion.workload import Workload, checked
+
+BLOCK_BYTES = 4 << 20
+"""Tensors are gathered for several batches at once, up to about this much: one gather then serves many short steps."""
+
+
+class Batch:
+    """Some rows of one global batch.
+
+    ``inputs`` and ``targets`` are loaded when first touched. A rank may have no rows of a short batch: ``index`` is
+    empty, ``count`` is 0, and ``borrowed()`` gives a row of another rank to take part in collectives with.
+    """
+
+    __slots__ = ("_loaded", "_source", "epoch", "index", "lender", "rows", "size", "start", "step")
+
+    def __init__(
+        self, source: Batches, *, step: int, epoch: int, index: Index, rows: slice, size: int, start: bool, lender: int
+    ) -> None:
+        self._source = source
+        self._loaded: tuple[Any, Any] | None = None
+        self.step = step
+        """The global step that this batch belongs to: the key of every draw made with it."""
+        self.epoch = epoch
+        self.index = index
+        """Indices into the dataset, in row order."""
+        self.rows = rows
+        """Which rows of the global batch these are."""
+        self.size = size
+        """Examples in the whole global batch, over all ranks."""
+        self.start = start
+        """True on the first batch of an epoch: a carried state starts anew."""
+        self.lender = lender
+        """An example of this global batch, for ranks that have none."""
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __repr__(self) -> str:
+        return f"Batch(step={self.step}, rows={self.rows.start}:{self.rows.stop} of {self.size})"
+
+    @property
+    def inputs(self) -> Any:
+        """What the model is called with."""
+        return self._load()[0]
+
+    @property
+    def targets(self) -> Any:
+        """What the loss compares the outputs with."""
+        return self._load()[1]
+
+    @property
+    def count(self) -> float:
+        """Loss terms in these rows: the weight of their mean."""
+        if not len(self.index):
+            return 0.0
+        count = self._source.count
+        return float(len(self.index)) if count is None else float(count(self.targets))
+
+    def _load(self) -> tuple[Any, Any]:
+        if self._loaded is None:
+            if not len(self.index):
+                raise ValueError(f"{self} has no rows: there is nothing to load; see borrowed()")
+            self._loaded = self._source.load(self)
+        return self._loaded
+
+    def draws(self) -> Draws:
+        """Random numbers keyed by (seed, epoch, example): the same on any number of workers."""
+        return Draws(self._source.seed, self.epoch, self.index, device=self._source.device)
+
+    def replace(self, *, inputs: Any = None, targets: Any = None) -> Batch:
+        """The same rows with other inputs or targets (what an ``augment`` returns)."""
+        if inputs is None or targets is None:
+            loaded = self._load()
+            inputs, targets = loaded[0] if inputs is None else inputs, loaded[1] if targets is None else targets
+        new = self._part(self.index, self.rows)
+        new._loaded = (inputs, targets)
+        return new
+
+    def _part(self, index: Index, rows: slice) -> Batch:
+        return Batch(
+            self._source,
+            step=self.step,
+            epoch=self.epoch,
+            index=index,
+            rows=rows,
+            size=self.size,
+            start=self.start,
+            lender=self.lender,
+        )
+
+    def parts(self, n: int) -> list[Batch]:
+        """These rows in at most n micro-batches, in order; each is loaded by itself unless the whole already is."""
+        if n == 1 or len(self.index) <= 1:
+            return [self]
+        pieces = []
+        for piece in split(len(self.index), n):
+            part = self._part(self.index[piece], slice(self.rows.start + piece.start, self.rows.start + piece.stop))
+            if self._loaded is not None:
+                part._loaded = (tree.rows(self._loaded[0], piece), tree.rows(self._loaded[1], piece))
+            pieces.append(part)
+        return pieces
+
+    def borrowed(self) -> Batch:
+        """One example of this global batch, for a rank that has none: computed with weight 0, so that it can take
+        part in the collectives inside the model. A real one: where it gives a NaN, its owner's does too."""
+        return self._part(np.array([self.lender], dtype=np.int64), slice(self.rows.start, self.rows.start))
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The rows of one shard of several consecutive batches, gathered at once."""
+
+    shard: DataShard
+    first: int
+    offsets: list[int]
+    tensors: list[Tensor]
+
+    def rows(self, step: int) -> list[Tensor] | None:
+        place = step - self.first
+        if not 0 <= place < len(self.offsets) - 1:
+            return None
+        start, stop = self.offsets[place], self.offsets[place + 1]
+        return [t[start:stop] for t in self.tensors]
+
+
+class Batches:
+    """Every batch of a training (or of one pass over an evaluation set), by step and share.
+
+    ``device`` and ``dtype``: where the tensors go, and what floating ones become (None: as they are).
+    """
+
+    def __init__(
+        self, workload: Workload, *, device: torch.device | None = None, dtype: torch.dtype | None = None, rank: int = 0
+    ) -> None:
+        self.dataset = workload.open_data()
+        self.seed, self.count, self._rank = workload.seed, workload.count, rank
+        self._augment, self._collate = workload.augment, workload.collate
+        self.deal = Deal(
+            len(self.dataset),  # type: ignore[arg-type]
+            workload.batch_size,
+            order=workload.order,
+            seed=workload.seed,
+            lanes=workload.carry is not None,
+        )
+        self.total = workload.total_steps(self.deal.batches)
+        self._to(device, dtype)
+
+    @classmethod
+    def of_evaluation(
+        cls, workload: Workload, *, device: torch.device | None = None, dtype: torch.dtype | None = None, rank: int = 0
+    ) -> Batches:
+        """One pass over the evaluation set, in its order, not augmented."""
+        evaluation = workload.evaluation
+        assert evaluation is not None
+        self = cls.__new__(cls)
+        self.dataset = checked(evaluation.data(), "evaluation.data")
+        self.seed, self.count, self._rank = workload.seed, workload.count, rank
+        self._augment, self._collate = None, workload.collate
+        size = evaluation.batch_size or workload.batch_size
+        lanes = workload.carry is not None
+        self.deal = Deal(len(self.dataset), size, order="sequential", seed=workload.seed, lanes=lanes)  # type: ignore[arg-type]
+        self.total = self.deal.batches
+        self._to(device, dtype)
+        return self
+
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
+        self.device = device or torch.device("cpu")
+        self.dtype = dtype
+        self._block: _Block | None = None
+        # Indexing whole tensors gives what collating their rows gives, without a Python call an example.
+        self._tensors: list[Tensor] | None = None
+        if type(self.dataset) is TensorDataset and self._collate is default_collate:
+            self._tensors = list(self.dataset.tensors)
+
+    def __len__(self) -> int:
+        return self.total
+
+    def at(self, step: int, shard: DataShard = DataShard()) -> Batch:  # noqa: B008 (frozen)
+        """This shard's rows of step's batch."""
+        deal = self.deal
+        step, rows = deal.shard(step, shard)
+        whole = deal.index(step)
+        epoch, place = divmod(step, deal.batches)
+        batch = Batch(
+            self,
+            step=step,
+            epoch=epoch,
+            index=whole[rows],
+            rows=rows,
+            size=len(whole),
+            start=place == 0,
+            lender=int(whole[0]),
+        )
+        if self._tensors is not None and rows.stop > rows.start:
+            batch._loaded = self._gathered(batch, shard)
+        return batch
+
+    def _gathered(self, batch: Batch, shard: DataShard) -> tuple[Any, Any] | None:
+        """The batch out of the current block; None where it has to be loaded by itself (and lazily)."""
+        if shard.whole_batches or self._augment is not None:
+            return None
+        block = self._block
+        found = block.rows(batch.step) if block is not None and block.shard is shard else None
+        if found is None:
+            block = self._gather_block(batch, shard)
+            if block is None:
+                return None
+            self._block = block
+            found = block.rows(batch.step)
+            assert found is not None
+        return self._pair(found)
+
+    def _gather_block(self, batch: Batch, shard: DataShard) -> _Block | None:
+        assert self._tensors is not None
+        row_bytes = sum(t[0].numel() * t.element_size() for t in self._tensors)
+        many = BLOCK_BYTES // max(1, row_bytes * len(batch.index))
+        if many < 2:
+            return None
+        end = min((batch.step // self.deal.batches + 1) * self.deal.batches, batch.step + many)
+        indices = []
+        for step in range(batch.step, end):
+            _, rows = self.deal.shard(step, shard)
+            indices.append(self.deal.index(step)[rows])
+        offsets = [0, *np.cumsum([len(i) for i in indices]).tolist()]
+        return _Block(shard, batch.step, offsets, self._rows(np.concatenate(indices)))
+
+    def _rows(self, index: Index) -> list[Tensor]:
+        assert self._tensors is not None
+        at = torch.from_numpy(np.ascontiguousarray(index))
+        rows = [t.index_select(0, at.to(t.device)) for t in self._tensors]
+        moved: list[Tensor] = tree.cast(rows, self.device, self.dtype)
+        return moved
+
+    def load(self, batch: Batch) -> tuple[Any, Any]:
+        """Fetch, collate, move and augment the rows of a batch."""
+        if self._tensors is not None:
+            pair = self._pair(self._rows(batch.index))
+        else:
+            pair = self._fetch(batch)
+        if self._augment is None:
+            return pair
+        batch._loaded = pair
+        changed = self._augment(batch, batch.draws())
+        return tree.cast((changed.inputs, changed.targets), self.device, self.dtype)  # type: ignore[no-any-return]
+
+    def _fetch(self, batch: Batch) -> tuple[Any, Any]:
+        # A dataset may draw from the global generators: its draws become a function of the step, and can be repeated.
+        seed = mix(self.seed, batch.step, self._rank, 0xF37C)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(seed)
+        index = batch.index.tolist()
+        many = getattr(self.dataset, "__getitems__", None)
+        samples = many(index) if many is not None else [self.dataset[i] for i in index]
+        return self._pair(tree.cast(self._collate(samples), self.device, self.dtype))
+
+    def _pair(self, collated: Any) -> tuple[Any, Any]:
+        if isinstance(collated, tuple | list) and len(collated) == 2:
+            return collated[0], collated[1]
+        what = f"{type(collated).__name__} of {len(collated)}" if isinstance(collated, tuple | list | dict) else type(collated).__name__
+        raise ValueError(
+            f"collate gave a {what}; a batch is (inputs, targets): make each item of the dataset a pair, "
+            "or give collate=lambda samples: (inputs, targets)"
+        )
+
+
+def batches(workload: Workload, step: Any, *, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
+    """The batches of a training as a step takes them: the iterable of the worker loop.
+
+    ``step.data_shard`` is read again before each one, so a strategy may change its rank's share as it goes.
+    """
+    source = Batches(workload, device=step.device, dtype=step.dtype, rank=step.rank)
+    for number in range(start, source.total if stop is None else stop):
+        yield source.at(number, step.data_shard)

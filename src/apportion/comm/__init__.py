@@ -1,0 +1,1 @@
+"""How ranks talk: to each other (group), and to their supervisor (channel)."""

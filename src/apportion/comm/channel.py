@@ -1,0 +1,127 @@
+"""What a worker and its host's supervisor say to each other: JSON lines over a Unix socket, and shared memory."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import queue
+import socket
+import tempfile
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+Message = dict[str, Any]
+
+_CHUNK = 1 << 16
+_REPLY_SECONDS = 60.0
+
+
+class Lines:
+    """JSON messages over a stream socket, some with a file descriptor."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self._buffer = b""
+        self._fds: list[int] = []
+        self._lock = threading.Lock()
+
+    def send(self, message: Mapping[str, Any], *fds: int) -> None:
+        """Raises OSError where the other side is gone."""
+        data = json.dumps(message).encode() + b"\n"
+        with self._lock:
+            if fds:
+                sent = socket.send_fds(self.socket, [data], list(fds))
+                data = data[sent:]
+            if data:
+                self.socket.sendall(data)
+
+    def receive(self) -> list[Message] | None:
+        """At least what one read gives: the complete messages so far; None at the end of the stream."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self.socket, _CHUNK, 16)
+        except (ConnectionResetError, OSError):
+            return None
+        self._fds.extend(fds)
+        if not data:
+            return None
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def take_fd(self) -> int:
+        """The oldest descriptor received: it came with the message that says so."""
+        return self._fds.pop(0)
+
+    def close(self) -> None:
+        # shutdown wakes a thread that is blocked in receive; close alone does not.
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self.socket.close()
+
+
+class Channel:
+    """The worker's end. Commands of the supervisor arrive in ``commands``; None there means that it is gone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._lines = Lines(sock)
+        self.commands: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._maps: dict[str, mmap.mmap] = {}
+        threading.Thread(target=self._listen, name="channel", daemon=True).start()
+
+    def _listen(self) -> None:
+        while (messages := self._lines.receive()) is not None:
+            for message in messages:
+                if message["kind"] == "shared":
+                    self._replies.put(self._lines.take_fd())
+                else:
+                    self.commands.put(message)
+        self.commands.put(None)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Tell the supervisor."""
+        self._lines.send(message)
+
+    def shared(self, name: str, nbytes: int) -> memoryview:
+        """See ``World.shared``."""
+        if name not in self._maps:
+            self.send({"kind": "shared", "name": name, "nbytes": nbytes})
+            fd = self._replies.get(timeout=_REPLY_SECONDS)
+            self._maps[name] = mmap.mmap(fd, nbytes)
+        return memoryview(self._maps[name])
+
+    def close(self) -> None:
+        """Say no more."""
+        self._lines.close()
+
+
+class SharedMemory:
+    """The supervisor's end of ``World.shared``: unnamed files in memory, gone with the last process that maps them."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, int] = {}
+
+    def fd(self, name: str, nbytes: int) -> int:
+        """The descriptor of the named memory, made on first request."""
+        if name not in self._files:
+            if hasattr(os, "memfd_create"):
+                fd = os.memfd_create(f"apportion-{name}", os.MFD_CLOEXEC)
+            else:  # macOS: an unlinked file
+                with tempfile.TemporaryFile() as file:
+                    fd = os.dup(file.fileno())
+            os.ftruncate(fd, nbytes)
+            self._files[name] = fd
+        return self._files[name]
+
+    def map(self, name: str, nbytes: int) -> mmap.mmap:
+        """The same memory in this process."""
+        return mmap.mmap(self.fd(name, nbytes), nbytes)
+
+    def close(self) -> None:
+        """Let go; ranks that map the memory keep it."""
+        for fd in self._files.values():
+            os.close(fd)
+        self._files.clear()

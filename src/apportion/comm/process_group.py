@@ -1,0 +1,152 @@
+"""The collectives of torch.distributed: gloo on CPU, NCCL where every rank of the host has a GPU of its own."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from apportion.comm.group import Group, Work
+from apportion.errors import ApportionError, PeerLost
+
+DEADLINE_SECONDS = 600.0
+"""Of one collective where no supervisor watches (torchrun). Under a supervisor a late rank is found much sooner: it
+sees every rank's progress."""
+CONNECT_SECONDS = 120.0
+_KEPT_WAITS = 8192
+
+
+@final
+class _Pending(Work):
+    __slots__ = ("_group", "_work")
+
+    def __init__(self, work: Any, group: ProcessGroup) -> None:
+        self._work, self._group = work, group
+
+    def wait(self) -> None:
+        self._group._wait(self._work)
+
+
+@final
+class ProcessGroup(Group):
+    """All ranks of the default group of torch.distributed."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._pg = process_group
+        self.rank, self.size = process_group.rank(), process_group.size()
+        self.waits: deque[tuple[float, float]] = deque(maxlen=_KEPT_WAITS)
+        self.waited = 0.0
+
+    @classmethod
+    def connect(cls, *, rank: int, size: int, device: torch.device, local_size: int) -> ProcessGroup:
+        """Meet the other ranks at MASTER_ADDR:MASTER_PORT."""
+        if dist.is_initialized():  # the user's own script has done it
+            assert dist.group.WORLD is not None
+            return cls(dist.group.WORLD)
+        own_gpu = device.type == "cuda" and local_size <= torch.cuda.device_count()
+        if not own_gpu:
+            _choose_interface(os.environ["MASTER_ADDR"])
+        try:
+            dist.init_process_group(
+                "nccl" if own_gpu else "gloo",
+                init_method="env://",
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=CONNECT_SECONDS),
+                device_id=device if own_gpu else None,
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise ApportionError(
+                f"rank {rank} of {size} could not meet the others at {where} (MASTER_ADDR:MASTER_PORT): {error}; check "
+                "that rank 0 runs there, that every rank was started, and that the port is open between the hosts"
+            ) from error
+        assert dist.group.WORLD is not None
+        group = cls(dist.group.WORLD)
+        group._pg._set_default_timeout(timedelta(seconds=DEADLINE_SECONDS))
+        return group
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        return _Pending(self._start(self._pg.allreduce, [tensor]), self)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.contiguous()
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        if tensor.numel():
+            self._wait(self._start(self._pg.allgather, [list(gathered.unbind(0))], [tensor]))
+        return gathered
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
+        self._wait(self._start(self._pg.broadcast, tensor, source))
+
+    def barrier(self) -> None:
+        self._wait(self._start(self._pg.barrier))
+
+    def _start(self, collective: Any, *arguments: Any) -> Any:
+        try:
+            return collective(*arguments)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _wait(self, work: Any) -> None:
+        began = time.perf_counter()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        ended = time.perf_counter()
+        self.waits.append((began, ended))
+        self.waited += ended - began
+
+    def _lost(self, error: RuntimeError) -> PeerLost:
+        first = str(error).splitlines()[0] if str(error) else "no message"
+        return PeerLost(f"rank {self.rank} lost another rank in a collective: {first}")
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _choose_interface(master: str) -> None:
+    """Point gloo at the network interface that reaches MASTER_ADDR, unless the user has chosen one.
+
+    gloo's own choice is whatever address the host's name resolves to: often a loopback one, which no other host can
+    reach, or none at all.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    try:
+        family, _, _, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+    except socket.gaierror as error:
+        raise ApportionError(f"MASTER_ADDR={master} cannot be resolved ({error}): give the address of rank 0's host") from error
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(address)  # a datagram socket: chooses the route, sends nothing
+        except OSError:
+            return
+        own = probe.getsockname()[0]
+    for _, name in socket.if_nameindex():
+        if _address(name) == own:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            return
+
+
+_SIOCGIFADDR = 0x8915
+
+
+def _address(interface: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        try:
+            answer = fcntl.ioctl(s.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])

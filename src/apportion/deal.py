@@ -1,0 +1,181 @@
+"""Examples are dealt, not sampled: which examples step s sees, as a pure function of (seed, s).
+
+So any run can resume, be split among another number of workers, and be compared; and every example is
+accounted for exactly once an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Order = Literal["shuffled", "sequential"]
+Index = np.ndarray[Any, np.dtype[np.int64]]
+Words = np.ndarray[Any, np.dtype[np.uint64]]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MASK = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """One 63-bit seed from several numbers (splitmix64, chained): equal numbers, equal seed, on every machine."""
+    z = 0
+    for number in numbers:
+        z = (z + number + 0x9E3779B97F4A7C15) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        z ^= z >> 31
+    return z >> 1
+
+
+def _scramble(z: Words) -> Words:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+class Draws:
+    """Random numbers keyed by (seed, epoch, example), for augmentation: the same on any number of workers.
+
+    Row i of every draw belongs to the i-th example of the batch; the k-th draw of a batch is a function of
+    (seed, epoch, example, k) alone.
+    """
+
+    def __init__(self, seed: int, epoch: int, index: Index, *, device: torch.device | None = None) -> None:
+        key = np.uint64(mix(seed, epoch, 0xD4A3))
+        with np.errstate(over="ignore"):
+            self._keys = _scramble(_scramble(index.astype(np.uint64) * _GOLDEN + key))
+        self._calls = 0
+        self._device = device
+
+    def _unit(self, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        self._calls += 1
+        width = int(np.prod(shape, dtype=np.int64))
+        with np.errstate(over="ignore"):
+            counter = np.arange(width, dtype=np.uint64) + np.uint64((self._calls << 40) & _MASK)
+            bits = _scramble(self._keys[:, None] + _scramble(counter * _GOLDEN)[None, :])
+        unit = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        return unit.reshape(len(self._keys), *shape)
+
+    def _tensor(self, array: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device=self._device, dtype=dtype)
+
+    def uniform(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(n, *shape), each in [0, 1)."""
+        # float64 just below 1 rounds up to 1.0 in a shorter type: keep the promise of the half-open interval.
+        return self._tensor(self._unit(shape), dtype).clamp_(max=1 - torch.finfo(dtype).eps / 2)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        """(n, *shape) int64, each in [low, high)."""
+        if high <= low:
+            raise ValueError(f"integers({low}, {high}) is an empty range: high must be above low")
+        return self._tensor(np.floor(self._unit(shape) * (high - low)).astype(np.int64) + low, torch.int64)
+
+    def bernoulli(self, probability: float, *shape: int) -> Tensor:
+        """(n, *shape) bool, True with this probability."""
+        return self._tensor(self._unit(shape) < probability, torch.bool)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(n, *shape), standard normal (Box-Muller)."""
+        radius, angle = 1.0 - self._unit(shape), self._unit(shape)
+        return self._tensor(np.sqrt(-2.0 * np.log(radius)) * np.cos(2.0 * np.pi * angle), dtype)
+
+
+@dataclass(frozen=True)
+class DataShard:
+    """Which part of the examples a rank takes: its share of every batch, or whole batches in turn."""
+
+    index: int = 0
+    """Which of the shares is this rank's."""
+    of: int = 1
+    """How many shares there are."""
+    whole_batches: bool = False
+    """False: each global batch is split (exact strategies). True: batches are dealt out in turn (approximate ones)."""
+    shares: tuple[float, ...] | None = None
+    """Relative sizes of the shares of a split batch; None: equal ones."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.of:
+            raise ValueError(f"DataShard(index={self.index}, of={self.of}): index must be in 0..{self.of - 1}")
+        if self.shares is not None and (len(self.shares) != self.of or min(self.shares) < 0 or sum(self.shares) <= 0):
+            raise ValueError(f"shares={self.shares} must be {self.of} numbers of at least 0, one of them above 0")
+
+    def rows(self, n: int) -> slice:
+        """This share of n rows, the shares in order and contiguous. Equal shares differ by one row at most."""
+        if self.whole_batches:
+            return slice(0, n)
+        if self.shares is None:
+            small, larger = divmod(n, self.of)
+            start = self.index * small + min(self.index, larger)
+            return slice(start, start + small + (self.index < larger))
+        ends = np.floor(np.cumsum((0.0, *self.shares)) / sum(self.shares) * n + 0.5).astype(int)
+        return slice(int(ends[self.index]), int(ends[self.index + 1]))
+
+
+class Deal:
+    """The order in which n examples are taken, in global batches; the last batch of an epoch may be short.
+
+    ``shuffled``: slices of a permutation drawn from (seed, epoch). ``sequential``: slices in order; with ``lanes``,
+    row b of every batch walks through its own contiguous stretch of the data, so that a recurrent state can follow
+    it (truncated back-propagation through time); where the data does not divide, the first lanes are one longer.
+    """
+
+    def __init__(self, examples: int, batch_size: int, *, order: Order = "shuffled", seed: int = 0, lanes: bool = False) -> None:
+        if examples < 1:
+            raise ValueError("the dataset is empty: there is nothing to train on")
+        self.examples, self.batch_size, self.order, self.seed, self.lanes = examples, batch_size, order, seed, lanes
+        self.batches = -(-examples // batch_size)
+        self._epoch = -1
+        self._permutation: Index = np.empty(0, dtype=np.int64)
+
+    def place(self, step: int) -> tuple[int, int]:
+        """(epoch, batch within it) of a step."""
+        return divmod(step, self.batches)
+
+    def index(self, step: int) -> Index:
+        """The global batch of a step: indices into the dataset, in row order."""
+        epoch, batch = divmod(step, self.batches)
+        if self.lanes:
+            return self._lanes(batch)
+        start = batch * self.batch_size
+        stop = min(start + self.batch_size, self.examples)
+        if self.order == "sequential":
+            return np.arange(start, stop, dtype=np.int64)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(mix(self.seed, epoch, 0xDEA1))
+            self._permutation = torch.randperm(self.examples, generator=generator).numpy()
+            self._epoch = epoch
+        return self._permutation[start:stop]
+
+    def _lanes(self, batch: int) -> Index:
+        length, longer = divmod(self.examples, self.batch_size)
+        lane = np.arange(self.batch_size if batch < length else longer, dtype=np.int64)
+        return lane * length + np.minimum(lane, longer) + batch
+
+    def size(self, step: int) -> int:
+        """Examples in the global batch of a step."""
+        batch = step % self.batches
+        return min(self.batch_size, self.examples - batch * self.batch_size)
+
+    def shard(self, step: int, shard: DataShard) -> tuple[int, slice]:
+        """(the step whose global batch is meant, this shard's rows of it)."""
+        if shard.whole_batches:
+            step = step * shard.of + shard.index
+            return step, slice(0, self.size(step))
+        size = self.size(step)
+        if not self.lanes:
+            return step, shard.rows(size)
+        # A lane stays with its rank, whatever the length of the batch: its state is there.
+        rows = shard.rows(self.batch_size)
+        return step, slice(min(rows.start, size), min(rows.stop, size))
+
+
+def split(n: int, parts: int) -> Sequence[slice]:
+    """n rows in so many contiguous parts, whose sizes differ by one at most; empty parts are left out."""
+    slices = (DataShard(i, parts).rows(n) for i in range(parts))
+    return [s for s in slices if s.stop > s.start]

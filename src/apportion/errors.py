@@ -1,0 +1,32 @@
+"""What can go wrong, by who has to act on it.
+
+A ``ValueError`` is the user's mistake (exit status 2): it states the value, the rule and the cure.
+An ``ApportionError`` is something that could not be done: a worker, a disk, an address (exit status 3).
+An ``AssertionError`` is a defect of this package.
+"""
+
+from __future__ import annotations
+
+
+class ApportionError(Exception):
+    """Something that was asked for correctly could not be done."""
+
+
+class WorkerFailed(ApportionError):
+    """A worker raised, died or stopped answering.
+
+    ``traceback`` is that rank's own, as text, where it raised; else None.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, traceback: str | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback
+
+
+class PeerLost(ApportionError):
+    """A collective failed because another rank is gone: a symptom; the cause is that rank's exit."""
+
+
+class CheckpointError(ApportionError):
+    """A checkpoint or a run directory could not be written, or cannot be trusted."""

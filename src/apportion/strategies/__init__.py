@@ -1,0 +1,1 @@
+"""Ways to divide the work of a step: peers, one file each; the folder is the registry."""

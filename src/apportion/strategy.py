@@ -1,0 +1,127 @@
+"""What a strategy is, and what it builds: a step, which called with a batch makes one optimizer update."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from apportion.batch import Batch
+from apportion.deal import DataShard
+from apportion.values import Value
+from apportion.workload import Workload
+from apportion.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Everything that a training is, after some number of updates: the same for any strategy and any world size."""
+
+    step: int
+    """Updates done."""
+    model: dict[str, Tensor]
+    """``state_dict()`` of the plain module, its own keys, whole tensors."""
+    optimizer: dict[str, Tensor] = field(default_factory=dict)
+    """Whole optimizer slots by parameter: ``"layers.0.weight/momentum_buffer"``; with several optimizers
+    ``"generator/layers.0.weight/exp_avg"``."""
+    carry: dict[str, Tensor] = field(default_factory=dict)
+    """Leaves of the carried recurrent state, all lanes: ``"0"``, ``"1"``, ..."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Plain JSON: optimizer groups without their parameters, schedules, loss scale."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor by a name that a person can read: ``model/...``, ``optimizer/...``, ``carry/...``."""
+        for part in ("model", "optimizer", "carry"):
+            for name, tensor in getattr(self, part).items():
+                yield f"{part}/{name}", tensor
+
+
+class Step(ABC):
+    """One optimizer update, made by this rank's part of the world.
+
+    The state changes in ``update`` alone: whatever interrupts ``backward`` leaves the last update whole.
+    """
+
+    rank: int
+    device: torch.device
+    dtype: torch.dtype | None
+    """What floating inputs are cast to; None: they stay as the dataset gives them."""
+    model: nn.Module
+    """This rank's (part of the) network, for ``Workload.update``."""
+    optimizers: Mapping[str, Optimizer]
+    """By name; the only one is called "" where the factory gave no names."""
+    data_shard: DataShard | None
+    """Which examples this rank takes, read again before every step. None: it takes no batches (see ``serve``)."""
+
+    @abstractmethod
+    def predict(self, batch: Batch) -> Any | None:
+        """Outputs for this rank's rows, in evaluation mode; called by all ranks. None where the batch has no rows
+        here, or another rank holds the outputs."""
+
+    @abstractmethod
+    def backward(self, batch: Batch) -> Tensor | None:
+        """Accumulate the gradient of this rank's rows, weighted by their count; this rank's mean loss (None: no rows)."""
+
+    @abstractmethod
+    def update(self) -> Mapping[str, Tensor]:
+        """One optimizer update with the gradients of all ranks; the named values of the whole global batch
+        (``{"loss": ...}``), each a detached tensor of one element, the same on every rank."""
+
+    @abstractmethod
+    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
+        """For ``Workload.update``: one update of that optimizer's parameters along the gradient of the loss, a mean
+        over this rank's rows; the other parameters get no gradient. The detached loss, unchanged."""
+
+    @abstractmethod
+    def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
+        """``backward``, then ``update``; or the workload's own ``update``. The named values of the global batch."""
+
+    def serve(self) -> None:  # noqa: B027 (nothing to do is the common case)
+        """What a rank without batches does until the end."""
+
+    @abstractmethod
+    def state_dict(self) -> State:
+        """The whole state, in the plain model's names; the tensors are copies. Called by all ranks."""
+
+    @abstractmethod
+    def load_state_dict(self, state: State) -> None:
+        """Go on from a state that any strategy at any world size gave. Called by all ranks."""
+
+    def committed(self) -> State | None:
+        """The state after the last update, asked from another thread while ``backward`` may be running, without
+        any other rank; None where that cannot be had."""
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what the step holds: groups, memory."""
+
+
+class Strategy(Value, ABC):
+    """How the work of a step is divided. Concrete ones are ``@final @dataclass(frozen=True)``, one file each in
+    ``strategies/``; the fields are their parameters, and the file's name is how they are written."""
+
+    @property
+    @abstractmethod
+    def exact(self) -> bool:
+        """Does one step equal the one-device step?"""
+
+    def ranks(self, workers: int) -> int:
+        """Processes for so many workers that take batches (servers are additional)."""
+        return workers
+
+    @abstractmethod
+    def build(self, workload: Workload, world: World) -> Step:
+        """This rank's part of the step. Called inside each process, by all ranks of the world."""
+
+    @abstractmethod
+    def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
+        """What this strategy must compute: the whole model's state after each step, in one process."""
+
+
+StrategyFactory = Callable[..., Strategy]

@@ -1,0 +1,105 @@
+"""Where a process stands among the others. The only reader of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+
+from apportion.comm.channel import Channel
+from apportion.comm.group import Alone, Group
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The processes of a run, seen from one of them."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
+    generation: int = 0
+    """Grows by one each time the membership changes; what waits for an older one is told so."""
+    channel: Channel | None = field(default=None, repr=False, compare=False)
+    """To this host's supervisor, where there is one."""
+    _groups: dict[str, Group] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def from_env(cls, *, device: str | None = None, channel: Channel | None = None) -> World:
+        """The world that torchrun, Slurm or a launcher describes in the environment; a world of one without it.
+
+        ``device``: "cpu" or "cuda"; None takes the GPUs where there are any, shared
+        in turn where there are fewer than ranks.
+        """
+        given = {name: os.environ.get(name) for name in NAMES}
+        size = _number("WORLD_SIZE", given["WORLD_SIZE"] or "1")
+        missing = [name for name in NAMES if given[name] is None]
+        if size > 1 and missing:
+            raise ValueError(
+                f"WORLD_SIZE={size} but {', '.join(missing)} is not set: start the script with torchrun, "
+                "or set all of " + ", ".join(NAMES)
+            )
+        rank, local_rank = _number("RANK", given["RANK"] or "0"), _number("LOCAL_RANK", given["LOCAL_RANK"] or "0")
+        if not 0 <= rank < size:
+            raise ValueError(f"RANK={rank} must be in 0..{size - 1} (WORLD_SIZE={size})")
+        local_size = _number("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE") or str(size))
+        return cls(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=local_size,
+            device=_device(device, local_rank),
+            generation=int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
+            channel=channel,
+        )
+
+    def group(self, axis: str = "world") -> Group:
+        """The collectives among the ranks along an axis of the mesh; connected on first use, by all of them."""
+        if axis not in self._groups:
+            self._groups[axis] = self._connect(axis)
+        return self._groups[axis]
+
+    def _connect(self, axis: str) -> Group:
+        if axis != "world":
+            raise ValueError(f"axis={axis!r} is unknown: this world has one axis, 'world'")
+        if self.size == 1:
+            return Alone()
+        # torch.distributed takes long to import and a world of one does not need it.
+        from apportion.comm.process_group import ProcessGroup
+
+        return ProcessGroup.connect(rank=self.rank, size=self.size, device=self.device, local_size=self.local_size)
+
+    def shared(self, name: str, nbytes: int) -> memoryview:
+        """Memory that every rank of this host sees and that outlives any of them: the supervisor owns it.
+        Zeroed when first asked for; the same name gives the same memory."""
+        if self.channel is None:
+            raise ValueError(f"shared({name!r}) needs a supervisor on this host: start the run with local()")
+        return self.channel.shared(name, nbytes)
+
+    def close(self) -> None:
+        """Leave the groups."""
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be a whole number") from None
+
+
+def _device(asked: str | None, local_rank: int) -> torch.device:
+    if asked not in (None, "cpu", "cuda"):
+        raise ValueError(f'device={asked!r} must be "cpu" or "cuda"')
+    gpus = torch.cuda.device_count() if asked != "cpu" else 0
+    if asked == "cuda" and gpus == 0:
+        raise ValueError('device="cuda" but torch sees no GPU: use device="cpu", or install a CUDA build of torch')
+    if gpus == 0:
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % gpus)
