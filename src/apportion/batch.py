@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,20 @@ BLOCK_BYTES = 4 << 20
 """Tensors are gathered for several batches at once, up to about this much: one gather then serves many short steps."""
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A global batch, of which ranks take rows."""
+
+    step: int
+    epoch: int
+    size: int
+    """Examples in it."""
+    start: bool
+    """Is it the first of its epoch?"""
+    lender: int
+    """An example of it, for ranks that have none."""
+
+
 class Batch:
     """Some rows of one global batch.
 
@@ -27,26 +41,26 @@ class Batch:
     empty, ``count`` is 0, and ``borrowed()`` gives a row of another rank to take part in collectives with.
     """
 
-    __slots__ = ("_loaded", "_source", "epoch", "index", "lender", "rows", "size", "start", "step")
+    __slots__ = ("_loaded", "_source", "_whole", "epoch", "first_lane", "index", "rows", "size", "start", "step")
 
     def __init__(
-        self, source: Batches, *, step: int, epoch: int, index: Index, rows: slice, size: int, start: bool, lender: int
+        self, source: Batches, whole: Whole, *, index: Index, rows: slice, first_lane: int = 0
     ) -> None:
-        self._source = source
+        self._source, self._whole = source, whole
         self._loaded: tuple[Any, Any] | None = None
-        self.step = step
+        self.step = whole.step
         """The global step that this batch belongs to: the key of every draw made with it."""
-        self.epoch = epoch
+        self.epoch = whole.epoch
         self.index = index
         """Indices into the dataset, in row order."""
         self.rows = rows
         """Which rows of the global batch these are."""
-        self.size = size
+        self.size = whole.size
         """Examples in the whole global batch, over all ranks."""
-        self.start = start
+        self.start = whole.start
         """True on the first batch of an epoch: a carried state starts anew."""
-        self.lender = lender
-        """An example of this global batch, for ranks that have none."""
+        self.first_lane = first_lane
+        """With carried state: the first row of any batch that this rank may take."""
 
     def __len__(self) -> int:
         return len(self.index)
@@ -67,7 +81,7 @@ class Batch:
     @property
     def count(self) -> float:
         """Loss terms in these rows: the weight of their mean."""
-        if not len(self.index):
+        if self.rows.start == self.rows.stop:  # empty, or borrowed
             return 0.0
         count = self._source.count
         return float(len(self.index)) if count is None else float(count(self.targets))
@@ -93,16 +107,7 @@ class Batch:
         return new
 
     def _part(self, index: Index, rows: slice) -> Batch:
-        return Batch(
-            self._source,
-            step=self.step,
-            epoch=self.epoch,
-            index=index,
-            rows=rows,
-            size=self.size,
-            start=self.start,
-            lender=self.lender,
-        )
+        return Batch(self._source, self._whole, index=index, rows=rows, first_lane=self.first_lane)
 
     def parts(self, n: int) -> list[Batch]:
         """These rows in at most n micro-batches, in order; each is loaded by itself unless the whole already is."""
@@ -119,7 +124,7 @@ class Batch:
     def borrowed(self) -> Batch:
         """One example of this global batch, for a rank that has none: computed with weight 0, so that it can take
         part in the collectives inside the model. A real one: where it gives a NaN, its owner's does too."""
-        return self._part(np.array([self.lender], dtype=np.int64), slice(self.rows.start, self.rows.start))
+        return self._part(np.array([self._whole.lender], dtype=np.int64), slice(self.rows.start, self.rows.start))
 
 
 @dataclass(frozen=True)
@@ -182,6 +187,8 @@ class Batches:
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
         self.device = device or torch.device("cpu")
         self.dtype = dtype
+        self.seconds = 0.0
+        """Spent loading, in all."""
         self._block: _Block | None = None
         # Indexing whole tensors gives what collating their rows gives, without a Python call an example.
         self._tensors: list[Tensor] | None = None
@@ -199,13 +206,10 @@ class Batches:
         epoch, place = divmod(step, deal.batches)
         batch = Batch(
             self,
-            step=step,
-            epoch=epoch,
+            Whole(step, epoch, len(whole), place == 0, int(whole[0])),
             index=whole[rows],
             rows=rows,
-            size=len(whole),
-            start=place == 0,
-            lender=int(whole[0]),
+            first_lane=shard.rows(deal.batch_size).start if deal.lanes else 0,
         )
         if self._tensors is not None and rows.stop > rows.start:
             batch._loaded = self._gathered(batch, shard)
@@ -218,7 +222,9 @@ class Batches:
         block = self._block
         found = block.rows(batch.step) if block is not None and block.shard is shard else None
         if found is None:
+            began = time.perf_counter()
             block = self._gather_block(batch, shard)
+            self.seconds += time.perf_counter() - began
             if block is None:
                 return None
             self._block = block
@@ -249,6 +255,13 @@ class Batches:
 
     def load(self, batch: Batch) -> tuple[Any, Any]:
         """Fetch, collate, move and augment the rows of a batch."""
+        began = time.perf_counter()
+        try:
+            return self._load(batch)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    def _load(self, batch: Batch) -> tuple[Any, Any]:
         if self._tensors is not None:
             pair = self._pair(self._rows(batch.index))
         else:
@@ -278,13 +291,3 @@ class Batches:
             f"collate gave a {what}; a batch is (inputs, targets): make each item of the dataset a pair, "
             "or give collate=lambda samples: (inputs, targets)"
         )
-
-
-def batches(workload: Workload, step: Any, *, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-    """The batches of a training as a step takes them: the iterable of the worker loop.
-
-    ``step.data_shard`` is read again before each one, so a strategy may change its rank's share as it goes.
-    """
-    source = Batches(workload, device=step.device, dtype=step.dtype, rank=step.rank)
-    for number in range(start, source.total if stop is None else stop):
-        yield source.at(number, step.data_shard)

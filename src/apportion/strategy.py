@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apportion.batch import Batch
+from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
 from apportion.values import Value
 from apportion.workload import Workload
@@ -49,12 +49,12 @@ class Step(ABC):
 
     rank: int
     device: torch.device
-    dtype: torch.dtype | None
-    """What floating inputs are cast to; None: they stay as the dataset gives them."""
     model: nn.Module
     """This rank's (part of the) network, for ``Workload.update``."""
     optimizers: Mapping[str, Optimizer]
     """By name; the only one is called "" where the factory gave no names."""
+    source: Batches
+    """Every batch of the training."""
     data_shard: DataShard | None
     """Which examples this rank takes, read again before every step. None: it takes no batches (see ``serve``)."""
 
@@ -98,6 +98,10 @@ class Step(ABC):
         return None
 
     @abstractmethod
+    def spent(self) -> Mapping[str, float]:
+        """Seconds so far in ``loading``, ``waiting`` (in collectives) and ``updating``; the rest is computing."""
+
+    @abstractmethod
     def close(self) -> None:
         """Let go of what the step holds: groups, memory."""
 
@@ -105,6 +109,9 @@ class Step(ABC):
 class Strategy(Value, ABC):
     """How the work of a step is divided. Concrete ones are ``@final @dataclass(frozen=True)``, one file each in
     ``strategies/``; the fields are their parameters, and the file's name is how they are written."""
+
+    one_process: ClassVar[bool] = False
+    """It has nothing to divide among workers."""
 
     @property
     @abstractmethod
@@ -125,3 +132,13 @@ class Strategy(Value, ABC):
 
 
 StrategyFactory = Callable[..., Strategy]
+
+
+def batches(step: Step, *, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
+    """The batches of a training as this rank takes them: ``for batch in batches(step): step(batch)``.
+
+    ``step.data_shard`` is read again before each one, so a strategy may change its rank's share as it goes.
+    """
+    for number in range(start, step.source.total if stop is None else stop):
+        assert step.data_shard is not None, "a rank without batches calls step.serve()"
+        yield step.source.at(number, step.data_shard)

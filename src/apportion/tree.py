@@ -46,12 +46,13 @@ def length(tree: Any) -> int:
     return leaves[0].shape[0]
 
 
-def call(model: Callable[..., Any], inputs: Any, *more: Any) -> Any:
-    """model(x) for a tensor, model(*x) for a tuple or list, model(**x) for a dict."""
+def call(model: Callable[..., Any], inputs: Any, *state: Any) -> Any:
+    """model(x) for a tensor, model(*x) for a tuple or list, model(**x) for a dict; a recurrent state comes last
+    (``state=`` with a dict)."""
     if isinstance(inputs, Tensor):
-        return model(inputs, *more)
+        return model(inputs, *state)
     if isinstance(inputs, tuple | list):
-        return model(*inputs, *more)
+        return model(*inputs, *state)
     if isinstance(inputs, dict):
-        return model(*more, **inputs)
-    return model(inputs, *more)
+        return model(**inputs, **{"state": s for s in state})
+    return model(inputs, *state)

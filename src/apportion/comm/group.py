@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ class Group(ABC):
     comparable between the ranks of one host. The oldest are dropped."""
     waited: float
     """Seconds blocked in all."""
+    waiting: Any = None
+    """One word of memory that is 1 while this rank waits for others, for who watches from outside."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Work:

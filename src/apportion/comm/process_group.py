@@ -99,10 +99,15 @@ class ProcessGroup(Group):
 
     def _wait(self, work: Any) -> None:
         began = time.perf_counter()
+        if self.waiting is not None:
+            self.waiting[0] = 1
         try:
             work.wait()
         except RuntimeError as error:
             raise self._lost(error) from error
+        finally:
+            if self.waiting is not None:
+                self.waiting[0] = 0
         ended = time.perf_counter()
         self.waits.append((began, ended))
         self.waited += ended - began

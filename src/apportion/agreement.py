@@ -1,0 +1,78 @@
+"""Ranks stop and save at the same step: rank 0 decides, and says when it will be asked next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from apportion.supervise import Policy
+from apportion.world import World
+
+ASK_SECONDS = 0.25
+"""Between two questions: how long a wish to stop may wait for a step that all agree on."""
+SAVE_SECONDS, SAVE_SHARE = 2.0, 0.05
+
+
+@dataclass
+class Wish:
+    """What is wanted of the run, by someone outside its loop; and what the loop shows them."""
+
+    stop: bool = False
+    progress: Any = field(default_factory=lambda: np.zeros(8, dtype=np.int64))
+    """[0] grows with everything that the rank gets done, [1] is 1 while it waits for others, [2] is its updates."""
+
+    save_now: Callable[[], int] = lambda: _nothing_runs()
+    """Write the state after the last update, from another thread, without waiting for the step under way; its number."""
+
+
+def _nothing_runs() -> int:
+    raise RuntimeError("the run has not started yet")
+
+
+class Agreement:
+    """One answer for all ranks, at steps that all know beforehand, so that asking costs one small message a while."""
+
+    def __init__(self, world: World, wish: Wish, policy: Policy, steps_per_epoch: int, done: int) -> None:
+        self._group, self._device, self._wish = world.group(), world.device, wish
+        interval = policy.interval()
+        self._seconds = interval[0] if interval is not None and interval[1] == "s" else None
+        self._steps: int | None = None
+        if interval is not None and interval[1] != "s":
+            self._steps = max(1, round(interval[0] * (steps_per_epoch if interval[1] == "epochs" else 1)))
+        self._asked = self._saved = time.perf_counter()
+        self._last, self._gap = done, 1
+        self.next = done + 1
+        """The step after which ``ask`` is called, by all ranks."""
+
+    def ask(self, done: int, save_seconds: float) -> tuple[bool, bool]:
+        """(stop, save), the same on every rank. ``save_seconds``: what the last checkpoint took."""
+        now = time.perf_counter()
+        save = self._save_due(done, now, save_seconds)
+        answer = [int(self._wish.stop), int(save), self._next(done, now)]
+        if self._group.size > 1:
+            told = torch.tensor(answer, dtype=torch.int64, device=self._device)
+            self._group.broadcast(told)
+            answer = told.tolist()
+        if answer[1]:
+            self._saved = time.perf_counter()
+        self._asked, self._last, self.next = time.perf_counter(), done, answer[2]
+        return bool(answer[0]), bool(answer[1])
+
+    def _save_due(self, done: int, now: float, save_seconds: float) -> bool:
+        if self._steps is not None:
+            return done % self._steps == 0
+        interval = self._seconds if self._seconds is not None else max(SAVE_SECONDS, save_seconds / SAVE_SHARE)
+        return now - self._saved >= interval
+
+    def _next(self, done: int, now: float) -> int:
+        seconds_a_step = max(now - self._asked, 1e-9) / max(1, done - self._last)
+        self._gap = max(1, min(2 * self._gap, int(ASK_SECONDS / seconds_a_step)))
+        after = done + self._gap
+        if self._steps is not None:
+            after = min(after, (done // self._steps + 1) * self._steps)
+        return after

@@ -1,0 +1,43 @@
+"""Plain JSON and whole states from one rank to all."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from apportion.comm.group import Group
+
+
+def broadcast_message(message: Any, group: Group, *, source: int = 0, device: torch.device | None = None) -> Any:
+    """The source's message (plain JSON), on every rank."""
+    data = json.dumps(message).encode() if group.rank == source else b""
+    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    group.broadcast(length, source=source)
+    buffer = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    if group.rank == source:
+        buffer.copy_(torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()))
+    group.broadcast(buffer, source=source)
+    return json.loads(buffer.cpu().numpy().tobytes())
+
+
+def broadcast_tensors(
+    tensors: dict[str, Tensor] | None, group: Group, *, source: int = 0, device: torch.device | None = None
+) -> dict[str, Tensor]:
+    """The source's tensors by name, on every rank (on the CPU)."""
+    described = None
+    if tensors is not None:
+        described = [[k, str(t.dtype).removeprefix("torch."), list(t.shape)] for k, t in tensors.items()]
+    received = {}
+    for name, dtype, shape in broadcast_message(described, group, source=source, device=device):
+        if tensors is not None:
+            tensor = tensors[name].to(device=device or "cpu").contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        if tensor.numel():
+            group.broadcast(tensor.view(torch.uint8) if tensor.dim() else tensor.view(1).view(torch.uint8), source=source)
+        received[name] = tensor.cpu()
+    return received

@@ -1,0 +1,134 @@
+"""What a worker process does from its first line to its last: become a rank, do its job, tell how it went."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from apportion.agreement import Wish
+from apportion.agreement import Wish
+from apportion.comm.channel import Channel
+from apportion.errors import ApportionError, PeerLost
+from apportion.job import Job
+from apportion.parked import serve_steps
+from apportion.worker import work
+from apportion.world import World
+
+PROGRESS_BYTES = 64
+"""A rank's line in the memory where the supervisor sees how far each one is: a cache line, so that none slows another."""
+
+
+def train(sock: socket.socket, payload: bytes) -> int:
+    """Run a job to its end."""
+    return _run(sock, payload, _train)
+
+
+def steps(sock: socket.socket, payload: bytes) -> int:
+    """Make steps when told to."""
+    return _run(sock, payload, serve_steps)
+
+
+def _run(sock: socket.socket, payload: bytes, program: Any) -> int:
+    channel = Channel(sock)
+    try:
+        job: Job = cloudpickle.loads(payload)
+        torch.set_num_threads(job.threads)
+        world = World.from_env(device=job.device, channel=channel)
+        program(job, world, channel)
+        channel.send({"kind": "finished"})
+    except BaseException as error:
+        _report(channel, error)
+        return 1
+    return 0
+
+
+def _train(job: Job, world: World, channel: Channel) -> None:
+    wish = Wish(progress=progress(world))
+    threading.Thread(target=_obey, args=(channel, wish), name="orders", daemon=True).start()
+    for event in work(job, world, wish):
+        channel.send({"kind": "event", "event": asdict(event)})
+
+
+def progress(world: World) -> Any:
+    """This rank's line of the progress that the supervisor sees, as int64; its group notes there when it waits."""
+    memory = world.shared("progress", PROGRESS_BYTES * world.local_size)
+    words = PROGRESS_BYTES // 8
+    line = np.frombuffer(memory, dtype=np.int64)[world.local_rank * words : (world.local_rank + 1) * words]
+    world.group().waiting = line[1:2]
+    return line
+
+
+def _obey(channel: Channel, wish: Wish) -> None:
+    """The supervisor's orders, while the main thread trains."""
+    while (order := channel.commands.get()) is not None:
+        if order["kind"] == "stop":
+            wish.stop = True
+        elif order["kind"] == "save":
+            channel.send({"kind": "saved", **_save_now(wish)})
+    os._exit(1)  # the supervisor is gone
+
+
+def _save_now(wish: Wish) -> dict[str, Any]:
+    """The last update, written without waiting for the step under way: its number, or None and why not."""
+    try:
+        return {"step": wish.save_now(), "why": None}
+    except Exception as error:  # whatever it is, the supervisor is waiting for an answer
+        return {"step": None, "why": f"{type(error).__name__}: {error}"}
+
+
+def _report(channel: Channel, error: BaseException) -> None:
+    message = {
+        "kind": "raised",
+        "summary": _summary(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "mistake": isinstance(error, ValueError) and _package(_frames(error)[-1]) == "apportion",
+        "symptom": isinstance(error, PeerLost),
+        "where": _where(error),
+    }
+    try:
+        channel.send(message)
+    except OSError:
+        traceback.print_exception(error)
+        sys.stderr.flush()
+
+
+def _summary(error: BaseException) -> str:
+    text = str(error).strip()
+    if isinstance(error, ApportionError):
+        return text
+    if isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text.lower():
+        cure = "no memory is left: use fewer workers, a smaller batch_size, or data_parallel(microbatches=2)"
+        return f"{type(error).__name__}: {text.splitlines()[0] if text else ''} ({cure})"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    return list(traceback.extract_tb(error.__traceback__))
+
+
+def _package(frame: traceback.FrameSummary) -> str | None:
+    """"apportion" or "library" for installed code, None for the user's own."""
+    file = Path(frame.filename)
+    if file.is_relative_to(Path(__file__).parent):
+        return "apportion"
+    installed = any(part in ("site-packages", "dist-packages") for part in file.parts)
+    return "library" if installed or frame.filename.startswith("<") or file.is_relative_to(_STANDARD) else None
+
+
+_STANDARD = Path(os.__file__).parent
+
+
+def _where(error: BaseException) -> str | None:
+    """The innermost line of the user's own code."""
+    own = [f for f in _frames(error) if _package(f) is None]
+    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}" if own else None

@@ -1,0 +1,95 @@
+"""How well the network does, over all ranks: means are weighted by examples, other metrics see every output in order."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from apportion import tree
+from apportion.batch import Batch, Batches
+from apportion.comm.group import Group
+from apportion.strategy import Step
+from apportion.workload import Evaluation
+
+
+def evaluate(
+    step: Step, evaluation: Evaluation, source: Batches, group: Group, beat: Callable[[], None]
+) -> Mapping[str, float]:
+    """Every metric over the evaluation set, the same on every rank. Called by all ranks; ``beat`` after each batch."""
+    means = {name: metric for name, metric in evaluation.metrics.items() if not _is_factory(metric)}
+    objects: dict[str, Any] = {name: m() for name, m in evaluation.metrics.items() if _is_factory(m)}  # type: ignore[call-arg]
+    sums = torch.zeros(len(means) + 1, dtype=torch.float64)
+    assert step.data_shard is not None
+    for number in range(len(source)):
+        batch = source.at(number, step.data_shard)
+        outputs = step.predict(batch)
+        if outputs is not None:
+            values = [float(metric(outputs, batch.targets)) for metric in means.values()]  # type: ignore[call-arg, arg-type]
+            sums += torch.tensor([*(v * len(batch) for v in values), float(len(batch))], dtype=torch.float64)
+        if objects:
+            _feed(objects, outputs, batch, group)
+        beat()
+    sums = sums.to(step.device)
+    group.all_reduce(sums).wait()
+    totals = sums.tolist()
+    results = {name: total / totals[-1] for name, total in zip(means, totals, strict=False)}
+    for name, metric in objects.items():
+        results[name] = float(metric.compute())
+    return {name: results[name] for name in evaluation.metrics}
+
+
+def _is_factory(metric: Any) -> bool:
+    """A metric object's class (or any callable without parameters) is called without arguments; a mean takes two."""
+    if isinstance(metric, type):
+        return True
+    try:
+        return not inspect.signature(metric).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _feed(objects: Mapping[str, Any], outputs: Any, batch: Batch, group: Group) -> None:
+    """Each rank's objects see the whole batch, in row order, so each of them computes the same value."""
+    if group.size > 1:
+        outputs, targets = _whole(outputs, batch, group)
+    else:
+        targets = batch.targets
+    for metric in objects.values():
+        metric.update(outputs, targets)
+
+
+def _whole(outputs: Any, batch: Batch, group: Group) -> tuple[Any, Any]:
+    """All ranks' outputs and targets. A rank without rows knows neither's shape: it learns them from the others."""
+    have = group.all_gather(torch.tensor([0 if outputs is None else 1]))
+    pair = (outputs, batch.targets) if outputs is not None else None
+    if int(have.sum()) == group.size:
+        return _gather(pair, group)
+    shapes = _templates(pair, int(have.argmax()), group)
+    return _gather(pair if pair is not None else shapes, group)
+
+
+def _gather(pair: Any, group: Group) -> tuple[Any, Any]:
+    gathered: tuple[Any, Any] = tree.map_tensors(lambda t: torch.cat(group.all_gather_rows(t)), pair)
+    return gathered
+
+
+def _templates(pair: Any, source: int, group: Group) -> Any:
+    """The same tree with empty tensors, on every rank."""
+    from apportion.comm.message import broadcast_message
+
+    if pair is not None:
+        leaves, spec = pytree.tree_flatten(pair)
+        described = {
+            "spec": pytree.treespec_dumps(spec),
+            "leaves": [[str(leaf.dtype).removeprefix("torch."), list(leaf.shape[1:])] for leaf in leaves],
+        }
+    else:
+        described = None
+    told = broadcast_message(described, group, source=source)
+    empties: list[Tensor] = [torch.zeros((0, *shape), dtype=getattr(torch, dtype)) for dtype, shape in told["leaves"]]
+    return pytree.tree_unflatten(empties, pytree.treespec_loads(told["spec"]))

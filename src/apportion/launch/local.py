@@ -1,0 +1,125 @@
+"""local: processes on this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from apportion.template import Task, Template, template
+from apportion.values import Value
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, and its container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup, or "max": no quota
+        pass
+    return cores
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Local(Value):
+    """So many processes on this machine, each with so many threads."""
+
+    workers: int | None = None
+    """Processes that take batches; None: one a core, or one a GPU."""
+    threads: int | None = None
+    """Each worker's; None: the cores, divided."""
+    device: str | None = None
+    """"cpu" or "cuda"; None: the GPUs where there are any."""
+    loaders: int = 0
+    """Data-loading processes a worker; they count against the cores."""
+
+    launched = False
+    """Are the ranks running already? No: they have to be started."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("workers", 1), ("threads", 1), ("loaders", 0)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+        if self.device not in (None, "cpu", "cuda"):
+            raise ValueError(f'device={self.device!r} must be "cpu" or "cuda"')
+
+    def threads_each(self, ranks: int) -> int:
+        """Threads of each of so many ranks: never more runnable ones than cores, unless asked for."""
+        if self.threads is not None:
+            return self.threads
+        return max(1, usable_cores() // ranks - self.loaders)
+
+    def overload(self, ranks: int) -> str | None:
+        """A warning where there are more runnable threads than cores."""
+        cores, threads = usable_cores(), self.threads_each(ranks)
+        wanted = ranks * (threads + self.loaders)
+        if wanted <= cores:
+            return None
+        return (
+            f"{ranks} workers x {threads + self.loaders} threads and loaders on {cores} cores: they take turns, and the "
+            f"run gets slower; use workers<={max(1, cores // (threads + self.loaders))}"
+        )
+
+    def start(self, target: str, payload: bytes, ranks: int, port: int) -> list[Process]:
+        """One process a rank, which calls ``target`` with its channel and the payload."""
+        parent, started = template(), []
+        for rank in range(ranks):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                task = Task(
+                    target=target,
+                    payload=payload,
+                    environment=_environment(rank, ranks, port, self.threads_each(ranks)),
+                    path=sys.path,
+                    directory=os.getcwd(),
+                )
+                pid = parent.spawn(task, theirs)
+            started.append(Process(rank, pid, ours, parent))
+        return started
+
+
+def _environment(rank: int, ranks: int, port: int, threads: int) -> Mapping[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the driver holds the store: no rank has to outlive the others
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+    }
+
+
+@dataclass
+class Process:
+    """A worker process on this machine."""
+
+    rank: int
+    pid: int
+    channel: socket.socket
+    _parent: Template
+
+    def returncode(self) -> int | None:
+        """Negative for a signal, None while it runs."""
+        return self._parent.returncode(self.pid)
+
+    def wait(self, seconds: float) -> int | None:
+        """The same, once it has ended or the time is up."""
+        return self._parent.wait(self.pid, seconds)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._parent.kill(self.pid)
+
+
+Processes = Sequence[Process]

@@ -1,0 +1,310 @@
+"""One process's whole copy of the network with its optimizers: what strategies that do not cut the model build on."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from apportion import tree
+from apportion.batch import Batch
+from apportion.comm.group import Alone, Group
+from apportion.deal import mix
+from apportion.parallel.carry import Carry
+from apportion.plain import from_plain, to_plain
+from apportion.strategy import State
+from apportion.workload import Workload
+
+_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def seed_everything(seed: int) -> None:
+    """torch, numpy and Python start from the workload's seed, the same on every rank."""
+    torch.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+
+
+class Replica:
+    """The model of a workload, and everything that an update changes.
+
+    ``prepare`` may swap layers of the fresh model before its optimizers are made and it is compiled.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        rank: int,
+        device: torch.device,
+        prepare: Callable[[nn.Module], None] = lambda model: None,
+    ) -> None:
+        self.workload, self.rank, self.device = workload, rank, device
+        seed_everything(workload.seed)
+        self.model = workload.model().to(device=device, dtype=self.input_dtype)
+        prepare(self.model)
+        self.names = {p: name for name, p in self.model.named_parameters()}
+        self.optimizers = self._make_optimizers()
+        self.schedules: dict[str, LRScheduler] = {}
+        self.scaler = torch.amp.GradScaler(device.type) if workload.precision == "float16" else None
+        self.carry = Carry(workload.carry, device, workload.dtype) if workload.carry is not None else None
+        self._seen = Carry(workload.carry, device, workload.dtype) if workload.carry is not None else None
+        if workload.compile:
+            self.model.compile()
+        self.step = 0
+        self.seconds = 0.0
+        """Spent in updates, in all."""
+        self._rng = _Reseed(workload.seed, rank, device)
+        self._trainable = [p for p in self.model.parameters() if p.requires_grad]
+        self._owned = {
+            name: [p for p in self._trainable if any(p is q for g in optimizer.param_groups for q in g["params"])]
+            for name, optimizer in self.optimizers.items()
+        }
+        self._lock = threading.Lock()
+        self._buffers = [b for b in self.model.buffers() if b.numel()]
+        self._committed_buffers = [b.clone() for b in self._buffers]
+        self._training = [m for m in self.model.modules() if m.training]
+
+    def _make_optimizers(self) -> Mapping[str, Optimizer]:
+        made = self.workload.optimizer(list(self.model.named_parameters()))
+        optimizers = {"": made} if isinstance(made, Optimizer) else dict(made)
+        for optimizer in optimizers.values():
+            for group in optimizer.param_groups:
+                foreign = [p for p in group["params"] if p not in self.names]
+                if foreign:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} was given a tensor of shape {tuple(foreign[0].shape)} that is no "
+                        "parameter of the model: build the optimizer from the parameters that it is called with"
+                    )
+        if len(optimizers) > 1 and self.workload.update is None:
+            raise ValueError(f"{len(optimizers)} optimizers need update=(step, batch) -> values, which says when each steps")
+        return optimizers
+
+    def start_schedules(self, total_steps: int) -> None:
+        """The learning-rate schedules, now that the number of updates is known."""
+        schedule = self.workload.schedule
+        if schedule is None:
+            return
+        for name, optimizer in self.optimizers.items():
+            made: Any = schedule(optimizer, total_steps)
+            if isinstance(made, ReduceLROnPlateau):
+                raise ValueError(
+                    "ReduceLROnPlateau needs a metric, and the schedule is stepped once an update without one: "
+                    "use a schedule of the step alone (StepLR, CosineAnnealingLR, OneCycleLR, LambdaLR)"
+                )
+            self.schedules[name] = made
+
+    def trainable(self, optimizer: str | None = None) -> list[nn.Parameter]:
+        """The parameters that get gradients, of one optimizer or of all, in the model's order."""
+        return self._trainable if optimizer is None else self._owned[optimizer]
+
+    # Forward
+
+    def outputs(self, batch: Batch) -> Any:
+        """The model's outputs for a training batch."""
+        if self.carry is None:
+            return tree.call(self.model, batch.inputs)
+        outputs, state = tree.call(self.model, batch.inputs, self.carry.take(batch))
+        self.carry.put(state)
+        return outputs
+
+    def autocast(self) -> Any:
+        """The context of every forward pass, as the workload's precision asks; no context costs nothing."""
+        dtype = _AUTOCAST.get(self.workload.precision)
+        return _NOTHING if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+
+    def reseed(self, step: int) -> None:
+        """Draws inside the model (dropout) become a function of (seed, step, rank): a step can be repeated."""
+        self._rng(step)
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        """The workload's loss, checked to be a single number."""
+        assert self.workload.loss is not None
+        loss = self.workload.loss(outputs, targets)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"the loss gave {shape}, which must be one number: the mean over the batch")
+        return loss
+
+    def backward(self, loss: Tensor, weight: float) -> None:
+        """Add weight times the gradient of the loss to ``p.grad``."""
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward(None if weight == 1.0 else torch.full_like(loss, weight))
+
+    def gradient(self, loss: Tensor, weight: float, optimizer: str) -> None:
+        """Set ``p.grad`` of one optimizer's parameters alone to weight times the gradient of the loss."""
+        if optimizer not in self.optimizers:
+            raise ValueError(f"optimizer={optimizer!r} must be one of {', '.join(map(repr, self.optimizers))}")
+        parameters = self.trainable(optimizer)
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        gradients = torch.autograd.grad(
+            loss, parameters, None if weight == 1.0 else torch.full_like(loss, weight), allow_unused=True
+        )
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """What floating tensors become: float64 is asked for of everything, the rest stays as the user made it."""
+        return torch.float64 if self.workload.precision == "float64" else None
+
+    @torch.no_grad()
+    def predict(self, batch: Batch) -> Any:
+        """Outputs in evaluation mode. A carried state of its own follows the rows of the evaluation set."""
+        for module in self._training:
+            module.training = False
+        try:
+            with self.autocast():
+                if self._seen is None:
+                    return tree.call(self.model, batch.inputs)
+                outputs, state = tree.call(self.model, batch.inputs, self._seen.take(batch))
+                self._seen.put(state)
+                self._seen.commit()
+                return outputs
+        finally:
+            for module in self._training:
+                module.training = True
+
+    # Update
+
+    def apply(self, optimizer: str) -> None:
+        """One update by this optimizer with the gradients in ``p.grad``; then there are none."""
+        began = time.perf_counter()
+        stepped, parameters = self.optimizers[optimizer], self.trainable(optimizer)
+        if self.scaler is not None:
+            self.scaler.unscale_(stepped)
+        if self.workload.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self.workload.clip_grad_norm)
+        with self._lock:
+            if self.scaler is not None:
+                self.scaler.step(stepped)
+                self.scaler.update()
+            else:
+                stepped.step()
+        if self.schedules:
+            self.schedules[optimizer].step()
+        for p in parameters:
+            p.grad = None
+        self.seconds += time.perf_counter() - began
+
+    def commit(self) -> None:
+        """The step is made: what a forward pass changes (buffers, carried state) counts from here on."""
+        with self._lock:
+            self.step += 1
+            if self._buffers:
+                torch._foreach_copy_(self._committed_buffers, self._buffers)
+            if self.carry is not None:
+                self.carry.commit()
+
+    # State
+
+    def state(self, group: Group | None = None, rows: int | None = None) -> State:
+        """Copies of everything; with a carried state, called by all ranks of the group, each saying how many of its
+        carried rows are its own."""
+        carry = {} if self.carry is None else self.carry.gather(group or Alone(), rows)
+        with self._lock:
+            return State(
+                step=self.step,
+                model={k: v.detach().clone() for k, v in self._committed_model().items()},
+                optimizer={k: v.detach().clone() for k, v in self._slots()},
+                carry=carry,
+                settings=self._settings(),
+            )
+
+    def _committed_model(self) -> dict[str, Tensor]:
+        committed = {b.data_ptr(): c for b, c in zip(self._buffers, self._committed_buffers, strict=True)}
+        parameters = {p.data_ptr() for p in self.names}
+        state = self.model.state_dict()
+        return {k: v if v.data_ptr() in parameters else committed.get(v.data_ptr(), v) for k, v in state.items()}
+
+    def _slots(self) -> Iterator[tuple[str, Tensor]]:
+        for owner, optimizer in self.optimizers.items():
+            for p, slots in optimizer.state.items():
+                for slot, value in slots.items():
+                    if isinstance(value, Tensor):
+                        yield f"{owner}/{self.names[p]}/{slot}".lstrip("/"), value
+                    elif value is not None:
+                        raise ValueError(
+                            f"{type(optimizer).__name__} keeps {slot} of {self.names[p]} as a {type(value).__name__}: "
+                            "only optimizers whose state is tensors can be saved by parameter"
+                        )
+
+    def _settings(self) -> dict[str, Any]:
+        groups = {
+            name: [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
+            for name, optimizer in self.optimizers.items()
+        }
+        schedules = {name: schedule.state_dict() for name, schedule in self.schedules.items()}
+        settings = {"groups": to_plain(groups, "optimizer"), "schedules": to_plain(schedules, "schedule")}
+        if self.scaler is not None:
+            settings["scaler"] = to_plain(self.scaler.state_dict(), "loss scale")
+        return settings
+
+    def load(self, state: State, rows: slice) -> None:
+        """Go on from a state; ``rows``: this rank's lanes of a carried one."""
+        self.model.load_state_dict(state.model)
+        groups = from_plain(state.settings["groups"])
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(self._optimizer_state(name, optimizer, state, groups[name]))
+        schedules = from_plain(state.settings["schedules"])
+        for name, schedule in self.schedules.items():
+            schedule.load_state_dict(schedules[name])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(from_plain(state.settings["scaler"]))
+        if self.carry is not None:
+            self.carry.load(state.carry, rows)
+        self.step = state.step
+        if self._buffers:
+            torch._foreach_copy_(self._committed_buffers, self._buffers)
+
+    def _optimizer_state(self, owner: str, optimizer: Optimizer, state: State, groups: list[Any]) -> dict[str, Any]:
+        """The optimizer's own form, parameters by number."""
+        numbers: dict[str, int] = {}
+        numbered = []
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            indices = []
+            for p in group["params"]:
+                indices.append(numbers.setdefault(self.names[p], len(numbers)))
+            numbered.append({**saved, "params": indices})
+        slots: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in state.optimizer.items():
+            name, _, slot = key.rpartition("/")
+            name = name.removeprefix(f"{owner}/") if owner else name
+            if name in numbers:
+                slots.setdefault(numbers[name], {})[slot] = tensor.clone()
+        return {"state": slots, "param_groups": numbered}
+
+
+class _Reseed:
+    """Seeds the generator that the model draws from: one number a step, cheaper than torch.manual_seed."""
+
+    def __init__(self, seed: int, rank: int, device: torch.device) -> None:
+        self._seed, self._rank = seed, rank
+        self._generator = torch.default_generator
+        if device.type == "cuda":
+            torch.cuda.init()
+            self._generator = torch.cuda.default_generators[device.index or 0]
+
+    def __call__(self, step: int) -> None:
+        self._generator.manual_seed(mix(self._seed, step, self._rank))
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+_NOTHING = _Nothing()

@@ -1,0 +1,76 @@
+"""Steps on command: how trials, comparisons and checks drive a strategy. Between commands the process sleeps."""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from apportion.comm.channel import Channel, Message
+from apportion.job import Job
+from apportion.strategy import State, Step
+from apportion.world import World
+
+
+def serve_steps(job: Job, world: World, channel: Channel) -> None:
+    """Build the step, say so, and obey: ``go`` (so many steps, timed), ``state`` (into a file), ``close``."""
+    workload = job.open()
+    step = job.strategy.build(workload, world)
+    done = 0
+    channel.send({"kind": "built", "steps": step.source.total, "batch_size": workload.batch_size})
+    while (order := channel.commands.get()) is not None:
+        if order["kind"] == "close":
+            break
+        if order["kind"] == "go":
+            channel.send({"kind": "went", **_go(step, world, done, order["steps"])})
+            done += order["steps"]
+        elif order["kind"] == "state":
+            state = step.state_dict()
+            channel.send({"kind": "state", **_deliver(state, order["path"] if world.rank in order["ranks"] else None)})
+    step.close()
+    world.close()
+
+
+def _go(step: Step, world: World, done: int, many: int) -> Message:
+    """Steps, each timed; what the time went to; and every wait, by a clock that the host's processes share."""
+    group, values = world.group(), []
+    group.barrier()
+    group.waits.clear()
+    before, times, examples = dict(step.spent()), [time.perf_counter()], 0
+    for number in range(done, done + many):
+        assert step.data_shard is not None
+        batch = step.source.at(number, step.data_shard)
+        values.append(step(batch))
+        examples += batch.size
+        times.append(time.perf_counter())
+    waits = list(group.waits)
+    return {
+        "seconds": [b - a for a, b in zip(times, times[1:], strict=False)],
+        "examples": examples,
+        "spent": {name: seconds - before[name] for name, seconds in step.spent().items()},
+        "waits": waits,
+        "values": {n: torch.stack([v[n].reshape(()) for v in values]).tolist() for n in values[-1]} if values else {},
+        "peak_bytes": _peak_bytes(),
+    }
+
+
+def _peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _deliver(state: State, path: str | None) -> dict[str, Any]:
+    """A digest of every tensor; the tensors themselves into the file where one is asked for."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors()}
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy())
+    if path is not None:
+        save_file(tensors, path)
+    return {"digest": digest.hexdigest(), "path": path, "step": state.step}

@@ -1,0 +1,222 @@
+"""data_parallel: synchronous towers. Every rank has the whole network and a share of each batch; gradients are summed.
+
+Papers: the towers of TensorFlow's CIFAR-10 tutorial (Abadi et al., 2016); Goyal et al., "Accurate, Large Minibatch
+SGD", 2017; Li et al., "PyTorch Distributed", VLDB 2020 (what DDP does).
+
+::
+
+    batch of B      rank 0: rows 0..B/2    forward, backward \\            / update
+                                                               sum(grad)
+                    rank 1: rows B/2..B    forward, backward /            \\ update
+
+Exact: each rank's mean loss is weighted by its share of the loss terms, so 61 examples over 3 ranks give the gradient
+of 61 examples. Batch normalisation takes its statistics over all ranks; a rank without rows in a short batch takes
+part with weight 0; losses that couple examples (``count=None``) see the outputs of all ranks.
+
+Price: ``t = t_compute(B / n) + 2 (n - 1) / n * bytes(gradient) / bandwidth + latency``; with batch normalisation two
+small messages a layer more.
+
+Wins when the compute of a share outweighs the gradient's way: convolutions, large batches. Loses when the gradient is
+larger than what it is made of: fully connected layers at a small batch. ``microbatches`` trades time for memory: the
+share is computed in so many parts, one after the other.
+
+A worker's death ends the run; it resumes from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from apportion import tree
+from apportion.batch import Batch, Batches
+from apportion.comm.differentiable import gather_rows
+from apportion.deal import DataShard
+from apportion.parallel.batch_norm import Attendance, use_whole_batch
+from apportion.parallel.gradients import GradientSum
+from apportion.parallel.one_device import reference
+from apportion.parallel.replica import Replica, seed_everything
+from apportion.strategy import State, Step, Strategy
+from apportion.workload import Workload, examples
+from apportion.world import World
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class DataParallel(Strategy):
+    """Each worker computes a share of every batch."""
+
+    microbatches: int = 1
+    """Parts that a rank computes its share in, accumulating the gradient: less memory, the same result."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.microbatches, int) or self.microbatches < 1:
+            raise ValueError(f"microbatches={self.microbatches!r} must be a whole number of at least 1")
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def build(self, workload: Workload, world: World) -> Step:
+        if workload.batch_size < world.size:
+            raise ValueError(
+                f"batch_size={workload.batch_size} cannot feed {world.size} workers: each needs at least one example; "
+                f"use workers<={workload.batch_size} or batch_size>={world.size}"
+            )
+        if self.microbatches > 1 and (workload.count is None or workload.update is not None):
+            what = "a loss that couples examples" if workload.count is None else "update="
+            raise ValueError(f"microbatches={self.microbatches} would cut the batch under {what}: use microbatches=1")
+        return DataParallelStep(workload, world, self.microbatches)
+
+    def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
+        return reference(workload)
+
+
+@final
+class DataParallelStep(Step):
+    """This rank's share of each batch, and the update that all ranks make alike."""
+
+    def __init__(self, workload: Workload, world: World, microbatches: int) -> None:
+        self.rank, self.device = world.rank, world.device
+        self._group = world.group()
+        self._workload, self._microbatches = workload, microbatches
+        self._attendance = Attendance()
+        self._replica = Replica(workload, rank=world.rank, device=world.device, prepare=self._prepare)
+        self.model, self.optimizers = self._replica.model, self._replica.optimizers
+        sparse = [
+            m.weight for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
+        ]
+        self._sums = {
+            name: GradientSum(self._replica.trainable(name), self._group, sparse=sparse) for name in self._scopes()
+        }
+        self.data_shard = DataShard(world.rank, world.size)
+        seed_everything(workload.seed)
+        self.source = Batches(workload, device=world.device, dtype=self._replica.input_dtype, rank=world.rank)
+        self._replica.start_schedules(self.source.total)
+        self._loss: tuple[Tensor, float] | None = None
+        self._own_rows = 0
+
+    def _scopes(self) -> list[str | None]:
+        """What is summed at once: all gradients, or with ``update`` one optimizer's at a time."""
+        return [None] if self._workload.update is None else list(self._replica.optimizers)
+
+    def _prepare(self, model: nn.Module) -> None:
+        if self._group.size > 1:
+            normalised = use_whole_batch(model, self._group, self._attendance)
+        else:
+            normalised = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        if normalised and self._microbatches > 1:
+            raise ValueError(
+                f"microbatches={self._microbatches} would give {normalised[0]} the statistics of a part of the batch: "
+                "use microbatches=1, or a normalisation that looks at one example (GroupNorm, LayerNorm)"
+            )
+
+    def predict(self, batch: Batch) -> Any | None:
+        self._attendance.present = len(batch) > 0
+        if len(batch):
+            return self._replica.predict(batch)
+        self._replica.predict(batch.borrowed())
+        return None
+
+    def backward(self, batch: Batch) -> Tensor | None:
+        self._attend(batch)
+        own = batch if len(batch) else batch.borrowed()
+        total = self._total_count(own)
+        mean, weight = None, 0.0
+        for part in own.parts(self._microbatches):
+            with self._replica.autocast():
+                outputs = self._replica.outputs(part)
+                loss, count = self._loss_of(part, outputs)
+            self._replica.backward(loss, count / total)
+            weight += count / total
+            share = loss.detach() * (count / total)
+            mean = share if mean is None else mean + share
+        assert mean is not None
+        self._loss = (mean, weight)
+        return mean / weight if len(batch) and weight else None
+
+    def _attend(self, batch: Batch) -> None:
+        self._replica.reseed(batch.step)
+        self._attendance.present = len(batch) > 0
+        self._own_rows = len(batch)
+
+    def _loss_of(self, part: Batch, outputs: Any) -> tuple[Tensor, float]:
+        """The mean loss of these rows, and how many terms it is the mean of."""
+        if self._workload.count is None:
+            outputs, targets = self._gathered(outputs, len(part)), self._gathered(part.targets, len(part))
+            return self._replica.loss(outputs, targets), 1.0
+        count = part.count
+        if count == 0:
+            # No terms: a mean of nothing is a NaN, and 0 times NaN is one too. Zero, through the same layers.
+            zeros = [(t * 0.0).sum() for t in tree.tensors(outputs) if t.is_floating_point()]
+            return torch.stack(zeros).sum(), 0.0
+        return self._replica.loss(outputs, part.targets), count
+
+    def _gathered(self, rows: Any, own: int) -> Any:
+        own = own if self._own_rows else 0
+        return tree.map_tensors(lambda t: gather_rows(t[:own], self._group), rows)
+
+    def _total_count(self, batch: Batch) -> float:
+        """Loss terms in the global batch."""
+        if self._workload.count is None:
+            return 1.0
+        if self._workload.count is examples or self._group.size == 1:
+            return float(batch.size) if self._workload.count is examples else batch.count or 1.0
+        count = torch.tensor([batch.count], dtype=torch.float64, device=self.device)
+        self._group.all_reduce(count).wait()
+        return count.item() or 1.0
+
+    def update(self) -> Mapping[str, Tensor]:
+        assert self._loss is not None, "update() follows backward()"
+        mean, _ = self._loss
+        # Coupled losses are the same on every rank: each adds its part of one.
+        share = 1.0 / self._group.size if self._workload.count is None else 1.0
+        loss = self._sums[None](mean, share)
+        for name in self.optimizers:
+            self._replica.apply(name)
+        self._replica.commit()
+        self._loss = None
+        return {"loss": loss}
+
+    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
+        weight = batch.count / self._total_count(batch)
+        self._replica.gradient(loss, weight, optimizer)
+        self._sums[optimizer](None, 0.0)
+        self._replica.apply(optimizer)
+        return loss.detach()
+
+    def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
+        if self._workload.update is None:
+            self.backward(batch)
+            return self.update()
+        self._attend(batch)
+        own = batch if len(batch) else batch.borrowed()
+        with self._replica.autocast():
+            values = self._workload.update(self, own)
+        self._replica.commit()
+        return self._means(values, own)
+
+    def _means(self, values: Mapping[str, Tensor], batch: Batch) -> Mapping[str, Tensor]:
+        weight = batch.count / self._total_count(batch)
+        stacked = torch.stack([v.detach().reshape(()) * weight for v in values.values()])
+        self._group.all_reduce(stacked).wait()
+        return dict(zip(values, stacked.unbind(0), strict=True))
+
+    def state_dict(self) -> State:
+        return self._replica.state(self._group, self._own_rows)
+
+    def load_state_dict(self, state: State) -> None:
+        self._replica.load(state, self.data_shard.rows(self._workload.batch_size))
+
+    def committed(self) -> State | None:
+        return self._replica.state() if self._workload.carry is None else None
+
+    def spent(self) -> Mapping[str, float]:
+        return {"loading": self.source.seconds, "waiting": self._group.waited, "updating": self._replica.seconds}
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,45 @@
+"""single_device: the whole network in one process, with all its threads. The specification of every other strategy.
+
+::
+
+    batch -> [ forward, backward, update ] -> next batch
+
+Price: ``t = loading + forward + backward + update`` of the whole batch.
+
+Wins whenever the batch or the network is too small to be worth cutting: on one host's cores it is the rival to beat,
+since threads share the weights and their caches for nothing. Loses when threads have too little work each (many small
+layers, small matrices), or when there is more than one device.
+
+A worker's death loses the steps since the last checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+from apportion.parallel.one_device import OneDeviceStep, reference
+from apportion.strategy import State, Step, Strategy
+from apportion.workload import Workload
+from apportion.world import World
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class SingleDevice(Strategy):
+    """One process computes the whole batch."""
+
+    one_process = True
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def build(self, workload: Workload, world: World) -> Step:
+        if world.size != 1:
+            raise ValueError(f"single_device runs in one process, not in {world.size}: use workers=1, or data_parallel")
+        return OneDeviceStep(workload, world.device)
+
+    def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
+        return reference(workload)

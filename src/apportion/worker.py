@@ -1,0 +1,348 @@
+"""The loop that every rank runs.
+
+Its heart is three lines, which anyone can copy into a script under torchrun::
+
+    step = strategy.build(workload, World.from_env())
+    for batch in batches(step):
+        values = step(batch)
+
+``work`` adds what a run needs around them: events, evaluations, checkpoints, and stopping every rank at one step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apportion.agreement import Agreement, Wish
+from apportion.batch import Batches
+from apportion.checkpoint import RunDirectory, check_fingerprint, fingerprint
+from apportion.comm.message import broadcast_message, broadcast_tensors
+from apportion.errors import CheckpointError
+from apportion.evaluate import evaluate
+from apportion.event import Event
+from apportion.job import Job
+from apportion.saving import Saver
+from apportion.strategy import State, Step, batches
+from apportion.workload import Workload
+from apportion.world import World
+
+REPORT_SECONDS = 0.2
+"""Between two events of a kind: a person sees no more, and a step loses nothing to it."""
+SPEED_SECONDS = 0.5
+
+
+def work(job: Job, world: World, wish: Wish) -> Iterator[Event]:
+    """Train, as one rank of the world; what happens, as it happens. Closing the generator stops every rank at the
+    next step that they agree on."""
+    run = _Run(job, world, wish)
+    events = run.events()
+    try:
+        for event in events:  # not `yield from`, which would close the loop where it stands
+            yield event
+    except GeneratorExit:
+        wish.stop = True
+        for _ in events:  # on to the step where all ranks stop
+            pass
+        raise
+    finally:
+        run.close()
+
+
+class _Run:
+    """One rank's part of a run."""
+
+    def __init__(self, job: Job, world: World, wish: Wish) -> None:
+        self.began = time.perf_counter()
+        self.job, self.world, self.wish = job, world, wish
+        self.workload: Workload = job.open()
+        self.step: Step = job.strategy.build(self.workload, world)
+        self.source = self.step.source
+        self.directory = RunDirectory(job.run_dir) if job.run_dir is not None and world.rank == 0 else None
+        self.saver = Saver(self.directory, job.policy.keep, str(job.strategy))
+        self.best: float | None = None
+        self.done = self._restore()
+        self.agreement = Agreement(world, wish, job.policy, self.source.deal.batches, self.done)
+        self.meter = _Meter(self.step, self.done, self.began)
+        self.evaluation = self._open_evaluation()
+        self.metrics: Mapping[str, float] = {}
+
+        wish.save_now = self.save_committed
+
+    def save_committed(self) -> int:
+        """Write the state after the last update; the step it is of. Called from another thread than the loop's."""
+        if self.directory is None:
+            raise CheckpointError("nothing is written: the run has no run_dir, or this rank does not write")
+        state = self.step.committed()
+        if state is None:
+            raise CheckpointError("the state is spread over the ranks and cannot be had in the middle of a step")
+        state.settings["best"] = self.best
+        self.saver.submit(state, state.step / self.source.deal.batches, best=False, seconds=0.0)
+        self.saver.flush()
+        self.saver.check()
+        return state.step
+
+    def _open_evaluation(self) -> Batches | None:
+        if self.workload.evaluation is None:
+            return None
+        return Batches.of_evaluation(
+            self.workload, device=self.step.device, dtype=self.source.dtype, rank=self.world.rank
+        )
+
+    # Starting
+
+    def _restore(self) -> int:
+        """Start the run directory, or go on from it: updates done so far."""
+        if self.job.run_dir is None:
+            return 0
+        group, state = self.world.group(), None
+        if self.directory is not None:
+            mark = fingerprint(self.workload, self.step.model, self.step.optimizers, self.source.deal.examples)
+            if self.job.resume and (self.directory.steps() or not self._started(mark)):
+                state = self.directory.resume(mark)
+            elif not self.job.resume:
+                self.directory.start(self._description(mark))
+        if not self.job.resume:
+            return 0
+        state = broadcast_state(state, self.world)
+        if state is not None:
+            self.step.load_state_dict(state)
+        if state is None:
+            return 0
+        self.best = state.settings.get("best")
+        return state.step
+
+    def _started(self, mark: Mapping[str, Any]) -> bool:
+        """Is there a run that was cut off before its first checkpoint? It begins again."""
+        assert self.directory is not None
+        check_fingerprint(self.directory.read_run().get("fingerprint", {}), mark)
+        return True
+
+    def _description(self, mark: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "workload": self.job.address,
+            "strategy": str(self.job.strategy),
+            "launcher": self.job.launcher,
+            "policy": str(self.job.policy),
+            "changes": dict(self.job.changes),
+            "fingerprint": dict(mark),
+        }
+
+    def _start_event(self) -> Event:
+        steps = self.source.total
+        return self._event(
+            "start",
+            strategy=str(self.job.strategy),
+            launcher=self.job.launcher,
+            workers=self.world.size,
+            threads=torch.get_num_threads(),
+            device=str(self.step.device.type),
+            parameters=sum(p.numel() for p in self.step.model.parameters()),
+            examples=self.source.deal.examples,
+            batch_size=self.workload.batch_size,
+            steps=steps,
+            steps_per_epoch=self.source.deal.batches,
+            first_step=self.done,
+            resumed=self.job.resume,
+        )
+
+    # The loop
+
+    def events(self) -> Iterator[Event]:
+        if self.world.rank == 0:
+            yield self._start_event()
+        reason = "finished"
+        next_report = next_speed = time.perf_counter()
+        beats = self.wish.progress
+        for batch in batches(self.step, start=self.done):
+            values = self.step(batch)
+            self.done += 1
+            self.meter.take(values, batch.size, len(batch))
+            beats[0] += 1
+            beats[2] = self.done
+            now = time.perf_counter()
+            if now >= next_report and self.world.rank == 0:
+                yield self._step_event()
+                next_report = now + REPORT_SECONDS
+            if now >= next_speed:
+                yield self._event("speed", rank=self.world.rank, **self.meter.speed())
+                next_speed = now + SPEED_SECONDS
+            if self._evaluation_due():
+                yield from self._evaluate(final=False)
+            if self.done >= self.agreement.next:
+                stop, save = self.agreement.ask(self.done, self.saver.seconds)
+                if save or stop:
+                    self._save()
+                yield from self._saved()
+                if stop:
+                    reason = "stopped"
+                    break
+        yield from self._end(reason)
+
+    def _step_event(self) -> Event:
+        return self._event("step", **self.meter.flush(), learning_rate=self._learning_rate())
+
+    def _learning_rate(self) -> float:
+        for optimizer in self.step.optimizers.values():
+            return float(optimizer.param_groups[0]["lr"]) if "lr" in optimizer.param_groups[0] else 0.0
+        return 0.0
+
+    def _evaluation_due(self) -> bool:
+        evaluation = self.workload.evaluation
+        if evaluation is None or evaluation.every is None or self.done >= self.source.total:
+            return False
+        every = evaluation.every * self.source.deal.batches
+        return int(self.done / every) > int((self.done - 1) / every)
+
+    def _evaluate(self, *, final: bool) -> Iterator[Event]:
+        evaluation = self.workload.evaluation
+        if evaluation is None or self.evaluation is None:
+            return
+        beats = self.wish.progress
+
+        def beat() -> None:
+            beats[0] += 1
+
+        self.metrics = evaluate(self.step, evaluation, self.evaluation, self.world.group(), beat)
+        best = self._is_best(evaluation.best)
+        if best:
+            self._save(best=True)
+        if self.world.rank == 0:
+            yield self._event("evaluation", metrics=dict(self.metrics), final=final, best=best)
+
+    def _is_best(self, rule: str | None) -> bool:
+        if rule is None:
+            return False
+        sense, _, name = rule.partition(" ")
+        value = self.metrics[name] if sense == "max" else -self.metrics[name]
+        if self.best is not None and not value > self.best:
+            return False
+        self.best = value
+        return True
+
+    def _save(self, *, best: bool = False) -> None:
+        """Every rank takes part in making the state; one writes it, in the background."""
+        if self.job.run_dir is None:
+            return
+        began = time.perf_counter()
+        state = self.step.state_dict()
+        state.settings["best"] = self.best
+        if self.directory is not None:
+            self.saver.submit(state, self._epoch(), best=best, seconds=time.perf_counter() - began)
+
+    def _saved(self) -> Iterator[Event]:
+        for saved in self.saver.news():
+            if isinstance(saved, CheckpointError):
+                yield self._event("fault", rank=0, cause=str(saved), traceback=None, action="goes on without it")
+            else:
+                yield self._event("checkpoint", path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes)
+
+    def _end(self, reason: str) -> Iterator[Event]:
+        if self.world.rank == 0 and self.meter.pending:
+            yield self._step_event()
+        yield self._event("speed", rank=self.world.rank, **self.meter.speed())
+        if reason == "finished":
+            yield from self._evaluate(final=True)
+            self._save()
+        self.saver.finish()
+        yield from self._saved()
+        if self.world.rank == 0:
+            yield self._event(
+                "end",
+                reason=reason,
+                examples_per_second=self.meter.overall(),
+                metrics=dict(self.metrics),
+                run_dir=self.job.run_dir,
+                resume=None,
+            )
+        self.saver.check()
+        self.world.group().barrier()
+
+    def _epoch(self) -> float:
+        return self.done / self.source.deal.batches
+
+    def _event(self, kind: Any, **data: Any) -> Event:
+        return Event(
+            kind=kind, step=self.done, epoch=self._epoch(), seconds=time.perf_counter() - self.began, data=data
+        )
+
+    def close(self) -> None:
+        self.saver.finish()
+        self.step.close()
+        self.world.close()
+
+
+class _Meter:
+    """Values and speeds since they were last asked for."""
+
+    def __init__(self, step: Step, done: int, now: float) -> None:
+        self._step = step
+        self.pending: list[Mapping[str, Tensor]] = []
+        self._examples = self._own = self._steps = 0
+        self._all_examples = 0
+        self._first: float | None = None
+        self._since = self._own_since = time.perf_counter()
+        self._spent = dict(step.spent())
+
+    def take(self, values: Mapping[str, Tensor], examples: int, own: int) -> None:
+        """One step's."""
+        self.pending.append(values)
+        self._examples += examples
+        self._own += own
+        self._steps += 1
+        if self._first is None:  # the first step sets up what the later ones use
+            self._first = time.perf_counter()
+        else:
+            self._all_examples += examples
+
+    def flush(self) -> dict[str, Any]:
+        """What a step event tells."""
+        now = time.perf_counter()
+        names = list(self.pending[-1]) if self.pending else []
+        told = {
+            "values": {n: torch.stack([v[n].reshape(()) for v in self.pending if n in v]).tolist() for n in names},
+            "examples_per_second": self._examples / max(now - self._since, 1e-9),
+        }
+        self.pending, self._examples, self._since = [], 0, now
+        return told
+
+    def speed(self) -> dict[str, Any]:
+        """What a speed event tells of this rank."""
+        now, spent, steps = time.perf_counter(), dict(self._step.spent()), max(1, self._steps)
+        parts = {name: (spent[name] - self._spent[name]) / steps for name in spent}
+        elapsed = max(now - self._own_since, 1e-9)
+        told = {
+            "examples_per_second": self._own / elapsed,
+            **parts,
+            "computing": max(0.0, elapsed / steps - sum(parts.values())),
+        }
+        self._own = self._steps = 0
+        self._own_since, self._spent = now, spent
+        return told
+
+    def overall(self) -> float:
+        """Examples a second after the first step."""
+        if self._first is None or not self._all_examples:
+            return 0.0
+        return self._all_examples / max(time.perf_counter() - self._first, 1e-9)
+
+
+def broadcast_state(state: State | None, world: World) -> State | None:
+    """Rank 0's state on every rank: other hosts may not see its files."""
+    group = world.group()
+    if group.size == 1:
+        return state
+    head = None if state is None else {"step": state.step, "settings": state.settings}
+    told = broadcast_message(head, group, device=world.device)
+    if told is None:
+        return None
+    parts = {
+        part: broadcast_tensors(getattr(state, part) if state is not None else None, group, device=world.device)
+        for part in ("model", "optimizer", "carry")
+    }
+    return replace(state, **parts) if state is not None else State(**told, **parts)
