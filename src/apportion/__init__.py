@@ -1,1 +1,89 @@
-"""apportion"""
+"""Distributed PyTorch training that proves it is the same network.
+
+The public names; each is imported when it is first used, so that the command line can start workers before torch is in.
+Every strategy and launcher stands here under the name it is written with.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from apportion.batch import Batch as Batch
+    from apportion.checkpoint import load as load
+    from apportion.deal import DataShard as DataShard
+    from apportion.deal import Draws as Draws
+    from apportion.errors import ApportionError as ApportionError
+    from apportion.errors import CheckpointError as CheckpointError
+    from apportion.errors import WorkerFailed as WorkerFailed
+    from apportion.event import Event as Event
+    from apportion.launch.env import Env as env
+    from apportion.launch.local import Local as local
+    from apportion.strategies.data_parallel import DataParallel as data_parallel
+    from apportion.strategies.single_device import SingleDevice as single_device
+    from apportion.strategy import State as State
+    from apportion.strategy import Step as Step
+    from apportion.strategy import Strategy as Strategy
+    from apportion.strategy import batches as batches
+    from apportion.supervise import Policy as Policy
+    from apportion.verbs.check import Proof as Proof
+    from apportion.verbs.check import check as check
+    from apportion.verbs.compare import compare as compare
+    from apportion.verbs.train import run as run
+    from apportion.verbs.train import train as train
+    from apportion.workload import Evaluation as Evaluation
+    from apportion.workload import Workload as Workload
+    from apportion.workload import accuracy as accuracy
+    from apportion.world import World as World
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ApportionError": "errors",
+    "Batch": "batch",
+    "CheckpointError": "errors",
+    "DataShard": "deal",
+    "Draws": "deal",
+    "Evaluation": "workload",
+    "Event": "event",
+    "Policy": "supervise",
+    "Proof": "verbs.check",
+    "State": "strategy",
+    "Step": "strategy",
+    "Strategy": "strategy",
+    "WorkerFailed": "errors",
+    "Workload": "workload",
+    "World": "world",
+    "accuracy": "workload",
+    "batches": "strategy",
+    "check": "verbs.check",
+    "compare": "verbs.compare",
+    "load": "checkpoint",
+    "run": "verbs.train",
+    "train": "verbs.train",
+}
+_FOLDERS = ("apportion.strategies", "apportion.launch")
+
+__all__ = sorted(_HOMES)
+
+
+def _values() -> dict[str, str]:
+    from apportion.values import names
+
+    return {name: folder for folder in _FOLDERS for name in names(folder)}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        found = getattr(importlib.import_module(f"apportion.{_HOMES[name]}"), name)
+    elif not name.startswith("_") and name in (values := _values()):
+        from apportion.values import find
+
+        found = find(name, values[name])
+    else:
+        raise AttributeError(f"apportion has no {name!r}: its public names are {', '.join(__dir__())}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_values()])

@@ -67,5 +67,7 @@ def _module(place: str) -> ModuleType:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is not None and (place == error.name or place.startswith(error.name + ".")):
-            raise ValueError(f"there is no module {place}: write path/to/file.py:name or package.module:name") from error
+            raise ValueError(
+                f"there is no module {place}: write path/to/file.py:name or package.module:name"
+            ) from error
         raise

@@ -43,9 +43,7 @@ class Batch:
 
     __slots__ = ("_loaded", "_source", "_whole", "epoch", "first_lane", "index", "rows", "size", "start", "step")
 
-    def __init__(
-        self, source: Batches, whole: Whole, *, index: Index, rows: slice, first_lane: int = 0
-    ) -> None:
+    def __init__(self, source: Batches, whole: Whole, *, index: Index, rows: slice, first_lane: int = 0) -> None:
         self._source, self._whole = source, whole
         self._loaded: tuple[Any, Any] | None = None
         self.step = whole.step
@@ -95,7 +93,8 @@ class Batch:
 
     def draws(self) -> Draws:
         """Random numbers keyed by (seed, epoch, example): the same on any number of workers."""
-        return Draws(self._source.seed, self.epoch, self.index, device=self._source.device)
+        source = self._source
+        return Draws(source.seed, self.epoch, self.index, device=source.device, dtype=source.dtype or torch.float32)
 
     def replace(self, *, inputs: Any = None, targets: Any = None) -> Batch:
         """The same rows with other inputs or targets (what an ``augment`` returns)."""
@@ -286,7 +285,11 @@ class Batches:
     def _pair(self, collated: Any) -> tuple[Any, Any]:
         if isinstance(collated, tuple | list) and len(collated) == 2:
             return collated[0], collated[1]
-        what = f"{type(collated).__name__} of {len(collated)}" if isinstance(collated, tuple | list | dict) else type(collated).__name__
+        what = (
+            f"{type(collated).__name__} of {len(collated)}"
+            if isinstance(collated, tuple | list | dict)
+            else type(collated).__name__
+        )
         raise ValueError(
             f"collate gave a {what}; a batch is (inputs, targets): make each item of the dataset a pair, "
             "or give collate=lambda samples: (inputs, targets)"

@@ -57,8 +57,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Saved:
-    """What a save wrote: the checkpoint's folder, how long it took, how large it is."""
+    """What a save wrote: the step it is of, the checkpoint's folder, how long it took, how large it is."""
 
+    step: int
     path: Path
     seconds: float
     bytes: int
@@ -149,7 +150,7 @@ class RunDirectory:
         except (OSError, SafetensorError) as error:
             raise _unwritten(path, error) from error
         size += sum(entry["bytes"] for entry in manifest["files"].values())
-        return Saved(path, time.perf_counter() - started, size)
+        return Saved(state.step, path, time.perf_counter() - started, size)
 
     def restore(self, which: str | int = "latest") -> State:
         """The state of ``"latest"``, ``"best"`` or a step, its tensors on the CPU, tied ones the same tensor.
@@ -162,26 +163,27 @@ class RunDirectory:
         try:
             found = read(folder)
         except CheckpointError as error:
-            # A training that goes on may have moved the link and pruned what it left, or saved the step again.
             if self._locate(which) == folder and _inode(folder) == inode:
                 raise CheckpointError(f"{error}; {self._cure(folder)}") from error
         else:
-            if _inode(folder) in (inode, None):
+            if _inode(folder) == inode:
                 return found
-        return self._trusted(which, read)
+        return self._trusted(which, read)  # a training that goes on saved the step again, or pruned it meanwhile
 
     def _locate(self, which: str | int) -> Path:
         if isinstance(which, str) and which not in ("latest", "best"):
             raise ValueError(f'which={which!r} must be "latest", "best" or a step, one of {self.steps()}')
         link = self.checkpoints / str(which)
         name = _name(which) if isinstance(which, int) else os.readlink(link) if link.is_symlink() else which
-        for folder in (self.checkpoints / name, self.checkpoints / f"{_REPLACED}{name}"):
+        final, replaced = self.checkpoints / name, self.checkpoints / f"{_REPLACED}{name}"
+        for folder in (final, replaced, final):  # the last for a writer that put it there meanwhile
             if folder.is_dir():
                 return folder
+        if link.is_symlink() and os.readlink(link) != name:  # a writer moved it meanwhile
+            return self._locate(which)
         there = ", ".join(map(str, self.steps()))
         raise CheckpointError(
-            f"{self.checkpoints / name} is not there; "
-            + (f"there are the steps {there}" if there else "there are none yet")
+            f"{final} is not there; " + (f"there are the steps {there}" if there else "there are none yet")
         )
 
     def _cure(self, bad: Path) -> str:
@@ -460,7 +462,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
             notes = json.loads(file.metadata()["apportion"])
             # Copied out of the mapped file, which someone may change while the state lives.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (it is no dict)
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch could not map it
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     tensors |= {name: torch.view_as_complex(tensors[name]) for name in notes["complex"]}
     tensors |= {name: tensors[tied] for name, tied in notes["ties"].items()}

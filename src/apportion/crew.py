@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import selectors
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from apportion.entry import PROGRESS_BYTES
 from apportion.errors import WorkerFailed
 from apportion.job import Job
 from apportion.launch.local import Local, Process
-from apportion.supervise import Action, Exited, Finished, GoOn, Happening, Late, Raised, Stop, next_action
+from apportion.supervise import Action, Exited, Finished, Happening, Late, Raised, Stop, next_action
 
 LOOK_SECONDS = 0.5
 """Between two looks at every rank's progress."""

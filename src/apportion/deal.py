@@ -43,15 +43,23 @@ class Draws:
     """Random numbers keyed by (seed, epoch, example), for augmentation: the same on any number of workers.
 
     Row i of every draw belongs to the i-th example of the batch; the k-th draw of a batch is a function of
-    (seed, epoch, example, k) alone.
+    (seed, epoch, example, k) alone. Real numbers come in the dtype of the training's inputs.
     """
 
-    def __init__(self, seed: int, epoch: int, index: Index, *, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        epoch: int,
+        index: Index,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         key = np.uint64(mix(seed, epoch, 0xD4A3))
         with np.errstate(over="ignore"):
             self._keys = _scramble(_scramble(index.astype(np.uint64) * _GOLDEN + key))
         self._calls = 0
-        self._device = device
+        self._device, self._dtype = device, dtype
 
     def _unit(self, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float64]]:
         self._calls += 1
@@ -62,13 +70,14 @@ class Draws:
         unit = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
         return unit.reshape(len(self._keys), *shape)
 
-    def _tensor(self, array: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
+    def _tensor(self, array: np.ndarray[Any, Any], dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self._dtype
         return torch.from_numpy(np.ascontiguousarray(array)).to(device=self._device, dtype=dtype)
 
-    def uniform(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def uniform(self, *shape: int) -> Tensor:
         """(n, *shape), each in [0, 1)."""
         # float64 just below 1 rounds up to 1.0 in a shorter type: keep the promise of the half-open interval.
-        return self._tensor(self._unit(shape), dtype).clamp_(max=1 - torch.finfo(dtype).eps / 2)
+        return self._tensor(self._unit(shape)).clamp_(max=1 - torch.finfo(self._dtype).eps / 2)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         """(n, *shape) int64, each in [low, high)."""
@@ -80,10 +89,10 @@ class Draws:
         """(n, *shape) bool, True with this probability."""
         return self._tensor(self._unit(shape) < probability, torch.bool)
 
-    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def normal(self, *shape: int) -> Tensor:
         """(n, *shape), standard normal (Box-Muller)."""
         radius, angle = 1.0 - self._unit(shape), self._unit(shape)
-        return self._tensor(np.sqrt(-2.0 * np.log(radius)) * np.cos(2.0 * np.pi * angle), dtype)
+        return self._tensor(np.sqrt(-2.0 * np.log(radius)) * np.cos(2.0 * np.pi * angle))
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,9 @@ class Deal:
     it (truncated back-propagation through time); where the data does not divide, the first lanes are one longer.
     """
 
-    def __init__(self, examples: int, batch_size: int, *, order: Order = "shuffled", seed: int = 0, lanes: bool = False) -> None:
+    def __init__(
+        self, examples: int, batch_size: int, *, order: Order = "shuffled", seed: int = 0, lanes: bool = False
+    ) -> None:
         if examples < 1:
             raise ValueError("the dataset is empty: there is nothing to train on")
         self.examples, self.batch_size, self.order, self.seed, self.lanes = examples, batch_size, order, seed, lanes

@@ -16,11 +16,10 @@ import numpy as np
 import torch
 
 from apportion.agreement import Wish
-from apportion.agreement import Wish
 from apportion.comm.channel import Channel
 from apportion.errors import ApportionError, PeerLost
 from apportion.job import Job
-from apportion.parked import serve_steps
+from apportion.parked import serve_reference, serve_steps
 from apportion.worker import work
 from apportion.world import World
 
@@ -36,6 +35,11 @@ def train(sock: socket.socket, payload: bytes) -> int:
 def steps(sock: socket.socket, payload: bytes) -> int:
     """Make steps when told to."""
     return _run(sock, payload, serve_steps)
+
+
+def reference(sock: socket.socket, payload: bytes) -> int:
+    """Give the states that a strategy must compute."""
+    return _run(sock, payload, serve_reference)
 
 
 def _run(sock: socket.socket, payload: bytes, program: Any) -> int:
@@ -117,7 +121,7 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _package(frame: traceback.FrameSummary) -> str | None:
-    """"apportion" or "library" for installed code, None for the user's own."""
+    """ "apportion" or "library" for installed code, None for the user's own."""
     file = Path(frame.filename)
     if file.is_relative_to(Path(__file__).parent):
         return "apportion"

@@ -25,7 +25,7 @@ class Event:
     - ``checkpoint``: ``path``, ``seconds`` (it took), ``bytes``
     - ``fault``: ``rank``, ``cause`` (one line), ``traceback`` (text or None), ``action`` (what was decided)
     - ``end``: ``reason`` ("finished", "stopped", "interrupted"), ``examples_per_second``, ``metrics`` (the last),
-      ``run_dir``, ``resume`` (how to go on, or None)
+      ``run_dir``, ``resume`` (how to go on, or None), ``why`` (interrupted: why the last update could not be saved)
     """
 
     kind: EventKind

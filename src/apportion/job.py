@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
+from torch import nn
 
 from apportion.address import load_workload
 from apportion.strategy import Strategy
@@ -33,7 +36,37 @@ class Job:
     address: str | None = None
     """Where the workload can be found again."""
 
+    workers: int = 1
+    """That take batches: what ``reference`` is told."""
+    proof: bool = False
+    """For a proof: dropout is off and named, and what else draws is found."""
+    nudge: float = 0.0
+    """Every initial weight is moved by this, relatively, up or down: how far rounding alone leads astray."""
+
     def open(self) -> Workload:
         """The workload, imported where it is an address, with the changes."""
-        workload = load_workload(self.workload) if isinstance(self.workload, str) else self.workload
-        return replace(workload, **self.changes)
+        workload = replace(self.as_written(), **self.changes)
+        return replace(workload, model=_Nudged(workload.model, self.nudge)) if self.nudge else workload
+
+    def as_written(self) -> Workload:
+        """The workload without the changes."""
+        return load_workload(self.workload) if isinstance(self.workload, str) else self.workload
+
+
+@dataclass(frozen=True)
+class _Nudged:
+    """The same model with every weight moved by one rounding, or so."""
+
+    make: Callable[[], nn.Module]
+    nudge: float
+
+    def __call__(self) -> nn.Module:
+        model = self.make()
+        if self.nudge < torch.finfo(torch.float32).eps:
+            model = model.to(torch.float64)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in model.parameters():
+                signs = torch.randint(0, 2, p.shape, generator=generator).to(torch.float64) * 2 - 1
+                p.copy_(p * (1 + self.nudge * signs))
+        return model

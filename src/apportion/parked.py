@@ -6,13 +6,17 @@ import hashlib
 import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from apportion.comm.channel import Channel, Message
 from apportion.job import Job
+from apportion.randomness import Observed, silence_recurrent_dropout, without_dropout
 from apportion.strategy import State, Step
 from apportion.world import World
 
@@ -20,20 +24,63 @@ from apportion.world import World
 def serve_steps(job: Job, world: World, channel: Channel) -> None:
     """Build the step, say so, and obey: ``go`` (so many steps, timed), ``state`` (into a file), ``close``."""
     workload = job.open()
-    step = job.strategy.build(workload, world)
-    done = 0
-    channel.send({"kind": "built", "steps": step.source.total, "batch_size": workload.batch_size})
-    while (order := channel.commands.get()) is not None:
-        if order["kind"] == "close":
-            break
-        if order["kind"] == "go":
-            channel.send({"kind": "went", **_go(step, world, done, order["steps"])})
-            done += order["steps"]
-        elif order["kind"] == "state":
-            state = step.state_dict()
-            channel.send({"kind": "state", **_deliver(state, order["path"] if world.rank in order["ranks"] else None)})
+    with _proving(job) as seen:
+        step = job.strategy.build(workload, world)
+        seen.look_at(step.model)
+        done = 0
+        channel.send({"kind": "built", "steps": step.source.total, "precision": job.as_written().precision})
+        while (order := channel.commands.get()) is not None:
+            if order["kind"] == "close":
+                break
+            if order["kind"] == "go":
+                channel.send({"kind": "went", **_go(step, world, done, order["steps"]), **seen.told()})
+                done += order["steps"]
+            elif order["kind"] == "state":
+                path = order["path"] if world.rank in order["ranks"] else None
+                channel.send({"kind": "state", **_deliver(step.state_dict(), path)})
     step.close()
     world.close()
+
+
+def serve_reference(job: Job, world: World, channel: Channel) -> None:
+    """What the strategy must compute: one state on each ``next``."""
+    workload = job.open()
+    with _proving(job):
+        states = job.strategy.reference(workload, job.workers)
+        channel.send({"kind": "built"})
+        while (order := channel.commands.get()) is not None:
+            if order["kind"] == "close":
+                break
+            channel.send({"kind": "state", **_deliver(next(states), order["path"])})
+
+
+class _Seen:
+    """What a proof has to name; nothing is looked at otherwise."""
+
+    def __init__(self, observed: Observed | None, dropped: set[str]) -> None:
+        self._observed, self._dropped = observed, dropped
+
+    def look_at(self, model: nn.Module) -> None:
+        """Turn off what draws inside kernels, and watch the rest."""
+        if self._observed is not None:
+            self._dropped |= silence_recurrent_dropout(model)
+            self._observed.watch(model)
+
+    def told(self) -> dict[str, list[str]]:
+        """Dropout that was turned off, other draws, and operations in less than float64."""
+        if self._observed is None:
+            return {}
+        seen = self._observed
+        return {"dropout": sorted(self._dropped), "draws": sorted(seen.draws), "narrow": sorted(seen.narrow)}
+
+
+@contextmanager
+def _proving(job: Job) -> Iterator[_Seen]:
+    if not job.proof:
+        yield _Seen(None, set())
+        return
+    with without_dropout() as dropped:
+        yield _Seen(Observed(), dropped)
 
 
 def _go(step: Step, world: World, done: int, many: int) -> Message:

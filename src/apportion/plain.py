@@ -19,7 +19,9 @@ def to_plain(value: Any, where: str) -> Any:
         return {kind: [[to_plain(k, where), to_plain(v, f"{where}[{k!r}]")] for k, v in value.items()]}
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a learning rate kept as a tensor
         return value.item()
-    raise ValueError(f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: use numbers, texts, lists and dicts")
+    raise ValueError(
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: use numbers, texts, lists and dicts"
+    )
 
 
 def from_plain(value: Any) -> Any:

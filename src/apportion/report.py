@@ -27,7 +27,7 @@ REPORT = "report.html"
 TENSORBOARD = "tensorboard"
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_TEXTS = {"strategy", "launcher", "device", "path", "cause", "traceback", "action", "reason", "run_dir", "resume"}
+_TEXTS = {"strategy", "launcher", "device", "path", "cause", "traceback", "action", "run_dir", "reason", "resume"}
 """What in an event's data is text whatever it says: a cause may be "NaN"."""
 
 
@@ -301,7 +301,7 @@ def _progress(last: Mapping[str, Event], clock: Clock) -> list[Row]:
         Row("time", clock.seconds, duration(clock.seconds) + sittings),
     ]
     speeds = [last[kind].data.get("examples_per_second") for kind in ("end", "step") if kind in last]
-    return rows + [Row("examples/s", speed, number(speed)) for speed in speeds if speed is not None][:1]
+    return rows + [Row("examples/s", speed, number(speed)) for speed in speeds if speed][:1]
 
 
 def _written(last: Mapping[str, Event]) -> list[Row]:

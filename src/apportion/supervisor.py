@@ -85,7 +85,9 @@ class Supervised:
                         yield self._event(message["event"])
                 return
             if isinstance(action, Stop):
-                yield self._own_event("fault", rank=action.rank, cause=action.cause, traceback=action.traceback, action="stops")
+                yield self._own_event(
+                    "fault", rank=action.rank, cause=action.cause, traceback=action.traceback, action="stops"
+                )
                 raise failure(action)
             assert isinstance(action, GoOn)
             seconds = action.seconds

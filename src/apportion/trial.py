@@ -106,7 +106,7 @@ class Parked:
         self.crew = Crew(launcher, "apportion.entry:steps", job, candidate.ranks)
 
     def built(self) -> Message:
-        """What the ranks tell once their step is built: ``steps`` in all, ``batch_size``."""
+        """What the ranks tell once their step is built: ``steps`` in all, ``precision``."""
         return self.crew.answers("built", BUILD_SECONDS)[0]
 
     def go(self, steps: int, *, measure: bool = True) -> list[Message]:

@@ -75,7 +75,9 @@ def _expression(text: str) -> ast.expr:
     try:
         return ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
-        raise ValueError(f"{text!r} does not parse ({error.msg}): write it like data_parallel(microbatches=2)") from None
+        raise ValueError(
+            f"{text!r} does not parse ({error.msg}): write it like data_parallel(microbatches=2)"
+        ) from None
 
 
 def _build(node: ast.expr, text: str, package: str) -> Any:

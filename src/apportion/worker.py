@@ -125,7 +125,7 @@ class _Run:
 
     def _description(self, mark: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "workload": self.job.address,
+            "address": self.job.address,
             "strategy": str(self.job.strategy),
             "launcher": self.job.launcher,
             "policy": str(self.job.policy),
@@ -173,11 +173,15 @@ class _Run:
                 yield self._event("speed", rank=self.world.rank, **self.meter.speed())
                 next_speed = now + SPEED_SECONDS
             if self._evaluation_due():
+                self.meter.pause()
                 yield from self._evaluate(final=False)
+                self.meter.go_on()
             if self.done >= self.agreement.next:
                 stop, save = self.agreement.ask(self.done, self.saver.seconds)
                 if save or stop:
+                    self.meter.pause()
                     self._save()
+                    self.meter.go_on()
                 yield from self._saved()
                 if stop:
                     reason = "stopped"
@@ -240,12 +244,15 @@ class _Run:
             if isinstance(saved, CheckpointError):
                 yield self._event("fault", rank=0, cause=str(saved), traceback=None, action="goes on without it")
             else:
-                yield self._event("checkpoint", path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes)
+                data = {"path": str(saved.path), "seconds": saved.seconds, "bytes": saved.bytes}
+                event = self._event("checkpoint", **data)
+                yield replace(event, step=saved.step, epoch=saved.step / self.source.deal.batches)
 
     def _end(self, reason: str) -> Iterator[Event]:
         if self.world.rank == 0 and self.meter.pending:
             yield self._step_event()
-        yield self._event("speed", rank=self.world.rank, **self.meter.speed())
+        if self.meter.steps:
+            yield self._event("speed", rank=self.world.rank, **self.meter.speed())
         if reason == "finished":
             yield from self._evaluate(final=True)
             self._save()
@@ -283,7 +290,7 @@ class _Meter:
     def __init__(self, step: Step, done: int, now: float) -> None:
         self._step = step
         self.pending: list[Mapping[str, Tensor]] = []
-        self._examples = self._own = self._steps = 0
+        self._examples = self._own = self.steps = 0
         self._all_examples = 0
         self._first: float | None = None
         self._since = self._own_since = time.perf_counter()
@@ -294,16 +301,31 @@ class _Meter:
         self.pending.append(values)
         self._examples += examples
         self._own += own
-        self._steps += 1
+        self.steps += 1
         if self._first is None:  # the first step sets up what the later ones use
             self._first = time.perf_counter()
         else:
             self._all_examples += examples
 
+    def pause(self) -> None:
+        """What follows is no step: an evaluation, a checkpoint."""
+        self._paused = time.perf_counter(), dict(self._step.spent())
+
+    def go_on(self) -> None:
+        """Steps again."""
+        since, before = self._paused
+        pause = time.perf_counter() - since
+        self._own_since += pause
+        self._since += pause
+        if self._first is not None:
+            self._first += pause
+        for name, seconds in self._step.spent().items():
+            self._spent[name] += seconds - before[name]
+
     def flush(self) -> dict[str, Any]:
         """What a step event tells."""
         now = time.perf_counter()
-        names = list(self.pending[-1]) if self.pending else []
+        names = dict.fromkeys(name for values in self.pending for name in values)
         told = {
             "values": {n: torch.stack([v[n].reshape(()) for v in self.pending if n in v]).tolist() for n in names},
             "examples_per_second": self._examples / max(now - self._since, 1e-9),
@@ -313,7 +335,7 @@ class _Meter:
 
     def speed(self) -> dict[str, Any]:
         """What a speed event tells of this rank."""
-        now, spent, steps = time.perf_counter(), dict(self._step.spent()), max(1, self._steps)
+        now, spent, steps = time.perf_counter(), dict(self._step.spent()), max(1, self.steps)
         parts = {name: (spent[name] - self._spent[name]) / steps for name in spent}
         elapsed = max(now - self._own_since, 1e-9)
         told = {
@@ -321,7 +343,7 @@ class _Meter:
             **parts,
             "computing": max(0.0, elapsed / steps - sum(parts.values())),
         }
-        self._own = self._steps = 0
+        self._own = self.steps = 0
         self._own_since, self._spent = now, spent
         return told
 

@@ -131,11 +131,15 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("model", "data", "optimizer", "collate"):
             if not callable(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a function that makes it: {name}=lambda ...: ...")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be a function that makes it: {name}=lambda ...: ..."
+                )
         if not isinstance(self.batch_size, int) or self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size!r} must be a whole number of at least 1 example")
         if (self.loss is None) == (self.update is None):
-            raise ValueError("a workload needs either loss=(outputs, targets) -> mean, or update=(step, batch) -> values")
+            raise ValueError(
+                "a workload needs either loss=(outputs, targets) -> mean, or update=(step, batch) -> values"
+            )
         if self.steps is None and self.epochs is None:
             raise ValueError("steps=None and epochs=None never end: give one of them")
         if self.steps is not None and self.steps < 1:

@@ -38,6 +38,8 @@ def broadcast_tensors(
         else:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         if tensor.numel():
-            group.broadcast(tensor.view(torch.uint8) if tensor.dim() else tensor.view(1).view(torch.uint8), source=source)
+            group.broadcast(
+                tensor.view(torch.uint8) if tensor.dim() else tensor.view(1).view(torch.uint8), source=source
+            )
         received[name] = tensor.cpu()
     return received

@@ -18,10 +18,9 @@ from torch import Tensor
 from apportion.comm.group import Group, Work
 from apportion.errors import ApportionError, PeerLost
 
-DEADLINE_SECONDS = 600.0
-"""Of one collective where no supervisor watches (torchrun). Under a supervisor a late rank is found much sooner: it
+DEADLINE_SECONDS = 300.0
+"""Of meeting, and of one collective where no supervisor watches (torchrun). Under a supervisor a late rank is found much sooner: it
 sees every rank's progress."""
-CONNECT_SECONDS = 120.0
 _KEPT_WAITS = 8192
 
 
@@ -61,7 +60,7 @@ class ProcessGroup(Group):
                 init_method="env://",
                 rank=rank,
                 world_size=size,
-                timeout=timedelta(seconds=CONNECT_SECONDS),
+                timeout=timedelta(seconds=DEADLINE_SECONDS),
                 device_id=device if own_gpu else None,
             )
         except (RuntimeError, ValueError, OSError) as error:
@@ -71,9 +70,7 @@ class ProcessGroup(Group):
                 "that rank 0 runs there, that every rank was started, and that the port is open between the hosts"
             ) from error
         assert dist.group.WORLD is not None
-        group = cls(dist.group.WORLD)
-        group._pg._set_default_timeout(timedelta(seconds=DEADLINE_SECONDS))
-        return group
+        return cls(dist.group.WORLD)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         return _Pending(self._start(self._pg.allreduce, [tensor]), self)
@@ -132,7 +129,9 @@ def _choose_interface(master: str) -> None:
     try:
         family, _, _, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
     except socket.gaierror as error:
-        raise ApportionError(f"MASTER_ADDR={master} cannot be resolved ({error}): give the address of rank 0's host") from error
+        raise ApportionError(
+            f"MASTER_ADDR={master} cannot be resolved ({error}): give the address of rank 0's host"
+        ) from error
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(address)  # a datagram socket: chooses the route, sends nothing

@@ -130,6 +130,8 @@ def _combine(gathered: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
     means, squares, counts = gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
     n = counts.sum(0)
     if n.item() <= 1:
-        raise ValueError("batch normalisation needs more than one value per channel when training: the global batch has 1")
+        raise ValueError(
+            "batch normalisation needs more than one value per channel when training: the global batch has 1"
+        )
     mean = (means * counts).sum(0) / n
     return mean, (squares + counts * (means - mean).square()).sum(0), n

@@ -32,7 +32,9 @@ class _Packed:
 class GradientSum:
     """Sums ``p.grad`` of these parameters over a group, in a fixed order."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: Group, *, sparse: Sequence[nn.Parameter] = ()) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: Group, *, sparse: Sequence[nn.Parameter] = ()
+    ) -> None:
         self._group = group
         self._sparse = [p for p in parameters if any(p is s for s in sparse)]
         dense = [p for p in parameters if not any(p is s for s in sparse)]
@@ -102,11 +104,15 @@ class GradientSum:
 
     def _sum_sparse(self, p: nn.Parameter) -> None:
         gradient = p.grad.coalesce() if p.grad is not None else None
-        indices = gradient.indices().t().contiguous() if gradient is not None else p.new_zeros((0, 1), dtype=torch.int64)
+        indices = (
+            gradient.indices().t().contiguous() if gradient is not None else p.new_zeros((0, 1), dtype=torch.int64)
+        )
         values = gradient.values() if gradient is not None else p.new_zeros((0, *p.shape[1:]))
         rows = torch.cat(self._group.all_gather_rows(indices))
         summed = torch.cat(self._group.all_gather_rows(values))
-        p.grad = torch.sparse_coo_tensor(rows.t(), summed, p.shape, check_invariants=False).coalesce() if len(rows) else None
+        p.grad = (
+            torch.sparse_coo_tensor(rows.t(), summed, p.shape, check_invariants=False).coalesce() if len(rows) else None
+        )
 
 
 def _pack(parameters: list[nn.Parameter], tail: int) -> _Packed:

@@ -7,7 +7,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from apportion.batch import Batch, Batches
 from apportion.deal import DataShard

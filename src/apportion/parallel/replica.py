@@ -85,7 +85,9 @@ class Replica:
                         "parameter of the model: build the optimizer from the parameters that it is called with"
                     )
         if len(optimizers) > 1 and self.workload.update is None:
-            raise ValueError(f"{len(optimizers)} optimizers need update=(step, batch) -> values, which says when each steps")
+            raise ValueError(
+                f"{len(optimizers)} optimizers need update=(step, batch) -> values, which says when each steps"
+            )
         return optimizers
 
     def start_schedules(self, total_steps: int) -> None:

@@ -28,6 +28,7 @@ def write_html(run_dir: str | Path) -> Path:
         unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
         unfinished.replace(path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise CheckpointError(f"cannot write {path}: {error.strerror}; make room there") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
     return path

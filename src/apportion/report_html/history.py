@@ -142,10 +142,12 @@ class _WorkerReader:
         self.step, self.steps, self.stages = step, 0.0, {}
 
     def take(self, seconds: float, event: Event) -> None:
-        self.seconds.append(seconds)
-        self.speeds.append(event.data.get("examples_per_second") or 0.0)
+        if event.step == self.step:
+            return  # no step since: nothing was measured
         steps = max(1, event.step - self.step)  # 1: it went back after a fault
         self.step = event.step
+        self.seconds.append(seconds)
+        self.speeds.append(event.data.get("examples_per_second") or 0.0)
         self.steps += steps
         for stage in STAGES:
             self.stages[stage] = self.stages.get(stage, 0.0) + steps * float(event.data.get(stage) or 0.0)
@@ -224,7 +226,7 @@ class _Reader:
             values={name: growing.curve() for name, growing in self._values.items()},
             learning_rate=self._learning_rate.curve(),
             throughput=Curve(throughput[:, 0], throughput[:, 1]),
-            workers=[reader.worker(rank) for rank, reader in sorted(self._workers.items())],
+            workers=[reader.worker(rank) for rank, reader in sorted(self._workers.items()) if reader.seconds],
             starts=self._moments.get("start", []),
             evaluations=_without_repeats(self._moments.get("evaluation", [])),
             checkpoints=self._moments.get("checkpoint", []),

@@ -24,7 +24,7 @@ STATES = {"finished": "good", "stopped": "warn", "interrupted": "warn", "failed"
 def page(history: History) -> str:
     """The whole document."""
     pictures = _pictures()
-    title = str(history.run.get("workload") or history.run_dir.name)
+    title = str(history.run.get("address") or history.run_dir.name)
     sections = [
         _facts(history),
         _missing(pictures),
@@ -62,8 +62,10 @@ def _head(history: History, title: str) -> str:
     line = " &middot; ".join(
         part for part in (f'<span class="state {kind}">{escape(state)}</span>', when, trained) if part
     )
-    resume = history.end.event.data.get("resume") if history.end else None
-    how = f"<p>Go on with <code>{escape(str(resume))}</code></p>" if resume else ""
+    ending = history.end.event.data if history.end else {}
+    how = f"<p>Go on with <code>{escape(str(ending['resume']))}</code></p>" if ending.get("resume") else ""
+    if ending.get("why"):
+        how += f'<p class="note">The last step was not saved: {escape(str(ending["why"]))}</p>'
     return (
         f'<header>\n<p class="over">Training report</p>\n<h1>{escape(title)}</h1>\n<p>{line}</p>\n{how}'
         f"{_tiles(history)}\n</header>"
@@ -217,8 +219,8 @@ def _checkpoints(checkpoints: list[Moment]) -> str:
 
 
 def _environment(history: History) -> str:
-    """What else run.json holds."""
-    told = ("workload", "strategy", "launcher")
+    """What else run.json holds; the fingerprint is for programs."""
+    told = ("address", "strategy", "launcher", "fingerprint")
     pairs = [pair for name, value in history.run.items() if name not in told for pair in _flat(name, value)]
     return _section("Environment", tables.facts(pairs)) if pairs else ""
 

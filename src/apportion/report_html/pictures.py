@@ -154,6 +154,7 @@ def speed_picture(history: History) -> Picture | None:
             _speeds(axes)
         _draw_strip(strip, happened, per)
         strip.set_xlabel(f"{unit} of training")
+        strip.set_xlim(left=0)
         for moment in history.starts[1:]:
             for axes in (*plots, strip):
                 axes.axvline(moment.seconds / per, color=_MARKS["muted"], linewidth=1, dashes=(3, 3))
@@ -275,7 +276,7 @@ def _mark_not_finite(axes: Axes, curve: Curve) -> None:
     bad = curve.x[~np.isfinite(curve.y)]
     if len(bad):
         bad = bad[spread(len(bad), 500)]
-        look = {"color": _MARKS["bad"], "markersize": 10, "clip_on": False}
+        look: dict[str, Any] = {"color": _MARKS["bad"], "markersize": 10, "clip_on": False}
         axes.plot(bad, np.ones(len(bad)), "|", transform=axes.get_xaxis_transform(), **look)
 
 

@@ -38,6 +38,7 @@ code, pre { font: .87em/1.5 var(--mono); }
 section { background: var(--surface); border: 1px solid var(--grid); border-radius: 10px;
   padding: 1.15rem 1.25rem 1.25rem; margin: 1.1rem 0 0; }
 .facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(210px, 1fr)); gap: .8rem 1.5rem; margin: 0; }
+h2 + .facts { margin-top: .5rem; }
 .facts dt { color: var(--muted); font-size: .85rem; }
 .facts dd { margin: 0; overflow-wrap: anywhere; }
 .pair { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 400px), 1fr)); gap: 1.1rem 1.5rem; }

@@ -41,17 +41,20 @@ def values_table(curve: Curve) -> str:
 
 def metrics_table(history: History) -> str:
     """Each metric: the last, and at the evaluation that was the best."""
-    best = best_of(history.evaluations)
     last = _metrics(history.evaluations[-1]) if history.evaluations else {}
     if history.end is not None:
         last = {**last, **(history.end.event.data.get("metrics") or {})}
-    rows = []
-    for name, value in last.items():
-        found = _metrics(history.evaluations[best]).get(name) if best is not None else None
-        epoch = "" if best is None else number(history.evaluations[best].event.epoch)
-        rows.append((f"test {name}", measure(value), "" if found is None else measure(found), epoch))
-    heads = ["metric", "last", "at the best", "epoch"]
-    return table(heads, rows) if rows else ""
+    if not last:
+        return ""
+    best = best_of(history.evaluations)
+    if best is None:
+        return table(["metric", "last"], [(f"test {name}", measure(value)) for name, value in last.items()])
+    found, epoch = _metrics(history.evaluations[best]), number(history.evaluations[best].event.epoch)
+    rows = [
+        (f"test {name}", measure(value), measure(found[name]) if name in found else "", epoch)
+        for name, value in last.items()
+    ]
+    return table(["metric", "last", "at the best", "epoch"], rows)
 
 
 def evaluations_table(evaluations: Sequence[Moment]) -> str:

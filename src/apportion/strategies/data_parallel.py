@@ -87,9 +87,7 @@ class DataParallelStep(Step):
         self._attendance = Attendance()
         self._replica = Replica(workload, rank=world.rank, device=world.device, prepare=self._prepare)
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
-        sparse = [
-            m.weight for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
-        ]
+        sparse = [m.weight for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
         self._sums = {
             name: GradientSum(self._replica.trainable(name), self._group, sparse=sparse) for name in self._scopes()
         }

@@ -15,6 +15,7 @@ import torch
 from apportion.address import check_place
 from apportion.agreement import Wish
 from apportion.checkpoint import RunDirectory
+from apportion.errors import CheckpointError
 from apportion.event import Event
 from apportion.job import Job
 from apportion.launch.env import Env
@@ -120,7 +121,9 @@ def _started(asked: _Asked, strategy: Strategy | None, launcher: Local) -> Itera
 def _joined(asked: _Asked, strategy: Strategy | None, launcher: Env) -> Iterator[Event]:
     """As one of the ranks that are running already."""
     if strategy is None:
-        raise ValueError("env() cannot try strategies: its processes are running already; give strategy=data_parallel()")
+        raise ValueError(
+            "env() cannot try strategies: its processes are running already; give strategy=data_parallel()"
+        )
     world = World.from_env(device=launcher.device)
     job = asked.job(strategy, launcher, torch.get_num_threads())
     events = work(job, world, Wish())
@@ -144,7 +147,14 @@ def _journaled(job: Job, events: Iterator[Event]) -> Iterator[Event]:
             close()
         if journal is not None:
             journal.close()
-            write_html(job.run_dir)
+            _report(job.run_dir)
+
+
+def _report(run_dir: str) -> None:
+    try:
+        write_html(run_dir)
+    except CheckpointError as error:  # the run itself is whole, or its own error is on its way
+        warnings.warn(f"no report: {error}", stacklevel=2)
 
 
 def _fresh_run_dir(address: str | None) -> Path:

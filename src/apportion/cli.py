@@ -1,0 +1,162 @@
+"""The command line: one function a verb. Exit status: 0 done; 1 the answer is no; 2 wrong use; 3 could not be done;
+130 interrupted."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Annotated, Any
+
+import typer
+
+from apportion.errors import ApportionError, WorkerFailed
+from apportion.template import template
+
+NO, WRONG_USE, FAILED, INTERRUPTED = 1, 2, 3, 130
+_START_WORKERS = ("train", "check", "compare")
+
+app = typer.Typer(
+    help="Train one network on all the devices you have, and prove that it is the same network.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Address = Annotated[
+    str, typer.Argument(metavar="FILE:NAME", help="the workload: path/to/file.py:name or package.module:name")
+]
+Workers = Annotated[int | None, typer.Option(min=1, help="processes that take batches (default: one a core or GPU)")]
+Steps = Annotated[int | None, typer.Option(min=1, help="updates")]
+Launcher = Annotated[str | None, typer.Option(metavar="L", help='"local(workers=4, threads=8)" or env')]
+Json = Annotated[bool, typer.Option("--json", help="the answer as JSON, on standard output")]
+
+
+def main() -> None:
+    """The program ``apportion``."""
+    if len(sys.argv) > 1 and sys.argv[1] in _START_WORKERS and "--help" not in sys.argv:
+        template()  # what workers are forked from imports torch while this process does
+    app()
+
+
+@app.command()
+def train(  # noqa: PLR0913 (the flags)
+    workload: Address,
+    strategy: Annotated[
+        str | None,
+        typer.Option(metavar="S", help='for example "data_parallel(microbatches=2)"; without it a few are measured'),
+    ] = None,
+    workers: Workers = None,
+    steps: Steps = None,
+    run_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="where everything is written (default: runs/...)")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --run-dir")] = False,
+    launcher: Launcher = None,
+    policy: Annotated[
+        str | None, typer.Option(metavar="P", help="for example \"policy(checkpoint_every='30 s', keep=3)\"")
+    ] = None,
+) -> None:
+    """Train a workload, and say how well it does."""
+    with _guarded():
+        from apportion.display import Display
+        from apportion.supervise import Policy
+        from apportion.values import parse_as
+        from apportion.verbs.train import run
+
+        events = run(
+            workload,
+            strategy,
+            launcher=_launcher(launcher, workers),
+            run_dir=run_dir,
+            resume=resume,
+            policy=parse_as(policy, Policy) if policy is not None else None,
+            steps=steps,
+        )
+        with Display() as display:
+            for event in events:
+                display.show(event)
+        display.summarize()
+
+
+@app.command()
+def check(
+    workload: Address,
+    strategy: Annotated[str, typer.Option(metavar="S", help="the strategy to prove")],
+    workers: Workers = None,
+    steps: Annotated[int, typer.Option(min=1, help="updates to compare after")] = 8,
+    as_json: Json = False,
+) -> None:
+    """Prove that a strategy computes what one device does, after every step, tensor by tensor."""
+    with _guarded():
+        from apportion.display import show_proof
+        from apportion.verbs.check import check as prove
+
+        proof = prove(workload, strategy, workers=workers, steps=steps)
+        if as_json:
+            _print_json({"holds": proof.holds, **asdict(proof)})
+        else:
+            show_proof(proof)
+    if not proof.holds:
+        raise typer.Exit(NO)
+
+
+@app.command()
+def compare(
+    workload: Address,
+    strategy: Annotated[list[str] | None, typer.Option(metavar="S", help="again for each one; without it all")] = None,
+    workers: Workers = None,
+    steps: Annotated[int, typer.Option(min=1, help="updates of each, after a warm-up")] = 50,
+    out: Annotated[str | None, typer.Option(metavar="FILE", help="save the table there, as JSON")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure strategies against each other on this machine."""
+    with _guarded():
+        from apportion.display import show_rows
+        from apportion.verbs.compare import compare as measure
+
+        rows = measure(workload, strategy, workers=workers, steps=steps, path=out)
+        if as_json:
+            _print_json([asdict(row) for row in rows])
+        else:
+            show_rows(rows)
+
+
+def _launcher(text: str | None, workers: int | None) -> Any:
+    from apportion.launch.local import Local
+    from apportion.values import parse
+
+    launcher = parse(text, "apportion.launch") if text is not None else Local()
+    if workers is None:
+        return launcher
+    if not isinstance(launcher, Local):
+        raise ValueError(f"--workers goes with local(): {launcher} finds its workers running already")
+    return replace(launcher, workers=workers)
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=1, default=str))
+
+
+@contextmanager
+def _guarded() -> Iterator[None]:
+    """What goes wrong, as one message with the cause and the cure, and the exit status that says whose it is."""
+    warnings.showwarning = lambda message, *_: typer.echo(f"warning: {message}", err=True)  # type: ignore[assignment]
+    try:
+        yield
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(WRONG_USE) from None
+    except WorkerFailed as error:
+        if error.traceback is not None:
+            typer.echo(f"rank {error.rank}'s traceback:\n{error.traceback}", err=True)
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(FAILED) from None
+    except (ApportionError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(FAILED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None

@@ -1,0 +1,242 @@
+"""A run on the terminal: a bar while it goes, plain lines where there is no terminal, tables at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from apportion.event import Event
+from apportion.report import summary
+
+if TYPE_CHECKING:
+    from apportion.verbs.check import Proof, Round
+    from apportion.verbs.compare import Row
+
+LINE_SECONDS = 2.0
+"""Between two plain lines of a kind."""
+
+
+class Display:
+    """Shows the events of one run."""
+
+    def __init__(self) -> None:
+        self._console = Console()
+        self._events: list[Event] = []
+        self._lines = _Bar(self._console) if self._console.is_terminal else _Lines(self._console)
+
+    def __enter__(self) -> Display:
+        self._lines.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lines.close()
+        if isinstance(error, KeyboardInterrupt):
+            self._interrupted()
+
+    def show(self, event: Event) -> None:
+        """One more."""
+        if event.kind in ("start", "step"):  # of the many, the last
+            self._events = [e for e in self._events if e.kind != event.kind]
+        if event.kind != "speed":
+            self._events.append(event)
+        self._lines.show(event)
+
+    def _interrupted(self) -> None:
+        end = self._events[-1] if self._events and self._events[-1].kind == "end" else None
+        if end is None:
+            self._console.print("interrupted")
+            return
+        if end.data.get("why"):
+            self._console.print(f"interrupted; the last step could not be saved ({end.data['why']})", soft_wrap=True)
+        else:
+            self._console.print(f"interrupted; step {end.step} is saved")
+        if end.data["resume"]:
+            self._console.print(f"go on with: {end.data['resume']}", soft_wrap=True, markup=False, highlight=False)
+
+    def summarize(self) -> None:
+        """The table at the end, the metrics, and where everything is."""
+        table = Table(show_header=False, box=None, pad_edge=False)
+        rows = summary(self._events)
+        for row in rows:
+            if not row.name.startswith("test "):
+                table.add_row(row.name, row.text)
+        self._console.print(table)
+        for row in rows:
+            if row.name.startswith("test "):
+                self._console.print(f"{row.name} {row.value:.3f}", highlight=False)
+
+
+class _Lines:
+    """One plain line now and then."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._next = 0.0
+        self._start: Event | None = None
+
+    def open(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    def show(self, event: Event) -> None:
+        now = time.monotonic()
+        if event.kind == "start":
+            self._start = event
+            self._print(start_line(event))
+        elif event.kind == "step" and now >= self._next:
+            self._print(step_line(event, self._start))
+            self._next = now + LINE_SECONDS
+        elif event.kind == "evaluation":
+            metrics = "  ".join(f"{name} {value:.4f}" for name, value in event.data["metrics"].items())
+            self._print(f"epoch {event.epoch:.2f}  test {metrics}")
+        elif event.kind == "fault":
+            self._print(f"fault: {event.data['cause']} ({event.data['action']})")
+
+
+class _Bar(_Lines):
+    """A bar with the run's numbers, and a line for each worker."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._progress = Progress(
+            TextColumn("epoch {task.fields[epoch]:.2f}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total} steps"),
+            TextColumn("{task.fields[values]}"),
+            TextColumn("{task.fields[speed]:,.0f} examples/s"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task: TaskID | None = None
+        self._workers: dict[int, str] = {}
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=True)
+
+    def _render(self) -> Group:
+        workers = [Text(f"worker {rank}: {text}", style="dim") for rank, text in sorted(self._workers.items())]
+        return Group(self._progress, *workers)
+
+    def open(self) -> None:
+        self._live.start()
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def show(self, event: Event) -> None:
+        data = event.data
+        if event.kind == "start":
+            self._task = self._progress.add_task(
+                "train", total=data["steps"], completed=event.step, epoch=event.epoch, values="", speed=0.0
+            )
+        if event.kind == "step" and self._task is not None:
+            self._progress.update(
+                self._task,
+                completed=event.step,
+                epoch=event.epoch,
+                values=_values(event),
+                speed=data["examples_per_second"],
+            )
+        elif event.kind == "speed":
+            total = sum(data[part] for part in ("loading", "computing", "waiting", "updating")) or 1.0
+            self._workers[data["rank"]] = (
+                f"{data['examples_per_second']:,.0f} examples/s, waiting {data['waiting'] / total:.0%} of the time"
+            )
+        else:
+            super().show(event)
+
+
+def start_line(event: Event) -> str:
+    """What is about to run."""
+    data = event.data
+    resumed = f", resumed at step {data['first_step']}" if data["resumed"] else ""
+    return (
+        f"{data['strategy']} on {data['launcher']} ({data['device']}): {data['parameters']:,} parameters, "
+        f"{data['examples']:,} examples, batches of {data['batch_size']}, {data['steps']:,} steps{resumed}"
+    )
+
+
+def step_line(event: Event, start: Event | None) -> str:
+    """Where it is."""
+    total = f"/{start.data['steps']}" if start is not None else ""
+    return (
+        f"epoch {event.epoch:.2f}  step {event.step}{total}  {_values(event)}  "
+        f"{event.data['examples_per_second']:,.0f} examples/s"
+    )
+
+
+def _values(event: Event) -> str:
+    return "  ".join(f"{name} {values[-1]:.4f}" for name, values in event.data["values"].items() if values)
+
+
+def show_proof(proof: Proof) -> None:
+    """What ``check`` found, in words."""
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    whose = "one device" if proof.exact else "its own reference (it is approximate by design)"
+    console.print(f"{proof.strategy} on {proof.workers} workers against {whose}:")
+    for found in proof.rounds:
+        console.print(_round_line(found))
+    for line in proof.by_design:
+        console.print(f"  by design: {line}")
+    console.print("the same network" if proof.holds else "NOT the same network")
+
+
+def _round_line(found: Round) -> str:
+    worst = found.worst
+    verdict = "equal" if found.holds else "DIFFERENT"
+    line = (
+        f"  {found.precision}: {verdict} over {found.steps} steps and {found.tensors} tensors; the worst is {worst.name} "
+        f"after step {worst.step}, by {worst.absolute:.2g} (bound {found.bound:.2g}, rounding noise {found.noise:.2g})"
+    )
+    return line if found.disagreement is None else f"{line}\n    {found.disagreement}"
+
+
+def show_rows(rows: Sequence[Row]) -> None:
+    """What ``compare`` measured, as a table."""
+    table = Table()
+    for name in (
+        "strategy",
+        "launcher",
+        "step ms",
+        "examples/s",
+        "x one device",
+        "computing",
+        "waiting",
+        "communicating",
+    ):
+        table.add_column(name, justify="left" if name in ("strategy", "launcher") else "right")
+    table.add_column("exact")
+    table.add_column("peak MiB", justify="right")
+    for row in rows:
+        table.add_row(*_cells(row))
+    console = Console()
+    console = console if console.is_terminal else Console(width=200)  # a file has no width to keep to
+    console.print(table)
+
+
+def _cells(row: Row) -> list[Any]:
+    return [
+        row.strategy,
+        row.launcher,
+        f"{row.step_seconds * 1e3:.3g}",
+        f"{row.examples_per_second:,.0f}",
+        f"{row.times_one_device:.2f}",
+        f"{row.computing:.0%}",
+        f"{row.waiting:.0%}",
+        f"{row.communicating:.0%}",
+        "yes" if row.exact else "no",
+        f"{row.peak_bytes / 2**20:,.0f}",
+    ]

@@ -1,0 +1,107 @@
+"""Measure strategies against each other on this machine: in turns, medians, one running at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from apportion.address import check_place
+from apportion.launch.local import Local
+from apportion.strategy import Strategy
+from apportion.trial import Candidate, Measured, candidate, parked
+from apportion.values import names, parse
+from apportion.workload import Workload
+
+ROUNDS = 5
+"""Turns that each strategy's steps are divided in."""
+WARM_UP = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One strategy's line in the table."""
+
+    strategy: str
+    launcher: str
+    step_seconds: float
+    """Median, of the slowest rank."""
+    examples_per_second: float
+    times_one_device: float
+    """Its examples/s over those of single_device with all threads."""
+    computing: float
+    """Share of the workers' time; with ``waiting`` (for other ranks) and ``communicating``, 1 in all."""
+    waiting: float
+    communicating: float
+    exact: bool
+    peak_bytes: int
+    """Resident memory of the largest worker, with Python and torch."""
+    steps: int
+
+
+def compare(
+    workload: Workload | str,
+    strategies: Sequence[Strategy | str] | None = None,
+    *,
+    workers: int | None = None,
+    steps: int = 50,
+    launcher: Local | None = None,
+    path: str | Path | None = None,
+) -> list[Row]:
+    """So many steps of each strategy after a warm-up, in ``ROUNDS`` turns; the rows, fastest first.
+
+    ``strategies``: None takes all there are. ``workers``: of each strategy that divides its work. single_device with
+    all threads is always among them, to compare with. ``path``: where to save the rows as JSON.
+    """
+    if isinstance(workload, str):
+        check_place(workload)
+    if steps < 1:
+        raise ValueError(f"steps={steps} must be at least 1")
+    candidates = _candidates(strategies, workers, launcher or Local())
+    rounds = min(ROUNDS, steps)
+    with parked(candidates, workload, {}) as groups:
+        for group in groups:
+            group.go(WARM_UP, measure=False)
+        for turn in range(rounds):
+            for group in groups:
+                group.go(steps // rounds + (turn < steps % rounds))
+        measured = [g.measured for g in groups]
+    alone = next(m for m in measured if m.candidate.strategy.one_process)
+    rows = sorted((_row(m, alone) for m in measured), key=lambda row: row.step_seconds)
+    if path is not None:
+        Path(path).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    return rows
+
+
+def _candidates(strategies: Sequence[Strategy | str] | None, workers: int | None, launcher: Local) -> list[Candidate]:
+    values = [
+        parse(s, "apportion.strategies") if isinstance(s, str) else s
+        for s in strategies or names("apportion.strategies")
+    ]
+    if not any(s.one_process for s in values):
+        values.insert(0, parse("single_device", "apportion.strategies"))
+    chosen = []
+    for strategy in values:
+        own = 1 if strategy.one_process else workers or launcher.workers
+        where = Local(workers=own, threads=launcher.threads, device=launcher.device, loaders=launcher.loaders)
+        chosen.append(candidate(strategy, where))
+    return chosen
+
+
+def _row(measured: Measured, alone: Measured) -> Row:
+    total = measured.computing + measured.waiting + measured.communicating or 1.0
+    chosen = measured.candidate
+    return Row(
+        strategy=str(chosen.strategy),
+        launcher=str(chosen.launcher),
+        step_seconds=measured.step_seconds,
+        examples_per_second=measured.examples_per_second,
+        times_one_device=measured.examples_per_second / alone.examples_per_second,
+        computing=measured.computing / total,
+        waiting=measured.waiting / total,
+        communicating=measured.communicating / total,
+        exact=chosen.strategy.exact,
+        peak_bytes=measured.peak_bytes,
+        steps=len(measured.seconds),
+    )

@@ -1,0 +1,97 @@
+"""What all tests share: real data or a reason, one thread, deadlines, and nothing left behind."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from leaks import Watch
+
+Within = Callable[[float, str], AbstractContextManager[None]]
+Eventually = Callable[..., None]
+
+
+def data_folder() -> Path:
+    """Where the real data sets are, if they are."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("APPORTION_DATA") or cache / "apportion" / "data")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "leaves(what): how the line begins that the leak check may report")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``@pytest.mark.data`` needs the folder, ``@pytest.mark.data("cifar-10-batches-py")`` that set in it."""
+    folder = data_folder()
+    for item in items:
+        for marker in item.iter_markers("data"):
+            missing = [path for path in (folder, *(folder / name for name in marker.args)) if not path.exists()]
+            if missing:
+                item.add_marker(pytest.mark.skip(reason=f"real data is not at {missing[0]}"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Several processes of a test share few cores; and sums come out in one order."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def watch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watch]:
+    """The watch over this session, which gives it (and its processes) a temporary folder of their own."""
+    usual = tempfile.gettempdir()
+    own = tmp_path_factory.mktemp("t")  # short: a Unix socket's path has 107 characters at most
+    with pytest.MonkeyPatch.context() as patch:
+        # What torch.compile has compiled stays for the next session.
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{getpass.getuser()}")
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more would be processes that stay
+        patch.setenv("TMPDIR", str(own))
+        patch.setattr(tempfile, "tempdir", None)
+        yield Watch(own)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(watch: Watch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves a process, a listening port, shared memory or a temporary file."""
+    before = watch.look()
+    yield
+    allowed = tuple(what for marker in request.node.iter_markers("leaves") for what in marker.args)
+    found = [leak for leak in watch.leaks(before) if not (allowed and leak.startswith(allowed))]
+    if found:
+        pytest.fail("left behind:\n" + "\n".join(f"  {leak}" for leak in found), pytrace=False)
+
+
+@pytest.fixture
+def within() -> Within:
+    """``with within(5, "the driver's exit"): ...`` fails where that took more seconds."""
+
+    @contextmanager
+    def deadline(seconds: float, what: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        took = time.monotonic() - began
+        assert took <= seconds, f"{what} took {took:.2f} s, more than {seconds:g} s"
+
+    return deadline
+
+
+@pytest.fixture
+def eventually() -> Eventually:
+    """``eventually(lambda: not psutil.pid_exists(pid), within=5, what="the worker is gone")`` waits for it."""
+
+    def wait(condition: Callable[[], object], *, within: float, what: str) -> None:
+        deadline = time.monotonic() + within
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {within:g} s: {what}"
+            time.sleep(0.01)
+
+    return wait
