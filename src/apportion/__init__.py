@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from apportion.errors import CheckpointError as CheckpointError
     from apportion.errors import WorkerFailed as WorkerFailed
     from apportion.event import Event as Event
-    from apportion.launch.env import Env as env
-    from apportion.launch.local import Local as local
-    from apportion.strategies.data_parallel import DataParallel as data_parallel
-    from apportion.strategies.single_device import SingleDevice as single_device
+    from apportion.launch.env import Env as env  # noqa: F401
+    from apportion.launch.local import Local as local  # noqa: F401
+    from apportion.strategies.data_parallel import DataParallel as data_parallel  # noqa: F401
+    from apportion.strategies.single_device import SingleDevice as single_device  # noqa: F401
     from apportion.strategy import State as State
     from apportion.strategy import Step as Step
     from apportion.strategy import Strategy as Strategy

@@ -27,7 +27,7 @@ class Wish:
     """[0] grows with everything that the rank gets done, [1] is 1 while it waits for others, [2] is its updates."""
 
     save_now: Callable[[], int] = lambda: _nothing_runs()
-    """Write the state after the last update, from another thread, without waiting for the step under way; its number."""
+    """Write the state after the last update, from another thread, not waiting for the step under way; its number."""
 
 
 def _nothing_runs() -> int:

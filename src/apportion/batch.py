@@ -261,10 +261,7 @@ class Batches:
             self.seconds += time.perf_counter() - began
 
     def _load(self, batch: Batch) -> tuple[Any, Any]:
-        if self._tensors is not None:
-            pair = self._pair(self._rows(batch.index))
-        else:
-            pair = self._fetch(batch)
+        pair = self._fetch(batch) if self._tensors is None else self._pair(self._rows(batch.index))
         if self._augment is None:
             return pair
         batch._loaded = pair

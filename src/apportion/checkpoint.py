@@ -379,7 +379,7 @@ def _build(run: RunDirectory, make: Callable[[], nn.Module] | None) -> nn.Module
                 f"{run.path} names no workload as FILE:NAME (it was started from Python): give load(..., model=...)"
             )
         make, seed = _workload_model(about["address"], about.get("cwd", "."))
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         torch.default_generator.manual_seed(seed)
         if devices:

@@ -144,7 +144,7 @@ def _print_json(value: Any) -> None:
 @contextmanager
 def _guarded() -> Iterator[None]:
     """What goes wrong, as one message with the cause and the cure, and the exit status that says whose it is."""
-    warnings.showwarning = lambda message, *_: typer.echo(f"warning: {message}", err=True)  # type: ignore[assignment]
+    warnings.showwarning = lambda message, *_: typer.echo(f"warning: {message}", err=True)
     try:
         yield
     except ValueError as error:

@@ -40,7 +40,13 @@ class Crew:
         self._last = time.monotonic()
         self._kills = _memory_kills()
         self._selector = selectors.DefaultSelector()
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
+        self._store: Any = (
+            dist.TCPStore(  # type: ignore[attr-defined]
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False
+            )
+            if ranks > 1
+            else None
+        )
         port = self._store.port if self._store is not None else 0
         self._processes: list[Process] = []
         self._lines: list[Lines] = []

@@ -198,7 +198,7 @@ def _round_line(found: Round) -> str:
     worst = found.worst
     verdict = "equal" if found.holds else "DIFFERENT"
     line = (
-        f"  {found.precision}: {verdict} over {found.steps} steps and {found.tensors} tensors; the worst is {worst.name} "
+        f"  {found.precision}: {verdict} over {found.steps} steps and {found.tensors} tensors; worst is {worst.name} "
         f"after step {worst.step}, by {worst.absolute:.2g} (bound {found.bound:.2g}, rounding noise {found.noise:.2g})"
     )
     return line if found.disagreement is None else f"{line}\n    {found.disagreement}"

@@ -24,7 +24,7 @@ from apportion.worker import work
 from apportion.world import World
 
 PROGRESS_BYTES = 64
-"""A rank's line in the memory where the supervisor sees how far each one is: a cache line, so that none slows another."""
+"""A rank's line in the memory where the supervisor sees how far each one is: a cache line of its own."""
 
 
 def train(sock: socket.socket, payload: bytes) -> int:

@@ -1,4 +1,4 @@
-"""How well the network does, over all ranks: means are weighted by examples, other metrics see every output in order."""
+"""How well the network does, over all ranks: means are weighted by examples; other metrics see every output."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ def evaluate(
     step: Step, evaluation: Evaluation, source: Batches, group: Group, beat: Callable[[], None]
 ) -> Mapping[str, float]:
     """Every metric over the evaluation set, the same on every rank. Called by all ranks; ``beat`` after each batch."""
-    means = {name: metric for name, metric in evaluation.metrics.items() if not _is_factory(metric)}
-    objects: dict[str, Any] = {name: m() for name, m in evaluation.metrics.items() if _is_factory(m)}  # type: ignore[call-arg]
+    means: dict[str, Any] = {name: metric for name, metric in evaluation.metrics.items() if not _is_factory(metric)}
+    every: Mapping[str, Any] = evaluation.metrics
+    objects = {name: make() for name, make in every.items() if _is_factory(make)}
     sums = torch.zeros(len(means) + 1, dtype=torch.float64)
     assert step.data_shard is not None
     for number in range(len(source)):
         batch = source.at(number, step.data_shard)
         outputs = step.predict(batch)
         if outputs is not None:
-            values = [float(metric(outputs, batch.targets)) for metric in means.values()]  # type: ignore[call-arg, arg-type]
+            values = [float(metric(outputs, batch.targets)) for metric in means.values()]
             sums += torch.tensor([*(v * len(batch) for v in values), float(len(batch))], dtype=torch.float64)
         if objects:
             _feed(objects, outputs, batch, group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import resource
 import sys
 import time
@@ -97,7 +98,7 @@ def _go(step: Step, world: World, done: int, many: int) -> Message:
         times.append(time.perf_counter())
     waits = list(group.waits)
     return {
-        "seconds": [b - a for a, b in zip(times, times[1:], strict=False)],
+        "seconds": [b - a for a, b in itertools.pairwise(times)],
         "examples": examples,
         "spent": {name: seconds - before[name] for name, seconds in step.spent().items()},
         "waits": waits,
@@ -117,7 +118,7 @@ def _deliver(state: State, path: str | None) -> dict[str, Any]:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
     if path is not None:
         save_file(tensors, path)
     return {"digest": digest.hexdigest(), "path": path, "step": state.step}

@@ -65,7 +65,7 @@ class Step(ABC):
 
     @abstractmethod
     def backward(self, batch: Batch) -> Tensor | None:
-        """Accumulate the gradient of this rank's rows, weighted by their count; this rank's mean loss (None: no rows)."""
+        """Accumulate the gradient of this rank's rows, weighted by their count; its mean loss (None: no rows)."""
 
     @abstractmethod
     def update(self) -> Mapping[str, Tensor]:

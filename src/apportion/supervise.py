@@ -20,7 +20,7 @@ class Policy(Value):
     """How a run is kept safe."""
 
     checkpoint_every: str | None = None
-    """"30 s", "20 steps" or "1 epoch"; None: every 2 s, or less often where that would cost more than 5 % of the time."""
+    """"30 s", "20 steps" or "1 epoch"; None: every 2 s, or less often where that would cost over 5 % of the time."""
     keep: int = 2
     """Checkpoints kept, besides the best."""
 

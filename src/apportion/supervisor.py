@@ -1,4 +1,4 @@
-"""A run seen from the driver: starts the workers, passes on what they tell, and carries out what ``supervise`` decides."""
+"""A run seen from the driver: starts the workers, passes on what they tell, and does what ``supervise`` decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pytrees of tensors, as inputs, targets, outputs and recurrent states are: one place for what is done to all leaves."""
+"""Pytrees of tensors, as inputs, targets, outputs and recurrent states are: what is done to all their leaves."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ def call(model: Callable[..., Any], inputs: Any, *state: Any) -> Any:
     if isinstance(inputs, tuple | list):
         return model(*inputs, *state)
     if isinstance(inputs, dict):
-        return model(**inputs, **{"state": s for s in state})
+        return model(**inputs, **({"state": state[0]} if state else {}))
     return model(inputs, *state)

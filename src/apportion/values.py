@@ -1,4 +1,4 @@
-"""How a value (a strategy, a launcher, a policy) is written: the same way in Python, on the command line and in reports.
+"""How a value (a strategy, a launcher, a policy) is written: the same in Python, on the command line and in reports.
 
 ``data_parallel(microbatches=2)`` is the class in ``strategies/data_parallel.py`` with that field: the folder is the
 registry, and the name in the report is the file you open.

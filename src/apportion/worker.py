@@ -43,7 +43,7 @@ def work(job: Job, world: World, wish: Wish) -> Iterator[Event]:
     run = _Run(job, world, wish)
     events = run.events()
     try:
-        for event in events:  # not `yield from`, which would close the loop where it stands
+        for event in events:  # noqa: UP028 (`yield from` would close the loop where it stands)
             yield event
     except GeneratorExit:
         wish.stop = True
@@ -100,7 +100,7 @@ class _Run:
         """Start the run directory, or go on from it: updates done so far."""
         if self.job.run_dir is None:
             return 0
-        group, state = self.world.group(), None
+        state = None
         if self.directory is not None:
             mark = fingerprint(self.workload, self.step.model, self.step.optimizers, self.source.deal.examples)
             if self.job.resume and (self.directory.steps() or not self._started(mark)):
@@ -363,8 +363,8 @@ def broadcast_state(state: State | None, world: World) -> State | None:
     told = broadcast_message(head, group, device=world.device)
     if told is None:
         return None
-    parts = {
-        part: broadcast_tensors(getattr(state, part) if state is not None else None, group, device=world.device)
+    model, optimizer, carry = (
+        broadcast_tensors(getattr(state, part) if state is not None else None, group, device=world.device)
         for part in ("model", "optimizer", "carry")
-    }
-    return replace(state, **parts) if state is not None else State(**told, **parts)
+    )
+    return State(step=told["step"], model=model, optimizer=optimizer, carry=carry, settings=told["settings"])

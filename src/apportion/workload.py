@@ -128,7 +128,7 @@ class Workload:
     """torch.compile, after splitting."""
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # noqa: C901 (a list of rules)
         for name in ("model", "data", "optimizer", "collate"):
             if not callable(getattr(self, name)):
                 raise ValueError(
@@ -178,8 +178,8 @@ def checked(dataset: Dataset[Any], name: str) -> Dataset[Any]:
     """A map-style dataset that is not empty, or a ValueError that says what to do."""
     if isinstance(dataset, IterableDataset):
         raise ValueError(
-            f"{name}() gave {type(dataset).__name__}, an IterableDataset: examples are dealt by index, so that every one "
-            "is seen exactly once and a run can resume; make it map-style (__len__ and __getitem__), "
+            f"{name}() gave {type(dataset).__name__}, an IterableDataset: examples are dealt by index, so that every "
+            "one is seen exactly once and a run can resume; make it map-style (__len__ and __getitem__), "
             "for example list(dataset)"
         )
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):

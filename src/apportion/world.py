@@ -1,4 +1,4 @@
-"""Where a process stands among the others. The only reader of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT."""
+"""Where a process stands among the others. Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, alone."""
 
 from __future__ import annotations
 

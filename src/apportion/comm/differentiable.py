@@ -20,7 +20,7 @@ class _GatherRows(Function):
         return torch.cat(parts)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         start, length = ctx.own
         return gradient[start : start + length].contiguous(), None

@@ -19,7 +19,7 @@ from apportion.comm.group import Group, Work
 from apportion.errors import ApportionError, PeerLost
 
 DEADLINE_SECONDS = 300.0
-"""Of meeting, and of one collective where no supervisor watches (torchrun). Under a supervisor a late rank is found much sooner: it
+"""Of meeting, and of one collective where no supervisor watches (torchrun). A supervisor finds a late rank sooner: it
 sees every rank's progress."""
 _KEPT_WAITS = 8192
 

@@ -63,8 +63,8 @@ class Local(Value):
         if wanted <= cores:
             return None
         return (
-            f"{ranks} workers x {threads + self.loaders} threads and loaders on {cores} cores: they take turns, and the "
-            f"run gets slower; use workers<={max(1, cores // (threads + self.loaders))}"
+            f"{ranks} workers x {threads + self.loaders} threads and loaders on {cores} cores: they take turns, and "
+            f"the run gets slower; use workers<={max(1, cores // (threads + self.loaders))}"
         )
 
     def start(self, target: str, payload: bytes, ranks: int, port: int) -> list[Process]:

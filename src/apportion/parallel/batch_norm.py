@@ -47,7 +47,7 @@ def use_whole_batch(model: nn.Module, group: Group, attendance: Attendance) -> l
 class _WholeBatchNorm(_BatchNorm):
     _whole: tuple[Group, Attendance]
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
         if not self.training and self.running_mean is not None:
@@ -77,7 +77,7 @@ class _Normalize(Function):
     number of values a channel (1)."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 (what the layer has)
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group, present: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         channels = x.shape[1]
@@ -94,7 +94,7 @@ class _Normalize(Function):
         return y, mean, squares, n
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
         x, scale, mean, variance, n = ctx.saved_tensors
         # As in evaluation: dy * scale / deviation, and this rank's sums of dy * normalised and of dy.

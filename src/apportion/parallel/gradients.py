@@ -51,7 +51,7 @@ class GradientSum:
             self._tail = first.tail
 
     def __call__(self, loss: Tensor | None, weight: float) -> Tensor:
-        """Every ``p.grad`` becomes the sum over the ranks; returns the sum of weight times loss (None: no rows here)."""
+        """Every ``p.grad`` becomes the sum over the ranks; the sum of weight times loss (None: no rows here)."""
         used = [p.grad is not None for p in self._dense]
         self._fill_tail(used, loss, weight)
         pending = [self._start_packed(packed) for packed in self._packed]

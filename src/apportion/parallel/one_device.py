@@ -85,5 +85,5 @@ def reference(workload: Workload) -> Iterator[State]:
     """The state after each step of one device on the CPU: what every exact strategy must compute."""
     step = OneDeviceStep(workload, torch.device("cpu"))
     for number in range(step.source.total):
-        step(step.source.at(number, step.data_shard))
+        step(step.source.at(number))
         yield step.state_dict()

@@ -231,7 +231,8 @@ class Replica:
 
     def _slots(self) -> Iterator[tuple[str, Tensor]]:
         for owner, optimizer in self.optimizers.items():
-            for p, slots in optimizer.state.items():
+            parameters: Mapping[Any, Mapping[str, Any]] = optimizer.state
+            for p, slots in parameters.items():
                 for slot, value in slots.items():
                     if isinstance(value, Tensor):
                         yield f"{owner}/{self.names[p]}/{slot}".lstrip("/"), value

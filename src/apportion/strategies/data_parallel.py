@@ -87,11 +87,13 @@ class DataParallelStep(Step):
         self._attendance = Attendance()
         self._replica = Replica(workload, rank=world.rank, device=world.device, prepare=self._prepare)
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
-        sparse = [m.weight for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+        sparse: list[Any] = [
+            m.weight for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
+        ]
         self._sums = {
             name: GradientSum(self._replica.trainable(name), self._group, sparse=sparse) for name in self._scopes()
         }
-        self.data_shard = DataShard(world.rank, world.size)
+        self.data_shard = self._shard = DataShard(world.rank, world.size)
         seed_everything(workload.seed)
         self.source = Batches(workload, device=world.device, dtype=self._replica.input_dtype, rank=world.rank)
         self._replica.start_schedules(self.source.total)
@@ -208,7 +210,7 @@ class DataParallelStep(Step):
         return self._replica.state(self._group, self._own_rows)
 
     def load_state_dict(self, state: State) -> None:
-        self._replica.load(state, self.data_shard.rows(self._workload.batch_size))
+        self._replica.load(state, self._shard.rows(self._workload.batch_size))
 
     def committed(self) -> State | None:
         return self._replica.state() if self._workload.carry is None else None

@@ -93,12 +93,11 @@ def check(
     """
     if isinstance(workload, str):
         check_place(workload)
-    if isinstance(strategy, str):
-        strategy = parse(strategy, "apportion.strategies")
+    tried: Strategy = parse(strategy, "apportion.strategies") if isinstance(strategy, str) else strategy
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
     launcher = launcher or Local()
-    chosen = candidate(strategy, replace(launcher, workers=workers) if workers is not None else launcher)
+    chosen = candidate(tried, replace(launcher, workers=workers) if workers is not None else launcher)
     assert chosen.launcher.workers is not None
     named: list[str] = []
     rounds: list[Round] = []
@@ -119,9 +118,9 @@ def check(
     if own != "float64":
         rounds.append(_round(workload, chosen, steps, own)[0])
     return Proof(
-        strategy=str(strategy),
+        strategy=str(tried),
         workers=chosen.launcher.workers,
-        exact=strategy.exact,
+        exact=tried.exact,
         rounds=tuple(rounds),
         by_design=tuple(named),
     )
@@ -175,7 +174,8 @@ def _round(
             ("reference", replace(single, nudge=_eps(precision)), alone, 1),
         ):
             crews.append(Crew(where, f"apportion.entry:{target}", job, ranks))
-        total = [crew.answers("built", STEP_SECONDS) for crew in crews][0][0]["steps"]
+        built = [crew.answers("built", STEP_SECONDS) for crew in crews]
+        total = built[0][0]["steps"]
         with tempfile.TemporaryDirectory(prefix="apportion-check-") as folder:
             return _compare_steps(crews, min(steps, total), precision, Path(folder))
     finally:
@@ -229,7 +229,8 @@ def _disagreement(tried: Crew, number: int, folder: Path) -> str | None:
         if answer["digest"] != answers[0]["digest"]:
             tried.ask({"kind": "state", "path": str(folder / "other"), "ranks": [rank]}, "state", STEP_SECONDS)
             found = _largest(load_file(folder / "other"), load_file(folder / "rank0"), number)
-            return f"rank {rank} is not at rank 0's state after step {number}: {found.name} differs by {found.absolute:.3g}"
+            where = f"{found.name} differs by {found.absolute:.3g}"
+            return f"rank {rank} is not at rank 0's state after step {number}: {where}"
     return None
 
 

@@ -68,13 +68,12 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
         policy=policy or Policy(),
         changes={} if steps is None else {"steps": steps},
     )
-    if isinstance(strategy, str):
-        strategy = parse(strategy, "apportion.strategies")
-    return _joined(asked, strategy, launcher) if isinstance(launcher, Env) else _started(asked, strategy, launcher)
+    chosen: Strategy | None = parse(strategy, "apportion.strategies") if isinstance(strategy, str) else strategy
+    return _joined(asked, chosen, launcher) if isinstance(launcher, Env) else _started(asked, chosen, launcher)
 
 
 def train(workload: Workload | str, strategy: Strategy | str | None = None, **options: Any) -> Event:
-    """``run`` to its end, with the same options; the ``end`` event: ``metrics``, ``run_dir``, ``examples_per_second``."""
+    """``run`` to its end, with its options; the ``end`` event: ``metrics``, ``run_dir``, ``examples_per_second``."""
     last = None
     for event in run(workload, strategy, **options):
         last = event
@@ -169,7 +168,7 @@ def _fresh_run_dir(address: str | None) -> Path:
 
 
 def _address(workload: Workload) -> str | None:
-    """Where the running script has this workload, so that the run can be loaded and resumed later; None in a notebook."""
+    """Where the running script has this workload, for loading and resuming the run later; None in a notebook."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     for name, value in vars(main).items():
