@@ -4,7 +4,7 @@
 
 Random 24x24 crops and flips, standardised image by image. (The tutorial's random brightness is left out: the
 standardisation takes it away again.) The centre crop is evaluated. The tutorial's decay: 0.004 on the weights of the
-two fully connected layers, and an exponentially falling learning rate, here with momentum so that 5 epochs are enough.
+two fully connected layers, and an exponentially falling learning rate, here with momentum: 0.710 after 5 epochs.
 """
 
 import torch

@@ -109,6 +109,7 @@ def _check(archive):
 
 _KNOWN = {
     ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
+    ("numpy._core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],  # its name since numpy 2
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): lambda name, *_: np.dtype(name),
 }

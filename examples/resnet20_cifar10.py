@@ -5,7 +5,7 @@
 The paper's recipe: 4 pixels of padding, random 32x32 crops and flips, SGD with momentum, weight decay 0.0001, the
 learning rate divided by 10 at one half and three quarters of the training. The paper trains for 164 epochs
 (`--steps 64000`) and reaches 0.9125. Parameter names are those of the published state dicts
-(github.com/akamaster/pytorch_resnet_cifar10).
+(github.com/akamaster/pytorch_resnet_cifar10): with its weights `evaluation` gives 0.9173, as published.
 """
 
 import torch

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -325,7 +326,7 @@ def test_a_kill_at_any_moment_leaves_the_last_state_or_the_one_before(
     run: RunDirectory, children: subprocess.Popen[str]
 ) -> None:
     moment, last, seconds = random.Random(1), 1, 0.05
-    for _ in range(20):
+    for _ in range(15):
         pid = start_child(children, "child_saves_for_ever", run.path, last + 1)
         for _ in range(moment.randint(1, 2)):
             started = time.monotonic()
@@ -434,8 +435,8 @@ def test_the_only_copy_is_not_cleared_away_by_a_save_that_fails(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left on device"):
-        patch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
         save(run, state(1, value=2), keep=1)
     assert values(run.resume({"seed": 0})) == {1.0}
     assert listing(run) == ["latest", "step-00000001"]
@@ -730,6 +731,8 @@ def test_a_schedule_that_stands_already_does_not_change_the_rate_that_is_compare
 # The trained network.
 
 SOURCE = """
+import random
+import numpy
 import torch
 from torch import nn
 from apportion.workload import Workload
@@ -739,7 +742,8 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         self.second.weight = self.first.weight
-        self.register_buffer("features", torch.randn(4), persistent=False)
+        features = torch.randn(4) + numpy.random.rand() + random.random()
+        self.register_buffer("features", features, persistent=False)
         self.drop = nn.Dropout()
     def forward(self, x):
         return self.drop(self.second(self.first(x)) * self.features)
@@ -757,6 +761,8 @@ def trained(tmp_path: Path) -> tuple[RunDirectory, nn.Module]:
     exec(SOURCE, scope)
     with torch.random.fork_rng():
         torch.manual_seed(5)
+        numpy.random.seed(5)
+        random.seed(5)
         module = scope["Net"]()
     run = RunDirectory(tmp_path / "run")
     run.start({"address": "net.py:workload", "cwd": str(tmp_path / "code"), "fingerprint": {"seed": 5}})
@@ -771,12 +777,12 @@ def test_load_gives_the_plain_trained_module(
 ) -> None:
     run, module = trained
     monkeypatch.chdir(tmp_path)  # the address is relative to where the run was started, not to here
-    before = torch.get_rng_state()
+    before = [*torch.get_rng_state(), *random.getstate()[1], *numpy.random.get_state()[1]]
     for found in (load("run", which="latest"), load(run.path, which=2), load(run.checkpoints / "latest")):
         assert (type(found).__name__, found.training) == ("Net", False)
         assert found.second.weight is found.first.weight
         assert torch.equal(found(torch.ones(1, 4)), module(torch.ones(1, 4)))
-    assert torch.equal(torch.get_rng_state(), before)
+    assert [*torch.get_rng_state(), *random.getstate()[1], *numpy.random.get_state()[1]] == before
 
 
 def test_load_takes_the_best_where_there_is_one(trained: tuple[RunDirectory, nn.Module]) -> None:
@@ -840,10 +846,17 @@ def test_load_refuses_a_damaged_model_and_does_not_need_the_rest(trained: tuple[
 
 
 def test_load_of_a_float64_run_is_float64(run: RunDirectory) -> None:
-    trained = nn.Linear(3, 2).double()
+    trained = nn.Linear(3, 2, dtype=torch.float64)  # its numbers are no float32 ones
     save(run, State(step=1, model=dict(trained.state_dict())))
-    found = load(run.path, model=lambda: nn.Linear(3, 2))
-    assert torch.equal(found.weight, trained.weight)  # type: ignore[arg-type]
+
+    def make() -> nn.Module:
+        model = nn.Linear(3, 2)
+        model.register_buffer("scale", torch.ones(2), persistent=False)
+        return model
+
+    found = load(run.path, model=make)
+    assert torch.equal(found.weight, trained.weight)
+    assert found.scale.dtype == torch.float64
 
 
 if __name__ == "__main__":

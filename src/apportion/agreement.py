@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from apportion.errors import ApportionError
 from apportion.supervise import Policy
 from apportion.world import World
 
@@ -31,7 +32,7 @@ class Wish:
 
 
 def _nothing_runs() -> int:
-    raise RuntimeError("the run has not started yet")
+    raise ApportionError("the first step had not begun")
 
 
 class Agreement:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from apportion import tree
 from apportion.deal import DataShard, Deal, Draws, Index, mix, split
+from apportion.errors import ApportionError
 from apportion.workload import Workload, checked
+
+if TYPE_CHECKING:
+    from apportion.loading import Ahead
 
 BLOCK_BYTES = 4 << 20
 """Tensors are gathered for several batches at once, up to about this much: one gather then serves many short steps."""
@@ -41,11 +47,26 @@ class Batch:
     empty, ``count`` is 0, and ``borrowed()`` gives a row of another rank to take part in collectives with.
     """
 
-    __slots__ = ("_loaded", "_source", "_whole", "epoch", "first_lane", "index", "rows", "size", "start", "step")
+    __slots__ = (
+        "_cut",
+        "_loaded",
+        "_request",
+        "_source",
+        "_whole",
+        "epoch",
+        "first_lane",
+        "index",
+        "rows",
+        "size",
+        "start",
+        "step",
+    )
 
     def __init__(self, source: Batches, whole: Whole, *, index: Index, rows: slice, first_lane: int = 0) -> None:
         self._source, self._whole = source, whole
         self._loaded: tuple[Any, Any] | None = None
+        self._cut: tuple[Batch, slice] | None = None
+        self._request: tuple[int, DataShard] | None = None
         self.step = whole.step
         """The global step that this batch belongs to: the key of every draw made with it."""
         self.epoch = whole.epoch
@@ -88,7 +109,12 @@ class Batch:
         if self._loaded is None:
             if not len(self.index):
                 raise ValueError(f"{self} has no rows: there is nothing to load; see borrowed()")
-            self._loaded = self._source.load(self)
+            if self._cut is not None:
+                whole, piece = self._cut
+                inputs, targets = whole._load()
+                self._loaded = (tree.rows(inputs, piece), tree.rows(targets, piece))
+            else:
+                self._loaded = self._source.load(self)
         return self._loaded
 
     def draws(self) -> Draws:
@@ -109,14 +135,14 @@ class Batch:
         return Batch(self._source, self._whole, index=index, rows=rows, first_lane=self.first_lane)
 
     def parts(self, n: int) -> list[Batch]:
-        """These rows in at most n micro-batches, in order; each is loaded by itself unless the whole already is."""
+        """These rows in at most n micro-batches, in order; all are loaded when the first is touched: what collate
+        and augment do does not depend on n."""
         if n == 1 or len(self.index) <= 1:
             return [self]
         pieces = []
         for piece in split(len(self.index), n):
             part = self._part(self.index[piece], slice(self.rows.start + piece.start, self.rows.start + piece.stop))
-            if self._loaded is not None:
-                part._loaded = (tree.rows(self._loaded[0], piece), tree.rows(self._loaded[1], piece))
+            part._cut = (self, piece)
             pieces.append(part)
         return pieces
 
@@ -143,6 +169,25 @@ class _Block:
         return [t[start:stop] for t in self.tensors]
 
 
+def _seed_generators(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def _own_draws(seed: int) -> Iterator[None]:
+    """The global generators start from this seed, and go on afterwards as if nothing had been drawn."""
+    state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    _seed_generators(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+        torch.default_generator.set_state(state[2])
+
+
 class Batches:
     """Every batch of a training (or of one pass over an evaluation set), by step and share.
 
@@ -152,9 +197,9 @@ class Batches:
     def __init__(
         self, workload: Workload, *, device: torch.device | None = None, dtype: torch.dtype | None = None, rank: int = 0
     ) -> None:
-        self.dataset = workload.open_data()
         self.seed, self.count, self._rank = workload.seed, workload.count, rank
         self._augment, self._collate = workload.augment, workload.collate
+        self._open(workload.open_data)
         self.deal = Deal(
             len(self.dataset),  # type: ignore[arg-type]
             workload.batch_size,
@@ -173,9 +218,9 @@ class Batches:
         evaluation = workload.evaluation
         assert evaluation is not None
         self = cls.__new__(cls)
-        self.dataset = checked(evaluation.data(), "evaluation.data")
         self.seed, self.count, self._rank = workload.seed, workload.count, rank
         self._augment, self._collate = None, workload.collate
+        self._open(lambda: checked(evaluation.data(), "evaluation.data"))
         size = evaluation.batch_size or workload.batch_size
         lanes = workload.carry is not None
         self.deal = Deal(len(self.dataset), size, order="sequential", seed=workload.seed, lanes=lanes)  # type: ignore[arg-type]
@@ -183,24 +228,51 @@ class Batches:
         self._to(device, dtype)
         return self
 
-    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
-        self.device = device or torch.device("cpu")
-        self.dtype = dtype
-        self.seconds = 0.0
-        """Spent loading, in all."""
-        self._block: _Block | None = None
+    def _open(self, make: Callable[[], Dataset[Any]]) -> None:
+        self._make = make
+        with _own_draws(self.seed):
+            self.dataset = make()
         # Indexing whole tensors gives what collating their rows gives, without a Python call an example.
         self._tensors: list[Tensor] | None = None
         if type(self.dataset) is TensorDataset and self._collate is default_collate:
             self._tensors = list(self.dataset.tensors)
+
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
+        self.device = device or torch.device("cpu")
+        self.dtype = dtype
+        self.seconds = 0.0
+        """Spent loading, or waiting for what loads, in all."""
+        self._block: _Block | None = None
+        self._ahead: Ahead | None = None
+
+    def load_ahead(self, processes: int) -> None:
+        """Have the coming batches loaded by so many processes of this one's (0: here, when they are touched): the same
+        batches. Each process opens the data for itself. Rows of a TensorDataset are only copied, which needs none.
+        On a GPU's batches augment runs here, where it would without them."""
+        self.close()
+        if processes and (self._tensors is None or self._augment is not None):
+            from apportion.loading import Ahead
+
+            self._ahead = Ahead(processes, begin=self._begin, load=self._load_share, following=self._following)
+
+    def start_over(self) -> None:
+        """Forget what was loaded ahead."""
+        if self._ahead is not None:
+            self._ahead.start_over()
+
+    def close(self) -> None:
+        """End the loading processes."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
 
     def __len__(self) -> int:
         return self.total
 
     def at(self, step: int, shard: DataShard = DataShard()) -> Batch:  # noqa: B008 (frozen)
         """This shard's rows of step's batch."""
-        deal = self.deal
-        step, rows = deal.shard(step, shard)
+        deal, number = self.deal, step
+        step, rows = deal.shard(number, shard)
         whole = deal.index(step)
         epoch, place = divmod(step, deal.batches)
         batch = Batch(
@@ -210,7 +282,9 @@ class Batches:
             rows=rows,
             first_lane=shard.rows(deal.batch_size).start if deal.lanes else 0,
         )
-        if self._tensors is not None and rows.stop > rows.start:
+        if self._ahead is not None:
+            batch._request = (number, shard)
+        elif self._tensors is not None and rows.stop > rows.start:
             batch._loaded = self._gathered(batch, shard)
         return batch
 
@@ -256,28 +330,73 @@ class Batches:
         """Fetch, collate, move and augment the rows of a batch."""
         began = time.perf_counter()
         try:
-            return self._load(batch)
+            return self._load(batch) if batch._request is None else self._load_from(batch)
         finally:
             self.seconds += time.perf_counter() - began
 
     def _load(self, batch: Batch) -> tuple[Any, Any]:
-        pair = self._fetch(batch) if self._tensors is None else self._pair(self._rows(batch.index))
+        return self._augmented(batch, self._collated(batch))
+
+    def _collated(self, batch: Batch) -> tuple[Any, Any]:
+        if self._tensors is not None:
+            return self._pair(self._rows(batch.index))
+        index = batch.index.tolist()
+        many = getattr(self.dataset, "__getitems__", None)
+        with self._draws_of(batch, 0xF37C):
+            samples = many(index) if many is not None else [self._example(batch.epoch, i) for i in index]
+            collated = self._collate(samples)
+        return self._pair(tree.cast(collated, self.device, self.dtype))
+
+    def _example(self, epoch: int, i: int) -> Any:
+        """One example, whose draws are its own: the same whichever rank fetches it, and beside whichever others."""
+        _seed_generators(mix(self.seed, epoch, i, 0xE7A1))
+        return self.dataset[i]
+
+    def _augmented(self, batch: Batch, pair: tuple[Any, Any]) -> tuple[Any, Any]:
         if self._augment is None:
             return pair
         batch._loaded = pair
-        changed = self._augment(batch, batch.draws())
+        with self._draws_of(batch, 0xA06E):
+            changed = self._augment(batch, batch.draws())
         return tree.cast((changed.inputs, changed.targets), self.device, self.dtype)  # type: ignore[no-any-return]
 
-    def _fetch(self, batch: Batch) -> tuple[Any, Any]:
-        # A dataset may draw from the global generators: its draws become a function of the step, and can be repeated.
-        seed = mix(self.seed, batch.step, self._rank, 0xF37C)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        torch.default_generator.manual_seed(seed)
-        index = batch.index.tolist()
-        many = getattr(self.dataset, "__getitems__", None)
-        samples = many(index) if many is not None else [self.dataset[i] for i in index]
-        return self._pair(tree.cast(self._collate(samples), self.device, self.dtype))
+    def _draws_of(self, batch: Batch, key: int) -> AbstractContextManager[None]:
+        """Data may draw from the global generators: its draws become a function of the step, and can be repeated."""
+        return _own_draws(mix(self.seed, batch.step, self._rank, key))
+
+    # With loading processes
+
+    def _load_from(self, batch: Batch) -> tuple[Any, Any]:
+        """What a loader has made of the batch."""
+        from apportion.loading import Failed
+
+        if self._ahead is None:
+            return self._load(batch)
+        found = self._ahead.take(batch._request)
+        if isinstance(found, Failed):
+            self._load(batch)  # raises the same again, with the traceback of its own
+            raise ApportionError(f"a data-loading process failed: {found.summary}\n{found.traceback}")
+        pair = tree.cast(found, self.device, None)
+        return pair if self.device.type == "cpu" else self._augmented(batch, pair)
+
+    def _begin(self) -> None:
+        """In a loader: the data, opened for itself."""
+        self._ahead, self._loads_for = None, self.device
+        self.device = torch.device("cpu")
+        self._open(self._make)
+
+    def _load_share(self, request: tuple[int, DataShard]) -> tuple[Any, Any]:
+        batch = self.at(*request)
+        pair = self._collated(batch)
+        return self._augmented(batch, pair) if self._loads_for.type == "cpu" else pair
+
+    def _following(self, request: tuple[int, DataShard]) -> Iterator[tuple[int, DataShard]]:
+        """This share of a step, and of those after it; not where it has no rows, which nobody loads."""
+        first, shard = request
+        for number in range(first, max(self.total, first + 1)):
+            _, rows = self.deal.shard(number, shard)
+            if rows.stop > rows.start:
+                yield number, shard
 
     def _pair(self, collated: Any) -> tuple[Any, Any]:
         if isinstance(collated, tuple | list) and len(collated) == 2:

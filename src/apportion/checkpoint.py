@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import platform
+import random
 import re
 import shutil
 import sys
@@ -32,6 +33,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -379,12 +381,26 @@ def _build(run: RunDirectory, make: Callable[[], nn.Module] | None) -> nn.Module
                 f"{run.path} names no workload as FILE:NAME (it was started from Python): give load(..., model=...)"
             )
         make, seed = _workload_model(about["address"], about.get("cwd", "."))
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
-        torch.default_generator.manual_seed(seed)
-        if devices:
-            torch.cuda.manual_seed_all(seed)
+    with _seeded(seed):  # what the model draws and does not save is drawn as in training
         return make()
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """torch, numpy and Python start from the seed, as in a worker; afterwards they go on where they were."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            torch.default_generator.manual_seed(seed)
+            if devices:
+                torch.cuda.manual_seed_all(seed)
+            random.seed(seed)
+            np.random.seed(seed & 0xFFFFFFFF)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _workload_model(address: str, cwd: str) -> tuple[Callable[[], nn.Module], int]:
@@ -401,9 +417,8 @@ def _workload_model(address: str, cwd: str) -> tuple[Callable[[], nn.Module], in
 
 
 def _fill(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    floating = [t.dtype for t in tensors.values() if t.is_floating_point()]
-    if floating and all(dtype == torch.float64 for dtype in floating):
-        module.to(torch.float64)  # as precision="float64" trained it
+    if {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.float64}:
+        module.to(torch.float64)  # as precision="float64" trained it, with what is not saved
     own = module.state_dict()
     wrong = [f"{name} is only in the checkpoint" for name in tensors if name not in own]
     wrong += [f"{name} is only in the model" for name in own if name not in tensors]

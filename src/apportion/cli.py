@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
@@ -76,7 +78,9 @@ def train(  # noqa: PLR0913 (the flags)
             policy=parse_as(policy, Policy) if policy is not None else None,
             steps=steps,
         )
-        with Display() as display:
+        with closing(events), Display() as display:
+            if strategy is None and workers is None and launcher is None and not resume:
+                display.say("measuring which strategy is fastest here")
             for event in events:
                 display.show(event)
         display.summarize()
@@ -154,9 +158,22 @@ def _guarded() -> Iterator[None]:
         if error.traceback is not None:
             typer.echo(f"rank {error.rank}'s traceback:\n{error.traceback}", err=True)
         typer.echo(f"error: {error}", err=True)
+        if error.where is not None:
+            typer.echo(f"  at {error.where}", err=True)
+        raise typer.Exit(FAILED) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has to go somewhere
+        typer.echo("error: nobody reads what is written on standard output: the run was stopped", err=True)
         raise typer.Exit(FAILED) from None
     except (ApportionError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(FAILED) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done but the last words
+        typer.echo("\n".join(_notes(interrupt) or ["interrupted"]), err=True)
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _notes(error: BaseException | None) -> list[str]:
+    """What an interrupted run has told, also where a second Ctrl-C came while it did."""
+    return [] if error is None else getattr(error, "__notes__", []) or _notes(error.__context__)

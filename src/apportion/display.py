@@ -24,11 +24,18 @@ LINE_SECONDS = 2.0
 """Between two plain lines of a kind."""
 
 
+class _Console(Console):
+    """A closed pipe is the caller's to deal with: rich's own answer is to leave with exit status 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
 class Display:
     """Shows the events of one run."""
 
     def __init__(self) -> None:
-        self._console = Console()
+        self._console = _Console()
         self._events: list[Event] = []
         self._lines = _Bar(self._console) if self._console.is_terminal else _Lines(self._console)
 
@@ -40,8 +47,10 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._lines.close()
-        if isinstance(error, KeyboardInterrupt):
-            self._interrupted()
+
+    def say(self, text: str) -> None:
+        """A line of words."""
+        self._lines.say(text)
 
     def show(self, event: Event) -> None:
         """One more."""
@@ -51,29 +60,16 @@ class Display:
             self._events.append(event)
         self._lines.show(event)
 
-    def _interrupted(self) -> None:
-        end = self._events[-1] if self._events and self._events[-1].kind == "end" else None
-        if end is None:
-            self._console.print("interrupted")
-            return
-        if end.data.get("why"):
-            self._console.print(f"interrupted; the last step could not be saved ({end.data['why']})", soft_wrap=True)
-        else:
-            self._console.print(f"interrupted; step {end.step} is saved")
-        if end.data["resume"]:
-            self._console.print(f"go on with: {end.data['resume']}", soft_wrap=True, markup=False, highlight=False)
-
     def summarize(self) -> None:
         """The table at the end, the metrics, and where everything is."""
-        table = Table(show_header=False, box=None, pad_edge=False)
         rows = summary(self._events)
+        width = max(len(row.name) for row in rows)
         for row in rows:
             if not row.name.startswith("test "):
-                table.add_row(row.name, row.text)
-        self._console.print(table)
+                self.say(f"{row.name:{width}}  {row.text}")
         for row in rows:
             if row.name.startswith("test "):
-                self._console.print(f"{row.name} {row.value:.3f}", highlight=False)
+                self.say(f"{row.name} {row.value:.3f}")
 
 
 class _Lines:
@@ -90,22 +86,24 @@ class _Lines:
     def close(self) -> None:
         pass
 
-    def _print(self, text: str) -> None:
+    def say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     def show(self, event: Event) -> None:
         now = time.monotonic()
-        if event.kind == "start":
+        if event.kind == "trial":
+            self.say(trial_line(event))
+        elif event.kind == "start":
             self._start = event
-            self._print(start_line(event))
+            self.say(start_line(event))
         elif event.kind == "step" and now >= self._next:
-            self._print(step_line(event, self._start))
+            self.say(step_line(event, self._start))
             self._next = now + LINE_SECONDS
         elif event.kind == "evaluation":
             metrics = "  ".join(f"{name} {value:.4f}" for name, value in event.data["metrics"].items())
-            self._print(f"epoch {event.epoch:.2f}  test {metrics}")
-        elif event.kind == "fault":
-            self._print(f"fault: {event.data['cause']} ({event.data['action']})")
+            self.say(f"epoch {event.epoch:.2f}  test {metrics}")
+        elif event.kind == "fault" and event.data["action"] != "stops":  # that is told as the error that it ends with
+            self.say(f"fault: {event.data['cause']} ({event.data['action']})")
 
 
 class _Bar(_Lines):
@@ -159,6 +157,17 @@ class _Bar(_Lines):
             super().show(event)
 
 
+def trial_line(event: Event) -> str:
+    """What was tried, and taken."""
+    first, *others = [
+        (f"{tried['strategy']} on {tried['launcher']}", f"{tried['step_seconds'] * 1e3:.3g} ms")
+        for tried in event.data["ranking"]
+    ]
+    rest = [f"{name}: {took}" for name, took in others]
+    rest += [f"{no['strategy']} on {no['launcher']}: {no['cause']}" for no in event.data["refused"]]
+    return f"{first[0]} is fastest: {first[1]} a step ({'; '.join(rest)})"
+
+
 def start_line(event: Event) -> str:
     """What is about to run."""
     data = event.data
@@ -184,7 +193,7 @@ def _values(event: Event) -> str:
 
 def show_proof(proof: Proof) -> None:
     """What ``check`` found, in words."""
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = _Console(soft_wrap=True, highlight=False, markup=False)
     whose = "one device" if proof.exact else "its own reference (it is approximate by design)"
     console.print(f"{proof.strategy} on {proof.workers} workers against {whose}:")
     for found in proof.rounds:
@@ -196,7 +205,7 @@ def show_proof(proof: Proof) -> None:
 
 def _round_line(found: Round) -> str:
     worst = found.worst
-    verdict = "equal" if found.holds else "DIFFERENT"
+    verdict = {"equal": "equal", "different": "DIFFERENT", "undecided": "UNDECIDED"}[found.verdict]
     line = (
         f"  {found.precision}: {verdict} over {found.steps} steps and {found.tensors} tensors; worst is {worst.name} "
         f"after step {worst.step}, by {worst.absolute:.2g} (bound {found.bound:.2g}, rounding noise {found.noise:.2g})"
@@ -205,32 +214,30 @@ def _round_line(found: Round) -> str:
 
 
 def show_rows(rows: Sequence[Row]) -> None:
-    """What ``compare`` measured, as a table."""
-    table = Table()
-    for name in (
-        "strategy",
-        "launcher",
-        "step ms",
-        "examples/s",
-        "x one device",
-        "computing",
-        "waiting",
-        "communicating",
-    ):
-        table.add_column(name, justify="left" if name in ("strategy", "launcher") else "right")
-    table.add_column("exact")
-    table.add_column("peak MiB", justify="right")
+    """What ``compare`` measured, as a table that fits 80 columns."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("strategy", overflow="fold", min_width=13)
+    for name in ("workers", "step ms", "examples/s", "speed-up", "compute", "wait", "send", "exact", "MiB"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*_cells(row))
-    console = Console()
-    console = console if console.is_terminal else Console(width=200)  # a file has no width to keep to
+    console = Console(highlight=False, markup=False)
+    console = console if console.is_terminal else Console(width=120, highlight=False, markup=False)
     console.print(table)
+    for line in _LEGEND:
+        console.print(line, style="dim")
+
+
+_LEGEND = (
+    "workers: processes x threads; step: the median; speed-up: over single_device",
+    "compute, wait (for others), send: shares of the time; MiB: the largest worker",
+)
 
 
 def _cells(row: Row) -> list[Any]:
     return [
-        row.strategy,
-        row.launcher,
+        row.strategy.replace("(", "\n("),
+        f"{row.workers} x {row.threads}",
         f"{row.step_seconds * 1e3:.3g}",
         f"{row.examples_per_second:,.0f}",
         f"{row.times_one_device:.2f}",

@@ -17,7 +17,7 @@ import torch
 
 from apportion.agreement import Wish
 from apportion.comm.channel import Channel
-from apportion.errors import ApportionError, PeerLost
+from apportion.errors import ApportionError, CheckpointError, PeerLost
 from apportion.job import Job
 from apportion.parked import serve_reference, serve_steps
 from apportion.worker import work
@@ -57,8 +57,9 @@ def _run(sock: socket.socket, payload: bytes, program: Any) -> int:
 
 
 def _train(job: Job, world: World, channel: Channel) -> None:
-    wish = Wish(progress=progress(world))
+    wish = Wish()
     threading.Thread(target=_obey, args=(channel, wish), name="orders", daemon=True).start()
+    wish.progress = progress(world)
     for event in work(job, world, wish):
         channel.send({"kind": "event", "event": asdict(event)})
 
@@ -87,17 +88,19 @@ def _save_now(wish: Wish) -> dict[str, Any]:
     try:
         return {"step": wish.save_now(), "why": None}
     except Exception as error:  # whatever it is, the supervisor is waiting for an answer
-        return {"step": None, "why": f"{type(error).__name__}: {error}"}
+        return {"step": None, "why": _summary(error)}
 
 
 def _report(channel: Channel, error: BaseException) -> None:
+    own = isinstance(error, ApportionError) or _is_mistake(error)
     message = {
         "kind": "raised",
         "summary": _summary(error),
-        "traceback": "".join(traceback.format_exception(error)),
-        "mistake": isinstance(error, ValueError) and _package(_frames(error)[-1]) == "apportion",
+        "traceback": None if own else "".join(traceback.format_exception(error)),
+        "mistake": _is_mistake(error),
         "symptom": isinstance(error, PeerLost),
-        "where": _where(error),
+        "where": None if own else _where(error),
+        "checkpoint": isinstance(error, CheckpointError),
     }
     try:
         channel.send(message)
@@ -106,14 +109,21 @@ def _report(channel: Channel, error: BaseException) -> None:
         sys.stderr.flush()
 
 
+def _is_mistake(error: BaseException) -> bool:
+    return isinstance(error, ValueError) and _package((_frames(error) or [_NOWHERE])[-1]) == "apportion"
+
+
 def _summary(error: BaseException) -> str:
     text = str(error).strip()
-    if isinstance(error, ApportionError):
+    if isinstance(error, ApportionError) or _is_mistake(error):
         return text
+    kind, first = type(error).__name__, text.partition("\n")[0]  # the rest is in the traceback
     if isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text.lower():
         cure = "no memory is left: use fewer workers, a smaller batch_size, or data_parallel(microbatches=2)"
-        return f"{type(error).__name__}: {text.splitlines()[0] if text else ''} ({cure})"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+        return f"{kind}: {first} ({cure})" if first else f"{kind}: {cure}"
+    if isinstance(error, SystemExit):
+        return f"SystemExit: the model, the data or the loss left Python with status {error.code!r}"
+    return f"{kind}: {first}" if first else kind
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -126,13 +136,18 @@ def _package(frame: traceback.FrameSummary) -> str | None:
     if file.is_relative_to(Path(__file__).parent):
         return "apportion"
     installed = any(part in ("site-packages", "dist-packages") for part in file.parts)
-    return "library" if installed or frame.filename.startswith("<") or file.is_relative_to(_STANDARD) else None
+    return "library" if installed or frame.filename.startswith("<frozen") or file.is_relative_to(_STANDARD) else None
 
 
 _STANDARD = Path(os.__file__).parent
+_NOWHERE = traceback.FrameSummary("", None, "")
 
 
 def _where(error: BaseException) -> str | None:
     """The innermost line of the user's own code."""
+    if isinstance(error, SyntaxError):  # the line that did not even run
+        return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
     own = [f for f in _frames(error) if _package(f) is None]
-    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}" if own else None
+    if own:
+        return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}".rstrip(": ")
+    return _where(error.__cause__) if error.__cause__ is not None else None

@@ -15,13 +15,21 @@ class ApportionError(Exception):
 class WorkerFailed(ApportionError):
     """A worker raised, died or stopped answering.
 
-    ``traceback`` is that rank's own, as text, where it raised; else None.
+    Where it raised, ``traceback`` is that rank's own, as text, and ``where`` the user's line in it
+    (``file.py:12 in forward: return 1 / 0``); else None.
     """
 
-    def __init__(self, message: str, *, rank: int | None = None, traceback: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, rank: int | None = None, traceback: str | None = None, where: str | None = None
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.traceback = traceback
+        self.where = where
+        if traceback is not None:
+            self.add_note(f"rank {rank}'s own traceback:\n{traceback}")
+        if where is not None:
+            self.add_note(f"at {where}")
 
 
 class PeerLost(ApportionError):

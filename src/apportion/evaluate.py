@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from apportion import tree
 from apportion.batch import Batch, Batches
 from apportion.comm.group import Group
+from apportion.comm.message import broadcast_message
 from apportion.strategy import Step
 from apportion.workload import Evaluation
 
@@ -33,7 +34,7 @@ def evaluate(
             values = [float(metric(outputs, batch.targets)) for metric in means.values()]
             sums += torch.tensor([*(v * len(batch) for v in values), float(len(batch))], dtype=torch.float64)
         if objects:
-            _feed(objects, outputs, batch, group)
+            _feed(objects, outputs, batch, group, step.device)
         beat()
     sums = sums.to(step.device)
     group.all_reduce(sums).wait()
@@ -54,23 +55,23 @@ def _is_factory(metric: Any) -> bool:
         return False
 
 
-def _feed(objects: Mapping[str, Any], outputs: Any, batch: Batch, group: Group) -> None:
+def _feed(objects: Mapping[str, Any], outputs: Any, batch: Batch, group: Group, device: torch.device) -> None:
     """Each rank's objects see the whole batch, in row order, so each of them computes the same value."""
     if group.size > 1:
-        outputs, targets = _whole(outputs, batch, group)
+        outputs, targets = _whole(outputs, batch, group, device)
     else:
         targets = batch.targets
     for metric in objects.values():
         metric.update(outputs, targets)
 
 
-def _whole(outputs: Any, batch: Batch, group: Group) -> tuple[Any, Any]:
+def _whole(outputs: Any, batch: Batch, group: Group, device: torch.device) -> tuple[Any, Any]:
     """All ranks' outputs and targets. A rank without rows knows neither's shape: it learns them from the others."""
-    have = group.all_gather(torch.tensor([0 if outputs is None else 1]))
+    have = group.all_gather(torch.tensor([0 if outputs is None else 1], device=device))
     pair = (outputs, batch.targets) if outputs is not None else None
     if int(have.sum()) == group.size:
         return _gather(pair, group)
-    shapes = _templates(pair, int(have.argmax()), group)
+    shapes = _templates(pair, int(have.argmax()), group, device)
     return _gather(pair if pair is not None else shapes, group)
 
 
@@ -79,10 +80,8 @@ def _gather(pair: Any, group: Group) -> tuple[Any, Any]:
     return gathered
 
 
-def _templates(pair: Any, source: int, group: Group) -> Any:
+def _templates(pair: Any, source: int, group: Group, device: torch.device) -> Any:
     """The same tree with empty tensors, on every rank."""
-    from apportion.comm.message import broadcast_message
-
     if pair is not None:
         leaves, spec = pytree.tree_flatten(pair)
         described = {
@@ -91,6 +90,8 @@ def _templates(pair: Any, source: int, group: Group) -> Any:
         }
     else:
         described = None
-    told = broadcast_message(described, group, source=source)
-    empties: list[Tensor] = [torch.zeros((0, *shape), dtype=getattr(torch, dtype)) for dtype, shape in told["leaves"]]
+    told = broadcast_message(described, group, source=source, device=device)
+    empties: list[Tensor] = [
+        torch.zeros((0, *shape), dtype=getattr(torch, dtype), device=device) for dtype, shape in told["leaves"]
+    ]
     return pytree.tree_unflatten(empties, pytree.treespec_loads(told["spec"]))

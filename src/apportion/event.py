@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-EventKind = Literal["start", "step", "speed", "evaluation", "checkpoint", "fault", "end"]
+EventKind = Literal["trial", "start", "step", "speed", "evaluation", "checkpoint", "fault", "end"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """Something that happened in a run. ``data`` by kind (every value is plain JSON):
 
+    - ``trial``: before the start, where no strategy was given. ``ranking``: what was measured, the fastest (which is
+      taken) first, each with ``strategy``, ``launcher``, ``step_seconds`` (median), ``examples_per_second``;
+      ``refused``: what cannot run the workload, with the ``cause``; ``seconds`` (it took)
     - ``start``: ``strategy``, ``launcher`` (as they are typed), ``workers``, ``threads``, ``device``, ``parameters``
       (how many), ``examples`` (in the training set), ``batch_size``, ``steps`` (planned in all),
       ``steps_per_epoch``, ``first_step`` (0, or where a resumed run goes on), ``resumed`` (bool)

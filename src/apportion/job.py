@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copyreg
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +15,16 @@ from apportion.address import load_workload
 from apportion.strategy import Strategy
 from apportion.supervise import Policy
 from apportion.workload import Workload
+
+
+def _module(module: Any) -> Any:
+    return importlib.import_module, (module.__name__,)
+
+
+# A function that names `torch` and has something of its own called `ops` or `classes` takes these along when it is
+# pickled by value, and they are modules of a type that pickle does not know.
+for _kind in (type(torch.ops), type(torch.classes)):
+    copyreg.pickle(_kind, _module)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +54,15 @@ class Job:
     """For a proof: dropout is off and named, and what else draws is found."""
     nudge: float = 0.0
     """Every initial weight is moved by this, relatively, up or down: how far rounding alone leads astray."""
+    jitter: float = 0.0
+    """The same for every gradient of every step."""
 
     def open(self) -> Workload:
         """The workload, imported where it is an address, with the changes."""
         workload = replace(self.as_written(), **self.changes)
-        return replace(workload, model=_Nudged(workload.model, self.nudge)) if self.nudge else workload
+        if not self.nudge and not self.jitter:
+            return workload
+        return replace(workload, model=_Nudged(workload.model, self.nudge, self.jitter))
 
     def as_written(self) -> Workload:
         """The workload without the changes."""
@@ -55,10 +71,11 @@ class Job:
 
 @dataclass(frozen=True)
 class _Nudged:
-    """The same model with every weight moved by one rounding, or so."""
+    """The same model with every weight moved by one rounding, or so, and every gradient."""
 
     make: Callable[[], nn.Module]
     nudge: float
+    jitter: float
 
     def __call__(self) -> nn.Module:
         model = self.make()
@@ -67,6 +84,15 @@ class _Nudged:
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for p in model.parameters():
-                signs = torch.randint(0, 2, p.shape, generator=generator).to(torch.float64) * 2 - 1
-                p.copy_(p * (1 + self.nudge * signs))
+                p.copy_(_moved(p, self.nudge, generator))
+        for p in model.parameters():
+            if p.requires_grad and self.jitter:
+                p.register_hook(lambda gradient: _moved(gradient, self.jitter, generator))
         return model
+
+
+def _moved(tensor: torch.Tensor, relative: float, generator: torch.Generator) -> torch.Tensor:
+    if tensor.layout is not torch.strided:
+        return tensor
+    signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device, torch.float64) * 2 - 1
+    return (tensor * (1 + relative * signs)).to(tensor.dtype)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,15 +20,26 @@ from apportion.comm.channel import Channel, Message
 from apportion.job import Job
 from apportion.randomness import Observed, silence_recurrent_dropout, without_dropout
 from apportion.strategy import State, Step
+from apportion.workload import Workload
 from apportion.world import World
 
 
 def serve_steps(job: Job, world: World, channel: Channel) -> None:
-    """Build the step, say so, and obey: ``go`` (so many steps, timed), ``state`` (into a file), ``close``."""
-    workload = job.open()
+    """Build the step, say so, and obey: ``go`` (so many steps, timed), ``state`` (into a file), ``again`` (from the
+    beginning, in another precision), ``close``."""
+    again: Job | None = job
+    while again is not None:
+        again = _serve_steps(again, world, channel)
+    world.close()
+
+
+def _serve_steps(job: Job, world: World, channel: Channel) -> Job | None:
+    workload, again = job.open(), None
     with _proving(job) as seen:
-        step = job.strategy.build(workload, world)
-        seen.look_at(step.model)
+        step = job.strategy.build(seen.quiet(workload), world)
+        step.source.load_ahead(job.loaders)
+        if not workload.compile:  # what is compiled cannot be watched
+            seen.watch(step.model)
         done = 0
         channel.send({"kind": "built", "steps": step.source.total, "precision": job.as_written().precision})
         while (order := channel.commands.get()) is not None:
@@ -39,20 +51,33 @@ def serve_steps(job: Job, world: World, channel: Channel) -> None:
             elif order["kind"] == "state":
                 path = order["path"] if world.rank in order["ranks"] else None
                 channel.send({"kind": "state", **_deliver(step.state_dict(), path)})
+            elif order["kind"] == "again":
+                again = replace(job, **order["job"])
+                break
+    step.source.close()
     step.close()
-    world.close()
+    return again
 
 
 def serve_reference(job: Job, world: World, channel: Channel) -> None:
-    """What the strategy must compute: one state on each ``next``."""
+    """What the strategy must compute: one state on each ``next``; ``again`` and ``close`` as above."""
+    again: Job | None = job
+    while again is not None:
+        again = _serve_reference(again, channel)
+
+
+def _serve_reference(job: Job, channel: Channel) -> Job | None:
     workload = job.open()
-    with _proving(job):
-        states = job.strategy.reference(workload, job.workers)
+    with _proving(job) as seen:
+        states = job.strategy.reference(seen.quiet(workload), job.workers)
         channel.send({"kind": "built"})
         while (order := channel.commands.get()) is not None:
             if order["kind"] == "close":
                 break
+            if order["kind"] == "again":
+                return replace(job, **order["job"])
             channel.send({"kind": "state", **_deliver(next(states), order["path"])})
+    return None
 
 
 class _Seen:
@@ -61,10 +86,21 @@ class _Seen:
     def __init__(self, observed: Observed | None, dropped: set[str]) -> None:
         self._observed, self._dropped = observed, dropped
 
-    def look_at(self, model: nn.Module) -> None:
-        """Turn off what draws inside kernels, and watch the rest."""
+    def quiet(self, workload: Workload) -> Workload:
+        """With the dropout turned off that is inside of kernels."""
+        if self._observed is None:
+            return workload
+
+        def model() -> nn.Module:
+            made = workload.model()
+            self._dropped.update(silence_recurrent_dropout(made))
+            return made
+
+        return replace(workload, model=model)
+
+    def watch(self, model: nn.Module) -> None:
+        """Look for what else it draws."""
         if self._observed is not None:
-            self._dropped |= silence_recurrent_dropout(model)
             self._observed.watch(model)
 
     def told(self) -> dict[str, list[str]]:
@@ -87,6 +123,7 @@ def _proving(job: Job) -> Iterator[_Seen]:
 def _go(step: Step, world: World, done: int, many: int) -> Message:
     """Steps, each timed; what the time went to; and every wait, by a clock that the host's processes share."""
     group, values = world.group(), []
+    step.source.start_over()  # what was loaded between commands would be free
     group.barrier()
     group.waits.clear()
     before, times, examples = dict(step.spent()), [time.perf_counter()], 0

@@ -310,8 +310,9 @@ def _written(last: Mapping[str, Event]) -> list[Row]:
         path = str(last["checkpoint"].data["path"])
         rows.append(Row("checkpoint", path, path))
     if "end" in last and last["end"].data.get("run_dir"):
-        path = str(Path(last["end"].data["run_dir"]) / REPORT)
-        rows.append(Row("report", path, path))
+        run_dir = Path(last["end"].data["run_dir"])
+        names = [REPORT, TENSORBOARD] if (run_dir / TENSORBOARD).is_dir() else [REPORT]
+        rows += [Row(Path(name).stem, str(run_dir / name), str(run_dir / name)) for name in names]
     return rows
 
 

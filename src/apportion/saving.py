@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from apportion.checkpoint import RunDirectory, Saved
 from apportion.errors import CheckpointError
 from apportion.strategy import State
+
+BEAT_SECONDS = 0.2
+"""Between two signs of life while others wait for a checkpoint to be written."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Saver:
         self._busy = self._closing = False
         self._thread: threading.Thread | None = None
         self._failed: CheckpointError | None = None
-        self._written = -1
+        self._snapshot = 0.0
         self.seconds = 0.0
         """What the last checkpoint took, snapshot and writing: of all the time, at most a share goes there."""
 
@@ -40,6 +44,7 @@ class Saver:
         with self._condition:
             self._waiting[best] = _Waiting(state, epoch, best)
             self._snapshot = seconds
+            self._closing = False
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="saver", daemon=True)
                 self._thread.start()
@@ -50,8 +55,12 @@ class Saver:
             with self._condition:
                 self._condition.wait_for(lambda: self._waiting or self._closing)
                 if not self._waiting:
+                    self._thread = None
+                    self._condition.notify_all()
                     return
-                item = self._waiting.pop(min(self._waiting))
+                # The older first: ``latest`` goes to what is written last.
+                oldest = min(self._waiting, key=lambda best: self._waiting[best].state.step)
+                item = self._waiting.pop(oldest)
                 self._busy = True
             self._write(item)
             with self._condition:
@@ -68,6 +77,9 @@ class Saver:
             self._failed = None
         except CheckpointError as error:
             saved = self._failed = error
+        except Exception as error:  # a thread's death would leave everyone waiting for it
+            saved = self._failed = CheckpointError(f"step {item.state.step} could not be saved: {error}")
+            saved.__cause__ = error
         self.seconds = self._snapshot + time.perf_counter() - began
         with self._condition:
             self._news.append(saved)
@@ -85,15 +97,13 @@ class Saver:
         with self._condition:
             self._condition.wait_for(lambda: not self._waiting and not self._busy)
 
-    def finish(self) -> None:
-        """Block until everything submitted is written, and end the thread."""
+    def finish(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Block until everything submitted is written, and end the thread. ``beat`` is called a few times a second."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self._closing = False
+            while not self._condition.wait_for(lambda: self._thread is None, BEAT_SECONDS):
+                beat()
 
     def check(self) -> None:
         """Raise what the last write failed with."""

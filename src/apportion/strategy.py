@@ -134,11 +134,16 @@ class Strategy(Value, ABC):
 StrategyFactory = Callable[..., Strategy]
 
 
-def batches(step: Step, *, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
+def batches(step: Step, *, start: int = 0, stop: int | None = None, loaders: int = 0) -> Iterator[Batch]:
     """The batches of a training as this rank takes them: ``for batch in batches(step): step(batch)``.
 
     ``step.data_shard`` is read again before each one, so a strategy may change its rank's share as it goes.
+    ``loaders``: so many processes load what comes next.
     """
-    for number in range(start, step.source.total if stop is None else stop):
-        assert step.data_shard is not None, "a rank without batches calls step.serve()"
-        yield step.source.at(number, step.data_shard)
+    step.source.load_ahead(loaders)
+    try:
+        for number in range(start, step.source.total if stop is None else stop):
+            assert step.data_shard is not None, "a rank without batches calls step.serve()"
+            yield step.source.at(number, step.data_shard)
+    finally:
+        step.source.close()

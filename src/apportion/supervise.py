@@ -51,13 +51,16 @@ class Raised:
     rank: int
     summary: str
     """One line: the type and the message."""
-    traceback: str
+    traceback: str | None
+    """None where the message alone says it all."""
     mistake: bool = False
-    """A ValueError of ours: the user's mistake, told without a traceback."""
+    """A ValueError of ours: the user's mistake."""
     symptom: bool = False
     """It lost another rank: look for the cause there."""
     where: str | None = None
-    """The user's own line, "file.py:12 in forward"."""
+    """The user's own line, "file.py:12 in forward: return 1 / 0"."""
+    checkpoint: bool = False
+    """It could not keep the state, or cannot trust what was kept."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ class Late:
     ranks: tuple[int, ...]
     step: int
     seconds: float
+    stopped: bool = False
+    """Their processes are stopped, as by SIGSTOP."""
 
 
 Happening = Raised | Exited | Finished | Late
@@ -111,8 +116,12 @@ class Stop:
 
     rank: int
     cause: str
+    """In one line, where it can be said in one."""
     traceback: str | None = None
+    where: str | None = None
+    """The user's own line that raised."""
     mistake: bool = False
+    checkpoint: bool = False
 
 
 Action = GoOn | Finish | Stop
@@ -128,7 +137,7 @@ def next_action(happened: Sequence[Happening], workers: int, seconds: float) -> 
     raised = [h for h in happened if isinstance(h, Raised)]
     for r in raised:
         if not r.symptom:
-            return Stop(r.rank, r.summary, None if r.mistake else r.traceback, r.mistake)
+            return _stop(r)
     told = {r.rank for r in raised}
     deaths = [h for h in happened if isinstance(h, Exited) and h.rank not in finished and h.rank not in told]
     for death in deaths:
@@ -142,8 +151,21 @@ def next_action(happened: Sequence[Happening], workers: int, seconds: float) -> 
             return GoOn(CAUSE_SECONDS - seconds)
         if deaths:
             return Stop(deaths[0].rank, _death(deaths[0]))
-        return Stop(raised[0].rank, raised[0].summary, raised[0].traceback)
+        return _stop(raised[0])
     return Finish() if len(finished) == workers else GoOn()
+
+
+def _stop(raised: Raised) -> Stop:
+    # What went wrong on behalf of the whole run is not about the rank that happened to find it.
+    whose = "" if raised.traceback is None else f"rank {raised.rank}: "
+    return Stop(
+        raised.rank,
+        f"{whose}{raised.summary}",
+        raised.traceback,
+        raised.where,
+        mistake=raised.mistake,
+        checkpoint=raised.checkpoint,
+    )
 
 
 def _death(death: Exited) -> str:
@@ -152,20 +174,35 @@ def _death(death: Exited) -> str:
             f"rank {death.rank} ended with exit status {death.returncode} before it was done: "
             "something in the model or the data called exit, or a library ended the process"
         )
-    name = signal.Signals(-death.returncode).name
-    if death.out_of_memory:
+    name = _signal_name(-death.returncode)
+    if name == "SIGKILL" and death.out_of_memory:
         return f"rank {death.rank} was killed for want of memory ({name}): use fewer workers or a smaller batch_size"
-    if -death.returncode == signal.SIGKILL:
+    if name == "SIGKILL":
         return (
             f"rank {death.rank} was killed by SIGKILL: by hand, or by the system for want of memory (then use fewer "
             "workers or a smaller batch_size)"
         )
-    return f"rank {death.rank} was ended by {name}: a crash in native code, or someone stopped it"
+    if name in ("SIGTERM", "SIGINT", "SIGHUP"):
+        return f"rank {death.rank} was ended by {name}: someone, or the system, stopped it; --resume goes on"
+    return (
+        f"rank {death.rank} crashed in native code ({name}): in an extension, or in a library that does not fit this "
+        "machine; PYTHONFAULTHANDLER=1 shows where"
+    )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _late(late: Late) -> str:
-    ranks = ", ".join(map(str, late.ranks))
+    ranks = f"rank{'s' if len(late.ranks) > 1 else ''} {', '.join(map(str, late.ranks))}"
+    has, waited = "have" if len(late.ranks) > 1 else "has", f"others waited {late.seconds:.0f} s at step {late.step}"
+    if late.stopped:
+        return f"{ranks} {has} been stopped (SIGSTOP, or a debugger), and {waited}: --resume goes on"
     return (
-        f"rank {ranks} has not moved for {late.seconds:.0f} s at step {late.step} while the others wait: it hangs, is "
-        "stopped, or is starved of memory or cores"
+        f"{ranks} {has} not moved, and {waited}: a deadlock in the model or the data, a device or file system that "
+        "does not answer, or too little memory"
     )

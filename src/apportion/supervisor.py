@@ -7,18 +7,22 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from apportion.crew import LOOK_SECONDS, Crew, failure
 from apportion.event import Event
 from apportion.job import Job
 from apportion.launch.local import Local
-from apportion.supervise import Finish, GoOn, Stop
+from apportion.supervise import Finish, GoOn, Policy, Stop
 
-SAVE_SECONDS = 4.0
+SAVE_SECONDS = 3.5
 """After Ctrl-C: how long writing the last update may take."""
+HURRY_SECONDS = 0.1
+"""Meanwhile: how soon a second Ctrl-C is noticed."""
 STOP_SECONDS = 120.0
 """After ``break``: how long the step under way and its checkpoint may take."""
 
@@ -28,49 +32,52 @@ class Supervised:
 
     def __init__(self, job: Job, launcher: Local, ranks: int) -> None:
         self._job, self._launcher, self._ranks = job, launcher, ranks
-        self._interrupted = False
+        self._crew: Crew | None = None
         self._began = time.perf_counter()
         self._last: Event | None = None
+        self._saved: Event | None = None
+        self._end: Event | None = None
+        self._interrupts = _Interrupts(self._interrupted_outside)
+        self.rest: list[Event] = []
+        """What happened after the loop over the events was left."""
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Generator[Event, None, None]:
         """Everything that happens, as it happens. Closing it (``break``) checkpoints and stops every rank at one step;
-        Ctrl-C writes the last update at once. Raises WorkerFailed, or ValueError for the user's mistakes."""
-        restore = self._catch_interrupt()
-        crew = None
+        Ctrl-C, also in the body of the loop, writes the last update at once. Raises WorkerFailed, CheckpointError, or
+        ValueError for the user's mistakes."""
         try:
-            crew = Crew(self._launcher, "apportion.entry:train", self._job, self._ranks)
-            yield from self._listen(crew)
-        except KeyboardInterrupt:
-            if crew is not None:
-                yield self._save_and_stop(crew)
+            self._interrupts.install()
+            yield from self._guarded()
+        except KeyboardInterrupt as interrupt:
+            if self._end is None:
+                self._save_and_stop()
+                assert self._end is not None
+                self._interrupts.restore()
+                yield self._end
+            interrupt.add_note(interrupted_text(self._end))
             raise
         except GeneratorExit:
-            if crew is not None:
-                self._leave(crew)
+            self._leave()
             raise
         finally:
-            if crew is not None:
-                crew.close()
-            restore()
+            self._interrupts.hold()
+            if self._crew is not None:
+                self._crew.close()
+            self._interrupts.restore()
 
-    def _catch_interrupt(self) -> Callable[[], None]:
-        """Note Ctrl-C also when it falls outside this generator, in the body of the user's loop."""
-        if (
-            threading.current_thread() is not threading.main_thread()
-            or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-        ):
-            return lambda: None
-
-        def note(number: int, frame: Any) -> None:
-            self._interrupted = True
-            raise KeyboardInterrupt
-
-        signal.signal(signal.SIGINT, note)
-
-        def restore() -> None:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-        return restore
+    def _guarded(self) -> Iterator[Event]:
+        """The events, with the place of an interrupt noted: inside, or in the body of the user's loop."""
+        self._launcher.prepare()
+        self._interrupts.hold()  # no worker may be started and not known
+        self._crew = Crew(self._launcher, "apportion.entry:train", self._job, self._ranks)
+        self._interrupts.release()
+        for event in self._listen(self._crew):
+            self._interrupts.outside = True
+            yield event
+            self._interrupts.outside = False
+            if self._end is not None:  # an interrupt that the body of the loop has caught
+                yield self._end
+                return
 
     def _listen(self, crew: Crew) -> Iterator[Event]:
         seconds: float | None = 0.0
@@ -80,22 +87,24 @@ class Supervised:
                     yield self._event(message["event"])
             action = crew.action()
             if isinstance(action, Finish):
-                for _, message in crew.drain():
-                    if message["kind"] == "event":
-                        yield self._event(message["event"])
+                crew.part()
                 return
             if isinstance(action, Stop):
-                yield self._own_event(
-                    "fault", rank=action.rank, cause=action.cause, traceback=action.traceback, action="stops"
-                )
+                crew.close()
+                yield self._fault(action, "stops")
                 raise failure(action)
             assert isinstance(action, GoOn)
             seconds = action.seconds
+
+    def _fault(self, stop: Stop, action: str) -> Event:
+        return self._own_event("fault", rank=stop.rank, cause=stop.cause, traceback=stop.traceback, action=action)
 
     def _event(self, fields: dict[str, Any]) -> Event:
         event = Event(**fields)
         if event.kind != "speed":
             self._last = event
+        if event.kind == "checkpoint" or (event.kind == "start" and event.data["first_step"]):
+            self._saved = event
         return event
 
     def _own_event(self, kind: Any, **data: Any) -> Event:
@@ -108,48 +117,138 @@ class Supervised:
             data=data,
         )
 
-    def _save_and_stop(self, crew: Crew) -> Event:
-        """The last update, without waiting for the step under way."""
-        crew.send({"kind": "save"}, [0])
-        deadline = time.monotonic() + SAVE_SECONDS
-        saved: dict[str, Any] = {"step": None, "why": f"it took longer than {SAVE_SECONDS:.0f} s"}
-        waiting = True
-        while waiting and time.monotonic() < deadline:
-            for _, message in crew.hear(min(LOOK_SECONDS, deadline - time.monotonic())):
-                if message["kind"] == "saved":
-                    saved, waiting = message, False
-            if isinstance(crew.action(), Stop | Finish):
-                break
-        crew.close()
-        event = self._own_event(
+    def _interrupted_outside(self) -> None:
+        """Ctrl-C in the body of the loop: nobody knows when, or whether, it comes back here."""
+        if self._end is None:
+            self._save_and_stop()
+            assert self._end is not None
+            self.rest.append(self._end)
+
+    def _save_and_stop(self) -> None:
+        """The last update, without waiting for the step under way. A second Ctrl-C cuts it short."""
+        step, why = self._save() if self._last is not None else (None, "the first step had not begun")
+        if self._crew is not None:
+            self._crew.close()
+        end = self._own_event(
             "end",
             reason="interrupted",
             examples_per_second=0.0,
             metrics={},
             run_dir=self._job.run_dir,
-            resume=resume_command(self._job),
-            why=saved["why"],
+            resume=resume_command(self._job) if step is not None or self._saved or self._job.resume else None,
+            why=why,
         )
-        return replace(event, step=saved["step"] if saved["step"] is not None else event.step)
+        saved = step if step is not None else self._saved.step if self._saved is not None else 0
+        self._end = replace(end, step=saved)
 
-    def _leave(self, crew: Crew) -> None:
-        """The loop over the events was left: stop all ranks at one step; after Ctrl-C at once."""
-        if self._interrupted:
-            self._save_and_stop(crew)
+    def _save(self) -> tuple[int | None, str | None]:
+        """(the step that was saved, why none was)."""
+        assert self._crew is not None
+        self._crew.send({"kind": "save"}, [0])
+        deadline = time.monotonic() + SAVE_SECONDS
+        while time.monotonic() < deadline and not self._interrupts.again:
+            for _, message in self._crew.hear(min(HURRY_SECONDS, deadline - time.monotonic())):
+                if message["kind"] == "saved":
+                    return message["step"], message["why"]
+                if message["kind"] == "event":
+                    self.rest.append(self._event(message["event"]))
+            if isinstance(action := self._crew.action(), Stop):
+                return None, action.cause
+        return None, "interrupted again" if self._interrupts.again else f"it took longer than {SAVE_SECONDS:g} s"
+
+    def _leave(self) -> None:
+        """The loop over the events was left: stop all ranks at one step."""
+        self._interrupts.hold()
+        if self._crew is None or self._end is not None:
             return
-        crew.send({"kind": "stop"})
+        self._crew.send({"kind": "stop"})
         deadline = time.monotonic() + STOP_SECONDS
         while time.monotonic() < deadline:
-            for _ in crew.hear(LOOK_SECONDS):
-                pass
-            if not isinstance(crew.action(), GoOn):
+            for _, message in self._crew.hear(LOOK_SECONDS):
+                if message["kind"] == "event":
+                    self.rest.append(self._event(message["event"]))
+            action = self._crew.action()
+            if isinstance(action, Finish):
                 return
+            if isinstance(action, Stop):
+                self.rest.append(self._fault(action, "stops"))
+                warnings.warn(f"the run was left, and could not be saved as it was: {action.cause}", stacklevel=2)
+                return
+            if self._interrupts.pending:
+                break
+        self._save_and_stop()
+        if self._end is not None:
+            self.rest.append(self._end)
+
+
+class _Interrupts:
+    """Ctrl-C during a run: raised as KeyboardInterrupt, but once, and not where it would leave a process behind.
+
+    ``outside()`` is called before it is raised in the body of the user's loop. Nothing is changed where the program
+    has a handler of its own, or runs in another thread than the main one.
+    """
+
+    def __init__(self, outside: Callable[[], None]) -> None:
+        self._outside, self._held, self._installed = outside, False, False
+        self.outside = False
+        """Is the program in the body of the loop?"""
+        self.pending = self.again = False
+        """It came; and a second time."""
+
+    def install(self) -> None:
+        """From here on."""
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note)
+            self._installed = True
+
+    def restore(self) -> None:
+        """As it was."""
+        if self._installed and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._installed = False
+
+    def hold(self) -> None:
+        """Only note it."""
+        self._held = True
+
+    def release(self) -> None:
+        """Raise it again; now, where one was noted."""
+        self._held = False
+        if self.pending:
+            self._held = True
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self._held:
+            self.again, self.pending = self.pending, True
+            return
+        self._held = self.pending = True
+        if self.outside:
+            self._outside()
+            self._held = False  # the run is over: the next one is the program's own
+        raise KeyboardInterrupt
+
+
+def interrupted_text(end: Event) -> str:
+    """What was saved of an interrupted run, and how to go on."""
+    why, resume = end.data["why"], end.data["resume"]
+    if resume is None:
+        return "interrupted before anything was saved"
+    saved = f"; step {end.step} is saved" if end.step else ""
+    lost = "" if why is None else f"; what followed is not ({why})"
+    return f"interrupted{saved}{lost}\ngo on with: {resume}"
 
 
 def resume_command(job: Job) -> str | None:
     """How to go on, as it is typed."""
     if job.run_dir is None:
         return None
-    if job.address is None or "apportion" not in sys.argv[0]:
+    if job.address is None or Path(sys.argv[0]).name != "apportion":
         return f"resume=True, run_dir={job.run_dir!r}"
-    return f"apportion train {shlex.quote(job.address)} --run-dir {shlex.quote(job.run_dir)} --resume"
+    words = ["apportion", "train", job.address, "--run-dir", job.run_dir, "--resume", "--launcher", job.launcher]
+    if "steps" in job.changes:
+        words += ["--steps", str(job.changes["steps"])]
+    if job.policy != Policy():
+        words += ["--policy", str(job.policy)]
+    return shlex.join(words)

@@ -12,15 +12,19 @@ from typing import Any
 from apportion.comm.channel import Message
 from apportion.crew import Crew
 from apportion.job import Job
-from apportion.launch.local import Local, usable_cores
+from apportion.launch.local import Local
 from apportion.strategy import Strategy
-from apportion.values import find, parse
+from apportion.values import find
 from apportion.workload import Workload
 
 BUILD_SECONDS = 600.0
 ROUND_SECONDS = 600.0
-TRIAL_SECONDS = 6.0
+TRIAL_SECONDS = 2.0
 """Of measuring, for all candidates together; starting them comes on top."""
+MANY_STEPS = 1_000_000
+"""What a schedule is told: it may refuse to go on where it takes the training to be over."""
+LEAST_STEPS = 3
+"""That each candidate is judged by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +104,7 @@ class Parked:
             threads=launcher.threads_each(candidate.ranks),
             device=launcher.device,
             loaders=launcher.loaders,
-            changes=changes,
+            changes={**changes, "steps": MANY_STEPS},
         )
         self.measured = Measured(candidate)
         self.crew = Crew(launcher, "apportion.entry:steps", job, candidate.ranks)
@@ -133,6 +137,36 @@ def parked(
             group.crew.close()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What was tried, and how it went."""
+
+    ranking: list[Measured]
+    """The fastest first."""
+    refused: list[tuple[Candidate, str]]
+    """What cannot run this workload, and why."""
+    seconds: float
+    """It all took."""
+
+    def told(self) -> dict[str, Any]:
+        """The data of a ``trial`` event."""
+        return {
+            "ranking": [
+                {
+                    "strategy": str(m.candidate.strategy),
+                    "launcher": str(m.candidate.launcher),
+                    "step_seconds": m.step_seconds,
+                    "examples_per_second": m.examples_per_second,
+                }
+                for m in self.ranking
+            ],
+            "refused": [
+                {"strategy": str(c.strategy), "launcher": str(c.launcher), "cause": why} for c, why in self.refused
+            ],
+            "seconds": self.seconds,
+        }
+
+
 def candidate(strategy: Strategy, launcher: Local) -> Candidate:
     """The strategy with every number of the launcher filled in."""
     workers, ranks = layout(strategy, launcher)
@@ -144,24 +178,56 @@ def layout(strategy: Strategy, launcher: Local) -> tuple[int, int]:
     """(workers that take batches, processes in all)."""
     if strategy.one_process and launcher.workers not in (None, 1):
         raise ValueError(f"{strategy} runs in one process, not in {launcher.workers}: use workers=1, or data_parallel")
-    workers = launcher.workers or (1 if strategy.one_process else usable_cores())
+    workers = launcher.workers or (1 if strategy.one_process else launcher.places())
     return workers, strategy.ranks(workers)
 
 
+def candidates(launcher: Local) -> list[Candidate]:
+    """What can be tried: one process with all threads and with one, and data_parallel on a few layouts. Where so many
+    workers are asked for, only what has so many."""
+    single: Strategy = find("single_device", "apportion.strategies")()
+    parallel: Strategy = find("data_parallel", "apportion.strategies")()
+    if launcher.workers is not None:
+        return [candidate(single if launcher.workers == 1 else parallel, launcher)]
+    places = launcher.places()
+    counts = [n for n in (places, places // 2, places // 4) if n > 1]
+    alone = [candidate(single, launcher)]
+    if alone[0].launcher.threads != 1:  # a small network is fastest where no thread waits for another
+        alone.append(candidate(single, replace(launcher, threads=1)))
+    return [*alone, *(candidate(parallel, replace(launcher, workers=n)) for n in counts)]
+
+
 def choose(
-    workload: Workload | str, launcher: Local, changes: Mapping[str, Any], seconds: float = TRIAL_SECONDS
-) -> list[Measured]:
-    """One process with all threads against data_parallel on a few layouts, measured; the fastest first."""
-    candidates = _candidates(launcher)
-    if len(candidates) == 1:
-        return [Measured(candidates[0])]
-    with parked(candidates, workload, changes) as groups:
-        steps = {id(g): _warm(g, seconds / (4 * len(groups))) for g in groups}
-        end = time.monotonic() + seconds
-        while time.monotonic() < end or not all(len(g.measured.seconds) >= 3 for g in groups):
-            for group in groups:
-                group.go(steps[id(group)])
-        return sorted((g.measured for g in groups), key=lambda m: m.step_seconds)
+    tried: Sequence[Candidate], workload: Workload | str, changes: Mapping[str, Any], seconds: float = TRIAL_SECONDS
+) -> Trial:
+    """Each candidate measured, in turns. The first has to be able to run the workload, the others may refuse it."""
+    began = time.monotonic()
+    groups: list[Parked] = []
+    refused: list[tuple[Candidate, str]] = []
+    try:
+        for one in tried:
+            groups.append(Parked(one, workload, changes))
+            try:
+                groups[-1].built()
+            except ValueError as error:
+                groups.pop().crew.close()
+                if not groups:
+                    raise
+                refused.append((one, str(error)))
+        _measure(groups, seconds)
+        ranking = sorted((g.measured for g in groups), key=lambda m: m.step_seconds)
+    finally:
+        for group in groups:
+            group.crew.close()
+    return Trial(ranking=ranking, refused=refused, seconds=time.monotonic() - began)
+
+
+def _measure(groups: Sequence[Parked], seconds: float) -> None:
+    steps = [_warm(group, seconds / (4 * len(groups))) for group in groups]
+    end = time.monotonic() + seconds
+    while time.monotonic() < end or not all(len(g.measured.seconds) >= LEAST_STEPS for g in groups):
+        for group, many in zip(groups, steps, strict=True):
+            group.go(many)
 
 
 def _warm(group: Parked, seconds: float) -> int:
@@ -171,17 +237,3 @@ def _warm(group: Parked, seconds: float) -> int:
     group.go(2, measure=False)
     a_step = (time.perf_counter() - began) / 2
     return max(1, min(200, int(seconds / max(a_step, 1e-6))))
-
-
-def _candidates(launcher: Local) -> list[Candidate]:
-    single: Strategy = find("single_device", "apportion.strategies")()
-    parallel: Strategy = parse("data_parallel", "apportion.strategies")
-    if launcher.workers == 1:
-        return [candidate(single, launcher)]
-    if launcher.workers is not None:
-        counts = [launcher.workers]
-    else:
-        cores = usable_cores()
-        counts = [n for n in (cores, cores // 2, cores // 4) if n > 1]
-    alone = replace(launcher, workers=1)
-    return [candidate(single, alone), *(candidate(parallel, replace(launcher, workers=n)) for n in counts)]

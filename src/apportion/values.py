@@ -15,6 +15,9 @@ import re
 from typing import Any
 
 
+_KINDS = {"apportion.strategies": "strategy", "apportion.launch": "launcher"}
+
+
 def written_name(cls: type) -> str:
     """``DataParallel`` is written ``data_parallel``."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
@@ -48,7 +51,7 @@ def find(name: str, package: str) -> type:
     if name not in known:
         close = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {close[0]}?" if close else "one of " + ", ".join(known)
-        raise ValueError(f"{name!r} is no {package.rpartition('.')[2].removesuffix('s')}: {hint}")
+        raise ValueError(f"{name!r} is no {_KINDS.get(package, 'value')}: {hint}")
     module = importlib.import_module(f"{package}.{name}")
     for cls in vars(module).values():
         if isinstance(cls, type) and cls.__module__ == module.__name__ and written_name(cls) == name:

@@ -12,7 +12,7 @@ Its heart is three lines, which anyone can copy into a script under torchrun::
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,7 @@ REPORT_SECONDS = 0.2
 SPEED_SECONDS = 0.5
 
 
-def work(job: Job, world: World, wish: Wish) -> Iterator[Event]:
+def work(job: Job, world: World, wish: Wish) -> Generator[Event, None, None]:
     """Train, as one rank of the world; what happens, as it happens. Closing the generator stops every rank at the
     next step that they agree on."""
     run = _Run(job, world, wish)
@@ -77,10 +77,10 @@ class _Run:
     def save_committed(self) -> int:
         """Write the state after the last update; the step it is of. Called from another thread than the loop's."""
         if self.directory is None:
-            raise CheckpointError("nothing is written: the run has no run_dir, or this rank does not write")
+            raise CheckpointError("the run has no run_dir")
         state = self.step.committed()
         if state is None:
-            raise CheckpointError("the state is spread over the ranks and cannot be had in the middle of a step")
+            raise CheckpointError("it is spread over the ranks, and some are in the middle of a step")
         state.settings["best"] = self.best
         self.saver.submit(state, state.step / self.source.deal.batches, best=False, seconds=0.0)
         self.saver.flush()
@@ -90,9 +90,11 @@ class _Run:
     def _open_evaluation(self) -> Batches | None:
         if self.workload.evaluation is None:
             return None
-        return Batches.of_evaluation(
+        source = Batches.of_evaluation(
             self.workload, device=self.step.device, dtype=self.source.dtype, rank=self.world.rank
         )
+        source.load_ahead(self.job.loaders)
+        return source
 
     # Starting
 
@@ -159,7 +161,7 @@ class _Run:
         reason = "finished"
         next_report = next_speed = time.perf_counter()
         beats = self.wish.progress
-        for batch in batches(self.step, start=self.done):
+        for batch in batches(self.step, start=self.done, loaders=self.job.loaders):
             values = self.step(batch)
             self.done += 1
             self.meter.take(values, batch.size, len(batch))
@@ -207,17 +209,16 @@ class _Run:
         evaluation = self.workload.evaluation
         if evaluation is None or self.evaluation is None:
             return
-        beats = self.wish.progress
-
-        def beat() -> None:
-            beats[0] += 1
-
-        self.metrics = evaluate(self.step, evaluation, self.evaluation, self.world.group(), beat)
+        self.metrics = evaluate(self.step, evaluation, self.evaluation, self.world.group(), self._beat)
         best = self._is_best(evaluation.best)
         if best:
             self._save(best=True)
         if self.world.rank == 0:
             yield self._event("evaluation", metrics=dict(self.metrics), final=final, best=best)
+
+    def _beat(self) -> None:
+        """Something got done, or is being written: this rank is not late."""
+        self.wish.progress[0] += 1
 
     def _is_best(self, rule: str | None) -> bool:
         if rule is None:
@@ -256,7 +257,7 @@ class _Run:
         if reason == "finished":
             yield from self._evaluate(final=True)
             self._save()
-        self.saver.finish()
+        self.saver.finish(self._beat)
         yield from self._saved()
         if self.world.rank == 0:
             yield self._event(
@@ -280,6 +281,9 @@ class _Run:
 
     def close(self) -> None:
         self.saver.finish()
+        for source in (self.source, self.evaluation):
+            if source is not None:
+                source.close()
         self.step.close()
         self.world.close()
 

@@ -154,6 +154,8 @@ class Workload:
             raise ValueError(f'order={self.order!r} must be "shuffled" or "sequential"')
         if self.carry is not None and self.order != "sequential":
             raise ValueError('carry needs order="sequential": a recurrent state follows its row through the data')
+        if self.count is None and self.update is not None:
+            raise ValueError("count=None goes with loss; an update sees the rows of its own rank alone")
         if self.carry is not None and self.update is not None:
             raise ValueError("carry goes with loss; with update, keep the state in your own function")
 

@@ -71,7 +71,13 @@ class World:
         # torch.distributed takes long to import and a world of one does not need it.
         from apportion.comm.process_group import ProcessGroup
 
-        return ProcessGroup.connect(rank=self.rank, size=self.size, device=self.device, local_size=self.local_size)
+        return ProcessGroup.connect(
+            rank=self.rank,
+            size=self.size,
+            device=self.device,
+            local_size=self.local_size,
+            watched=self.channel is not None,
+        )
 
     def shared(self, name: str, nbytes: int) -> memoryview:
         """Memory that every rank of this host sees and that outlives any of them: the supervisor owns it.

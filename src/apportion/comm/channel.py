@@ -23,7 +23,7 @@ class Lines:
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
-        self._buffer = b""
+        self._buffer = bytearray()
         self._fds: list[int] = []
         self._lock = threading.Lock()
 
@@ -41,12 +41,15 @@ class Lines:
         """At least what one read gives: the complete messages so far; None at the end of the stream."""
         try:
             data, fds, _, _ = socket.recv_fds(self.socket, _CHUNK, 16)
-        except (ConnectionResetError, OSError):
+        except OSError:
             return None
         self._fds.extend(fds)
         if not data:
             return None
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        self._buffer += data
+        if b"\n" not in data:  # a long message is searched once, not again with each piece
+            return []
+        *lines, self._buffer = self._buffer.split(b"\n")
         return [json.loads(line) for line in lines]
 
     def take_fd(self) -> int:
@@ -98,6 +101,14 @@ class Channel:
         self._lines.close()
 
 
+def memory_file(name: str) -> int:
+    """The descriptor of a new file in memory that has no path."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(f"apportion-{name}", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:  # macOS
+        return os.dup(file.fileno())
+
+
 class SharedMemory:
     """The supervisor's end of ``World.shared``: unnamed files in memory, gone with the last process that maps them."""
 
@@ -107,13 +118,8 @@ class SharedMemory:
     def fd(self, name: str, nbytes: int) -> int:
         """The descriptor of the named memory, made on first request."""
         if name not in self._files:
-            if hasattr(os, "memfd_create"):
-                fd = os.memfd_create(f"apportion-{name}", os.MFD_CLOEXEC)
-            else:  # macOS: an unlinked file
-                with tempfile.TemporaryFile() as file:
-                    fd = os.dup(file.fileno())
-            os.ftruncate(fd, nbytes)
-            self._files[name] = fd
+            self._files[name] = memory_file(name)
+            os.ftruncate(self._files[name], nbytes)
         return self._files[name]
 
     def map(self, name: str, nbytes: int) -> mmap.mmap:

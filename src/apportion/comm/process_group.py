@@ -19,8 +19,10 @@ from apportion.comm.group import Group, Work
 from apportion.errors import ApportionError, PeerLost
 
 DEADLINE_SECONDS = 300.0
-"""Of meeting, and of one collective where no supervisor watches (torchrun). A supervisor finds a late rank sooner: it
-sees every rank's progress."""
+"""Of meeting, and of one collective, where no supervisor watches (torchrun)."""
+WATCHED_SECONDS = 86400.0
+"""Under a supervisor, which sees every rank's progress, finds a late one much sooner, and knows a long wait (a large
+last checkpoint) from a late rank."""
 _KEPT_WAITS = 8192
 
 
@@ -46,8 +48,10 @@ class ProcessGroup(Group):
         self.waited = 0.0
 
     @classmethod
-    def connect(cls, *, rank: int, size: int, device: torch.device, local_size: int) -> ProcessGroup:
-        """Meet the other ranks at MASTER_ADDR:MASTER_PORT."""
+    def connect(
+        cls, *, rank: int, size: int, device: torch.device, local_size: int, watched: bool = False
+    ) -> ProcessGroup:
+        """Meet the other ranks at MASTER_ADDR:MASTER_PORT. ``watched``: a supervisor sees who is late."""
         if dist.is_initialized():  # the user's own script has done it
             assert dist.group.WORLD is not None
             return cls(dist.group.WORLD)
@@ -60,7 +64,7 @@ class ProcessGroup(Group):
                 init_method="env://",
                 rank=rank,
                 world_size=size,
-                timeout=timedelta(seconds=DEADLINE_SECONDS),
+                timeout=timedelta(seconds=WATCHED_SECONDS if watched else DEADLINE_SECONDS),
                 device_id=device if own_gpu else None,
             )
         except (RuntimeError, ValueError, OSError) as error:

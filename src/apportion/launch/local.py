@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from apportion.template import Task, Template, template
+from apportion.template import Forked, Task, template
 from apportion.values import Value
 
 
@@ -50,6 +50,12 @@ class Local(Value):
         if self.device not in (None, "cpu", "cuda"):
             raise ValueError(f'device={self.device!r} must be "cpu" or "cuda"')
 
+    def places(self) -> int:
+        """Workers where no number is given: one a GPU, or one a core."""
+        import torch  # the command line asks for help without it
+
+        return (torch.cuda.device_count() if self.device != "cpu" else 0) or usable_cores()
+
     def threads_each(self, ranks: int) -> int:
         """Threads of each of so many ranks: never more runnable ones than cores, unless asked for."""
         if self.threads is not None:
@@ -67,21 +73,30 @@ class Local(Value):
             f"the run gets slower; use workers<={max(1, cores // (threads + self.loaders))}"
         )
 
+    def prepare(self) -> None:
+        """Block until processes can be started at once. ApportionError where they cannot."""
+        template().wait_ready()
+
     def start(self, target: str, payload: bytes, ranks: int, port: int) -> list[Process]:
         """One process a rank, which calls ``target`` with its channel and the payload."""
-        parent, started = template(), []
-        for rank in range(ranks):
-            ours, theirs = socket.socketpair()
-            with theirs:
-                task = Task(
-                    target=target,
-                    payload=payload,
-                    environment=_environment(rank, ranks, port, self.threads_each(ranks)),
-                    path=sys.path,
-                    directory=os.getcwd(),
-                )
-                pid = parent.spawn(task, theirs)
-            started.append(Process(rank, pid, ours, parent))
+        parent, started = template(), list[Process]()
+        try:
+            for rank in range(ranks):
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    task = Task(
+                        target=target,
+                        payload=payload,
+                        environment={**os.environ, **_environment(rank, ranks, port, self.threads_each(ranks))},
+                        path=sys.path,
+                        directory=os.getcwd(),
+                    )
+                    started.append(Process(rank, ours, parent.spawn(task, theirs)))
+        except BaseException:
+            for process in started:
+                process.kill()
+                process.channel.close()
+            raise
         return started
 
 
@@ -105,21 +120,23 @@ class Process:
     """A worker process on this machine."""
 
     rank: int
-    pid: int
     channel: socket.socket
-    _parent: Template
+    _forked: Forked
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self._forked.pid is not None
+        return self._forked.pid
 
     def returncode(self) -> int | None:
         """Negative for a signal, None while it runs."""
-        return self._parent.returncode(self.pid)
+        return self._forked.returncode()
 
     def wait(self, seconds: float) -> int | None:
         """The same, once it has ended or the time is up."""
-        return self._parent.wait(self.pid, seconds)
+        return self._forked.wait(seconds)
 
     def kill(self) -> None:
-        """SIGKILL."""
-        self._parent.kill(self.pid)
-
-
-Processes = Sequence[Process]
+        """SIGKILL, for it and for what it has started."""
+        self._forked.kill()

@@ -53,6 +53,11 @@ class Carry:
             self._state = pytree.tree_unflatten(joined, pytree.tree_structure(self._next[0]))
         self._next = []
 
+    @property
+    def held(self) -> int:
+        """Rows that the state is of."""
+        return 0 if self._state is None else int(pytree.tree_leaves(self._state)[0].shape[self._dims[0]])
+
     def _slice(self, state: Any, start: int, n: int) -> Any:
         leaves, structure = pytree.tree_flatten(state)
         return pytree.tree_unflatten(

@@ -68,6 +68,8 @@ class Replica:
             name: [p for p in self._trainable if any(p is q for g in optimizer.param_groups for q in g["params"])]
             for name, optimizer in self.optimizers.items()
         }
+        owned = {id(p) for parameters in self._owned.values() for p in parameters}
+        self._idle = [p for p in self._trainable if id(p) not in owned]
         self._lock = threading.Lock()
         self._buffers = [b for b in self.model.buffers() if b.numel()]
         self._committed_buffers = [b.clone() for b in self._buffers]
@@ -105,8 +107,11 @@ class Replica:
             self.schedules[name] = made
 
     def trainable(self, optimizer: str | None = None) -> list[nn.Parameter]:
-        """The parameters that get gradients, of one optimizer or of all, in the model's order."""
-        return self._trainable if optimizer is None else self._owned[optimizer]
+        """The parameters that updates change, of one optimizer or of all, in the model's order."""
+        if optimizer is not None:
+            return self._owned[optimizer]
+        idle = {id(p) for p in self._idle}
+        return [p for p in self._trainable if id(p) not in idle]
 
     # Forward
 
@@ -134,7 +139,7 @@ class Replica:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"the loss gave {shape}, which must be one number: the mean over the batch")
-        return loss
+        return loss.reshape(())
 
     def backward(self, loss: Tensor, weight: float) -> None:
         """Add weight times the gradient of the loss to ``p.grad``."""
@@ -153,7 +158,8 @@ class Replica:
             loss, parameters, None if weight == 1.0 else torch.full_like(loss, weight), allow_unused=True
         )
         for p, gradient in zip(parameters, gradients, strict=True):
-            p.grad = gradient
+            # Rows without a loss term: a mean of nothing is a NaN, which 0 does not undo.
+            p.grad = torch.zeros_like(gradient) if weight == 0.0 and gradient is not None else gradient
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -201,6 +207,8 @@ class Replica:
 
     def commit(self) -> None:
         """The step is made: what a forward pass changes (buffers, carried state) counts from here on."""
+        for p in self._idle:  # that no optimizer was given: what gathers there is nobody's
+            p.grad = None
         with self._lock:
             self.step += 1
             if self._buffers:

@@ -31,6 +31,7 @@ def page(history: History) -> str:
         _metrics(history, pictures),
         _values(history, pictures),
         _speed(history, pictures),
+        _trial(history.trials),
         _faults(history.faults),
         _checkpoints(history.checkpoints),
         _environment(history),
@@ -234,6 +235,14 @@ def _flat(name: str, value: Any) -> list[tuple[str, str]]:
 def _written(history: History) -> str:
     rows = [(path, what) for path, what in tables.written(history.run_dir)]
     return _section("Files", tables.table(["path", "what it is"], rows, texts=2))
+
+
+def _trial(trials: list[Moment]) -> str:
+    if not trials:
+        return ""
+    took = duration(float(trials[-1].event.data.get("seconds") or 0.0))
+    note = f'<p class="note">No strategy was given: the fastest of these was taken, after {escape(took)} of trial.</p>'
+    return _section("Trial", note + tables.trial_table(trials[-1]))
 
 
 def _section(title: str, html: str) -> str:

@@ -96,6 +96,19 @@ def checkpoints_table(checkpoints: Sequence[Moment]) -> str:
     return table(["path", "step", "epoch", "after", "took", "size"], rows)
 
 
+def trial_table(trial: Moment) -> str:
+    """What was tried before the run, the fastest first."""
+    rows = [
+        (str(m["strategy"]), str(m["launcher"]), f"{m['step_seconds'] * 1e3:.3g} ms", number(m["examples_per_second"]))
+        for m in trial.event.data.get("ranking", [])
+    ]
+    rows += [
+        (f"{no['strategy']} (refused: {no['cause']})", str(no["launcher"]), "", "")
+        for no in trial.event.data.get("refused", [])
+    ]
+    return table(["strategy", "launcher", "step (median)", "examples/s"], rows, texts=2)
+
+
 def best_of(evaluations: Sequence[Moment]) -> int | None:
     """Which evaluation was the best by the workload's own rule; None where it has none."""
     best = [i for i, moment in enumerate(evaluations) if moment.event.data.get("best")]

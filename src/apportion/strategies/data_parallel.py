@@ -202,7 +202,8 @@ class DataParallelStep(Step):
 
     def _means(self, values: Mapping[str, Tensor], batch: Batch) -> Mapping[str, Tensor]:
         weight = batch.count / self._total_count(batch)
-        stacked = torch.stack([v.detach().reshape(()) * weight for v in values.values()])
+        stacked = torch.stack([v.detach().reshape(()) for v in values.values()])
+        stacked = stacked * weight if weight else torch.zeros_like(stacked)
         self._group.all_reduce(stacked).wait()
         return dict(zip(values, stacked.unbind(0), strict=True))
 
@@ -211,6 +212,7 @@ class DataParallelStep(Step):
 
     def load_state_dict(self, state: State) -> None:
         self._replica.load(state, self._shard.rows(self._workload.batch_size))
+        self._own_rows = self._replica.carry.held if self._replica.carry is not None else 0
 
     def committed(self) -> State | None:
         return self._replica.state() if self._workload.carry is None else None

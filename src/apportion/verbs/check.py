@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from apportion.address import check_place
+from apportion.comm.channel import Message
 from apportion.crew import Crew
 from apportion.errors import WorkerFailed
 from apportion.job import Job
@@ -24,7 +27,11 @@ from apportion.workload import Workload
 FLOOR = 1e-10
 """Differences below this are rounding in float64, whatever the noise measured."""
 NOISE_FACTOR = 100.0
+CAP = 1e-3
+"""No difference above this is called equal, however much rounding is amplified: a mistake might hide in it."""
 STEP_SECONDS = 600.0
+
+Verdict = Literal["equal", "different", "undecided"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +56,17 @@ class Round:
     tensors: int
     worst: Difference
     noise: float
-    """The same measure between two one-device runs that differ by the order of their sums alone."""
+    """The same measure between two runs of the reference, one of them with every weight and gradient moved by a
+    rounding; without bound where the reference comes to be no number."""
     bound: float
     disagreement: str | None
     """A rank whose state is not rank 0's, and when."""
+    verdict: Verdict
+    """``undecided``: above what may be called equal, within 100 times the noise."""
 
     @property
     def holds(self) -> bool:
-        return self.disagreement is None and self.worst.relative <= self.bound
+        return self.verdict == "equal"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +83,8 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Is it the same network?"""
-        return all(r.holds for r in self.rounds)
+        """Is it the same network? The first round has to show it; the run's own precision may leave it open."""
+        return self.rounds[0].holds and all(r.verdict != "different" for r in self.rounds)
 
 
 def check(
@@ -89,47 +99,70 @@ def check(
 
     First in float64 (floating inputs, weights and buffers), where nothing but rounding may differ: at most 1e-10, or
     100 times the rounding noise measured; then in the run's own precision, against its noise. A model that fixes
-    float32 is reported, and checked in float32 alone. Dropout is turned off for it, and named.
+    float32 is reported, and checked in float32. Dropout is turned off for it, and named. Where a network amplifies
+    rounding so much that its bound would be above 1e-3, nothing above 1e-3 is called equal.
     """
     if isinstance(workload, str):
         check_place(workload)
-    tried: Strategy = parse(strategy, "apportion.strategies") if isinstance(strategy, str) else strategy
+    value: Strategy = parse(strategy, "apportion.strategies") if isinstance(strategy, str) else strategy
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
     launcher = launcher or Local()
-    chosen = candidate(tried, replace(launcher, workers=workers) if workers is not None else launcher)
+    chosen = candidate(value, replace(launcher, workers=workers) if workers is not None else launcher)
     assert chosen.launcher.workers is not None
-    named: list[str] = []
-    rounds: list[Round] = []
-    own = _own_precision(workload, chosen)
-    try:
-        wide, seen = _round(workload, chosen, steps, "float64")
-        named += _by_design(seen)
-        if seen["narrow"]:
-            named.append(
-                f"the model computes in float32 in places ({', '.join(seen['narrow'])}): checked in {own} alone"
-            )
-        else:
-            rounds.append(wide)
-    except WorkerFailed as error:
-        if not _fixes_dtype(str(error)):
-            raise
-        named.append(f"the model fixes a precision ({error}): checked in {own} alone")
-    if own != "float64":
-        rounds.append(_round(workload, chosen, steps, own)[0])
+    rounds, named = _prove(workload, chosen, steps)
     return Proof(
-        strategy=str(tried),
+        strategy=str(value),
         workers=chosen.launcher.workers,
-        exact=tried.exact,
+        exact=value.exact,
         rounds=tuple(rounds),
-        by_design=tuple(named),
+        by_design=(*named, *(_open_question(r) for r in rounds if r.verdict == "undecided")),
     )
 
 
-def _own_precision(workload: Workload | str, chosen: Candidate) -> str:
-    from apportion.address import load_workload
+def _prove(workload: Workload | str, chosen: Candidate, steps: int) -> tuple[list[Round], list[str]]:
+    """In float64 and in the run's own precision, by the same processes."""
+    own = None
+    try:
+        with _crews(workload, chosen, "float64") as crews:
+            built = _built(crews)
+            own = built["precision"]
+            wide, seen = _round(crews, min(steps, built["steps"]), "float64")
+            named = _by_design(seen)
+            if own == "float64":
+                return [wide], named
+            rounds = [wide]
+            if seen["narrow"]:
+                where = f"the model computes in float32 in places ({', '.join(seen['narrow'])})"
+                kept = wide.worst.relative <= FLOOR
+                named.append(f"{where}: equal in float64 all the same" if kept else f"{where}: checked in {own} alone")
+                rounds = [wide] if kept else []
+            for crew, job in zip(crews, _jobs(workload, chosen, own), strict=True):
+                crew.send({"kind": "again", "job": {n: getattr(job, n) for n in ("changes", "nudge", "jitter")}})
+            _built(crews)
+            return [*rounds, _round(crews, wide.steps, own)[0]], named
+    except WorkerFailed as error:
+        if not _fixes_dtype(str(error)) or own in (None, "float64"):
+            raise
+        fixed = f"the model fixes a precision ({error}): checked in {own} alone"
+    with _crews(workload, chosen, own) as crews:
+        narrow, seen = _round(crews, min(steps, _built(crews)["steps"]), own)
+        return [narrow], [*_by_design(seen), fixed]
 
-    return (load_workload(workload) if isinstance(workload, str) else workload).precision
+
+def _built(crews: Sequence[Crew]) -> Message:
+    """What the strategy's first rank tells once everything is built."""
+    told = [crew.answers("built", STEP_SECONDS) for crew in crews]
+    return told[0][0]
+
+
+def _open_question(found: Round) -> str:
+    if found.noise == float("inf"):
+        return f"{found.precision}: one device's own weights are no numbers after {found.steps} steps: nothing is shown"
+    return (
+        f"{found.precision}: in {found.steps} steps this network makes {found.noise:.2g} of rounding alone, too much "
+        "to tell a mistake from it: nothing is shown; use fewer steps, or a learning rate that begins smaller"
+    )
 
 
 def _fixes_dtype(text: str) -> bool:
@@ -148,43 +181,52 @@ def _by_design(seen: Mapping[str, list[str]]) -> list[str]:
     return named
 
 
-def _round(
-    workload: Workload | str, chosen: Candidate, steps: int, precision: str
-) -> tuple[Round, dict[str, list[str]]]:
-    """Strategy, reference, and a reference with nudged weights, step by step."""
-    changes = {"precision": precision, **({"compile": False} if precision == "float64" else {})}
-    launcher, workers = chosen.launcher, chosen.launcher.workers or 1
-    base = Job(
-        workload=workload,
-        strategy=chosen.strategy,
-        launcher=str(launcher),
-        threads=launcher.threads_each(chosen.ranks),
-        device=launcher.device,
-        changes=changes,
-        workers=workers,
-        proof=True,
-    )
+@contextmanager
+def _crews(workload: Workload | str, chosen: Candidate, precision: str) -> Iterator[list[Crew]]:
+    """The strategy's processes, the reference's, and those of a reference that is led astray by rounding."""
     alone = Local(workers=1, threads=1, device="cpu")
-    single = replace(base, threads=1, device="cpu")
     crews: list[Crew] = []
     try:
-        for target, job, where, ranks in (
-            ("steps", base, launcher, chosen.ranks),
-            ("reference", single, alone, 1),
-            ("reference", replace(single, nudge=_eps(precision)), alone, 1),
+        for target, where, ranks, job in zip(
+            ("steps", "reference", "reference"),
+            (chosen.launcher, alone, alone),
+            (chosen.ranks, 1, 1),
+            _jobs(workload, chosen, precision),
+            strict=True,
         ):
             crews.append(Crew(where, f"apportion.entry:{target}", job, ranks))
-        built = [crew.answers("built", STEP_SECONDS) for crew in crews]
-        total = built[0][0]["steps"]
-        with tempfile.TemporaryDirectory(prefix="apportion-check-") as folder:
-            return _compare_steps(crews, min(steps, total), precision, Path(folder))
+        yield crews
     finally:
         for crew in crews:
             crew.close()
 
 
+def _jobs(workload: Workload | str, chosen: Candidate, precision: str) -> tuple[Job, Job, Job]:
+    launcher = chosen.launcher
+    tried = Job(
+        workload=workload,
+        strategy=chosen.strategy,
+        launcher=str(launcher),
+        threads=launcher.threads_each(chosen.ranks),
+        device=launcher.device,
+        changes={"precision": precision, **({"compile": False} if precision == "float64" else {})},
+        workers=launcher.workers or 1,
+        proof=True,
+    )
+    single = replace(tried, threads=1, device="cpu")
+    # Weights stay float32 under autocast; it is the gradients that come in the shorter type.
+    weights = "float64" if precision == "float64" else "float32"
+    return tried, single, replace(single, nudge=_eps(weights), jitter=_eps(precision) / 2)
+
+
 def _eps(precision: str) -> float:
     return torch.finfo(getattr(torch, precision)).eps
+
+
+def _round(crews: Sequence[Crew], steps: int, precision: str) -> tuple[Round, dict[str, list[str]]]:
+    """Strategy, reference, and the one led astray, step by step."""
+    with tempfile.TemporaryDirectory(prefix="apportion-check-") as folder:
+        return _compare_steps(crews, steps, precision, Path(folder))
 
 
 def _compare_steps(
@@ -204,12 +246,13 @@ def _compare_steps(
             crew.answers("state", STEP_SECONDS)
         expected = load_file(folder / "reference")
         difference = _largest(load_file(folder / "rank0"), expected, number)
-        noise = max(noise, _largest(load_file(folder / "nudged"), expected, number).relative)
+        lost = any(bool(t.isnan().any()) for t in expected.values())
+        noise = max(noise, float("inf") if lost else _largest(load_file(folder / "nudged"), expected, number).relative)
         tensors = len(expected)
         if worst is None or difference.relative > worst.relative:
             worst = difference
     assert worst is not None
-    bound = max(FLOOR, NOISE_FACTOR * noise)
+    bound = max(FLOOR, min(CAP, NOISE_FACTOR * noise))
     found = Round(
         precision=precision,
         steps=steps,
@@ -218,8 +261,17 @@ def _compare_steps(
         noise=noise,
         bound=bound,
         disagreement=disagreement,
+        verdict="different" if disagreement is not None else _verdict(worst.relative, noise, bound),
     )
     return found, seen
+
+
+def _verdict(difference: float, noise: float, bound: float) -> Verdict:
+    if noise == float("inf"):
+        return "undecided"
+    if difference <= bound:
+        return "equal"
+    return "different" if difference > NOISE_FACTOR * noise else "undecided"
 
 
 def _disagreement(tried: Crew, number: int, folder: Path) -> str | None:

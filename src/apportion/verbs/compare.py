@@ -25,6 +25,9 @@ class Row:
 
     strategy: str
     launcher: str
+    workers: int
+    threads: int
+    """Of each worker."""
     step_seconds: float
     """Median, of the slowest rank."""
     examples_per_second: float
@@ -95,6 +98,8 @@ def _row(measured: Measured, alone: Measured) -> Row:
     return Row(
         strategy=str(chosen.strategy),
         launcher=str(chosen.launcher),
+        workers=chosen.ranks,
+        threads=chosen.launcher.threads_each(chosen.ranks),
         step_seconds=measured.step_seconds,
         examples_per_second=measured.examples_per_second,
         times_one_device=measured.examples_per_second / alone.examples_per_second,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from apportion.report_html import write_html
 from apportion.strategy import Strategy
 from apportion.supervise import Policy
 from apportion.supervisor import Supervised
-from apportion.trial import candidate, choose
+from apportion.trial import candidate, candidates, choose
 from apportion.values import parse
 from apportion.worker import work
 from apportion.workload import Workload
@@ -43,7 +43,7 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     resume: bool = False,
     policy: Policy | None = None,
     steps: int | None = None,
-) -> Iterator[Event]:
+) -> Generator[Event, None, None]:
     """Train, and yield what happens: steps, evaluations, checkpoints, faults, and the end.
 
     ``workload``: itself, or its address (``path/to/file.py:name``). ``strategy``: None measures a few for some seconds
@@ -104,20 +104,24 @@ class _Asked:
         )
 
 
-def _started(asked: _Asked, strategy: Strategy | None, launcher: Local) -> Iterator[Event]:
+def _started(asked: _Asked, strategy: Strategy | None, launcher: Local) -> Generator[Event, None, None]:
     """On processes of this machine."""
-    if strategy is None:
-        ranking = choose(asked.workload, launcher, asked.changes)
-        strategy, launcher = ranking[0].candidate.strategy, ranking[0].candidate.launcher
-    chosen = candidate(strategy, launcher)
-    warning = launcher.overload(chosen.ranks)
+    tried = candidates(launcher) if strategy is None else [candidate(strategy, launcher)]
+    chosen, before = tried[0], list[Event]()
+    if len(tried) > 1:
+        trial = choose(tried, asked.workload, asked.changes)
+        chosen = trial.ranking[0].candidate
+        before.append(Event(kind="trial", step=0, epoch=0.0, seconds=0.0, data=trial.told()))
+        yield from before
+    warning = chosen.launcher.overload(chosen.ranks)
     if warning is not None:
         warnings.warn(warning, stacklevel=3)
-    job = asked.job(strategy, chosen.launcher, chosen.launcher.threads_each(chosen.ranks))
-    yield from _journaled(job, Supervised(job, chosen.launcher, chosen.ranks).events())
+    job = asked.job(chosen.strategy, chosen.launcher, chosen.launcher.threads_each(chosen.ranks))
+    supervised = Supervised(job, chosen.launcher, chosen.ranks)
+    yield from _journaled(job, supervised.events(), before, supervised.rest)
 
 
-def _joined(asked: _Asked, strategy: Strategy | None, launcher: Env) -> Iterator[Event]:
+def _joined(asked: _Asked, strategy: Strategy | None, launcher: Env) -> Generator[Event, None, None]:
     """As one of the ranks that are running already."""
     if strategy is None:
         raise ValueError(
@@ -126,27 +130,42 @@ def _joined(asked: _Asked, strategy: Strategy | None, launcher: Env) -> Iterator
     world = World.from_env(device=launcher.device)
     job = asked.job(strategy, launcher, torch.get_num_threads())
     events = work(job, world, Wish())
-    yield from _journaled(job, events) if world.rank == 0 else events
+    yield from _journaled(job, events, [], []) if world.rank == 0 else events
 
 
-def _journaled(job: Job, events: Iterator[Event]) -> Iterator[Event]:
-    """The same events, each written into the run directory on its way; the report at the end."""
+def _journaled(
+    job: Job, events: Generator[Event, None, None], before: Sequence[Event], rest: Sequence[Event]
+) -> Iterator[Event]:
+    """The same events, each written into the run directory on its way; the report at the end. ``before``: what happened
+    before the first; ``rest``: what happens after the loop was left."""
     assert job.run_dir is not None
     journal: Journal | None = None
     try:
         for event in events:
-            if journal is None and event.kind != "fault":  # a run that never started leaves no directory behind
+            if journal is None and event.kind not in ("fault", "end"):  # what never started leaves no directory behind
                 journal = Journal(job.run_dir)
+                for earlier in before:
+                    journal.write(earlier)
             if journal is not None:
                 journal.write(event)
             yield event
+    except CheckpointError as error:
+        events.throw(error)  # a run that cannot be written down is not to be saved either
     finally:
-        close = getattr(events, "close", None)
-        if close is not None:
-            close()
+        events.close()
         if journal is not None:
-            journal.close()
+            _close(journal, rest)
             _report(job.run_dir)
+
+
+def _close(journal: Journal, rest: Sequence[Event]) -> None:
+    try:
+        for event in rest:
+            journal.write(event)
+    except CheckpointError as error:
+        warnings.warn(str(error), stacklevel=2)
+    finally:
+        journal.close()
 
 
 def _report(run_dir: str) -> None:

@@ -1,0 +1,199 @@
+"""single_device against a plain loop, data_parallel against torch's DDP, and the start against torchrun's.
+
+    python benchmarks/data_parallel.py --json FILE [--only id,...]
+
+plain_*   single_device against the loop of the paired example, one process: examples/s.
+ddp_*     data_parallel against DDP over gloo at its best setting (peers/ddp.py), global batch 128, 2 processes:
+          examples/s.
+startup   seconds from the command to the first finished step of the digits, 2 workers: `apportion train` against the
+          same in DDP under torchrun.
+
+A step is the whole of it on both sides: rows gathered and augmented, forward, loss, backward, update, schedule.
+Processes have one thread each. Both sides of a row are warmed up and then run in turn, A B A B, the other one parked
+on a pipe; figures are medians over the rounds. A ratio above 1 is better than the peer. A side that fails makes a
+failed row, and exit status 1.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from first_step import FOLDER
+from parked import DEADLINE, Side, SideFailed
+
+HERE = Path(__file__).resolve().parent
+DIGITS, CIFAR10 = (str(HERE.parent / "examples" / f"{name}.py:workload") for name in ("digits", "cifar10"))
+MLP10M = f"{HERE / 'mlp10m.py'}:workload"
+OURS, PLAIN, DDP = (str(HERE / name) for name in ("ours.py", "peers/plain.py", "peers/ddp.py"))
+ROUNDS, ROUND_SECONDS, WARM_UP_SECONDS = 9, 1.5, 1.0
+STARTS = 5
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Examples/s of two sides that train the same."""
+
+    what: str
+    ours: list[str]
+    peer: list[str]
+    ranks: int
+    batch_size: int
+    unit: str = "examples/s"
+
+    def measure(self):
+        """(ours, peer, ratio)."""
+        with Side(self.ours, ranks=self.ranks) as ours, Side(self.peer, ranks=self.ranks) as peer:
+            ours.wait_until_ready()
+            peer.wait_until_ready()
+            steps = max(2, round(ROUND_SECONDS / min(warmed_up(ours), warmed_up(peer))))
+            rounds = [(ours.go(steps), peer.go(steps)) for _ in range(ROUNDS)]
+        ours, peer = (steps * self.batch_size / median(seconds) for seconds in zip(*rounds, strict=True))
+        return ours, peer, ours / peer
+
+
+@dataclass(frozen=True)
+class Startup:
+    """Seconds to the first finished step of two commands."""
+
+    what: str
+    ours: list[str]
+    peer: list[str]
+    unit: str = "s"
+
+    def measure(self):
+        """(ours, peer, ratio)."""
+        rounds = [(first_step(self.ours), first_step(self.peer)) for _ in range(1 + STARTS)]
+        ours, peer = (median(seconds) for seconds in zip(*rounds[1:], strict=True))
+        return ours, peer, peer / ours
+
+
+def script(name):
+    """A command of this environment."""
+    return str(Path(sys.executable).with_name(name))
+
+
+APPORTION_TRAIN = [script("apportion"), "train", f"{HERE / 'digits_first_step.py'}:workload"]
+
+MEASUREMENTS = {
+    "plain_digits": Throughput(
+        "digits MLP, single_device against the plain loop, batch 64",
+        [OURS, DIGITS, "single_device"],
+        [PLAIN, "digits"],
+        ranks=1,
+        batch_size=64,
+    ),
+    "plain_cifar": Throughput(
+        "CIFAR-10 tutorial network, single_device against the plain loop, batch 128",
+        [OURS, CIFAR10, "single_device"],
+        [PLAIN, "cifar10"],
+        ranks=1,
+        batch_size=128,
+    ),
+    "ddp_digits": Throughput(
+        "digits MLP, data_parallel against DDP, 2 processes, batch 128",
+        [OURS, DIGITS, "data_parallel", "128"],
+        [DDP, DIGITS, "128"],
+        ranks=2,
+        batch_size=128,
+    ),
+    "ddp_cifar": Throughput(
+        "CIFAR-10 tutorial network, data_parallel against DDP, 2 processes, batch 128",
+        [OURS, CIFAR10, "data_parallel"],
+        [DDP, CIFAR10],
+        ranks=2,
+        batch_size=128,
+    ),
+    "ddp_mlp10m": Throughput(
+        "MLP 3072-2048-2048-10, data_parallel against DDP, 2 processes, batch 128",
+        [OURS, MLP10M, "data_parallel"],
+        [DDP, MLP10M],
+        ranks=2,
+        batch_size=128,
+    ),
+    "startup": Startup(
+        "command to first finished step, digits, 2 workers, apportion train against torchrun",
+        [*APPORTION_TRAIN, "--strategy", "data_parallel", "--workers", "2", "--run-dir", "{folder}/run"],
+        [script("torchrun"), "--nproc_per_node=2", str(HERE / "peers" / "ddp_first_step.py")],
+    ),
+}
+
+
+def warmed_up(side):
+    """Seconds a step, after running for a while."""
+    steps, end = 1, time.monotonic() + WARM_UP_SECONDS
+    while True:
+        seconds = side.go(steps)
+        if time.monotonic() > end:
+            return seconds / steps
+        steps *= 2
+
+
+def first_step(command):
+    """Seconds from the command until every rank has finished its first step."""
+    with tempfile.TemporaryDirectory() as folder:
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        start = time.monotonic()
+        try:
+            done = subprocess.run(
+                [part.format(folder=folder) for part in command],
+                env=os.environ | threads | {FOLDER: folder},
+                capture_output=True,
+                text=True,
+                timeout=DEADLINE,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise SideFailed(str(error)) from error
+        notes = [float(note.read_text()) for note in Path(folder).glob("rank*")]
+        if done.returncode or len(notes) != 2:
+            said = (done.stderr or done.stdout).strip().splitlines()
+            raise SideFailed(
+                f"{Path(command[0]).name} exited {done.returncode}: {said[-1] if said else 'it said nothing'}"
+            )
+        return max(notes) - start
+
+
+def row(name):
+    """The result of one measurement; without figures, and with the reason, where a side failed."""
+    measurement = MEASUREMENTS[name]
+    result = {"id": name, "what": measurement.what, "ours": None, "peer": None, "unit": measurement.unit, "ratio": None}
+    try:
+        ours, peer, ratio = measurement.measure()
+    except SideFailed as failure:
+        return result | {"failed": str(failure)}
+    return result | {"ours": ours, "peer": peer, "ratio": ratio}
+
+
+def line(result):
+    """A row of the table."""
+    if "failed" in result:
+        return f"{result['id']:<14}FAILED  {result['failed']}"
+    figures = "".join(f"{result[side]:>12.4g}" for side in ("ours", "peer"))
+    return f"{result['id']:<14}{figures}  {result['unit']:<12}{result['ratio']:>6.3f}  {result['what']}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--only", metavar="id,...", help="of " + ", ".join(MEASUREMENTS))
+    arguments = parser.parse_args()
+    names = arguments.only.split(",") if arguments.only else list(MEASUREMENTS)
+    if unknown := [name for name in names if name not in MEASUREMENTS]:
+        parser.error(f"unknown {', '.join(unknown)}: it is one of {', '.join(MEASUREMENTS)}")
+    print(f"{'id':<14}{'ours':>12}{'peer':>12}  {'unit':<12}{'ratio':>6}  what")
+    results = []
+    for name in names:
+        results.append(row(name))
+        print(line(results[-1]), flush=True)
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    return int(any("failed" in result for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

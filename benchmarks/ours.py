@@ -1,0 +1,29 @@
+"""apportion's side of a comparison: one rank, parked. python ours.py FILE:NAME STRATEGY [BATCH_SIZE]"""
+
+import sys
+
+import torch
+from endless import endless
+from parked import serve
+
+from apportion import World, batches
+from apportion.values import parse
+
+
+def main(address, strategy, batch_size=None):
+    torch.set_num_threads(1)
+    workload = endless(address, batch_size)
+    step = parse(strategy, "apportion.strategies").build(workload, World.from_env(device="cpu"))
+    done = 0
+
+    def run(steps):
+        nonlocal done
+        for batch in batches(step, start=done, stop=done + steps):
+            step(batch)
+        done += steps
+
+    serve(run)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,103 @@
+"""Processes that wait, blocked on a pipe, until they are told to run: two sides share the cores and never disturb
+each other."""
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+DEADLINE = 180
+"""Seconds that a side may take to answer."""
+
+
+class SideFailed(Exception):
+    """A side did not start, died, or did not answer in time."""
+
+
+def environment(*, rank=0, ranks=1, port=0):
+    """One thread a process, and torchrun's variables."""
+    pinned = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return os.environ | pinned | {name: str(number) for name, number in place.items()}
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Side:
+    """One side of a comparison: a process a rank, parked until `go`."""
+
+    def __init__(self, command, *, ranks):
+        port = free_port()
+        self._errors = [tempfile.TemporaryFile() for _ in range(ranks)]  # noqa: SIM115 (closed by __exit__)
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, *command],
+                env=environment(rank=rank, ranks=ranks, port=port),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors[rank],
+                bufsize=0,
+            )
+            for rank in range(ranks)
+        ]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+        for file in self._errors:
+            file.close()
+
+    def wait_until_ready(self):
+        self._answers()
+
+    def go(self, steps):
+        """Seconds for so many steps, by the slowest rank."""
+        for rank, process in enumerate(self._processes):
+            try:
+                process.stdin.write(f"{steps}\n".encode())
+            except BrokenPipeError:
+                raise self._failed(rank, "died") from None
+        return max(float(answer) for answer in self._answers())
+
+    def _answers(self):
+        end = time.monotonic() + DEADLINE
+        return [self._answer(rank, end - time.monotonic()) for rank in range(len(self._processes))]
+
+    def _answer(self, rank, seconds):
+        pipe = self._processes[rank].stdout
+        if not select.select([pipe], [], [], max(0.0, seconds))[0]:
+            raise self._failed(rank, f"did not answer in {DEADLINE} s")
+        line = pipe.readline()
+        if not line:
+            raise self._failed(rank, "died")
+        return line.decode().strip()
+
+    def _failed(self, rank, what):
+        self._errors[rank].seek(0)
+        said = self._errors[rank].read().decode(errors="replace").strip().splitlines()
+        return SideFailed(f"rank {rank} {what}: {said[-1] if said else 'it said nothing'}")
+
+
+def serve(run):
+    """Of a parked process: say ready, then run as many steps as each line of standard input says, and answer with
+    the seconds that they took."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what anything else prints is no answer
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        start = time.perf_counter()
+        run(int(line))
+        print(time.perf_counter() - start, file=answers, flush=True)

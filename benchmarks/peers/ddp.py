@@ -1,0 +1,52 @@
+"""torch's DistributedDataParallel on a workload: one rank, parked. python ddp.py FILE:NAME [BATCH_SIZE]
+
+The same network, data path, optimizer and schedule as ours; DDP as fast as it goes: gradients that are views of the
+buckets, a static graph, no broadcast of buffers (none of them changes).
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from endless import STEPS, endless
+from parked import serve
+
+from apportion import DataShard
+from apportion.batch import Batches
+
+
+def main(address, batch_size=None):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    workload = endless(address, batch_size)
+    torch.manual_seed(workload.seed)
+    model = DistributedDataParallel(
+        workload.model(), gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False
+    )
+    optimizer = workload.optimizer(model.module.named_parameters())
+    schedule = workload.schedule(optimizer, STEPS) if workload.schedule else None
+    source, shard = Batches(workload), DataShard(dist.get_rank(), dist.get_world_size())
+    done = 0
+
+    def run(steps):
+        nonlocal done
+        for number in range(done, done + steps):
+            batch = source.at(number, shard)
+            optimizer.zero_grad()
+            loss = workload.loss(model(batch.inputs), batch.targets)
+            loss.backward()
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+        done += steps
+
+    serve(run)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,61 @@
+"""Functions of a test on real processes, one a rank, forked from the template that workers come from."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+
+from apportion.comm.channel import Channel
+from apportion.crew import Crew
+from apportion.launch.local import Local
+from apportion.world import World
+
+SECONDS = 60.0
+
+
+@contextmanager
+def by_value(module: ModuleType) -> Iterator[None]:
+    """What the module defines travels whole: a worker then need not import pytest."""
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
+    """``function(world, *arguments)`` on so many ranks; what each returned, by rank."""
+    with by_value(sys.modules[function.__module__]):
+        crew = Crew(Local(workers=ranks, threads=1, device="cpu"), "ranks:run", (function, arguments), ranks)  # type: ignore[arg-type]
+    try:
+        return [pickle.loads(base64.b64decode(a["data"])) for a in crew.answers("result", SECONDS)]
+    finally:
+        crew.close()
+
+
+def run(sock: socket.socket, payload: bytes) -> int:
+    """A rank's side."""
+    from apportion.entry import _report
+
+    channel = Channel(sock)
+    try:
+        function, arguments = cloudpickle.loads(payload)
+        torch.set_num_threads(1)
+        world = World.from_env(device="cpu", channel=channel)
+        data = pickle.dumps(function(world, *arguments))
+        channel.send({"kind": "result", "data": base64.b64encode(data).decode()})
+        while channel.commands.get() is not None:  # until the driver has every rank's answer
+            pass
+    except BaseException as error:
+        _report(channel, error)
+        return 1
+    return 0

@@ -1,0 +1,383 @@
+"""The command line: its flags, what it says on a terminal and without one, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from apportion.cli import app
+from apportion.display import show_rows
+from apportion.report import read_events
+from apportion.verbs.compare import Row
+
+APPORTION = (sys.executable, "-c", "from apportion.cli import main; main()")
+FLAGS = {
+    "train": ["--help", "--launcher", "--policy", "--resume", "--run-dir", "--steps", "--strategy", "--workers"],
+    "check": ["--help", "--json", "--steps", "--strategy", "--workers"],
+    "compare": ["--help", "--json", "--out", "--steps", "--strategy", "--workers"],
+}
+WRITTEN = ("checkpoint", "report", "tensorboard")
+TINY = '''
+import os
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import apportion
+
+print("imported")
+
+
+class Reads(nn.Linear):
+    """Another network on another rank."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + int(os.environ.get("RANK", 0)))
+
+
+class Breaks(nn.Linear):
+    def forward(self, x):
+        raise RuntimeError("this layer is broken")
+
+
+def examples():
+    x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+class Marking(TensorDataset):
+    """Shows that a step has begun, and takes its time."""
+
+    def __getitem__(self, index):
+        open("step", "w").close()
+        time.sleep(0.05)
+        return super().__getitem__(index)
+
+
+def marking():
+    return Marking(*examples().tensors)
+
+
+def of(model, **changed):
+    given = dict(
+        model=model,
+        data=examples,
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        batch_size=32,
+        epochs=5,
+        evaluation=apportion.Evaluation(data=examples),
+    )
+    return apportion.Workload(**{**given, **changed})
+
+
+workload = of(lambda: nn.Linear(8, 2))
+long = of(lambda: nn.Linear(8, 2), steps=4000)
+small = of(lambda: nn.Linear(8, 2), batch_size=1, steps=5)
+reads_rank = of(lambda: Reads(8, 2))
+broken = of(lambda: Breaks(8, 2))
+slow = of(lambda: nn.Linear(8, 2), data=marking)
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where tiny.py is, and where the command runs."""
+    (tmp_path / "tiny.py").write_text(TINY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path
+
+
+@pytest.fixture
+def apportion(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The command in this process; what it prints, and its exit status."""
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+
+    def call(*arguments: str, status: int = 0) -> Result:
+        result = CliRunner().invoke(app, list(arguments))
+        assert result.exit_code == status, (result.output, result.exception)
+        return result
+
+    return call
+
+
+def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    return subprocess.run([*APPORTION, *arguments], capture_output=True, text=True, timeout=90)
+
+
+def screen(arguments: tuple[str, ...], *, columns: int = 80, seconds: float = 90) -> str:
+    """What the command writes on a terminal, without its colours and movements; it has to end with exit status 0."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ.update(TERM="xterm-256color", COLUMNS=str(columns), LINES="40")
+        os.execv(APPORTION[0], [*APPORTION, *arguments])
+    written, deadline = b"", time.monotonic() + seconds
+    try:
+        while select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            try:
+                part = os.read(terminal, 65536)
+            except OSError:  # how a terminal says that the other side is gone
+                break
+            if not part:
+                break
+            written += part
+        else:
+            os.kill(pid, signal.SIGKILL)
+    finally:
+        os.close(terminal)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode()).replace("\r", "\n")
+    assert status == 0, text
+    return text
+
+
+def words(text: str) -> str:
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", text).split())
+
+
+# What can be asked
+
+
+def test_the_flags_of_every_verb_are_these() -> None:
+    group = typer.main.get_command(app)
+    found = {}
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        found[name] = ["--help", *(o for p in command.params if p.param_type_name == "option" for o in p.opts)]
+    assert {name: sorted(options) for name, options in found.items()} == FLAGS
+
+
+@pytest.mark.parametrize("verb", FLAGS)
+def test_help_says_what_a_verb_does_and_names_every_flag(apportion: Any, verb: str) -> None:
+    text = words(apportion(verb, "--help").output)
+    assert "FILE:NAME" in text
+    assert all(flag in text for flag in FLAGS[verb])
+    about = {"train": "Train a workload", "check": "Prove that a strategy", "compare": "Measure strategies"}
+    assert about[verb] in text
+
+
+def test_without_a_verb_it_says_what_there_is() -> None:
+    result = CliRunner().invoke(app, [])
+    assert all(verb in result.output for verb in FLAGS)
+
+
+# train
+
+
+def test_train_says_what_it_does_in_plain_lines_where_there_is_no_terminal(folder: Path) -> None:
+    done = program("train", "tiny.py:workload", "--strategy", "single_device", "--run-dir", "run")
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
+    first, *_, last = done.stdout.splitlines()
+    assert first.startswith("single_device on local(workers=1")
+    assert "18 parameters, 256 examples, batches of 32, 40 steps" in first
+    assert re.search(r"epoch 5\.00  test accuracy 0\.\d{4}", done.stdout)
+    assert re.fullmatch(r"test accuracy [01]\.\d{3}", last)
+    written = {name: re.search(rf"^{name} +(.*)$", done.stdout, re.MULTILINE)[1] for name in WRITTEN}
+    assert all((folder / path).exists() for path in written.values())
+    assert "imported" not in done.stdout, "what a worker prints is kept apart"
+
+
+def test_a_terminal_shows_epoch_speed_loss_time_left_and_each_worker(folder: Path) -> None:
+    strategy = ("--strategy", "data_parallel", "--workers", "2")
+    text = screen(("train", "tiny.py:long", *strategy, "--run-dir", "run"))
+    assert re.search(r"epoch \d+\.\d\d .*\d+/4000 steps +loss \d\.\d{4} +[\d,]+ examples/s +\d:\d\d:\d\d", text)
+    for rank in (0, 1):
+        assert re.search(rf"worker {rank}: [\d,]+ examples/s, waiting \d+% of the time", text)
+    table = text[text.rindex("steps  ") :]
+    assert re.search(r"examples/s +[\d,]+", table)
+    assert re.search(r"\ntest accuracy [01]\.\d{3}\s*$", table)
+    assert "run/report.html" in table
+
+
+def test_without_a_strategy_a_trial_says_what_it_measured_and_took(apportion: Any, folder: Path) -> None:
+    result = apportion("train", "tiny.py:workload", "--run-dir", "run")
+    trial, start = read_events("run")[:2]
+    assert (trial.kind, start.kind) == ("trial", "start")
+    ranking = trial.data["ranking"]
+    assert len(ranking) >= 2
+    times = [tried["step_seconds"] for tried in ranking]
+    assert times == sorted(times)
+    assert (start.data["strategy"], start.data["launcher"]) == (ranking[0]["strategy"], ranking[0]["launcher"])
+    first, second = result.output.splitlines()[:2]
+    assert first == "measuring which strategy is fastest here"
+    taken = f"{ranking[0]['strategy']} on {ranking[0]['launcher']}"
+    assert re.match(re.escape(taken) + r" is fastest: [\d.]+ ms a step \(", second)
+    assert all(f"{t['strategy']} on {t['launcher']}: " in second for t in ranking[1:])
+    assert "the fastest of these was taken" in (folder / "run" / "report.html").read_text()
+
+
+def test_what_cannot_run_the_workload_is_left_out_of_the_trial(apportion: Any) -> None:
+    output = apportion("train", "tiny.py:small", "--run-dir", "run").output
+    assert re.search(r"single_device on local\(workers=1, threads=\d\) is fastest", output)
+    assert "data_parallel on local(workers=2, threads=1): batch_size=1 cannot feed 2 workers" in output
+
+
+def test_with_a_number_of_workers_there_is_nothing_to_try(apportion: Any) -> None:
+    output = apportion("train", "tiny.py:workload", "--workers", "2", "--steps", "4", "--run-dir", "run").output
+    assert output.startswith("data_parallel on local(workers=2, threads=1) (cpu)")
+    assert {event.kind for event in read_events("run")} >= {"start", "end"}
+    assert "trial" not in {event.kind for event in read_events("run")}
+
+
+def test_ctrl_c_during_the_trial_ends_it_with_130(folder: Path, eventually: Any) -> None:
+    command = [*APPORTION, "train", "tiny.py:slow"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        eventually((folder / "step").exists, within=60, what="the trial has begun")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert "interrupted" in out + err
+    assert not (folder / "runs").exists()
+
+
+def test_resume_goes_on_with_the_strategy_of_the_run(apportion: Any) -> None:
+    apportion("train", "tiny.py:workload", "--workers", "2", "--steps", "4", "--run-dir", "run")
+    output = apportion("train", "tiny.py:workload", "--resume", "--run-dir", "run").output
+    assert output.startswith("data_parallel on ")
+    assert "resumed at step 4" in output
+    assert re.search(r"^steps +40$", output, re.MULTILINE)
+
+
+# compare
+
+
+def rows(**changed: Any) -> list[Row]:
+    given: dict[str, Any] = {
+        "strategy": "data_parallel(microbatches=2)",
+        "launcher": "local(workers=16, threads=12)",
+        "workers": 16,
+        "threads": 12,
+        "step_seconds": 0.0123456,
+        "examples_per_second": 1234567.0,
+        "times_one_device": 12.34,
+        "computing": 1.0,
+        "waiting": 1.0,
+        "communicating": 1.0,
+        "exact": False,
+        "peak_bytes": 9999 << 20,
+        "steps": 50,
+    }
+    return [Row(**{**given, **changed}), Row(**{**given, "strategy": "single_device"})]
+
+
+def test_the_table_of_compare_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    show_rows(rows())
+    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(part in text for part in ("16 x 12", "12.3", "1,234,567", "12.34", "100%", "no", "9,999"))
+    head = "strategy workers step ms examples/s speed-up compute wait send exact MiB"
+    assert words(text.splitlines()[0]) == head
+
+
+def test_compare_prints_and_saves_a_row_a_strategy(apportion: Any, folder: Path) -> None:
+    arguments = ("--strategy", "data_parallel", "--strategy", "data_parallel(microbatches=2)", "--workers", "2")
+    output = apportion("compare", "tiny.py:workload", *arguments, "--steps", "6", "--out", "rows.json").output
+    saved = json.loads((folder / "rows.json").read_text())
+    assert {row["strategy"] for row in saved} == {"single_device", "data_parallel", "data_parallel(microbatches=2)"}
+    assert [row["step_seconds"] for row in saved] == sorted(row["step_seconds"] for row in saved)
+    for row in saved:
+        assert row["computing"] + row["waiting"] + row["communicating"] == pytest.approx(1)
+        assert row["exact"] is True
+        assert row["peak_bytes"] > 0
+        assert row["steps"] == 6
+        assert row["strategy"].partition("(")[0] in output
+    alone = next(row for row in saved if row["strategy"] == "single_device")
+    assert alone["times_one_device"] == 1
+
+
+# check
+
+
+def test_check_says_what_was_compared_and_that_it_is_the_same_network(apportion: Any) -> None:
+    output = apportion(
+        "check", "tiny.py:workload", "--strategy", "data_parallel", "--workers", "2", "--steps", "3"
+    ).output
+    assert output.startswith("data_parallel on 2 workers against one device:\n")
+    assert re.search(r"float64: equal over 3 steps and \d+ tensors; worst is \S+ after step \d, by \S+ \(bound", output)
+    assert output.endswith("the same network\n")
+
+
+def test_check_names_the_difference_and_exits_with_1(apportion: Any) -> None:
+    arguments = ("--strategy", "data_parallel", "--workers", "2", "--steps", "2")
+    output = apportion("check", "tiny.py:reads_rank", *arguments, status=1).output
+    assert re.search(r"float64: DIFFERENT .* worst is \w+/\S+", output)
+    assert output.endswith("NOT the same network\n")
+
+
+# Answers for programs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys"),
+    [
+        (("check", "--strategy", "single_device", "--steps", "1"), {"holds", "strategy", "rounds", "by_design"}),
+        (("compare", "--strategy", "single_device", "--steps", "2"), {"strategy", "step_seconds", "exact"}),
+    ],
+    ids=["check", "compare"],
+)
+def test_json_is_all_there_is_on_standard_output(folder: Path, arguments: tuple[str, ...], keys: set[str]) -> None:
+    verb, *options = arguments
+    done = program(verb, "tiny.py:workload", *options, "--json")
+    assert done.returncode == 0, done.stderr
+    answer: Any = json.loads(done.stdout)
+    answer = answer[0] if isinstance(answer, list) else answer
+    assert isinstance(answer, Mapping)
+    assert keys <= set(answer)
+
+
+# How it ends
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("train", "nowhere.py:workload"), "there is no file nowhere.py"),
+        (("train", "tiny.py"), "names no workload: write FILE:NAME"),
+        (("train", "tiny.py:workload", "--strategy", "data_paralel"), "did you mean data_parallel?"),
+        (("train", "tiny.py:workload", "--strategy", "data_parallel(2)"), "arguments are given by name"),
+        (("train", "tiny.py:workload", "--launcher", "local(worker=2)"), "local has no 'worker'"),
+        (("train", "tiny.py:workload", "--launcher", "env", "--workers", "2"), "--workers goes with local()"),
+        (("train", "tiny.py:workload", "--policy", "policy(keep=0)"), "keep=0 must be"),
+        (("train", "tiny.py:workload", "--resume"), "needs run_dir"),
+        (("train", "tiny.py:workload", "--steps", "0"), "--steps"),
+        (("train", "tiny.py:workload", "--faster"), "No such option: --faster"),
+        (("check", "tiny.py:workload"), "Missing option '--strategy'"),
+        (("check", "tiny.py:workload", "--strategy", "single_device", "--workers", "2"), "runs in one process"),
+        (("compare", "tiny.py:workload", "--strategy", "nothing"), "is no strategy"),
+        (("train", "tiny.py:examples", "--strategy", "single_device"), "is a function, not an apportion.Workload"),
+        (("train", "tiny.py:small", "--strategy", "data_parallel", "--workers", "2"), "cannot feed 2 workers"),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, tuple) else "",
+)
+def test_wrong_use_exits_with_2_and_says_what_is_right(apportion: Any, arguments: tuple[str, ...], told: str) -> None:
+    result = apportion(*arguments, status=2)
+    assert told in words(result.output)
+    assert "Traceback" not in result.output
+
+
+def test_what_could_not_be_done_exits_with_3_and_the_cause(apportion: Any) -> None:
+    result = apportion("train", "tiny.py:broken", "--strategy", "single_device", status=3)
+    assert "RuntimeError: this layer is broken" in result.output
+    assert 'raise RuntimeError("this layer is broken")' in result.output, "the worker's own traceback"
