@@ -2,16 +2,15 @@
 
 import sys
 
-import torch
 from endless import endless
-from parked import serve
+from parked import serve, settle
 
 from apportion import World, batches
 from apportion.values import parse
 
 
 def main(address, strategy, batch_size=None):
-    torch.set_num_threads(1)
+    settle()
     workload = endless(address, batch_size)
     step = parse(strategy, "apportion.strategies").build(workload, World.from_env(device="cpu"))
     done = 0

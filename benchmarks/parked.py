@@ -9,6 +9,8 @@ import sys
 import tempfile
 import time
 
+import torch
+
 DEADLINE = 180
 """Seconds that a side may take to answer."""
 
@@ -89,6 +91,16 @@ class Side:
         self._errors[rank].seek(0)
         said = self._errors[rank].read().decode(errors="replace").strip().splitlines()
         return SideFailed(f"rank {rank} {what}: {said[-1] if said else 'it said nothing'}")
+
+
+def settle():
+    """Of a parked process, first of all: what would make two runs of the same code differ in speed.
+
+    A side trains far longer than its schedule was made for: moments that die out would become denormal numbers, which
+    are slow, and more of them on one side than on the other.
+    """
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
 
 
 def serve(run):

@@ -360,6 +360,13 @@ def counted_tokens(batch_size: int) -> Workload:
 
 
 @case
+def counted_tokens_without_norm(batch_size: int) -> Workload:
+    return workload(
+        PlainTokens, lambda: padded(rows(batch_size)), batch_size, loss=token_loss, count=real_tokens
+    )  # fmt: skip
+
+
+@case
 def a_shard_without_loss_terms(batch_size: int) -> Workload:
     """Three examples a batch, most without tokens: on three ranks some count nothing in nearly every step."""
     return workload(

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 import networks
 import pytest
-from ranks import by_value
+import torch
+from ranks import by_value, on_ranks
+from torch.utils.data import TensorDataset
 
 import apportion
-from apportion import Workload
-from apportion.strategy import Strategy
+from apportion import Evaluation, Workload, accuracy
+from apportion.batch import Batches
+from apportion.evaluate import evaluate
+from apportion.strategies.data_parallel import DataParallel
+from apportion.strategy import State, Strategy
 from apportion.values import find, names
 from apportion.verbs.check import Proof
+from apportion.world import World
 
 STRATEGIES = names("apportion.strategies")
 STEPS = networks.STEPS
@@ -42,9 +52,12 @@ BOTH = ("mlp", "cnn", "batch_norm_2d", "counted_tokens", "carried_state")
 
 
 def everything() -> list[object]:
+    """Several workers always; the rest of the matrix for a few networks always, for the others when asked for."""
     made: list[object] = []
     for name in networks.cases:
-        made += [pytest.param(name, *layout) for layout in FAST]
+        for strategy, workers, batch_size in FAST:
+            always = workers > 1 or name in BOTH
+            made.append(pytest.param(name, strategy, workers, batch_size, marks=() if always else pytest.mark.slow))
         made += [pytest.param(name, *at, marks=() if name in BOTH else pytest.mark.slow) for at in REST]
     return made
 
@@ -52,3 +65,181 @@ def everything() -> list[object]:
 @pytest.mark.parametrize(("name", "strategy", "workers", "batch_size"), everything())
 def test_equals_one_device(name: str, strategy: str, workers: int, batch_size: int) -> None:
     assert_exact(prove(networks.cases[name](batch_size), strategy, workers))
+
+
+@pytest.mark.parametrize("microbatches", [2, 3, 4])
+@pytest.mark.parametrize(
+    "name", ["mlp", "counted_tokens_without_norm", "carried_state", "frozen_and_unused_parameters"]
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_microbatches_change_nothing(name: str, microbatches: int, workers: int) -> None:
+    assert_exact(prove(networks.cases[name](61), DataParallel(microbatches=microbatches), workers))
+
+
+def test_microbatches_are_refused_where_they_would_change_the_network() -> None:
+    with pytest.raises(ValueError, match="statistics of a part of the batch"):
+        prove(networks.cases["batch_norm_2d"](64), DataParallel(microbatches=2), 2)
+    with pytest.raises(ValueError, match="couples examples"):
+        prove(networks.cases["coupled_examples"](64), DataParallel(microbatches=2), 2)
+    with pytest.raises(ValueError, match="under update="):
+        prove(networks.cases["two_optimizers"](64), DataParallel(microbatches=2), 2)
+
+
+def in_float32(name: str, **changes: Any) -> Workload:
+    """The same workload as users have it: float32 data and weights."""
+    made = networks.cases[name](61)
+    data = made.data
+
+    def narrow() -> Any:
+        return TensorDataset(*(t.float() if t.is_floating_point() else t for t in data().tensors))  # type: ignore[attr-defined]
+
+    return replace(made, data=narrow, **{"precision": "float32", **changes})
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["mlp", "batch_norm_2d", "carried_state", "clipped", "two_optimizers", "adam"])
+def test_the_runs_own_precision_differs_by_its_own_rounding(name: str, precision: str) -> None:
+    if (name, precision) == ("carried_state", "float16"):
+        pytest.skip("torch has no float16 LSTM on the CPU")
+    proof = prove(in_float32(name, precision=precision), "data_parallel", 2)
+    wide, own = proof.rounds
+    assert wide.holds
+    assert wide.bound == EXACT
+    assert own.precision == precision
+    assert own.verdict == "equal" or (own.verdict == "undecided" and precision != "float32"), own
+    assert own.worst.relative < {"float32": 1e-5, "bfloat16": 3e-2, "float16": 1e-2}[precision]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["mlp", "batch_norm_2d"])
+def test_a_compiled_network_is_the_same_network(name: str) -> None:
+    proof = prove(in_float32(name, compile=True), "data_parallel", 2)
+    assert proof.holds
+    assert proof.rounds[1].verdict == "equal"
+    assert not proof.by_design
+
+
+# What a state holds, and where it can be loaded
+
+
+def go_on(world: World, workload: Workload, states: list[State], steps: int) -> State:
+    """From the last of these states; loaded and given again before anything else."""
+    step = DataParallel().build(workload, world)
+    start = 0
+    if states:
+        step.load_state_dict(states[-1])
+        start = states[-1].step
+        assert step.state_dict().step == start
+        step.load_state_dict(step.state_dict())
+    for number in range(start, start + steps):
+        assert step.data_shard is not None
+        step(step.source.at(number, step.data_shard))
+    return step.state_dict()
+
+
+def assert_same(found: State, expected: State, bound: float) -> None:
+    left, right = dict(found.tensors()), dict(expected.tensors())
+    assert left.keys() == right.keys()
+    for name, tensor in right.items():
+        assert (left[name].double() - tensor.double()).abs().max() <= bound, name
+    assert found.settings == expected.settings
+
+
+@pytest.mark.parametrize("name", ["carried_state", "few_lanes", "batch_norm_cumulative", "two_optimizers", "one_cycle"])
+def test_a_state_goes_on_at_any_number_of_workers(name: str) -> None:
+    workload = networks.cases[name](61)
+    with by_value(networks):
+        whole = on_ranks(go_on, 1, workload, [], 8)[0]
+        first = on_ranks(go_on, 3, workload, [], 3)[2]
+        second = on_ranks(go_on, 2, workload, [first], 2)[1]
+        third = on_ranks(go_on, 1, workload, [second], 2)[0]
+        last = on_ranks(go_on, 3, workload, [third], 1)[0]
+    assert_same(last, whole, 1e-12)
+
+
+# Metrics
+
+
+class Recall:
+    """Of class 1: no mean over examples."""
+
+    def __init__(self) -> None:
+        self.found = self.there = 0
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        is_one = targets == 1
+        self.there += int(is_one.sum())
+        self.found += int((is_one & (outputs.argmax(1) == 1)).sum())
+
+    def compute(self) -> float:
+        return self.found / self.there
+
+
+class Order:
+    """Sees every row, in order."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        assert len(outputs) == len(targets)
+        self.seen += targets.tolist()
+
+    def compute(self) -> float:
+        return float(sum(place * value for place, value in enumerate(self.seen)))
+
+
+def measured(world: World, workload: Workload, examples: int, batch_size: int) -> Mapping[str, float]:
+    held_out = TensorDataset(networks.numbers(examples, 2, 4, 4, seed=8), networks.classes(examples, 3, seed=9))
+    evaluation = Evaluation(
+        data=lambda: held_out,
+        metrics={
+            "accuracy": accuracy,
+            "loss": torch.nn.functional.cross_entropy,
+            "recall": Recall,
+            "order": lambda: Order(),
+        },
+        batch_size=batch_size,
+    )
+    workload = replace(workload, evaluation=evaluation)
+    step = DataParallel().build(workload, world)
+    source = Batches.of_evaluation(workload, dtype=torch.float64, rank=world.rank)
+    before = dict(step.state_dict().tensors())
+    results = evaluate(step, evaluation, source, world.group(), lambda: None)
+    assert all(torch.equal(t, before[name]) for name, t in step.state_dict().tensors()), "evaluation changes nothing"
+    return results
+
+
+@pytest.mark.parametrize(("examples", "batch_size"), [(100, 32), (65, 32), (7, 3), (1, 4)])
+@pytest.mark.parametrize("name", ["batch_norm_2d", "batch_norm_without_running_statistics"])
+def test_metrics_are_the_same_at_any_number_of_workers(name: str, examples: int, batch_size: int) -> None:
+    if "without" in name and examples % batch_size == 1:
+        examples += 1
+    workload = networks.cases[name](64)
+    with by_value(networks):
+        answers = [a for workers in (1, 2, 3) for a in on_ranks(measured, workers, workload, examples, batch_size)]
+    for found in answers[1:]:
+        assert found == pytest.approx(answers[0], rel=1e-13)
+    assert list(answers[0]) == ["accuracy", "loss", "recall", "order"]
+
+
+# What an update leaves behind
+
+
+def leftovers(world: World) -> list[bool]:
+    step = DataParallel().build(networks.cases["parameters_without_optimizer"](61), world)
+    for number in range(3):
+        assert step.data_shard is not None
+        step(step.source.at(number, step.data_shard))
+    return [p.grad is None for p in step.model.parameters()]
+
+
+def test_no_gradient_is_left_even_of_parameters_that_no_optimizer_has() -> None:
+    with by_value(networks):
+        assert on_ranks(leftovers, 2) == [[True] * 4] * 2
+
+
+def test_a_coupling_loss_does_not_go_with_an_update() -> None:
+    with pytest.raises(ValueError, match="count=None goes with loss"):
+        replace(networks.cases["two_optimizers"](61), count=None)

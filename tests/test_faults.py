@@ -41,6 +41,7 @@ HERE = Path(__file__).parent
 PROGRAM = Path(sys.executable).with_name("apportion")
 WORKLOADS = HERE / "fault_workloads.py"
 SECONDS = 5.0
+pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
 START_SECONDS = 60.0
 """For a cold start on a busy machine."""
 
@@ -68,21 +69,24 @@ Command = Callable[..., Outcome]
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Command]:
     """``apportion ...`` in this process."""
     template().wait_ready()
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    handler = signal.getsignal(signal.SIGINT)
 
     def call(*arguments: Any) -> Outcome:
         monkeypatch.setattr(sys, "argv", [str(PROGRAM), *map(str, arguments)])
         capfd.readouterr()
-        with warnings.catch_warnings(), pytest.raises(SystemExit) as left:
-            warnings.simplefilter("always")
+        warnings.simplefilter("always")
+        with pytest.raises(SystemExit) as left:
             cli.main()
         assert left.value.code is None or isinstance(left.value.code, int)
         return Outcome(left.value.code or 0, *capfd.readouterr())
 
-    return call
+    with warnings.catch_warnings():
+        yield call
+    signal.signal(signal.SIGINT, handler)
 
 
 class Driver:
@@ -347,14 +351,10 @@ def test_a_template_that_cannot_import_torch_says_so(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     close_template()
-    told = command_without_template(monkeypatch, command, "train", address("good"), "--strategy", "single_device")
+    told = command("train", address("good"), "--strategy", "single_device")
     assert told.status == cli.FAILED
     assert "check that `python -c 'import torch'` works" in told.err.splitlines()[-1]
     close_template()
-
-
-def command_without_template(monkeypatch: pytest.MonkeyPatch, command: Command, *arguments: str) -> Outcome:
-    return command(*arguments)
 
 
 def test_a_thread_that_trains_and_ends_takes_no_later_run_with_it(tmp_path: Path) -> None:
@@ -428,7 +428,7 @@ def test_ctrl_c_saves_the_last_update_without_waiting_and_says_how_to_go_on(
     took = time.monotonic() - began
     assert status == cli.INTERRUPTED, one.err
     assert took < SECONDS, f"{took:.2f} s from Ctrl-C to the end of the driver"
-    assert gone(workers_of_it)
+    eventually(lambda: gone(workers_of_it), within=SECONDS, what="all processes are gone")
     saved, resume = one.err.splitlines()[-2:]
     assert saved == "interrupted; step 5 is saved"
     assert "Traceback" not in one.err
@@ -455,16 +455,20 @@ def test_ctrl_c_in_a_program_that_loops_over_the_events(
     template().wait_ready()
     if place == "inside":
         interrupt_when(tmp_path / "mark")
-    with within(SECONDS, "the interrupt"), pytest.raises(KeyboardInterrupt) as interrupt:
+
+    def loop() -> None:
         for event in run(address("hangs"), "data_parallel", launcher=local(2), run_dir=tmp_path / "run"):
             if place == "body" and event.kind == "step":
                 while not (tmp_path / "mark").exists():
                     time.sleep(0.01)
                 signal.raise_signal(signal.SIGINT)
+
+    with within(SECONDS, "the interrupt"), pytest.raises(KeyboardInterrupt) as interrupt:
+        loop()
     assert "step 8 is saved" in interrupt.value.__notes__[0]
     assert "resume=True" in interrupt.value.__notes__[0]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler or place == "body"
-    del interrupt
+    del interrupt  # it holds the loop, which holds the run
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert latest_step(tmp_path / "run") == 8
     assert read_events(tmp_path / "run")[-1].data["reason"] == "interrupted"
     train(address("good"), launcher=local(2), run_dir=tmp_path / "run", resume=True)
@@ -516,8 +520,7 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(
     started = one.children()
     one.interrupt()
     assert one.ended(SECONDS) == cli.INTERRUPTED, one.err
-    assert one.err.splitlines()[-1] in ("interrupted", "interrupted before anything was saved")
-    assert "Traceback" not in one.err
+    assert one.err in ("interrupted\n", "interrupted before anything was saved\n")
     eventually(lambda: gone(started), within=SECONDS, what="all processes are gone")
     assert not (tmp_path / "run").exists()
 
@@ -763,7 +766,7 @@ def test_more_workers_than_cores_warns_once(command: Command, tmp_path: Path, mo
     from apportion.launch import local as launcher
 
     monkeypatch.setattr(launcher, "usable_cores", lambda: 1)
-    told = command("train", address("good"), "--strategy", "data_parallel", "--workers", 2, "--run-dir", tmp_path / "r")
+    told = command("train", address("good"), "--strategy", "data_parallel", "--workers", 2, "--run-dir", tmp_path)
     assert told.status == 0
     assert told.err.count("warning: ") == 1
     assert "2 workers x 1 threads" in told.err

@@ -14,14 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from endless import STEPS, endless
-from parked import serve
+from parked import serve, settle
 
 from apportion import DataShard
 from apportion.batch import Batches
 
 
 def main(address, batch_size=None):
-    torch.set_num_threads(1)
+    settle()
     dist.init_process_group("gloo")
     workload = endless(address, batch_size)
     torch.manual_seed(workload.seed)

@@ -4,12 +4,10 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
-from parked import serve  # noqa: E402
+from parked import serve, settle  # noqa: E402
 
 STEPS = 10**9
 
@@ -28,7 +26,7 @@ def cifar10():
 
 
 def main(name):
-    torch.set_num_threads(1)
+    settle()
     example, tensors = {"digits": digits, "cifar10": cifar10}[name]()
     parts = example.training(STEPS)
     data = example.batches(*tensors)

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from apportion import tree
 from apportion.deal import DataShard, Deal, Draws, Index, mix, split
 from apportion.errors import ApportionError
-from apportion.workload import Workload, checked
+from apportion.workload import Workload, checked, examples
 
 if TYPE_CHECKING:
     from apportion.loading import Ahead
@@ -103,7 +103,9 @@ class Batch:
         if self.rows.start == self.rows.stop:  # empty, or borrowed
             return 0.0
         count = self._source.count
-        return float(len(self.index)) if count is None else float(count(self.targets))
+        if count is None or count is examples:  # known without loading anything
+            return float(len(self.index))
+        return float(count(self.targets))
 
     def _load(self) -> tuple[Any, Any]:
         if self._loaded is None:

@@ -39,9 +39,16 @@ Json = Annotated[bool, typer.Option("--json", help="the answer as JSON, on stand
 
 def main() -> None:
     """The program ``apportion``."""
+    signal.signal(signal.SIGINT, _interrupted_early)
     if len(sys.argv) > 1 and sys.argv[1] in _START_WORKERS and "--help" not in sys.argv:
         template()  # what workers are forked from imports torch while this process does
     app()
+
+
+def _interrupted_early(number: int, frame: Any) -> None:
+    """Ctrl-C before there is anything to end but this process; what it has started ends with it."""
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
 
 
 @app.command()
@@ -150,6 +157,7 @@ def _guarded() -> Iterator[None]:
     """What goes wrong, as one message with the cause and the cure, and the exit status that says whose it is."""
     warnings.showwarning = lambda message, *_: typer.echo(f"warning: {message}", err=True)
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         yield
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
@@ -165,7 +173,7 @@ def _guarded() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has to go somewhere
         typer.echo("error: nobody reads what is written on standard output: the run was stopped", err=True)
         raise typer.Exit(FAILED) from None
-    except (ApportionError, OSError) as error:
+    except (ApportionError, ImportError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt as interrupt:

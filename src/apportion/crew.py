@@ -38,7 +38,7 @@ class Crew:
         self.ranks = ranks
         self._memory = SharedMemory()
         progress = np.frombuffer(self._memory.map("progress", PROGRESS_BYTES * ranks), dtype=np.int64)
-        self._watch = Watch(progress.reshape(ranks, -1))
+        self._watch: Watch | None = Watch(progress.reshape(ranks, -1))
         self._happened: list[Happening] = []
         self._last = time.monotonic()
         self._kills = _memory_kills()
@@ -113,7 +113,7 @@ class Crew:
 
     def action(self) -> Action:
         """What to do about all that happened so far."""
-        late = self._watch.late(time.monotonic())
+        late = self._watch.late(time.monotonic()) if self._watch is not None else None
         if late is not None and not any(isinstance(h, Late) for h in self._happened):
             stopped = tuple(rank for rank, process in enumerate(self._processes) if _is_stopped(process.pid))
             self._note(replace(late, ranks=stopped or late.ranks, stopped=bool(stopped)))
@@ -156,6 +156,7 @@ class Crew:
         for lines in self._lines:
             lines.close()
         self._selector.close()
+        self._watch = None  # it maps the memory
         self._memory.close()
         self._store = None
 

@@ -96,7 +96,8 @@ class Observed(TorchDispatchMode):
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Operations that may draw (a dropout inside an attention) do so only with a probability above 0."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+    for place, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
-            return bool(value)
-    return bool(kwargs.get("dropout_p", kwargs.get("dropout", True)))
+            given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(given)
+    return True

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from apportion.checkpoint import RunDirectory
 from apportion.crew import LOOK_SECONDS, Crew, failure
 from apportion.event import Event
 from apportion.job import Job
@@ -35,7 +36,6 @@ class Supervised:
         self._crew: Crew | None = None
         self._began = time.perf_counter()
         self._last: Event | None = None
-        self._saved: Event | None = None
         self._end: Event | None = None
         self._interrupts = _Interrupts(self._interrupted_outside)
         self.rest: list[Event] = []
@@ -50,11 +50,10 @@ class Supervised:
             yield from self._guarded()
         except KeyboardInterrupt as interrupt:
             if self._end is None:
-                self._save_and_stop()
-                assert self._end is not None
+                end = self._save_and_stop()
                 self._interrupts.restore()
-                yield self._end
-            interrupt.add_note(interrupted_text(self._end))
+                yield end
+                interrupt.add_note(interrupted_text(end))
             raise
         except GeneratorExit:
             self._leave()
@@ -103,8 +102,6 @@ class Supervised:
         event = Event(**fields)
         if event.kind != "speed":
             self._last = event
-        if event.kind == "checkpoint" or (event.kind == "start" and event.data["first_step"]):
-            self._saved = event
         return event
 
     def _own_event(self, kind: Any, **data: Any) -> Event:
@@ -117,29 +114,33 @@ class Supervised:
             data=data,
         )
 
-    def _interrupted_outside(self) -> None:
+    def _interrupted_outside(self) -> str:
         """Ctrl-C in the body of the loop: nobody knows when, or whether, it comes back here."""
         if self._end is None:
-            self._save_and_stop()
-            assert self._end is not None
-            self.rest.append(self._end)
+            self.rest.append(self._save_and_stop())
+        assert self._end is not None
+        return interrupted_text(self._end)
 
-    def _save_and_stop(self) -> None:
+    def _save_and_stop(self) -> Event:
         """The last update, without waiting for the step under way. A second Ctrl-C cuts it short."""
         step, why = self._save() if self._last is not None else (None, "the first step had not begun")
         if self._crew is not None:
             self._crew.close()
+        saved = self._steps_saved()
         end = self._own_event(
             "end",
             reason="interrupted",
             examples_per_second=0.0,
             metrics={},
             run_dir=self._job.run_dir,
-            resume=resume_command(self._job) if step is not None or self._saved or self._job.resume else None,
+            resume=resume_command(self._job) if saved else None,
             why=why,
         )
-        saved = step if step is not None else self._saved.step if self._saved is not None else 0
-        self._end = replace(end, step=saved)
+        self._end = replace(end, step=step if step is not None else max(saved, default=0))
+        return self._end
+
+    def _steps_saved(self) -> list[int]:
+        return RunDirectory(self._job.run_dir).steps() if self._job.run_dir is not None else []
 
     def _save(self) -> tuple[int | None, str | None]:
         """(the step that was saved, why none was)."""
@@ -176,19 +177,17 @@ class Supervised:
                 return
             if self._interrupts.pending:
                 break
-        self._save_and_stop()
-        if self._end is not None:
-            self.rest.append(self._end)
+        self.rest.append(self._save_and_stop())
 
 
 class _Interrupts:
     """Ctrl-C during a run: raised as KeyboardInterrupt, but once, and not where it would leave a process behind.
 
-    ``outside()`` is called before it is raised in the body of the user's loop. Nothing is changed where the program
-    has a handler of its own, or runs in another thread than the main one.
+    ``outside()`` is called before it is raised in the body of the user's loop; what that returns is told with it.
+    Nothing is changed where the program has a handler of its own, or runs in another thread than the main one.
     """
 
-    def __init__(self, outside: Callable[[], None]) -> None:
+    def __init__(self, outside: Callable[[], str]) -> None:
         self._outside, self._held, self._installed = outside, False, False
         self.outside = False
         """Is the program in the body of the loop?"""
@@ -224,10 +223,11 @@ class _Interrupts:
             self.again, self.pending = self.pending, True
             return
         self._held = self.pending = True
+        interrupt = KeyboardInterrupt()
         if self.outside:
-            self._outside()
+            interrupt.add_note(self._outside())
             self._held = False  # the run is over: the next one is the program's own
-        raise KeyboardInterrupt
+        raise interrupt
 
 
 def interrupted_text(end: Event) -> str:
@@ -235,9 +235,8 @@ def interrupted_text(end: Event) -> str:
     why, resume = end.data["why"], end.data["resume"]
     if resume is None:
         return "interrupted before anything was saved"
-    saved = f"; step {end.step} is saved" if end.step else ""
     lost = "" if why is None else f"; what followed is not ({why})"
-    return f"interrupted{saved}{lost}\ngo on with: {resume}"
+    return f"interrupted; step {end.step} is saved{lost}\ngo on with: {resume}"
 
 
 def resume_command(job: Job) -> str | None:

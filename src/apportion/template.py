@@ -212,7 +212,10 @@ def template() -> Template:
     """This driver's template, started on first use and kept for the next run, like multiprocessing's forkserver."""
     global _template
     with _template_lock:
-        if _template is None or not _template.alive:
+        if _template is not None and not _template.alive:
+            _template.close()
+            _template = None
+        if _template is None:
             _template = Template()
         return _template
 

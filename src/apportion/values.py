@@ -14,7 +14,6 @@ import pkgutil
 import re
 from typing import Any
 
-
 _KINDS = {"apportion.strategies": "strategy", "apportion.launch": "launcher"}
 
 

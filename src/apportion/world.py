@@ -1,8 +1,11 @@
-"""Where a process stands among the others. Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, alone."""
+"""Where a process stands among the others. The only reader of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT,
+and of what Slurm and MPI launchers say instead of the first three."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +14,11 @@ from apportion.comm.channel import Channel
 from apportion.comm.group import Alone, Group
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OTHER_NAMES = (
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+)
+"""RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as srun and mpirun call them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +43,18 @@ class World:
         ``device``: "cpu" or "cuda"; None takes the GPUs where there are any, shared
         in turn where there are fewer than ranks.
         """
-        given = {name: os.environ.get(name) for name in NAMES}
-        size = _number("WORLD_SIZE", given["WORLD_SIZE"] or "1")
-        missing = [name for name in NAMES if given[name] is None]
+        given = _given(os.environ)
+        size = _number("WORLD_SIZE", given.get("WORLD_SIZE", "1"))
+        missing = [name for name in NAMES if name not in given]
         if size > 1 and missing:
             raise ValueError(
-                f"WORLD_SIZE={size} but {', '.join(missing)} is not set: start the script with torchrun, "
-                "or set all of " + ", ".join(NAMES)
+                f"WORLD_SIZE={size} but {', '.join(missing)} is not set: start the script with torchrun, or set all of "
+                f"{', '.join(NAMES)} (MASTER_ADDR: the host of rank 0, MASTER_PORT: a free port there)"
             )
-        rank, local_rank = _number("RANK", given["RANK"] or "0"), _number("LOCAL_RANK", given["LOCAL_RANK"] or "0")
+        rank, local_rank = _number("RANK", given.get("RANK", "0")), _number("LOCAL_RANK", given.get("LOCAL_RANK", "0"))
         if not 0 <= rank < size:
             raise ValueError(f"RANK={rank} must be in 0..{size - 1} (WORLD_SIZE={size})")
-        local_size = _number("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE") or str(size))
+        local_size = _number("LOCAL_WORLD_SIZE", given.get("LOCAL_WORLD_SIZE", str(size)))
         return cls(
             rank=rank,
             size=size,
@@ -91,6 +99,22 @@ class World:
         for group in self._groups.values():
             group.close()
         self._groups.clear()
+
+
+def _given(environment: Mapping[str, str]) -> dict[str, str]:
+    """The five variables and LOCAL_WORLD_SIZE, as far as they are set, under torchrun's names or another launcher's."""
+    names = (*NAMES, "LOCAL_WORLD_SIZE")
+    given = {name: environment[name] for name in names if environment.get(name)}
+    if "WORLD_SIZE" in given:
+        return given
+    for rank, size, local_rank, local_size in _OTHER_NAMES:
+        if rank in environment and size in environment:
+            given |= {"RANK": environment[rank], "WORLD_SIZE": environment[size]}
+            given |= {"LOCAL_RANK": environment[local_rank]} if local_rank in environment else {}
+            tasks = [int(n) for n in re.findall(r"(?:^|,)(\d+)", environment.get(local_size, ""))]  # Slurm: 2(x3),1
+            given |= {"LOCAL_WORLD_SIZE": str(max(tasks))} if tasks else {}
+            break
+    return given
 
 
 def _number(name: str, text: str) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import socket
 import struct
+import sys
+import threading
 import time
 from collections import deque
 from datetime import timedelta
@@ -23,7 +26,10 @@ DEADLINE_SECONDS = 300.0
 WATCHED_SECONDS = 86400.0
 """Under a supervisor, which sees every rank's progress, finds a late one much sooner, and knows a long wait (a large
 last checkpoint) from a late rank."""
+PATIENCE_SECONDS = 10.0
+"""Of meeting, before a rank says that it waits."""
 _KEPT_WAITS = 8192
+_meetings = itertools.count()
 
 
 @final
@@ -41,8 +47,8 @@ class _Pending(Work):
 class ProcessGroup(Group):
     """All ranks of the default group of torch.distributed."""
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self._pg = process_group
+    def __init__(self, process_group: dist.ProcessGroup, *, owned: bool) -> None:
+        self._pg, self._owned = process_group, owned
         self.rank, self.size = process_group.rank(), process_group.size()
         self.waits: deque[tuple[float, float]] = deque(maxlen=_KEPT_WAITS)
         self.waited = 0.0
@@ -54,27 +60,36 @@ class ProcessGroup(Group):
         """Meet the other ranks at MASTER_ADDR:MASTER_PORT. ``watched``: a supervisor sees who is late."""
         if dist.is_initialized():  # the user's own script has done it
             assert dist.group.WORLD is not None
-            return cls(dist.group.WORLD)
+            return cls(dist.group.WORLD, owned=False)
         own_gpu = device.type == "cuda" and local_size <= torch.cuda.device_count()
         if not own_gpu:
             _choose_interface(os.environ["MASTER_ADDR"])
+        timeout = timedelta(seconds=WATCHED_SECONDS if watched else DEADLINE_SECONDS)
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} (MASTER_ADDR:MASTER_PORT)"
+        waits = threading.Timer(PATIENCE_SECONDS, _say_waiting, [rank, size, where])
+        waits.daemon = True
+        waits.start()
         try:
+            store, _, _ = next(dist.rendezvous("env://", rank, size, timeout))
             dist.init_process_group(
                 "nccl" if own_gpu else "gloo",
-                init_method="env://",
+                # The store outlives a meeting: under a name of its own no rank finds what an earlier one left there.
+                store=dist.PrefixStore(f"apportion/{next(_meetings)}", store),
                 rank=rank,
                 world_size=size,
-                timeout=timedelta(seconds=WATCHED_SECONDS if watched else DEADLINE_SECONDS),
+                timeout=timeout,
                 device_id=device if own_gpu else None,
             )
         except (RuntimeError, ValueError, OSError) as error:
-            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ApportionError(
-                f"rank {rank} of {size} could not meet the others at {where} (MASTER_ADDR:MASTER_PORT): {error}; check "
-                "that rank 0 runs there, that every rank was started, and that the port is open between the hosts"
+                f"rank {rank} of {size} could not meet the others at {where}: {first}; check that rank 0 runs there, "
+                "that every rank was started, and that the port is open between the hosts"
             ) from error
+        finally:
+            waits.cancel()
         assert dist.group.WORLD is not None
-        return cls(dist.group.WORLD)
+        return cls(dist.group.WORLD, owned=True)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         return _Pending(self._start(self._pg.allreduce, [tensor]), self)
@@ -118,8 +133,16 @@ class ProcessGroup(Group):
         return PeerLost(f"rank {self.rank} lost another rank in a collective: {first}")
 
     def close(self) -> None:
-        if dist.is_initialized():
+        if self._owned and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _say_waiting(rank: int, size: int, where: str) -> None:
+    sys.stderr.write(
+        f"rank {rank} of {size} has waited {PATIENCE_SECONDS:.0f} s for the others at {where}, and goes on waiting: does "
+        "rank 0 run there, and was every rank started?\n"
+    )
+    sys.stderr.flush()
 
 
 def _choose_interface(master: str) -> None:

@@ -1,0 +1,122 @@
+"""Collectives that gradients flow through, against the same function on one process; on real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor
+
+from apportion.comm.differentiable import gather_rows
+from apportion.comm.message import broadcast_message, broadcast_tensors
+from apportion.world import World
+
+
+def function(rows: Tensor) -> Tensor:
+    """Couples every row with every other."""
+    return (torch.tanh(rows @ rows.t()).square().sum(1) * torch.linspace(1, 2, len(rows), dtype=rows.dtype)).sum()
+
+
+def share(rank: int, sizes: tuple[int, ...]) -> slice:
+    return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+
+def gathered_gradient(world: World, whole: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    own = whole[share(world.rank, sizes)].clone().requires_grad_()
+    value = function(gather_rows(own, world.group()))
+    value.backward()
+    assert own.grad is not None
+    return value.detach(), own.grad
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (4, 1, 2), (2, 0, 3), (0, 1)])
+def test_gathered_rows_have_the_gradient_of_one_process(sizes: tuple[int, ...]) -> None:
+    whole = torch.randn(sum(sizes), 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    alone = whole.clone().requires_grad_()
+    value = function(alone)
+    value.backward()
+    assert alone.grad is not None
+    for rank, (found, gradient) in enumerate(on_ranks(gathered_gradient, len(sizes), whole, sizes)):
+        torch.testing.assert_close(found, value.detach(), rtol=1e-14, atol=0)
+        torch.testing.assert_close(gradient, alone.grad[share(rank, sizes)], rtol=1e-13, atol=1e-15)
+
+
+def numeric_gradient(world: World) -> bool:
+    own = torch.randn(2 + world.rank, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(world.rank))
+    own.requires_grad_()
+    group, error = world.group(), 0.0
+    function(gather_rows(own, group)).backward()
+    for rank in range(group.size):  # one element at a time is moved, on one rank, while all take part
+        for place in range((2 + rank) * 3):
+            values = []
+            for moved in (1e-6, -1e-6):
+                probe = own.detach().clone()
+                if world.rank == rank:
+                    probe.view(-1)[place] += moved
+                values.append(function(gather_rows(probe, group)).item())
+            if world.rank == rank:
+                assert own.grad is not None
+                error = max(error, abs((values[0] - values[1]) / 2e-6 - own.grad.view(-1)[place].item()))
+    return error < 1e-6
+
+
+def test_the_gradient_is_that_of_finite_differences() -> None:
+    assert on_ranks(numeric_gradient, 3) == [True] * 3
+
+
+TYPES = ("float64", "float32", "bfloat16", "float16", "bool", "int64", "int16", "uint8", "complex64")
+
+
+def rows_of_every_type(world: World) -> list[tuple[str, bool]]:
+    answers = []
+    for name in TYPES:
+        whole = (torch.arange(12).view(6, 2) % 3).to(getattr(torch, name))
+        own = whole[share(world.rank, (1, 0, 5))]
+        answers.append((name, torch.equal(torch.cat(world.group().all_gather_rows(own)), whole)))
+        flat = torch.cat(world.group().all_gather_rows(own[:, 0].contiguous()))
+        answers.append((name, torch.equal(flat, whole[:, 0])))
+    return answers
+
+
+def test_rows_of_every_type_are_gathered() -> None:
+    for answers in on_ranks(rows_of_every_type, 3):
+        assert all(right for _, right in answers), answers
+
+
+def told(world: World) -> tuple[Any, dict[str, Tensor]]:
+    group = world.group()
+    message = {"text": "äß", "list": [1, 2.5, None]} if world.rank == 1 else None
+    tensors = {
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "half": torch.ones(2, 3, dtype=torch.bfloat16),
+        "none": torch.zeros(0, 4),
+        "flags": torch.tensor([True, False]),
+        "turned": torch.arange(6.0).view(2, 3).t(),
+    }
+    received = broadcast_tensors(tensors if world.rank == 0 else None, group)
+    return broadcast_message(message, group, source=1), received
+
+
+def test_messages_and_tensors_reach_every_rank() -> None:
+    answers = on_ranks(told, 3)
+    for message, tensors in answers:
+        assert message == {"text": "äß", "list": [1, 2.5, None]}
+        assert {k: (t.dtype, t.shape) for k, t in tensors.items()} == {
+            k: (t.dtype, t.shape) for k, t in answers[0][1].items()
+        }
+        assert all(torch.equal(t, answers[0][1][k]) for k, t in tensors.items())
+        assert tensors["turned"].tolist() == [[0, 3], [1, 4], [2, 5]]
+        assert tensors["scalar"].item() == 2.5
+
+
+def same_sums(world: World) -> bytes:
+    x = torch.randn(1001, generator=torch.Generator().manual_seed(world.rank))
+    world.group().all_reduce(x).wait()
+    return x.numpy().tobytes()
+
+
+def test_a_sum_has_the_same_bits_on_every_rank_and_every_time() -> None:
+    first, second = on_ranks(same_sums, 3), on_ranks(same_sums, 3)
+    assert len({*first, *second}) == 1
