@@ -182,10 +182,12 @@ def test_augmentation_does_not_depend_on_the_split(make: Callable[[], Any], work
 
 
 def test_dicts_tuples_and_trees_are_batched_and_cut() -> None:
-    item = lambda i: (
-        {"a": torch.full((2,), float(i)), "b": (torch.tensor(i), 2 * i)},
-        [torch.tensor([i]), {"c": float(i)}],
-    )
+    def item(i: int) -> Any:
+        return (
+            {"a": torch.full((2,), float(i)), "b": (torch.tensor(i), 2 * i)},
+            [torch.tensor([i]), {"c": float(i)}],
+        )
+
     made = source([item(i) for i in range(10)], 6, dtype=torch.float64)
     batch = made.at(0)
     assert batch.inputs["a"].dtype == torch.float64

@@ -28,9 +28,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from apportion import checkpoint
-from apportion.checkpoint import RunDirectory, check_fingerprint, fingerprint, load
+from apportion.checkpoint import RunDirectory
 from apportion.errors import CheckpointError
+from apportion.fingerprint import check_fingerprint, fingerprint
 from apportion.strategy import State
+from apportion.trained import load
 from apportion.workload import Workload
 
 torch.set_num_threads(1)

@@ -240,6 +240,26 @@ def test_no_gradient_is_left_even_of_parameters_that_no_optimizer_has() -> None:
         assert on_ranks(leftovers, 2) == [[True] * 4] * 2
 
 
+def told_values(world: World, workload: Workload) -> list[dict[str, float]]:
+    step = DataParallel().build(workload, world)
+    assert step.data_shard is not None
+    told = [step(step.source.at(number, step.data_shard)) for number in range(workload.steps or 0)]
+    return [{name: value.item() for name, value in values.items()} for values in told]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["counted_tokens", "a_shard_without_loss_terms", "update_with_a_shard_without_loss_terms", "coupled_examples",
+     "class_weights", "two_optimizers", "loss_of_shape_one", "carried_state"],
+)  # fmt: skip
+def test_the_losses_told_are_those_of_one_device_on_every_rank(name: str) -> None:
+    workload = networks.cases[name](61)
+    with by_value(networks):
+        alone = on_ranks(told_values, 1, workload)[0]
+        for values in on_ranks(told_values, 3, workload):
+            assert [pytest.approx(v, rel=1e-11) for v in values] == alone
+
+
 def test_a_coupling_loss_does_not_go_with_an_update() -> None:
     with pytest.raises(ValueError, match="count=None goes with loss"):
         replace(networks.cases["two_optimizers"](61), count=None)

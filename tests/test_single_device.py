@@ -162,5 +162,9 @@ def test_what_cannot_be_trained_is_refused_with_the_cure(change: Options, told: 
         "model": convolutional, "data": data, "optimizer": sgd, "loss": F.cross_entropy, "batch_size": BATCH, **change
     }  # fmt: skip
     with pytest.raises(ValueError, match=told):
-        step = SingleDevice().build(Workload(**fields), World())
-        step(step.source.at(0))
+        first_step(Workload(**fields))
+
+
+def first_step(workload: Workload) -> None:
+    step = SingleDevice().build(workload, World())
+    step(step.source.at(0))

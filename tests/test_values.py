@@ -53,7 +53,7 @@ def test_only_what_differs_is_written() -> None:
 class Nested(Value):
     """A value of values."""
 
-    inner: Value = DataParallel()
+    inner: Value = DataParallel()  # noqa: RUF009 (frozen)
     text: str = ""
 
 

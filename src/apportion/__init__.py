@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from apportion.batch import Batch as Batch
-    from apportion.checkpoint import load as load
     from apportion.deal import DataShard as DataShard
     from apportion.deal import Draws as Draws
     from apportion.errors import ApportionError as ApportionError
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from apportion.strategy import Strategy as Strategy
     from apportion.strategy import batches as batches
     from apportion.supervise import Policy as Policy
+    from apportion.trained import load as load
     from apportion.verbs.check import Proof as Proof
     from apportion.verbs.check import check as check
     from apportion.verbs.compare import compare as compare
@@ -57,7 +57,7 @@ _HOMES = {
     "batches": "strategy",
     "check": "verbs.check",
     "compare": "verbs.compare",
-    "load": "checkpoint",
+    "load": "trained",
     "run": "verbs.train",
     "train": "verbs.train",
 }

@@ -1,4 +1,4 @@
-"""Checkpoints: atomic save and restore of the full state, independent of the world's size; ``load`` of a trained net.
+"""Checkpoints: atomic save and restore of the full state, independent of the world's size.
 
 A run directory::
 
@@ -19,10 +19,8 @@ import hashlib
 import json
 import os
 import platform
-import random
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -33,27 +31,19 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from apportion.address import load_workload
-from apportion.deal import Deal
 from apportion.errors import CheckpointError
+from apportion.fingerprint import check_fingerprint
 from apportion.strategy import State
-from apportion.workload import Workload
+from apportion.tensor_file import read_tensors, storable
 
 FORMAT = 1
 _LOCK_SECONDS = 10.0  # a killed writer may still be syncing when the resumed run saves for the first time
 _WRITING, _REMOVED, _REPLACED, _LINK = ".writing", ".removed", ".replaced-", ".link"
-_DTYPES = {
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
-    *(torch.bool, torch.complex128, torch.complex64),
-}
 _T = TypeVar("_T")
 
 
@@ -138,7 +128,7 @@ class RunDirectory:
         started, path = time.perf_counter(), self.checkpoints / _name(state.step)
         manifest: dict[str, Any] = {"format": FORMAT, "step": state.step, "epoch": epoch, "strategy": strategy}
         manifest["settings"] = _plain(state.settings, "settings")
-        parts = {name: _storable(name, getattr(state, name)) for name in ("model", "optimizer", "carry")}
+        parts = {name: storable(name, getattr(state, name)) for name in ("model", "optimizer", "carry")}
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             with self._locked():
@@ -157,9 +147,10 @@ class RunDirectory:
     def restore(self, which: str | int = "latest") -> State:
         """The state of ``"latest"``, ``"best"`` or a step, its tensors on the CPU, tied ones the same tensor.
         CheckpointError where a file of it is missing, truncated, changed or of another format."""
-        return self._trusted(which, _read_state)
+        return self.trusted(which, _read_state)
 
-    def _trusted(self, which: str | int, read: Callable[[Path], _T]) -> _T:
+    def trusted(self, which: str | int, read: Callable[[Path], _T]) -> _T:
+        """What ``read`` makes of a checkpoint's folder, read again where a writer has just replaced it."""
         folder = self._locate(which)
         inode = _inode(folder)
         try:
@@ -170,7 +161,7 @@ class RunDirectory:
         else:
             if _inode(folder) == inode:
                 return found
-        return self._trusted(which, read)  # a training that goes on saved the step again, or pruned it meanwhile
+        return self.trusted(which, read)  # a training that goes on saved the step again, or pruned it meanwhile
 
     def _locate(self, which: str | int) -> Path:
         if isinstance(which, str) and which not in ("latest", "best"):
@@ -271,228 +262,16 @@ class RunDirectory:
             shutil.rmtree(self.checkpoints / _REMOVED)
 
 
-def load(
-    run_dir: str | os.PathLike[str], *, which: str | int | None = None, model: Callable[[], nn.Module] | None = None
-) -> nn.Module:
-    """The trained module, plain and in evaluation mode, on the CPU.
-
-    ``run_dir``: of a run, or of one of its checkpoints. ``which``: "best", "latest" or a step; None takes the best
-    where the run has one. ``model`` makes the module where the run has no address (it was started from a notebook).
-    The caller's random state is left as it is. ValueError where the model cannot be made, CheckpointError where the
-    checkpoint cannot be trusted or does not fit it.
-    """
-    path = Path(run_dir)
-    if (path / "state.json").is_file():
-        if which is not None:
-            raise ValueError(f"{path} is one checkpoint: give which={which!r} with the run's folder")
-        run, tensors = RunDirectory(path.parent.parent), _read_model(path)
-    else:
-        run = RunDirectory(path)
-        if not run.steps():
-            run.read_run()  # it is the wrong folder, or too early
-        best = (run.checkpoints / "best").is_symlink()
-        tensors = run._trusted(which if which is not None else "best" if best else "latest", _read_model)
-    module = _build(run, model)
-    _fill(module, tensors, path)
-    return module.eval()
-
-
-def fingerprint(
-    workload: Workload, model: nn.Module, optimizers: Mapping[str, Optimizer], examples: int
-) -> dict[str, Any]:
-    """What a resumed run must have in common with the one that wrote the checkpoint, as plain JSON.
-
-    ``model`` is the plain one and ``optimizers`` what the workload's factory made for it, before any update;
-    ``examples`` are in the training set. Training longer is no difference, unless a schedule spreads over the steps.
-    """
-    found: dict[str, Any] = {
-        name: getattr(workload, name) for name in ("batch_size", "seed", "order", "precision", "clip_grad_norm")
-    }
-    given = ("loss", "update", "carry", "augment", "schedule")
-    found |= {name: "given" if getattr(workload, name) is not None else None for name in given}
-    found["examples"] = examples
-    if workload.schedule is not None:
-        found["total steps"] = workload.total_steps(Deal(examples, workload.batch_size).batches)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    found["parameters"] = _shapes(parameters) | {"trained": sum(p.requires_grad for p in parameters.values())}
-    found["buffers"] = _shapes(dict(model.named_buffers(remove_duplicate=False)))
-    for name, optimizer in optimizers.items():
-        groups = {f"group {i}": _hyperparameters(group) for i, group in enumerate(optimizer.param_groups)}
-        found[f"optimizer {name}".rstrip()] = {"class": type(optimizer).__qualname__, **groups}
-    return found
-
-
-def check_fingerprint(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """ValueError naming each field in which two fingerprints differ, with both values and the cure."""
-    then, today = dict(_leaves(saved)), dict(_leaves(now))
-    differ = [
-        f"{name} was {then.get(name, 'absent')} and is {today.get(name, 'absent')}"
-        for name in dict.fromkeys((*then, *today))
-        if then.get(name, "absent") != today.get(name, "absent")
-    ]
-    if differ:
-        raise ValueError(
-            f"the run was started with another workload: {'; '.join(differ)}. Change it back to go on with --resume, "
-            "or start a new run in another --run-dir"
-        )
-
-
-def _leaves(tree: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{place}{name}, ")
-        else:
-            yield f"{place}{name}", json.dumps(value)
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    listed = json.dumps([[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()])
-    digest = hashlib.sha256(listed.encode()).hexdigest()[:16]
-    return {
-        "tensors": len(tensors),
-        "elements": sum(t.numel() for t in tensors.values()),
-        "names, shapes and dtypes": digest,
-    }
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an optimizer's group; not how it is computed (``fused``), and not what a schedule makes of the rate."""
-    how = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
-    found = {name: _scalar(value) for name, value in group.items() if name not in how}
-    if "initial_lr" in group:
-        found["lr"] = _scalar(group["initial_lr"])
-    return {"parameters": len(group["params"]), **found}
-
-
-def _scalar(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, list | tuple):
-        return [_scalar(v) for v in value]
-    return value if value is None or isinstance(value, str | int | float) else type(value).__qualname__
-
-
-def _build(run: RunDirectory, make: Callable[[], nn.Module] | None) -> nn.Module:
-    about = run.read_run() if (run.path / "run.json").is_file() else {}
-    seed = about.get("fingerprint", {}).get("seed", 0)
-    if make is None:
-        if not about.get("address"):
-            raise ValueError(
-                f"{run.path} names no workload as FILE:NAME (it was started from Python): give load(..., model=...)"
-            )
-        make, seed = _workload_model(about["address"], about.get("cwd", "."))
-    with _seeded(seed):  # what the model draws and does not save is drawn as in training
-        return make()
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """torch, numpy and Python start from the seed, as in a worker; afterwards they go on where they were."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices):
-            torch.default_generator.manual_seed(seed)
-            if devices:
-                torch.cuda.manual_seed_all(seed)
-            random.seed(seed)
-            np.random.seed(seed & 0xFFFFFFFF)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-def _workload_model(address: str, cwd: str) -> tuple[Callable[[], nn.Module], int]:
-    place, _, name = address.rpartition(":")
-    if place.endswith(".py") or os.sep in place:
-        address = f"{Path(cwd) / place}:{name}"
-    elif cwd not in sys.path:
-        sys.path.append(cwd)
-    try:
-        workload = load_workload(address)
-    except ValueError as error:
-        raise ValueError(f"{error}; put it back, or give load(..., model=...)") from error
-    return workload.model, workload.seed
-
-
-def _fill(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    if {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.float64}:
-        module.to(torch.float64)  # as precision="float64" trained it, with what is not saved
-    own = module.state_dict()
-    wrong = [f"{name} is only in the checkpoint" for name in tensors if name not in own]
-    wrong += [f"{name} is only in the model" for name in own if name not in tensors]
-    wrong += [
-        f"{name} is {list(t.shape)} in the checkpoint and {list(own[name].shape)} in the model"
-        for name, t in tensors.items()
-        if name in own and own[name].shape != t.shape
-    ]
-    if wrong:
-        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        raise CheckpointError(
-            f"{path} does not fit the model: {'; '.join(wrong[:4])}{more}. Give the model it was trained with: "
-            "load(..., model=...)"
-        )
-    module.load_state_dict(tensors)
-
-
-def _storable(part: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors as safetensors takes them (on the CPU, contiguous, no memory in common), and notes to undo it: the
-    order, which name is tied to which, which are complex. In one note: several are written in no fixed order, and
-    equal states must give equal files."""
-    stored: dict[str, Tensor] = {}
-    ties: dict[str, str] = {}
-    first: dict[tuple[Any, ...], str] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _DTYPES:
-            kind = f"a {tensor.dtype} {tensor.layout} tensor on {tensor.device}"
-            raise ValueError(
-                f"{part}/{name} is {kind}, which a checkpoint cannot hold: keep it dense, in an ordinary dtype"
-            )
-        if tensor.numel() and (tied := first.setdefault(_identity(tensor), name)) != name:
-            ties[name] = tied
-            continue
-        stored[name] = _dense(tensor)
-        if stored[name].untyped_storage().data_ptr() in storages:
-            stored[name] = stored[name].clone()
-        storages.add(stored[name].untyped_storage().data_ptr())
-    notes = {"order": list(tensors), "ties": ties, "complex": [n for n in stored if tensors[n].is_complex()]}
-    return stored, {"apportion": json.dumps(notes)}
-
-
-def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    where = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
-    return (*where, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous()
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            notes = json.loads(file.metadata()["apportion"])
-            # Copied out of the mapped file, which someone may change while the state lives.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (it is no dict)
-    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch could not map it
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    tensors |= {name: torch.view_as_complex(tensors[name]) for name in notes["complex"]}
-    tensors |= {name: tensors[tied] for name, tied in notes["ties"].items()}
-    return {name: tensors[name] for name in notes["order"]}
-
-
 def _read_state(folder: Path) -> State:
     manifest = _verify(folder)
-    parts = {Path(name).stem: _read_tensors(folder / name) for name in manifest["files"]}
+    parts = {Path(name).stem: read_tensors(folder / name) for name in manifest["files"]}
     return State(step=manifest["step"], settings=manifest["settings"], **parts)
 
 
-def _read_model(folder: Path) -> dict[str, Tensor]:
+def read_model(folder: Path) -> dict[str, Tensor]:
+    """The model's tensors alone, verified."""
     _verify(folder, "model.safetensors")
-    return _read_tensors(folder / "model.safetensors")
+    return read_tensors(folder / "model.safetensors")
 
 
 def _verify(folder: Path, *names: str) -> dict[str, Any]:

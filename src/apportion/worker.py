@@ -21,11 +21,12 @@ from torch import Tensor
 
 from apportion.agreement import Agreement, Wish
 from apportion.batch import Batches
-from apportion.checkpoint import RunDirectory, check_fingerprint, fingerprint
+from apportion.checkpoint import RunDirectory
 from apportion.comm.message import broadcast_message, broadcast_tensors
 from apportion.errors import CheckpointError
 from apportion.evaluate import evaluate
 from apportion.event import Event
+from apportion.fingerprint import check_fingerprint, fingerprint
 from apportion.job import Job
 from apportion.saving import Saver
 from apportion.strategy import State, Step, batches
@@ -80,6 +81,7 @@ class _Run:
             raise CheckpointError("the run has no run_dir")
         state = self.step.committed()
         if state is None:
+            self.saver.flush()  # what was on its way is what the run goes back to
             raise CheckpointError("it is spread over the ranks, and some are in the middle of a step")
         state.settings["best"] = self.best
         self.saver.submit(state, state.step / self.source.deal.batches, best=False, seconds=0.0)

@@ -1,5 +1,5 @@
-"""Where a process stands among the others. The only reader of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT,
-and of what Slurm and MPI launchers say instead of the first three."""
+"""Where a process stands among the others. Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, alone; and
+what srun and mpirun say instead of the first three."""
 
 from __future__ import annotations
 

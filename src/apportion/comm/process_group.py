@@ -70,11 +70,11 @@ class ProcessGroup(Group):
         waits.daemon = True
         waits.start()
         try:
-            store, _, _ = next(dist.rendezvous("env://", rank, size, timeout))
+            store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))  # type: ignore[attr-defined]
             dist.init_process_group(
                 "nccl" if own_gpu else "gloo",
                 # The store outlives a meeting: under a name of its own no rank finds what an earlier one left there.
-                store=dist.PrefixStore(f"apportion/{next(_meetings)}", store),
+                store=dist.PrefixStore(f"apportion/{next(_meetings)}", store),  # type: ignore[attr-defined]
                 rank=rank,
                 world_size=size,
                 timeout=timeout,
@@ -139,8 +139,8 @@ class ProcessGroup(Group):
 
 def _say_waiting(rank: int, size: int, where: str) -> None:
     sys.stderr.write(
-        f"rank {rank} of {size} has waited {PATIENCE_SECONDS:.0f} s for the others at {where}, and goes on waiting: does "
-        "rank 0 run there, and was every rank started?\n"
+        f"rank {rank} of {size} has waited {PATIENCE_SECONDS:.0f} s for the others at {where} and goes on waiting: "
+        "does rank 0 run there, and was every rank started?\n"
     )
     sys.stderr.flush()
 

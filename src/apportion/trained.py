@@ -1,0 +1,108 @@
+"""The network that a run has trained, as a plain module."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from apportion.address import load_workload
+from apportion.checkpoint import RunDirectory, read_model
+from apportion.errors import CheckpointError
+
+
+def load(
+    run_dir: str | os.PathLike[str], *, which: str | int | None = None, model: Callable[[], nn.Module] | None = None
+) -> nn.Module:
+    """The trained module, plain and in evaluation mode, on the CPU.
+
+    ``run_dir``: of a run, or of one of its checkpoints. ``which``: "best", "latest" or a step; None takes the best
+    where the run has one. ``model`` makes the module where the run has no address (it was started from a notebook).
+    The caller's random state is left as it is. ValueError where the model cannot be made, CheckpointError where the
+    checkpoint cannot be trusted or does not fit it.
+    """
+    path = Path(run_dir)
+    if (path / "state.json").is_file():
+        if which is not None:
+            raise ValueError(f"{path} is one checkpoint: give which={which!r} with the run's folder")
+        run, tensors = RunDirectory(path.parent.parent), read_model(path)
+    else:
+        run = RunDirectory(path)
+        if not run.steps():
+            run.read_run()  # it is the wrong folder, or too early
+        best = (run.checkpoints / "best").is_symlink()
+        tensors = run.trusted(which if which is not None else "best" if best else "latest", read_model)
+    module = _build(run, model)
+    _fill(module, tensors, path)
+    return module.eval()
+
+
+def _build(run: RunDirectory, make: Callable[[], nn.Module] | None) -> nn.Module:
+    about = run.read_run() if (run.path / "run.json").is_file() else {}
+    seed = about.get("fingerprint", {}).get("seed", 0)
+    if make is None:
+        if not about.get("address"):
+            raise ValueError(
+                f"{run.path} names no workload as FILE:NAME (it was started from Python): give load(..., model=...)"
+            )
+        make, seed = _workload_model(about["address"], about.get("cwd", "."))
+    with _seeded(seed):  # what the model draws and does not save is drawn as in training
+        return make()
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """torch, numpy and Python start from the seed, as in a worker; afterwards they go on where they were."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            torch.default_generator.manual_seed(seed)
+            if devices:
+                torch.cuda.manual_seed_all(seed)
+            random.seed(seed)
+            np.random.seed(seed & 0xFFFFFFFF)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _workload_model(address: str, cwd: str) -> tuple[Callable[[], nn.Module], int]:
+    place, _, name = address.rpartition(":")
+    if place.endswith(".py") or os.sep in place:
+        address = f"{Path(cwd) / place}:{name}"
+    elif cwd not in sys.path:
+        sys.path.append(cwd)
+    try:
+        workload = load_workload(address)
+    except ValueError as error:
+        raise ValueError(f"{error}; put it back, or give load(..., model=...)") from error
+    return workload.model, workload.seed
+
+
+def _fill(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
+    if {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.float64}:
+        module.to(torch.float64)  # as precision="float64" trained it, with what is not saved
+    own = module.state_dict()
+    wrong = [f"{name} is only in the checkpoint" for name in tensors if name not in own]
+    wrong += [f"{name} is only in the model" for name in own if name not in tensors]
+    wrong += [
+        f"{name} is {list(t.shape)} in the checkpoint and {list(own[name].shape)} in the model"
+        for name, t in tensors.items()
+        if name in own and own[name].shape != t.shape
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise CheckpointError(
+            f"{path} does not fit the model: {'; '.join(wrong[:4])}{more}. Give the model it was trained with: "
+            "load(..., model=...)"
+        )
+    module.load_state_dict(tensors)

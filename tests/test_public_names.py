@@ -1,0 +1,93 @@
+"""What the package is called by, and what importing it costs."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+import apportion
+
+NAMES = [
+    "ApportionError",
+    "Batch",
+    "CheckpointError",
+    "DataShard",
+    "Draws",
+    "Evaluation",
+    "Event",
+    "Policy",
+    "Proof",
+    "State",
+    "Step",
+    "Strategy",
+    "WorkerFailed",
+    "Workload",
+    "World",
+    "accuracy",
+    "batches",
+    "check",
+    "compare",
+    "load",
+    "run",
+    "train",
+]
+VALUES = ["data_parallel", "env", "local", "single_device"]
+HEAVY = ["typer", "rich", "tensorboard", "matplotlib"]
+LIMIT_SECONDS = 0.15
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_public_names_are_these() -> None:
+    assert apportion.__all__ == NAMES
+    assert dir(apportion) == sorted([*NAMES, *VALUES])
+
+
+@pytest.mark.parametrize("name", [*NAMES, *VALUES])
+def test_every_name_can_be_imported_and_says_what_it_is(name: str) -> None:
+    found = getattr(apportion, name)
+    assert found.__doc__
+    assert (found.__module__ or "").startswith("apportion.")
+
+
+def test_a_name_that_is_none_is_an_attribute_error_that_lists_them() -> None:
+    with pytest.raises(AttributeError, match="apportion has no 'Trainer': its public names are ApportionError, Batch"):
+        apportion.Trainer  # noqa: B018
+    assert not hasattr(apportion, "strategies_")
+
+
+def test_importing_the_package_imports_neither_torch_nor_what_shows_and_draws() -> None:
+    code = f"import sys, apportion; print([name for name in {['torch', 'numpy', *HEAVY]} if name in sys.modules])"
+    assert python(code) == "[]\n"
+
+
+def test_no_public_name_imports_what_shows_and_draws() -> None:
+    every = "; ".join(f"apportion.{name}" for name in [*NAMES, *VALUES])
+    code = f"import sys, apportion; {every}; print([name for name in {HEAVY} if name in sys.modules])"
+    assert python(code) == "[]\n"
+
+
+def test_using_it_adds_little_to_importing_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    """Processor time, which a busy machine stretches less than the clock; the median of several processes."""
+    code = """
+import json, sys, time
+import torch
+began, before = time.process_time(), set(sys.modules)
+import apportion
+apportion.Workload, apportion.World, apportion.run, apportion.local, apportion.data_parallel
+print(json.dumps([time.process_time() - began, len(set(sys.modules) - before)]))
+"""
+    python(code)  # compiles
+    told = [json.loads(python(code)) for _ in range(3)]
+    seconds = statistics.median(t[0] for t in told)
+    with capsys.disabled():
+        print(f"\nimport apportion and its main names: {seconds:.3f} s more than import torch ({told[0][1]} modules)")
+    assert seconds <= LIMIT_SECONDS

@@ -1,0 +1,358 @@
+"""Ranks that are running already: torchrun on one host and on two, and what is said where it is set up wrongly."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+import apportion
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+SECONDS = 90
+WORK = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import apportion
+
+
+def network():
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
+
+
+def examples():
+    x = torch.randn(61, 8, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 61
+
+    def __getitem__(self, index):
+        return torch.rand(8), index % 2
+
+
+workload = apportion.Workload(
+    model=network,
+    data=examples,
+    loss=nn.functional.cross_entropy,
+    optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    batch_size=16,
+    steps=30,
+    evaluation=apportion.Evaluation(data=examples, every=None),
+)
+"""
+LOOP = """
+import json
+import os
+import sys
+
+import torch
+
+import apportion
+from work import workload
+
+world = apportion.World.from_env(device="cpu")
+step = apportion.data_parallel().build(workload, world)
+losses = []
+for batch in apportion.batches(step):
+    losses.append(float(step(batch)["loss"]))
+world.close()
+with open(f"{sys.argv[1]}-{world.rank}.json", "w") as file:
+    json.dump({"losses": losses, "interface": os.environ.get("GLOO_SOCKET_IFNAME")}, file)
+"""
+RUNS = """
+import dataclasses
+import json
+
+import apportion
+from work import Rows, workload
+
+
+def losses(workload, run_dir, until=None, **options):
+    options = {"launcher": apportion.env(device="cpu"), **options}
+    found, last = [], None
+    for event in apportion.run(workload, "data_parallel", run_dir=run_dir, **options):
+        last = event
+        if event.kind == "step":
+            found += event.data["values"]["loss"]
+            if until is not None and event.step >= until:
+                break
+    return found, last
+
+
+whole, end = losses(workload, "whole")
+cut, _ = losses(dataclasses.replace(workload, steps=100_000), "cut", until=5)
+last = apportion.train(workload, apportion.data_parallel(), launcher=apportion.env(), run_dir="half", steps=12)
+rest, _ = losses(workload, "half", resume=True)
+rows = dataclasses.replace(workload, data=Rows, steps=6)
+alone, _ = losses(rows, "alone")
+ahead, _ = losses(rows, "ahead", launcher=apportion.env(loaders=1))
+if whole:  # rank 0 is told
+    told = {"whole": whole, "metrics": dict(end.data["metrics"]), "rest": rest, "ahead": ahead == alone}
+    with open("told.json", "w") as file:
+        json.dump({**told, "cut": len(cut)}, file)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the user's files are, and where everything runs."""
+    for name, text in (("work.py", WORK), ("loop.py", LOOP), ("runs.py", RUNS)):
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path
+
+
+def local_losses(folder: Path) -> tuple[list[float], Mapping[str, float]]:
+    """What the launcher of this package gives, with two workers."""
+    launcher = apportion.local(workers=2, threads=1, device="cpu")
+    losses: list[float] = []
+    for event in apportion.run("work.py:workload", "data_parallel", launcher=launcher, run_dir=folder / "local"):
+        if event.kind == "step":
+            losses += event.data["values"]["loss"]
+        elif event.kind == "end":
+            metrics = event.data["metrics"]
+    assert len(losses) == 30
+    return losses, metrics
+
+
+def finish(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
+    """What they say, once all have ended well; none goes on afterwards."""
+    try:
+        said = [process.communicate(timeout=SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    for process, text in zip(processes, said, strict=True):
+        assert process.returncode == 0, text
+    return said
+
+
+def start(command: Sequence[str], **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment}
+    )
+
+
+# One host
+
+
+def test_the_loop_in_a_script_of_ones_own_gives_the_losses_of_the_local_launcher(folder: Path) -> None:
+    finish([start([*TORCHRUN, "--standalone", "--nproc-per-node=2", "loop.py", "own"])])
+    expected, _ = local_losses(folder)
+    for rank in (0, 1):
+        assert json.loads((folder / f"own-{rank}.json").read_text())["losses"] == expected
+
+
+def test_run_under_torchrun_breaks_resumes_and_gives_the_losses_of_the_local_launcher(folder: Path) -> None:
+    finish([start([*TORCHRUN, "--standalone", "--nproc-per-node=2", "runs.py"])])
+    expected, metrics = local_losses(folder)
+    told = json.loads((folder / "told.json").read_text())
+    assert told["whole"] == expected
+    assert told["metrics"] == metrics
+    assert told["rest"] == expected[12:], "resumed at step 12"
+    assert told["ahead"], "with data-loading processes"
+    assert 5 <= told["cut"] < 100_000
+    state = json.loads((folder / "cut" / "checkpoints" / "latest" / "state.json").read_text())
+    assert state["step"] >= 5, "break has left a checkpoint"
+    for name in ("whole", "cut", "half"):
+        assert (folder / name / "report.html").exists()
+
+
+# Two hosts
+
+
+def can_make_hosts() -> str | None:
+    """Why not, or None."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        return "needs root on Linux: two network namespaces stand for two hosts"
+    if shutil.which("ip") is None:
+        return "needs iproute2's ip: two network namespaces stand for two hosts"
+    probe = f"apportion-probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    if made.returncode != 0:
+        return f"no network namespace can be made here: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", probe], check=True)
+    return None
+
+
+@pytest.fixture
+def hosts() -> Iterator[dict[str, str]]:
+    """Two network namespaces joined by a cable: name and address of each."""
+    why = can_make_hosts()
+    if why is not None:
+        pytest.skip(why)
+    names = [f"apportion-{os.getpid()}-{side}" for side in "ab"]
+    cable = [f"ap{os.getpid()}{side}" for side in "ab"]
+    addresses = ["10.123.45.1", "10.123.45.2"]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", cable[0], "type", "veth", "peer", "name", cable[1])
+        for name, end, address in zip(names, cable, addresses, strict=True):
+            ip("link", "set", end, "netns", name)
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
+            ip("-n", name, "link", "set", end, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield dict(zip(names, addresses, strict=True))
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        subprocess.run(["ip", "link", "del", cable[0]], capture_output=True)  # where it never moved
+
+
+def ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, (arguments, done.stderr)
+
+
+def test_two_hosts_give_the_losses_of_one(folder: Path, hosts: dict[str, str]) -> None:
+    master = next(iter(hosts.values()))
+    processes = []
+    for rank, name in enumerate(hosts):
+        where = ["--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1", f"--master-addr={master}"]
+        command = ["ip", "netns", "exec", name, *TORCHRUN, *where, "--master-port=29511", "loop.py", "hosts"]
+        processes.append(start(command))
+    finish(processes)
+    told = [json.loads((folder / f"hosts-{rank}.json").read_text()) for rank in (0, 1)]
+    expected, _ = local_losses(folder)
+    assert told[0]["losses"] == told[1]["losses"] == expected
+    assert [t["interface"] for t in told] == [f"ap{os.getpid()}a", f"ap{os.getpid()}b"], "the end of the cable"
+
+
+# Set up wrongly
+
+
+def rank(number: int, size: int = 2, **environment: str) -> subprocess.CompletedProcess[str]:
+    """One rank, started without torchrun, that does not wait long for others."""
+    code = """
+    import apportion.comm.process_group as meeting, runpy, sys
+    meeting.DEADLINE_SECONDS, meeting.PATIENCE_SECONDS = 2.0, 0.2
+    sys.argv = ["loop.py", "never"]
+    runpy.run_path("loop.py", run_name="__main__")
+    """
+    given = {"RANK": str(number), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "MASTER_PORT": str(free_port())}
+    given = {name: text for name, text in {**given, **environment}.items() if text}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env={**os.environ, **given},
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def test_without_an_address_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(
+        ValueError, match=r"LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set: .* \(MASTER_ADDR: the host of"
+    ):
+        apportion.World.from_env()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1"}, (5, 7, 1, 7)),
+        (
+            {
+                "SLURM_PROCID": "5",
+                "SLURM_STEP_NUM_TASKS": "7",
+                "SLURM_LOCALID": "1",
+                "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+            },
+            (5, 7, 1, 2),
+        ),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            (1, 4, 1, 2),
+        ),
+    ],
+    ids=["srun", "srun on nodes", "mpirun"],
+)
+def test_other_launchers_names_are_understood(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: tuple[int, ...]
+) -> None:
+    for name, text in environment.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(ValueError, match=f"WORLD_SIZE={expected[1]} but MASTER_ADDR, MASTER_PORT is not set"):
+        apportion.World.from_env(device="cpu")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29511")
+    world = apportion.World.from_env(device="cpu")
+    assert (world.rank, world.size, world.local_rank, world.local_size) == expected
+
+
+def test_torchruns_names_win_over_slurms(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    for name, text in {**given, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}.items():
+        monkeypatch.setenv(name, text)
+    world = apportion.World.from_env(device="cpu")
+    assert (world.rank, world.size) == (1, 2)
+
+
+def test_a_name_that_does_not_resolve_is_told(folder: Path) -> None:
+    done = rank(1, MASTER_ADDR="no-such-host.invalid")
+    assert done.returncode != 0
+    assert "MASTER_ADDR=no-such-host.invalid cannot be resolved" in done.stderr
+    assert "give the address of rank 0's host" in done.stderr
+
+
+@pytest.mark.parametrize(("number", "why"), [(0, "1/2 clients joined"), (1, "timed out")])
+def test_where_nobody_answers_a_rank_says_that_it_waits_and_then_gives_up(folder: Path, number: int, why: str) -> None:
+    done = rank(number, MASTER_ADDR="127.0.0.1")
+    assert done.returncode != 0
+    assert f"rank {number} of 2 has waited 0 s for the others at 127.0.0.1:" in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert f"ApportionError: rank {number} of 2 could not meet the others at 127.0.0.1:" in last
+    assert why in last
+    assert "check that rank 0 runs there" in last
+
+
+def test_a_group_of_the_users_own_is_used_and_left_alone(folder: Path) -> None:
+    code = """
+    import torch.distributed as dist
+    import apportion
+    from work import workload
+
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    from apportion.comm.process_group import ProcessGroup
+    import torch
+
+    group = ProcessGroup.connect(rank=0, size=1, device=torch.device("cpu"), local_size=1)
+    group.close()
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == 0, done.stderr
