@@ -99,6 +99,13 @@ def fill_memory() -> None:
     torch.ones(1 << 28)
 
 
+def fill_a_container() -> None:
+    """Go where there is little memory, and take more."""
+    folder = Path(os.environ["FAULT_CONTAINER"])
+    (folder / "cgroup.procs").write_text(str(os.getpid()))
+    np.ones(1 << 27)
+
+
 def fill_the_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
 
@@ -114,6 +121,7 @@ crashes = fails_in(lambda: ctypes.string_at(0))
 stopped = fails_in(stop_here)
 hangs = fails_in(lambda: time.sleep(600))
 memory = fails_in(fill_memory)
+container = fails_in(fill_a_container)
 numpy_memory = fails_in(lambda: np.ones(1 << 50))
 disk = fails_in(fill_the_disk)
 

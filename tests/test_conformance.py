@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import networks
@@ -14,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Evaluation, Workload, accuracy
+from apportion.address import load_workload
 from apportion.batch import Batches
 from apportion.evaluate import evaluate
 from apportion.strategies.data_parallel import DataParallel
@@ -24,6 +27,7 @@ from apportion.world import World
 
 STRATEGIES = names("apportion.strategies")
 STEPS = networks.STEPS
+EXAMPLES = Path(__file__).parents[1] / "examples"
 EXACT = 1e-10
 
 
@@ -44,6 +48,28 @@ def assert_exact(proof: Proof) -> None:
     assert found.worst.absolute <= EXACT, found
     assert proof.holds
     assert not proof.by_design
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [64, 61])
+@pytest.mark.parametrize("name", ["cifar10", "resnet20_cifar10"])
+def test_the_examples_equal_one_device(name: str, batch_size: int, workers: int) -> None:
+    """On made-up images, with a short last batch of one."""
+    example = load_workload(str(EXAMPLES / f"{name}.py") + ":workload")
+    n = networks.rows(batch_size)
+    images = torch.randint(0, 256, (n, 3, 32, 32), generator=torch.Generator().manual_seed(0))
+    workload = replace(
+        example,
+        data=lambda: TensorDataset(images.float(), networks.classes(n, 10)),
+        batch_size=batch_size,
+        evaluation=None,
+        steps=STEPS,
+        precision="float64",
+    )
+    with by_value(sys.modules[example.optimizer.__module__]), by_value(sys.modules[__name__]):
+        assert_exact(prove(workload, "data_parallel", workers))
 
 
 FAST = [(s, w, {1: 64, 2: 61, 3: 64}[w]) for s in STRATEGIES for w in layouts(s)]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import random
 import re
 import resource
+import select
 import shlex
 import signal
 import subprocess
@@ -32,6 +34,7 @@ from safetensors.torch import load_file
 import apportion
 from apportion import Policy, cli, crew, supervisor
 from apportion.errors import ApportionError, CheckpointError, WorkerFailed
+from apportion.launch import local as launch
 from apportion.launch.local import Local
 from apportion.report import read_events
 from apportion.template import close_template, template
@@ -41,6 +44,7 @@ from apportion.verbs.train import run, train
 HERE = Path(__file__).parent
 PROGRAM = Path(sys.executable).with_name("apportion")
 WORKLOADS = HERE / "fault_workloads.py"
+PARALLEL = ("--strategy", "data_parallel")
 SECONDS = 5.0
 pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
 START_SECONDS = 60.0
@@ -293,6 +297,57 @@ def test_a_worker_that_dies_is_told_with_the_cause(
     assert cause in told.err.splitlines()[-1]
 
 
+@pytest.fixture
+def container() -> Iterator[Path]:
+    """A control group of 64 MiB."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        second = controllers == "" and Path(f"/sys/fs/cgroup{path}/memory.max").exists()
+        if second or "memory" in controllers.split(","):
+            folder = Path(f"/sys/fs/cgroup{'' if second else '/memory'}{path}/apportion-{os.getpid()}")
+            limit = folder / ("memory.max" if second else "memory.limit_in_bytes")
+            break
+    else:
+        pytest.skip("memory is not under control groups here")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"a control group cannot be made here: {error}")
+    try:
+        limit.write_text(str(64 << 20))
+        yield folder
+    except OSError as error:
+        pytest.skip(f"a control group cannot be limited here: {error}")
+    finally:
+        folder.rmdir()
+
+
+def test_a_worker_that_the_kernel_kills_for_memory_is_told_as_that(
+    container: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: Within
+) -> None:
+    monkeypatch.setenv("FAULT_CONTAINER", str(container))
+    with within(SECONDS, "the end of the run"):
+        told = command(
+            "train", address("container"), "--strategy", "data_parallel", "--workers", 2, "--run-dir", tmp_path
+        )
+    assert told.status == cli.FAILED
+    assert "rank 1 was killed for want of memory (SIGKILL): use fewer workers" in told.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("verb", ["train", "check", "compare"])
+def test_every_verb_tells_a_workers_exception_alike(
+    verb: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "usable_cores", lambda: 2)
+    told = command(verb, address("raises"), *(() if verb == "train" else PARALLEL))  # train: while strategies are tried
+    assert told.status == cli.FAILED
+    error, at = told.err.splitlines()[-2:]
+    assert re.fullmatch(r"error: rank [01]: RuntimeError: boom in the model", error)
+    assert at.startswith(f"  at {WORKLOADS}:")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("name", "words"), [("stopped", "has been stopped (SIGSTOP"), ("hangs", "has not moved")])
 def test_a_rank_that_others_wait_for_in_vain_is_named(
     name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: Within
@@ -533,6 +588,47 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(
     assert one.err in ("interrupted\n", "interrupted before anything was saved\n")
     eventually(lambda: gone(started), within=SECONDS, what="all processes are gone")
     assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_while_strategies_are_tried_leaves_nothing(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: Within
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "usable_cores", lambda: 2)
+    mark = tmp_path / "mark"
+    monkeypatch.setenv("FAULT_MARK", str(mark))
+    interrupt_when(mark)
+    with within(SECONDS, "the interrupt"):
+        told = command("train", address("hangs"))
+    assert (told.status, told.err) == (cli.INTERRUPTED, "interrupted\n")
+    assert list(tmp_path.iterdir()) == [mark]
+
+
+def test_ctrl_c_typed_at_a_terminal_ends_with_the_words_on_how_to_go_on(tmp_path: Path) -> None:
+    mark, seen = tmp_path / "mark", b""
+    words = ["train", address("hangs"), "--strategy", "single_device", "--run-dir", str(tmp_path / "run")]
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ |= {"FAULT_MARK": str(mark), "TERM": "xterm", "COLUMNS": "200"}
+        os.execv(sys.executable, [sys.executable, str(PROGRAM), *words])
+    deadline, typed = time.monotonic() + START_SECONDS, False
+    with open(terminal, "r+b", buffering=0) as screen:
+        while time.monotonic() < deadline:
+            if mark.exists() and not typed:
+                screen.write(b"\x03")
+                typed, deadline = True, time.monotonic() + SECONDS
+            if select.select([screen], [], [], 0.05)[0]:
+                try:
+                    seen += screen.read(4096)
+                except OSError:  # its last process is gone
+                    break
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == cli.INTERRUPTED
+    told = seen.decode()
+    assert "interrupted; step 3 is saved\r\ngo on with: apportion train" in told
+    assert told.endswith("\r\n")
+    assert "Traceback" not in told
+    assert "\x1b[?25h" in told  # the cursor is shown again
 
 
 def test_ctrl_c_where_the_state_is_spread_over_ranks_says_what_is_lost(
@@ -777,9 +873,7 @@ def test_a_strategy_that_cannot_be_is_told_with_the_cure(
 
 
 def test_more_workers_than_cores_warns_once(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from apportion.launch import local as launcher
-
-    monkeypatch.setattr(launcher, "usable_cores", lambda: 1)
+    monkeypatch.setattr(launch, "usable_cores", lambda: 1)
     told = command("train", address("good"), "--strategy", "data_parallel", "--workers", 2, "--run-dir", tmp_path)
     assert told.status == 0
     assert told.err.count("warning: ") == 1

@@ -85,7 +85,6 @@ import apportion
 apportion.Workload, apportion.World, apportion.run, apportion.local, apportion.data_parallel
 print(json.dumps([time.process_time() - began, len(set(sys.modules) - before)]))
 """
-    python(code)  # compiles
     told = [json.loads(python(code)) for _ in range(3)]
     seconds = statistics.median(t[0] for t in told)
     with capsys.disabled():

@@ -95,6 +95,7 @@ def losses(workload, run_dir, until=None, **options):
 whole, end = losses(workload, "whole")
 cut, _ = losses(dataclasses.replace(workload, steps=100_000), "cut", until=5)
 last = apportion.train(workload, apportion.data_parallel(), launcher=apportion.env(), run_dir="half", steps=12)
+assert (last.kind, last.step, set(last.data["metrics"])) == ("end", 12, {"accuracy"}), "on every rank"
 rest, _ = losses(workload, "half", resume=True)
 rows = dataclasses.replace(workload, data=Rows, steps=6)
 alone, _ = losses(rows, "alone")
@@ -238,25 +239,6 @@ def test_two_hosts_give_the_losses_of_one(folder: Path, hosts: dict[str, str]) -
 # Set up wrongly
 
 
-def rank(number: int, size: int = 2, **environment: str) -> subprocess.CompletedProcess[str]:
-    """One rank, started without torchrun, that does not wait long for others."""
-    code = """
-    import apportion.comm.process_group as meeting, runpy, sys
-    meeting.DEADLINE_SECONDS, meeting.PATIENCE_SECONDS = 2.0, 0.2
-    sys.argv = ["loop.py", "never"]
-    runpy.run_path("loop.py", run_name="__main__")
-    """
-    given = {"RANK": str(number), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "MASTER_PORT": str(free_port())}
-    given = {name: text for name, text in {**given, **environment}.items() if text}
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        env={**os.environ, **given},
-    )
-
-
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -318,22 +300,38 @@ def test_torchruns_names_win_over_slurms(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (world.rank, world.size) == (1, 2)
 
 
-def test_a_name_that_does_not_resolve_is_told(folder: Path) -> None:
-    done = rank(1, MASTER_ADDR="no-such-host.invalid")
-    assert done.returncode != 0
-    assert "MASTER_ADDR=no-such-host.invalid cannot be resolved" in done.stderr
-    assert "give the address of rank 0's host" in done.stderr
+def world(monkeypatch: pytest.MonkeyPatch, number: int, address: str) -> apportion.World:
+    """One rank of two, that does not wait long for the other."""
+    given = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": str(free_port())}
+    for name, text in {**given, "MASTER_ADDR": address}.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")  # restored after the test, whoever sets it meanwhile
+    monkeypatch.setattr("apportion.comm.process_group.DEADLINE_SECONDS", 2.0)
+    monkeypatch.setattr("apportion.comm.process_group.PATIENCE_SECONDS", 0.2)
+    return apportion.World.from_env(device="cpu")
+
+
+def test_a_name_that_does_not_resolve_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = world(monkeypatch, 1, "no-such-host.invalid")
+    with pytest.raises(
+        apportion.ApportionError, match=r"MASTER_ADDR=no-such-host.invalid cannot be resolved \(.*give the"
+    ):
+        asked.group()
 
 
 @pytest.mark.parametrize(("number", "why"), [(0, "1/2 clients joined"), (1, "timed out")])
-def test_where_nobody_answers_a_rank_says_that_it_waits_and_then_gives_up(folder: Path, number: int, why: str) -> None:
-    done = rank(number, MASTER_ADDR="127.0.0.1")
-    assert done.returncode != 0
-    assert f"rank {number} of 2 has waited 0 s for the others at 127.0.0.1:" in done.stderr
-    last = done.stderr.strip().splitlines()[-1]
-    assert f"ApportionError: rank {number} of 2 could not meet the others at 127.0.0.1:" in last
-    assert why in last
-    assert "check that rank 0 runs there" in last
+def test_where_nobody_answers_a_rank_says_that_it_waits_and_then_gives_up(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: int, why: str
+) -> None:
+    asked = world(monkeypatch, number, "127.0.0.1")
+    with pytest.raises(
+        apportion.ApportionError, match=rf"rank {number} of 2 could not meet the others at 127.0.0.1:\d+"
+    ) as e:
+        asked.group()
+    assert why in str(e.value)
+    assert "check that rank 0 runs there" in str(e.value)
+    assert f"rank {number} of 2 has waited 0 s for the others at 127.0.0.1:" in capfd.readouterr().err
 
 
 def test_a_group_of_the_users_own_is_used_and_left_alone(folder: Path) -> None:

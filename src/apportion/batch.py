@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +26,7 @@ BLOCK_BYTES = 4 << 20
 """Tensors are gathered for several batches at once, up to about this much: one gather then serves many short steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(NamedTuple):
     """A global batch, of which ranks take rows."""
 
     step: int
@@ -154,21 +153,26 @@ class Batch:
         return self._part(np.array([self._whole.lender], dtype=np.int64), slice(self.rows.start, self.rows.start))
 
 
+@dataclass(slots=True)
+class _Part:
+    """One shard's rows of one batch."""
+
+    whole: Whole
+    index: Index
+    rows: slice
+    loaded: tuple[Any, Any] | None = None
+
+
 @dataclass(frozen=True)
 class _Block:
-    """The rows of one shard of several consecutive batches, gathered at once."""
+    """One shard's rows of several consecutive batches, gathered at once."""
 
     shard: DataShard
     first: int
-    offsets: list[int]
-    tensors: list[Tensor]
+    parts: list[_Part]
 
-    def rows(self, step: int) -> list[Tensor] | None:
-        place = step - self.first
-        if not 0 <= place < len(self.offsets) - 1:
-            return None
-        start, stop = self.offsets[place], self.offsets[place + 1]
-        return [t[start:stop] for t in self.tensors]
+    def has(self, step: int, shard: DataShard) -> bool:
+        return shard is self.shard and 0 <= step - self.first < len(self.parts)
 
 
 def _seed_generators(seed: int) -> None:
@@ -273,53 +277,47 @@ class Batches:
 
     def at(self, step: int, shard: DataShard = DataShard()) -> Batch:  # noqa: B008 (frozen)
         """This shard's rows of step's batch."""
-        deal, number = self.deal, step
-        step, rows = deal.shard(number, shard)
-        whole = deal.index(step)
-        epoch, place = divmod(step, deal.batches)
-        batch = Batch(
-            self,
-            Whole(step, epoch, len(whole), place == 0, int(whole[0])),
-            index=whole[rows],
-            rows=rows,
-            first_lane=shard.rows(deal.batch_size).start if deal.lanes else 0,
-        )
+        block = self._block
+        if block is None or not block.has(step, shard):
+            block = self._block = self._next_block(step, shard)
+        part = block.parts[step - block.first]
+        first_lane = shard.rows(self.deal.batch_size).start if self.deal.lanes else 0
+        batch = Batch(self, part.whole, index=part.index, rows=part.rows, first_lane=first_lane)
+        batch._loaded = part.loaded
         if self._ahead is not None:
-            batch._request = (number, shard)
-        elif self._tensors is not None and rows.stop > rows.start:
-            batch._loaded = self._gathered(batch, shard)
+            batch._request = (step, shard)
         return batch
 
-    def _gathered(self, batch: Batch, shard: DataShard) -> tuple[Any, Any] | None:
-        """The batch out of the current block; None where it has to be loaded by itself (and lazily)."""
-        if shard.whole_batches or self._augment is not None:
-            return None
-        block = self._block
-        found = block.rows(batch.step) if block is not None and block.shard is shard else None
-        if found is None:
-            began = time.perf_counter()
-            block = self._gather_block(batch, shard)
-            self.seconds += time.perf_counter() - began
-            if block is None:
-                return None
-            self._block = block
-            found = block.rows(batch.step)
-            assert found is not None
-        return self._pair(found)
-
-    def _gather_block(self, batch: Batch, shard: DataShard) -> _Block | None:
-        assert self._tensors is not None
+    def _next_block(self, step: int, shard: DataShard) -> _Block:
+        """From this step on, within its epoch: as many batches as are worth gathering at once, or this one, which is
+        then loaded when it is touched."""
+        first = self._part(step, shard)
+        if self._tensors is None or self._ahead is not None or shard.whole_batches or self._augment is not None:
+            return _Block(shard, step, [first])
+        began = time.perf_counter()
         row_bytes = sum(t[0].numel() * t.element_size() for t in self._tensors)
-        many = BLOCK_BYTES // max(1, row_bytes * len(batch.index))
-        if many < 2:
-            return None
-        end = min((batch.step // self.deal.batches + 1) * self.deal.batches, batch.step + many)
-        indices = []
-        for step in range(batch.step, end):
-            _, rows = self.deal.shard(step, shard)
-            indices.append(self.deal.index(step)[rows])
-        offsets = [0, *np.cumsum([len(i) for i in indices]).tolist()]
-        return _Block(shard, batch.step, offsets, self._rows(np.concatenate(indices)))
+        many = BLOCK_BYTES // max(1, row_bytes * len(first.index))
+        end = min((step // self.deal.batches + 1) * self.deal.batches, step + many)
+        parts = [first, *(self._part(number, shard) for number in range(step + 1, end))]
+        if len(parts) > 1:
+            self._gather(parts)
+        self.seconds += time.perf_counter() - began
+        return _Block(shard, step, parts)
+
+    def _part(self, step: int, shard: DataShard) -> _Part:
+        deal = self.deal
+        step, rows = deal.shard(step, shard)
+        index = deal.index(step)
+        epoch, place = divmod(step, deal.batches)
+        return _Part(Whole(step, epoch, len(index), place == 0, int(index[0])), index[rows], rows)
+
+    def _gather(self, parts: list[_Part]) -> None:
+        lengths = [len(part.index) for part in parts]
+        tensors = self._rows(np.concatenate([part.index for part in parts]))
+        inputs, targets = self._pair([t.split(lengths) for t in tensors])
+        for part, x, y, length in zip(parts, inputs, targets, lengths, strict=True):
+            if length:
+                part.loaded = (x, y)
 
     def _rows(self, index: Index) -> list[Tensor]:
         assert self._tensors is not None

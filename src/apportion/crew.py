@@ -231,16 +231,16 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _memory_kills() -> int:
-    """How many processes the kernel has killed for memory in this container or host."""
-    for path in _memory_counters():
-        try:
-            for line in Path(path).read_text().splitlines():
-                name, _, value = line.partition(" ")
-                if name == "oom_kill":
-                    return int(value)
-        except (OSError, ValueError):
-            continue
-    return 0
+    """How many processes the kernel has killed for memory, as far as this one is told."""
+    return sum(map(_kills_in, _memory_counters()))
+
+
+def _kills_in(path: str) -> int:
+    try:
+        entries = dict(line.split() for line in Path(path).read_text().splitlines())
+        return int(entries["oom_kill"])
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def _memory_counters() -> Iterator[str]:

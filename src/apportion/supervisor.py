@@ -52,6 +52,8 @@ class Supervised:
             if self._end is None:
                 end = self._save_and_stop()
                 self._interrupts.restore()
+                while self.rest:
+                    yield self.rest.pop(0)
                 yield end
                 interrupt.add_note(interrupted_text(end))
             raise
@@ -80,13 +82,20 @@ class Supervised:
 
     def _listen(self, crew: Crew) -> Iterator[Event]:
         seconds: float | None = 0.0
+        end: Event | None = None  # it comes last, also where another rank still has something to tell
         while True:
             for _, message in crew.hear(LOOK_SECONDS if seconds is None else min(seconds, LOOK_SECONDS)):
                 if message["kind"] == "event":
-                    yield self._event(message["event"])
+                    event = self._event(message["event"])
+                    if event.kind == "end":
+                        end = event
+                    else:
+                        yield event
             action = crew.action()
             if isinstance(action, Finish):
                 crew.part()
+                if end is not None:
+                    yield end
                 return
             if isinstance(action, Stop):
                 crew.close()
@@ -170,6 +179,7 @@ class Supervised:
                     self.rest.append(self._event(message["event"]))
             action = self._crew.action()
             if isinstance(action, Finish):
+                self.rest.sort(key=lambda event: event.kind == "end")
                 return
             if isinstance(action, Stop):
                 self.rest.append(self._fault(action, "stops"))

@@ -82,7 +82,7 @@ class _Run:
         state = self.step.committed()
         if state is None:
             self.saver.flush()  # what was on its way is what the run goes back to
-            raise CheckpointError("it is spread over the ranks, and some are in the middle of a step")
+            raise CheckpointError("it is spread over the ranks, or in the middle of an update")
         state.settings["best"] = self.best
         self.saver.submit(state, state.step / self.source.deal.batches, best=False, seconds=0.0)
         self.saver.flush()
@@ -261,7 +261,7 @@ class _Run:
             self._save()
         self.saver.finish(self._beat)
         yield from self._saved()
-        if self.world.rank == 0:
+        if self.world.rank == 0 or self.world.channel is None:  # without a supervisor each rank is told
             yield self._event(
                 "end",
                 reason=reason,

@@ -34,11 +34,12 @@ def use_whole_batch(model: nn.Module, group: Group, attendance: Attendance) -> l
     In place, by class: names, parameters, buffers and hooks stay. A layer with a ``forward`` of its own is left alone.
     """
     changed = []
+    forward = torch.compiler.disable(_WholeBatchNorm.forward)  # here: as a decorator it would import the compiler
     for name, layer in model.named_modules():
         if isinstance(layer, nn.SyncBatchNorm) or (
             isinstance(layer, _BatchNorm) and type(layer).forward is _BatchNorm.forward
         ):
-            layer.__class__ = type(f"Whole{type(layer).__name__}", (_WholeBatchNorm, type(layer)), {})
+            layer.__class__ = type(f"Whole{type(layer).__name__}", (_WholeBatchNorm, type(layer)), {"forward": forward})
             layer._whole = (group, attendance)  # type: ignore[assignment]
             changed.append(name)
     return changed
@@ -47,7 +48,6 @@ def use_whole_batch(model: nn.Module, group: Group, attendance: Attendance) -> l
 class _WholeBatchNorm(_BatchNorm):
     _whole: tuple[Group, Attendance]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
         if not self.training and self.running_mean is not None:
