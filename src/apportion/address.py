@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import cloudpickle
+
 from apportion.workload import Workload
 
 
@@ -58,6 +60,7 @@ def _file(place: str) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
+    cloudpickle.register_pickle_by_value(module)  # no other process can import it by this name
     return module
 
 
