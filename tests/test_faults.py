@@ -469,9 +469,7 @@ def interrupt_when(path: Path) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
 def test_ctrl_c_saves_the_last_update_without_waiting_and_says_how_to_go_on(
-    workers: int,
     driver: Callable[..., Driver],
     tmp_path: Path,
     command: Command,
@@ -480,7 +478,7 @@ def test_ctrl_c_saves_the_last_update_without_waiting_and_says_how_to_go_on(
 ) -> None:
     mark = tmp_path / "mark"
     one = driver(
-        *("train", address("hangs"), "--strategy", strategy(workers), "--launcher", local(workers)),
+        *("train", address("hangs"), *PARALLEL, "--launcher", local(2)),
         *("--run-dir", "run"),
         FAULT_MARK=str(mark),
         FAULT_STEP="6",
@@ -504,7 +502,7 @@ def test_ctrl_c_saves_the_last_update_without_waiting_and_says_how_to_go_on(
     words[2] = address("good")
     words[words.index("run")] = str(tmp_path / "run")
     assert command(*words[1:]).status == 0
-    assert_equal(final_state(tmp_path / "run"), undisturbed("good", workers))
+    assert_equal(final_state(tmp_path / "run"), undisturbed("good", 2))
 
 
 @pytest.mark.parametrize("place", ["inside", "body"])
@@ -629,6 +627,7 @@ def test_ctrl_c_typed_at_a_terminal_ends_with_the_words_on_how_to_go_on(tmp_path
     assert told.endswith("\r\n")
     assert "Traceback" not in told
     assert "\x1b[?25h" in told  # the cursor is shown again
+    assert latest_step(tmp_path / "run") == 3
 
 
 def test_ctrl_c_where_the_state_is_spread_over_ranks_says_what_is_lost(
