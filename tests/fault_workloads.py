@@ -197,6 +197,20 @@ class Recurrent(nn.Module):
 recurrent = replace(good, model=Recurrent, carry=lambda n: torch.zeros(1, n, 8), order="sequential", batch_size=8)
 
 
+def hang_in_an_update(optimizer: torch.optim.Optimizer, total: int) -> Any:
+    """FAULT_STEP=-4: in the fourth update, so that it is not in the fourth forward pass."""
+
+    def rate(updates: int) -> float:
+        if updates and begins(-updates):
+            time.sleep(600)
+        return 1.0
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+hangs_in_an_update = replace(good, schedule=hang_in_an_update)
+
+
 def slow_metric(outputs: Tensor, targets: Tensor) -> float:
     time.sleep(0.4 if RANK else 0.1)
     return 0.0

@@ -647,6 +647,24 @@ def test_ctrl_c_where_the_state_is_spread_over_ranks_says_what_is_lost(
     assert_equal(final_state(tmp_path / "run"), final_state(tmp_path / "whole"))
 
 
+def test_ctrl_c_in_the_middle_of_an_update_saves_no_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: Within
+) -> None:
+    monkeypatch.setenv("FAULT_MARK", str(tmp_path / "mark"))
+    monkeypatch.setenv("FAULT_RANK", "0")
+    monkeypatch.setenv("FAULT_STEP", "-9")  # its parameters are stepped, its schedule is not
+    template().wait_ready()
+    interrupt_when(tmp_path / "mark")
+    every = Policy(checkpoint_every="4 steps")
+    with within(SECONDS, "the interrupt"), pytest.raises(KeyboardInterrupt) as interrupt:
+        train(address("hangs_in_an_update"), "data_parallel", launcher=local(2), run_dir=tmp_path / "run", policy=every)
+    assert "step 8 is saved; what followed is not" in interrupt.value.__notes__[0]
+    monkeypatch.setenv("FAULT_STEP", "0")
+    train(address("hangs_in_an_update"), launcher=local(2), run_dir=tmp_path / "run", resume=True)
+    train(address("hangs_in_an_update"), "data_parallel", launcher=local(2), run_dir=tmp_path / "whole")
+    assert_equal(final_state(tmp_path / "run"), final_state(tmp_path / "whole"))
+
+
 # Leaving, and going on
 
 

@@ -72,7 +72,7 @@ class OneDeviceStep(Step):
         self._replica.load(state, slice(0, self.source.deal.batch_size))
 
     def committed(self) -> State | None:
-        return self._replica.state()
+        return self._replica.committed()
 
     def spent(self) -> Mapping[str, float]:
         return {"loading": self.source.seconds, "waiting": 0.0, "updating": self._replica.seconds}

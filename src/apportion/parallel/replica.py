@@ -23,6 +23,8 @@ from apportion.plain import from_plain, to_plain
 from apportion.strategy import State
 from apportion.workload import Workload
 
+SETTLE_SECONDS = 2.0
+"""How long a state that is asked for in the middle of an update waits for its end."""
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -70,7 +72,9 @@ class Replica:
         }
         owned = {id(p) for parameters in self._owned.values() for p in parameters}
         self._idle = [p for p in self._trainable if id(p) not in owned]
-        self._lock = threading.Lock()
+        self._settled = threading.Condition()
+        self._updating = False
+        """Has an update changed something that is not committed yet?"""
         self._buffers = [b for b in self.model.buffers() if b.numel()]
         self._committed_buffers = [b.clone() for b in self._buffers]
         self._training = [m for m in self.model.modules() if m.training]
@@ -193,7 +197,8 @@ class Replica:
             self.scaler.unscale_(stepped)
         if self.workload.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self.workload.clip_grad_norm)
-        with self._lock:
+        with self._settled:
+            self._updating = True
             if self.scaler is not None:
                 self.scaler.step(stepped)
                 self.scaler.update()
@@ -209,27 +214,38 @@ class Replica:
         """The step is made: what a forward pass changes (buffers, carried state) counts from here on."""
         for p in self._idle:  # that no optimizer was given: what gathers there is nobody's
             p.grad = None
-        with self._lock:
+        with self._settled:
             self.step += 1
             if self._buffers:
                 torch._foreach_copy_(self._committed_buffers, self._buffers)
             if self.carry is not None:
                 self.carry.commit()
+            self._updating = False
+            self._settled.notify_all()
 
     # State
 
     def state(self, group: Group | None = None, rows: int | None = None) -> State:
         """Copies of everything; with a carried state, called by all ranks of the group, each saying how many of its
         carried rows are its own."""
-        carry = {} if self.carry is None else self.carry.gather(group or Alone(), rows)
-        with self._lock:
-            return State(
-                step=self.step,
-                model={k: v.detach().clone() for k, v in self._committed_model().items()},
-                optimizer={k: v.detach().clone() for k, v in self._slots()},
-                carry=carry,
-                settings=self._settings(),
-            )
+        return self._state({} if self.carry is None else self.carry.gather(group or Alone(), rows))
+
+    def committed(self) -> State | None:
+        """The state after the last update, asked from another thread; None where one is being made and does not end
+        soon: with several optimizers it lasts from the first one's step to the last one's."""
+        with self._settled:
+            if not self._settled.wait_for(lambda: not self._updating, SETTLE_SECONDS):
+                return None
+            return self._state({} if self.carry is None else self.carry.gather(Alone(), None))
+
+    def _state(self, carry: dict[str, Tensor]) -> State:
+        return State(
+            step=self.step,
+            model={k: v.detach().clone() for k, v in self._committed_model().items()},
+            optimizer={k: v.detach().clone() for k, v in self._slots()},
+            carry=carry,
+            settings=self._settings(),
+        )
 
     def _committed_model(self) -> dict[str, Tensor]:
         committed = {b.data_ptr(): c for b, c in zip(self._buffers, self._committed_buffers, strict=True)}

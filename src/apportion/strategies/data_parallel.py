@@ -215,7 +215,7 @@ class DataParallelStep(Step):
         self._own_rows = self._replica.carry.held if self._replica.carry is not None else 0
 
     def committed(self) -> State | None:
-        return self._replica.state() if self._workload.carry is None else None
+        return self._replica.committed() if self._workload.carry is None else None
 
     def spent(self) -> Mapping[str, float]:
         return {"loading": self.source.seconds, "waiting": self._group.waited, "updating": self._replica.seconds}
