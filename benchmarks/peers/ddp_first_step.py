@@ -32,6 +32,7 @@ def main():
     loss.backward()
     optimizer.step()
     schedule.step()
+    dist.barrier()  # the first to leave may close the store under the other
     dist.destroy_process_group()
 
 
