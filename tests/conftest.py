@@ -46,7 +46,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def watch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watch]:
-    """The watch over this session, which gives it (and its processes) a temporary folder of their own."""
+    """The watch over all the tests, which gives them (and their processes) a temporary folder of their own."""
     usual = tempfile.gettempdir()
     own = tmp_path_factory.mktemp("t")  # short: a Unix socket's path has 107 characters at most
     with pytest.MonkeyPatch.context() as patch:

@@ -1,6 +1,6 @@
 """What a test may not leave behind: processes, listening ports, shared memory, temporary files.
 
-Only what this session of tests made counts, whatever else runs on the machine: its processes carry a mark in their
+Only what this run of the tests made counts, whatever else runs on the machine: its processes carry a mark in their
 environment, and its temporary files have a folder of their own.
 """
 
