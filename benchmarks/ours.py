@@ -13,13 +13,10 @@ def main(address, strategy, batch_size=None):
     settle()
     workload = endless(address, batch_size)
     step = parse(strategy, "apportion.strategies").build(workload, World.from_env(device="cpu"))
-    done = 0
 
     def run(steps):
-        nonlocal done
-        for batch in batches(step, start=done, stop=done + steps):
+        for batch in batches(step, stop=step.done + steps):
             step(batch)
-        done += steps
 
     serve(run)
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from apportion.comm.group import Group
 from apportion.errors import ApportionError
 from apportion.supervise import Policy
 from apportion.world import World
@@ -29,6 +30,8 @@ class Wish:
 
     save_now: Callable[[], int] = lambda: _nothing_runs()
     """Write the state after the last update, from another thread, not waiting for the step under way; its number."""
+    rejoined: Callable[[World], None] = lambda world: None
+    """Called when this rank has its place in a world whose membership has changed."""
 
 
 def _nothing_runs() -> int:
@@ -38,15 +41,17 @@ def _nothing_runs() -> int:
 class Agreement:
     """One answer for all ranks, at steps that all know beforehand, so that asking costs one small message a while."""
 
-    def __init__(self, world: World, wish: Wish, policy: Policy, steps_per_epoch: int, done: int) -> None:
-        self._group, self._device, self._wish = world.group(), world.device, wish
+    def __init__(
+        self, group: Group, device: torch.device, wish: Wish, policy: Policy, *, steps_per_epoch: int, done: int
+    ) -> None:
+        self._group, self._device, self._wish = group, device, wish
         interval = policy.interval()
         self._seconds = interval[0] if interval is not None and interval[1] == "s" else None
         self._steps: int | None = None
         if interval is not None and interval[1] != "s":
             self._steps = max(1, round(interval[0] * (steps_per_epoch if interval[1] == "epochs" else 1)))
         self._asked = self._saved = time.perf_counter()
-        self._last, self._gap = done, 1
+        self._last, self._saved_at, self._gap = done, done, 1
         self.next = done + 1
         """The step after which ``ask`` is called, by all ranks."""
 
@@ -60,13 +65,13 @@ class Agreement:
             self._group.broadcast(told)
             answer = told.tolist()
         if answer[1]:
-            self._saved = time.perf_counter()
+            self._saved, self._saved_at = time.perf_counter(), done
         self._asked, self._last, self.next = time.perf_counter(), done, answer[2]
         return bool(answer[0]), bool(answer[1])
 
     def _save_due(self, done: int, now: float, save_seconds: float) -> bool:
         if self._steps is not None:
-            return done % self._steps == 0
+            return done // self._steps > self._saved_at // self._steps
         interval = self._seconds if self._seconds is not None else max(SAVE_SECONDS, save_seconds / SAVE_SHARE)
         return now - self._saved >= interval
 

@@ -149,6 +149,14 @@ class RunDirectory:
         CheckpointError where a file of it is missing, truncated, changed or of another format."""
         return self.trusted(which, _read_state)
 
+    def best(self) -> float | None:
+        """What the metric was at the checkpoint that ``best`` points at; None where there is none yet."""
+        try:
+            found = json.loads((self._locate("best") / "state.json").read_bytes())["settings"]["best"]
+        except (CheckpointError, OSError, ValueError, KeyError):
+            return None
+        return float(found) if found is not None else None
+
     def trusted(self, which: str | int, read: Callable[[Path], _T]) -> _T:
         """What ``read`` makes of a checkpoint's folder, read again where a writer has just replaced it."""
         folder = self._locate(which)

@@ -48,6 +48,8 @@ def _run(sock: socket.socket, payload: bytes, program: Any) -> int:
         job: Job = cloudpickle.loads(payload)
         torch.set_num_threads(job.threads)
         world = World.from_env(device=job.device, channel=channel)
+        if job.replaceable:
+            world = world.join()
         program(job, world, channel)
         channel.send({"kind": "finished"})
     except BaseException as error:
@@ -60,17 +62,22 @@ def _train(job: Job, world: World, channel: Channel) -> None:
     wish = Wish()
     threading.Thread(target=_obey, args=(channel, wish), name="orders", daemon=True).start()
     wish.progress = progress(world)
+    wish.rejoined = lambda changed: _watched(changed, wish.progress)
     for event in work(job, world, wish):
         channel.send({"kind": "event", "event": asdict(event)})
 
 
 def progress(world: World) -> Any:
     """This rank's line of the progress that the supervisor sees, as int64; its group notes there when it waits."""
-    memory = world.shared("progress", PROGRESS_BYTES * world.local_size)
+    memory = world.shared("progress", PROGRESS_BYTES * world.seats)
     words = PROGRESS_BYTES // 8
-    line = np.frombuffer(memory, dtype=np.int64)[world.local_rank * words : (world.local_rank + 1) * words]
-    world.group().waiting = line[1:2]
+    line = np.frombuffer(memory, dtype=np.int64)[world.seat * words : (world.seat + 1) * words]
+    _watched(world, line)
     return line
+
+
+def _watched(world: World, line: Any) -> None:
+    world.group().waiting = line[1:2]
 
 
 def _obey(channel: Channel, wish: Wish) -> None:

@@ -36,5 +36,10 @@ class PeerLost(ApportionError):
     """A collective failed because another rank is gone: a symptom; the cause is that rank's exit."""
 
 
+class MembershipChanged(ApportionError):
+    """A worker has died, or one has been seated: what this one waited for will not come. It rejoins, and goes on from
+    the last update."""
+
+
 class CheckpointError(ApportionError):
     """A checkpoint or a run directory could not be written, or cannot be trusted."""

@@ -14,6 +14,7 @@ from apportion import tree
 from apportion.batch import Batch, Batches
 from apportion.comm.group import Group
 from apportion.comm.message import broadcast_message
+from apportion.deal import DataShard
 from apportion.strategy import Step
 from apportion.workload import Evaluation
 
@@ -21,14 +22,15 @@ from apportion.workload import Evaluation
 def evaluate(
     step: Step, evaluation: Evaluation, source: Batches, group: Group, beat: Callable[[], None]
 ) -> Mapping[str, float]:
-    """Every metric over the evaluation set, the same on every rank. Called by all ranks; ``beat`` after each batch."""
+    """Every metric over the evaluation set, the same on every rank. Called by all ranks of the group; ``beat`` after
+    each batch."""
     means: dict[str, Any] = {name: metric for name, metric in evaluation.metrics.items() if not _is_factory(metric)}
     every: Mapping[str, Any] = evaluation.metrics
     objects = {name: make() for name, make in every.items() if _is_factory(make)}
     sums = torch.zeros(len(means) + 1, dtype=torch.float64)
-    assert step.data_shard is not None
+    shard = DataShard(group.rank, group.size)
     for number in range(len(source)):
-        batch = source.at(number, step.data_shard)
+        batch = source.at(number, shard)
         outputs = step.predict(batch)
         if outputs is not None:
             values = [float(metric(outputs, batch.targets)) for metric in means.values()]

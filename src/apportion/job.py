@@ -48,6 +48,8 @@ class Job:
     address: str | None = None
     """Where the workload can be found again."""
 
+    replaceable: bool = False
+    """May workers be lost and replaced?"""
     workers: int = 1
     """That take batches: what ``reference`` is told."""
     proof: bool = False

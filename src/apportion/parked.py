@@ -40,14 +40,12 @@ def _serve_steps(job: Job, world: World, channel: Channel) -> Job | None:
         step.source.load_ahead(job.loaders)
         if not workload.compile:  # what is compiled cannot be watched
             seen.watch(step.model)
-        done = 0
         channel.send({"kind": "built", "steps": step.source.total, "precision": job.as_written().precision})
         while (order := channel.commands.get()) is not None:
             if order["kind"] == "close":
                 break
             if order["kind"] == "go":
-                channel.send({"kind": "went", **_go(step, world, done, order["steps"]), **seen.told()})
-                done += order["steps"]
+                channel.send({"kind": "went", **_go(step, world, order["steps"]), **seen.told()})
             elif order["kind"] == "state":
                 path = order["path"] if world.rank in order["ranks"] else None
                 channel.send({"kind": "state", **_deliver(step.state_dict(), path)})
@@ -120,16 +118,16 @@ def _proving(job: Job) -> Iterator[_Seen]:
         yield _Seen(Observed(), dropped)
 
 
-def _go(step: Step, world: World, done: int, many: int) -> Message:
+def _go(step: Step, world: World, many: int) -> Message:
     """Steps, each timed; what the time went to; and every wait, by a clock that the host's processes share."""
     group, values = world.group(), []
     step.source.start_over()  # what was loaded between commands would be free
     group.barrier()
     group.waits.clear()
     before, times, examples = dict(step.spent()), [time.perf_counter()], 0
-    for number in range(done, done + many):
-        assert step.data_shard is not None
-        batch = step.source.at(number, step.data_shard)
+    for _ in range(many):
+        batch = step.take()
+        assert batch is not None, "more steps were asked for than there are"
         values.append(step(batch))
         examples += batch.size
         times.append(time.perf_counter())

@@ -57,6 +57,19 @@ class Step(ABC):
     """Every batch of the training."""
     data_shard: DataShard | None
     """Which examples this rank takes, read again before every step. None: it takes no batches (see ``serve``)."""
+    lockstep: bool = True
+    """Do all ranks make the same steps together? False: each goes its own way, no step waits for another rank, and
+    rank 0 alone evaluates and saves (``predict`` and ``state_dict`` are called by it alone)."""
+
+    @property
+    @abstractmethod
+    def done(self) -> int:
+        """Updates that the state has behind it, whoever made them."""
+
+    def take(self) -> Batch | None:
+        """This rank's next batch; None where no more are left."""
+        assert self.data_shard is not None, "a rank without batches calls step.serve()"
+        return self.source.at(self.done, self.data_shard) if self.done < self.source.total else None
 
     @abstractmethod
     def predict(self, batch: Batch) -> Any | None:
@@ -92,6 +105,12 @@ class Step(ABC):
     def load_state_dict(self, state: State) -> None:
         """Go on from a state that any strategy at any world size gave. Called by all ranks."""
 
+    def rejoin(self, world: World) -> None:
+        """Go on in a world whose membership has changed, from the last update that is whole; what was begun after it
+        is forgotten, and done again with the same draws. Called by all ranks of that world: by those that were there
+        before after ``MembershipChanged``, by a replacement right after ``build``. Where the strategy ``survives``."""
+        raise NotImplementedError(f"{type(self).__name__} does not survive the loss of a worker")
+
     def committed(self) -> State | None:
         """The state after the last update, asked from another thread while ``backward`` may be running, without
         any other rank; None where that cannot be had."""
@@ -112,6 +131,9 @@ class Strategy(Value, ABC):
 
     one_process: ClassVar[bool] = False
     """It has nothing to divide among workers."""
+    survives: ClassVar[bool] = False
+    """Can it go on after the loss of a worker, with ``Step.rejoin``? False: the run ends, and resumes from the last
+    checkpoint."""
 
     @property
     @abstractmethod
@@ -134,16 +156,16 @@ class Strategy(Value, ABC):
 StrategyFactory = Callable[..., Strategy]
 
 
-def batches(step: Step, *, start: int = 0, stop: int | None = None, loaders: int = 0) -> Iterator[Batch]:
-    """The batches of a training as this rank takes them: ``for batch in batches(step): step(batch)``.
+def batches(step: Step, *, stop: int | None = None, loaders: int = 0) -> Iterator[Batch]:
+    """The batches of a training as this rank takes them: ``for batch in batches(step): step(batch)``; from where its
+    state is, to the end or until so many updates are done.
 
     ``step.data_shard`` is read again before each one, so a strategy may change its rank's share as it goes.
     ``loaders``: so many processes load what comes next.
     """
     step.source.load_ahead(loaders)
     try:
-        for number in range(start, step.source.total if stop is None else stop):
-            assert step.data_shard is not None, "a rank without batches calls step.serve()"
-            yield step.source.at(number, step.data_shard)
+        while (stop is None or step.done < stop) and (batch := step.take()) is not None:
+            yield batch
     finally:
         step.source.close()

@@ -22,8 +22,9 @@ from torch import Tensor
 from apportion.agreement import Agreement, Wish
 from apportion.batch import Batches
 from apportion.checkpoint import RunDirectory
+from apportion.comm.group import Alone
 from apportion.comm.message import broadcast_message, broadcast_tensors
-from apportion.errors import CheckpointError
+from apportion.errors import CheckpointError, MembershipChanged
 from apportion.evaluate import evaluate
 from apportion.event import Event
 from apportion.fingerprint import check_fingerprint, fingerprint
@@ -64,16 +65,56 @@ class _Run:
         self.workload: Workload = job.open()
         self.step: Step = job.strategy.build(self.workload, world)
         self.source = self.step.source
-        self.directory = RunDirectory(job.run_dir) if job.run_dir is not None and world.rank == 0 else None
-        self.saver = Saver(self.directory, job.policy.keep, str(job.strategy))
+        self.directory: RunDirectory | None = None
+        self.saver = Saver(None, job.policy.keep, str(job.strategy))
         self.best: float | None = None
-        self.done = self._restore()
-        self.agreement = Agreement(world, wish, job.policy, self.source.deal.batches, self.done)
-        self.meter = _Meter(self.step, self.done, self.began)
+        self._take_place()
+        if world.generation == 0:
+            self._restore()
+        else:
+            self.step.rejoin(world)
+        self._agree()
+        self.meter = _Meter(self.step, self.began)
         self.evaluation = self._open_evaluation()
         self.metrics: Mapping[str, float] = {}
 
         wish.save_now = self.save_committed
+
+    @property
+    def done(self) -> int:
+        """Updates so far."""
+        return self.step.done
+
+    def _take_place(self) -> None:
+        """Rank 0 keeps the run directory: now, or since the rank 0 before it has died."""
+        if self.job.run_dir is None or self.world.rank != 0 or self.directory is not None:
+            return
+        self.directory = RunDirectory(self.job.run_dir)
+        self.saver = Saver(self.directory, self.job.policy.keep, str(self.job.strategy))
+        if self.world.generation:
+            self.best = self.directory.best()
+
+    def _agree(self) -> None:
+        """Who goes its own way asks nobody."""
+        self.group = self.world.group() if self.step.lockstep else Alone()
+        self.agreement = Agreement(
+            self.group,
+            self.world.device,
+            self.wish,
+            self.job.policy,
+            steps_per_epoch=self.source.deal.batches,
+            done=self.done,
+        )
+        self.evaluates = self.step.lockstep or self.world.rank == 0
+        """Does this rank take part in evaluations and checkpoints?"""
+
+    def _rejoin(self) -> None:
+        """The membership has changed: on from the last update that is whole."""
+        self.world = self.world.rejoin()
+        self.wish.rejoined(self.world)
+        self._take_place()
+        self.step.rejoin(self.world)
+        self._agree()
 
     def save_committed(self) -> int:
         """Write the state after the last update; the step it is of. Called from another thread than the loop's."""
@@ -100,10 +141,10 @@ class _Run:
 
     # Starting
 
-    def _restore(self) -> int:
-        """Start the run directory, or go on from it: updates done so far."""
+    def _restore(self) -> None:
+        """Start the run directory, or go on from it."""
         if self.job.run_dir is None:
-            return 0
+            return
         state = None
         if self.directory is not None:
             mark = fingerprint(self.workload, self.step.model, self.step.optimizers, self.source.deal.examples)
@@ -112,14 +153,11 @@ class _Run:
             elif not self.job.resume:
                 self.directory.start(self._description(mark))
         if not self.job.resume:
-            return 0
+            return
         state = broadcast_state(state, self.world)
         if state is not None:
             self.step.load_state_dict(state)
-        if state is None:
-            return 0
-        self.best = state.settings.get("best")
-        return state.step
+            self.best = state.settings.get("best")
 
     def _started(self, mark: Mapping[str, Any]) -> bool:
         """Is there a run that was cut off before its first checkpoint? It begins again."""
@@ -158,14 +196,34 @@ class _Run:
     # The loop
 
     def events(self) -> Iterator[Event]:
-        if self.world.rank == 0:
+        if self.world.rank == 0 and self.world.generation == 0:
             yield self._start_event()
-        reason = "finished"
+        reason = None
+        while True:
+            try:
+                reason = reason or (yield from self._train())
+                yield from self._end(reason)
+                return
+            except MembershipChanged:
+                self.meter.pause()
+                self._rejoin_until_it_holds()
+                self.meter.go_on()
+
+    def _rejoin_until_it_holds(self) -> None:
+        while True:
+            try:
+                return self._rejoin()
+            except MembershipChanged:  # another one was lost meanwhile
+                pass
+
+    def _train(self) -> Generator[Event, None, str]:
+        """Steps, until none is left or all ranks agree to stop: why it ended."""
         next_report = next_speed = time.perf_counter()
         beats = self.wish.progress
-        for batch in batches(self.step, start=self.done, loaders=self.job.loaders):
+        for batch in batches(self.step, loaders=self.job.loaders):
+            self.world.check()
+            before = self.done
             values = self.step(batch)
-            self.done += 1
             self.meter.take(values, batch.size, len(batch))
             beats[0] += 1
             beats[2] = self.done
@@ -176,7 +234,7 @@ class _Run:
             if now >= next_speed:
                 yield self._event("speed", rank=self.world.rank, **self.meter.speed())
                 next_speed = now + SPEED_SECONDS
-            if self._evaluation_due():
+            if self._evaluation_due(before):
                 self.meter.pause()
                 yield from self._evaluate(final=False)
                 self.meter.go_on()
@@ -188,9 +246,8 @@ class _Run:
                     self.meter.go_on()
                 yield from self._saved()
                 if stop:
-                    reason = "stopped"
-                    break
-        yield from self._end(reason)
+                    return "stopped"
+        return "finished"
 
     def _step_event(self) -> Event:
         return self._event("step", **self.meter.flush(), learning_rate=self._learning_rate())
@@ -200,18 +257,19 @@ class _Run:
             return float(optimizer.param_groups[0]["lr"]) if "lr" in optimizer.param_groups[0] else 0.0
         return 0.0
 
-    def _evaluation_due(self) -> bool:
+    def _evaluation_due(self, before: int) -> bool:
+        """Since so many updates."""
         evaluation = self.workload.evaluation
-        if evaluation is None or evaluation.every is None or self.done >= self.source.total:
+        if evaluation is None or evaluation.every is None or self.done >= self.source.total or not self.evaluates:
             return False
         every = evaluation.every * self.source.deal.batches
-        return int(self.done / every) > int((self.done - 1) / every)
+        return int(self.done / every) > int(before / every)
 
     def _evaluate(self, *, final: bool) -> Iterator[Event]:
         evaluation = self.workload.evaluation
-        if evaluation is None or self.evaluation is None:
+        if evaluation is None or self.evaluation is None or not self.evaluates:
             return
-        self.metrics = evaluate(self.step, evaluation, self.evaluation, self.world.group(), self._beat)
+        self.metrics = evaluate(self.step, evaluation, self.evaluation, self.group, self._beat)
         best = self._is_best(evaluation.best)
         if best:
             self._save(best=True)
@@ -234,7 +292,7 @@ class _Run:
 
     def _save(self, *, best: bool = False) -> None:
         """Every rank takes part in making the state; one writes it, in the background."""
-        if self.job.run_dir is None:
+        if self.job.run_dir is None or not self.evaluates:
             return
         began = time.perf_counter()
         state = self.step.state_dict()
@@ -257,6 +315,8 @@ class _Run:
         if self.meter.steps:
             yield self._event("speed", rank=self.world.rank, **self.meter.speed())
         if reason == "finished":
+            if not self.step.lockstep:  # until everyone's last update has been made
+                self.world.group().barrier()
             yield from self._evaluate(final=True)
             self._save()
         self.saver.finish(self._beat)
@@ -293,7 +353,7 @@ class _Run:
 class _Meter:
     """Values and speeds since they were last asked for."""
 
-    def __init__(self, step: Step, done: int, now: float) -> None:
+    def __init__(self, step: Step, now: float) -> None:
         self._step = step
         self.pending: list[Mapping[str, Tensor]] = []
         self._examples = self._own = self.steps = 0

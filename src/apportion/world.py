@@ -6,13 +6,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from apportion.comm.channel import Channel
 from apportion.comm.group import Alone, Group
+from apportion.comm.membership import Membership
+from apportion.comm.shared_memory import SharedMemory, nbytes
+from apportion.cores import usable_cores
 
+REJOIN_SECONDS = 120.0
+"""For a supervisor to seat a replacement."""
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OTHER_NAMES = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
@@ -31,9 +36,15 @@ class World:
     local_size: int = 1
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     generation: int = 0
-    """Grows by one each time the membership changes; what waits for an older one is told so."""
+    """Grows with every change of the membership; what waits for an older one is told so."""
     channel: Channel | None = field(default=None, repr=False, compare=False)
     """To this host's supervisor, where there is one."""
+    seat: int = 0
+    """This process's line in what the host's processes share, for as long as it lives; its rank may change."""
+    seats: int = 1
+    """How many there are."""
+    members: Membership | None = field(default=None, repr=False, compare=False)
+    """Who is in the run, where workers may be replaced."""
     _groups: dict[str, Group] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -61,9 +72,39 @@ class World:
             local_rank=local_rank,
             local_size=local_size,
             device=_device(device, local_rank),
-            generation=int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
             channel=channel,
+            seat=local_rank,
+            seats=local_size,
         )
+
+    def join(self) -> World:
+        """Take this process's seat among workers that may be replaced; the world as it is when it may begin."""
+        assert self.channel is not None
+        members = Membership(self.shared("members", Membership.nbytes(self.seats)), self.seats)
+        members.sit(self.seat)
+        return replace(self, members=members).rejoin()
+
+    def rejoin(self) -> World:
+        """After MembershipChanged: this process's place in the world as it has become. Called once nothing of this
+        process writes any more to what the world shares; leaves the groups."""
+        if self.members is None:
+            raise ValueError("rejoin() needs a supervisor that replaces workers: start the run with local()")
+        self.close()
+        place = self.members.rejoin(self.seat, REJOIN_SECONDS)
+        return replace(
+            self,
+            rank=place.rank,
+            size=place.size,
+            local_rank=place.rank,
+            local_size=place.size,
+            generation=place.generation,
+            _groups={},
+        )
+
+    def check(self) -> None:
+        """Raise MembershipChanged where another generation has begun. Costs nothing."""
+        if self.members is not None:
+            self.members.check(self.generation)
 
     def group(self, axis: str = "world") -> Group:
         """The collectives among the ranks along an axis of the mesh; connected on first use, by all of them."""
@@ -76,6 +117,11 @@ class World:
             raise ValueError(f"axis={axis!r} is unknown: this world has one axis, 'world'")
         if self.size == 1:
             return Alone()
+        if self.device.type == "cpu" and self.channel is not None and self.local_size == self.size:
+            memory = self.shared(f"group/{axis}", nbytes(self.seats))
+            return SharedMemory(
+                memory, self.rank, self.size, generation=self.generation, check=self.check, spins=self.has_cores()
+            )
         # torch.distributed takes long to import and a world of one does not need it.
         from apportion.comm.process_group import ProcessGroup
 
@@ -86,6 +132,10 @@ class World:
             local_size=self.local_size,
             watched=self.channel is not None,
         )
+
+    def has_cores(self) -> bool:
+        """Has every process of this host a core of its own, so that it may look for the others without sleeping?"""
+        return self.local_size * torch.get_num_threads() <= usable_cores()
 
     def shared(self, name: str, nbytes: int) -> memoryview:
         """Memory that every rank of this host sees and that outlives any of them: the supervisor owns it.

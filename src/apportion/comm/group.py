@@ -76,7 +76,7 @@ class Alone(Group):
         self.rank, self.size, self.waits, self.waited = 0, 1, deque(), 0.0
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        return _DONE
+        return DONE
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return tensor.unsqueeze(0).clone()
@@ -91,4 +91,5 @@ class Alone(Group):
         pass
 
 
-_DONE = _Done()
+DONE = _Done()
+"""A collective that has ended."""

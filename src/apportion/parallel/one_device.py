@@ -11,7 +11,7 @@ from torch import Tensor
 from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
 from apportion.parallel.replica import Replica, seed_everything
-from apportion.strategy import State, Step
+from apportion.strategy import State, Step, batches
 from apportion.workload import Workload
 
 
@@ -29,6 +29,10 @@ class OneDeviceStep(Step):
         self._replica.start_schedules(self.source.total)
         self._update, self._count = workload.update, workload.count
         self._loss: Tensor | None = None
+
+    @property
+    def done(self) -> int:
+        return self._replica.step
 
     def predict(self, batch: Batch) -> Any | None:
         return self._replica.predict(batch)
@@ -84,6 +88,6 @@ class OneDeviceStep(Step):
 def reference(workload: Workload) -> Iterator[State]:
     """The state after each step of one device on the CPU: what every exact strategy must compute."""
     step = OneDeviceStep(workload, torch.device("cpu"))
-    for number in range(step.source.total):
-        step(step.source.at(number))
+    for batch in batches(step):
+        step(batch)
         yield step.state_dict()

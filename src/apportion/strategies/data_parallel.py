@@ -115,6 +115,10 @@ class DataParallelStep(Step):
                 "use microbatches=1, or a normalisation that looks at one example (GroupNorm, LayerNorm)"
             )
 
+    @property
+    def done(self) -> int:
+        return self._replica.step
+
     def predict(self, batch: Batch) -> Any | None:
         self._attendance.present = len(batch) > 0
         if len(batch):

@@ -1,0 +1,72 @@
+"""Waiting for a word of shared memory to change: a short look, then asleep in the kernel until it is woken.
+
+Linux's futex (Drepper, "Futexes Are Tricky", 2011), which works between processes that map the same memory. Elsewhere
+the wait is a short sleep, repeated.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+import threading
+import time
+
+_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
+_NUMBER = _NUMBERS.get(platform.machine(), 0) if sys.platform == "linux" else 0
+_WAIT, _WAKE = 0, 1
+_EVERYONE = 1 << 30
+_NAP_SECONDS = 0.0002
+
+Word = ctypes.c_int32
+"""Four bytes that lie at a multiple of four."""
+
+_syscall = ctypes.CDLL(None, use_errno=True).syscall if _NUMBER else None
+_fence = threading.Lock()
+_STRONG = platform.machine() in ("x86_64", "AMD64", "i686")
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+def sleep_on(word: Word, value: int, seconds: float) -> None:
+    """Return when the word is no longer this value, when it was woken, or after so many seconds (or earlier: look at
+    the word again)."""
+    if _syscall is None:
+        time.sleep(min(_NAP_SECONDS, seconds))
+        return
+    whole = int(seconds)
+    limit = _Timespec(whole, int((seconds - whole) * 1e9))
+    _syscall(
+        ctypes.c_long(_NUMBER),
+        ctypes.byref(word),
+        ctypes.c_int(_WAIT),
+        ctypes.c_int(value),
+        ctypes.byref(limit),
+        None,
+        ctypes.c_int(0),
+    )
+
+
+def wake(word: Word) -> None:
+    """Whoever sleeps on the word looks at it again."""
+    if _syscall is not None:
+        _syscall(
+            ctypes.c_long(_NUMBER),
+            ctypes.byref(word),
+            ctypes.c_int(_WAKE),
+            ctypes.c_int(_EVERYONE),
+            None,
+            None,
+            ctypes.c_int(0),
+        )
+
+
+def fence() -> None:
+    """What was written before is seen by whoever sees what is written after; and the same for reads. x86 keeps that
+    order by itself; elsewhere taking and releasing a lock twice is a full barrier."""
+    if not _STRONG:
+        for _ in range(2):
+            with _fence:
+                pass

@@ -1,0 +1,132 @@
+"""Who is in the run: a page of shared memory that the supervisor writes and every worker of the host looks at.
+
+A worker has a seat, a line of the page, for as long as it lives; its rank is what the table gives that seat. The
+generation is even while the table holds and odd while the supervisor changes it. What a worker waits for belongs to
+one generation: once another one has begun, its waits raise MembershipChanged, and it asks for its place anew.
+
+The order of a change (any other loses somebody): the dead are reaped; the generation becomes odd; every survivor
+acknowledges it, or is ended and reaped; the table is written; the generation becomes even.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from apportion.comm.futex import Word, fence, sleep_on, wake
+from apportion.errors import MembershipChanged, PeerLost
+
+LINE = 64
+"""Bytes: a cache line, so that no two processes write to the same one."""
+NOBODY = -1
+_WORDS = LINE // 4
+_GENERATION, _SIZE = 0, 1
+_RANK, _ACKNOWLEDGED, _PID = 0, 1, 2
+_LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the table says of a seat."""
+
+    rank: int
+    size: int
+    generation: int
+
+
+class Membership:
+    """The page, on either side. ``memory``: ``nbytes(seats)`` of them, zeros at first."""
+
+    def __init__(self, memory: memoryview, seats: int) -> None:
+        self.seats = seats
+        self._words = (Word * (_WORDS * (seats + 1))).from_buffer(memory)
+        self._generation = Word.from_buffer(memory, 4 * _GENERATION)
+
+    @staticmethod
+    def nbytes(seats: int) -> int:
+        return LINE * (seats + 1)
+
+    @property
+    def generation(self) -> int:
+        """Even: the table holds. Odd: it is being changed."""
+        return self._generation.value
+
+    def _at(self, seat: int, word: int) -> int:
+        return (seat + 1) * _WORDS + word
+
+    def place(self, seat: int) -> Place:
+        """Of a seat, while the generation is even."""
+        return Place(self._words[self._at(seat, _RANK)], self._words[_SIZE], self.generation)
+
+    def seated(self) -> list[int]:
+        """The seat of each rank."""
+        ranks = [self._words[self._at(seat, _RANK)] for seat in range(self.seats)]
+        return [ranks.index(rank) for rank in range(self._words[_SIZE])]
+
+    def pid(self, seat: int) -> int:
+        """Of the process that has taken the seat."""
+        return self._words[self._at(seat, _PID)]
+
+    # The supervisor's side
+
+    def begin(self) -> None:
+        """The first table: every seat is taken, rank i on seat i."""
+        self._write(range(self.seats))
+
+    def open_change(self) -> int:
+        """The table no longer holds; the odd generation that survivors have to acknowledge."""
+        self._generation.value += 1
+        fence()
+        wake(self._generation)
+        return self.generation
+
+    def acknowledged(self, seat: int) -> bool:
+        """Has this seat's worker left everything that belongs to an older generation?"""
+        return self._words[self._at(seat, _ACKNOWLEDGED)] == self.generation
+
+    def close_change(self, seats: Iterable[int]) -> None:
+        """The new table: rank i sits on the i-th of these seats."""
+        self._write(seats)
+        fence()
+        self._generation.value += 1
+        wake(self._generation)
+
+    def _write(self, seats: Iterable[int]) -> None:
+        order = list(seats)
+        for seat in range(self.seats):
+            self._words[self._at(seat, _RANK)] = order.index(seat) if seat in order else NOBODY
+        self._words[_SIZE] = len(order)
+
+    # A worker's side
+
+    def sit(self, seat: int) -> None:
+        """This process is the one on that seat."""
+        self._words[self._at(seat, _PID)] = os.getpid()
+
+    def check(self, generation: int) -> None:
+        """Raise MembershipChanged where that generation is over."""
+        if self._generation.value != generation:
+            raise MembershipChanged(f"generation {generation} is over")
+
+    def rejoin(self, seat: int, seconds: float) -> Place:
+        """Acknowledge the change and wait for the new table; this seat's place in it. PeerLost where the supervisor
+        does not come to an end, or has given the seat away."""
+        deadline = time.monotonic() + seconds
+        while True:
+            generation = self.generation
+            if generation % 2 == 0:
+                fence()
+                place = self.place(seat)
+                if self.generation == generation:
+                    if place.rank == NOBODY:
+                        raise PeerLost(f"the run goes on without the worker on seat {seat}")
+                    return place
+                continue
+            fence()
+            self._words[self._at(seat, _ACKNOWLEDGED)] = generation
+            if time.monotonic() > deadline:
+                raise PeerLost(f"the supervisor did not say within {seconds:.0f} s who is in the run")
+            sleep_on(self._generation, generation, _LOOK_SECONDS)

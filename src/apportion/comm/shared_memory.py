@@ -1,0 +1,250 @@
+"""The collectives of the processes of one host, in memory that all of them map.
+
+::
+
+    rank 0   tensor -> slot 0 \\                  / slot 0 + slot 1 -> tensor
+                               arrive, wait for all
+    rank 1   tensor -> slot 1 /                  \\ slot 0 + slot 1 -> tensor
+
+A tensor goes through in pieces that stay in a core's cache. Each rank writes its piece once and reads the others'
+where they lie; sums are taken in rank order, so they have the same bits on every rank and in every run. The slots are
+doubled, so that one meeting a piece is enough: whoever writes a slot again has met everyone after they had read it.
+
+gloo sends the same through TCP, also on one host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor
+
+from apportion.comm.futex import Word, fence, sleep_on, wake
+from apportion.comm.group import DONE, Group, Work
+from apportion.errors import PeerLost
+
+LINE = 64
+"""Bytes of a rank's own words: a cache line."""
+PIECE = 512 << 10
+"""Bytes of a rank's slot: with the others' it fits a core's second-level cache."""
+SPIN_SECONDS = 0.0002
+"""How long a rank looks for the others before it sleeps, where each has a core of its own: being woken takes longer
+than most waits."""
+SLEEP_SECONDS = 0.01
+"""Between two looks at what may have ended the wait."""
+LOOK_SECONDS = 1.0
+"""Between two looks whether the others live, where no supervisor does that."""
+DEADLINE_SECONDS = 300.0
+_KEPT_WAITS = 8192
+_SEQUENCE, _GENERATION, _PID = 0, 1, 2
+_HALF = 1 << 31
+
+
+def nbytes(ranks: int) -> int:
+    """Of the memory of a group."""
+    return ranks * LINE + 2 * ranks * PIECE
+
+
+@final
+class Meeting:
+    """Where ranks wait for each other: a line of memory each, with the number of meetings it has come to.
+
+    ``check()`` raises where the wait has become pointless; without it the ranks look after each other.
+    """
+
+    def __init__(  # noqa: PLR0913 (what a meeting is of)
+        self,
+        memory: memoryview,
+        rank: int,
+        size: int,
+        *,
+        generation: int = 0,
+        check: Callable[[], None] | None = None,
+        spins: bool = True,
+    ) -> None:
+        words = [
+            [Word.from_buffer(memory, at * LINE + 4 * word) for word in (_SEQUENCE, _GENERATION, _PID)]
+            for at in range(size)
+        ]
+        self.rank, self.size, self._generation, self._check = rank, size, generation, check
+        self._own, self._lines = words[rank][_SEQUENCE], words
+        self._others = [(at, words[at][_SEQUENCE], words[at][_GENERATION]) for at in range(size) if at != rank]
+        self._spin = SPIN_SECONDS if spins else 0.0
+        self.number = 0
+        self.waits: deque[tuple[float, float]] = deque(maxlen=_KEPT_WAITS)
+        self.waited = 0.0
+        self.waiting: ctypes.Array[ctypes.c_int64] | None = None
+        own, mark, pid = words[rank]
+        mark.value = -1  # whoever still looks for the number of an older generation does not find one
+        fence()
+        own.value = 0
+        pid.value = os.getpid()
+        fence()
+        mark.value = generation
+        wake(own)
+
+    def arrive(self) -> None:
+        """Everything written so far is there for those who have waited for this."""
+        self.number = (self.number + 1) % (2 * _HALF)
+        fence()
+        self._own.value = self.number
+        wake(self._own)
+
+    def wait(self) -> None:
+        """Until every rank has arrived as often as this one."""
+        began = time.perf_counter()
+        for rank, sequence, generation in self._others:
+            if not self._is_there(sequence, generation):
+                self._wait_for(rank, sequence, generation, began)
+        fence()
+        ended = time.perf_counter()
+        self.waits.append((began, ended))
+        self.waited += ended - began
+
+    def __call__(self) -> None:
+        self.arrive()
+        self.wait()
+
+    def _is_there(self, sequence: Word, generation: Word) -> bool:
+        ahead = (sequence.value - self.number) % (2 * _HALF)
+        return ahead < _HALF and generation.value == self._generation
+
+    def _wait_for(self, rank: int, sequence: Word, generation: Word, began: float) -> None:
+        spin_until = began + self._spin
+        while time.perf_counter() < spin_until:
+            if self._is_there(sequence, generation):
+                return
+        if self.waiting is not None:
+            self.waiting[0] = 1
+        try:
+            self._sleep_until_there(rank, sequence, generation, began)
+        finally:
+            if self.waiting is not None:
+                self.waiting[0] = 0
+
+    def _sleep_until_there(self, rank: int, sequence: Word, generation: Word, began: float) -> None:
+        look = began + LOOK_SECONDS
+        while True:
+            seen = sequence.value
+            if self._is_there(sequence, generation):
+                return
+            if self._check is not None:
+                self._check()
+            elif time.perf_counter() > look:
+                look = time.perf_counter() + LOOK_SECONDS
+                self._look_after(rank, began)
+            sleep_on(sequence, seen, SLEEP_SECONDS)
+
+    def _look_after(self, rank: int, began: float) -> None:
+        pid = self._lines[rank][_PID].value
+        if pid and not _lives(pid):
+            raise PeerLost(f"rank {self.rank} lost rank {rank}: its process {pid} has ended")
+        if time.perf_counter() - began > DEADLINE_SECONDS:
+            raise PeerLost(f"rank {self.rank} has waited {DEADLINE_SECONDS:.0f} s for rank {rank}")
+
+
+def _lives(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:  # it is gone; or there is no /proc
+        return not os.path.exists("/proc/self")
+
+
+@final
+class SharedMemory(Group):
+    """The collectives over ``memory``, which has ``nbytes(size)`` and belongs to this group alone."""
+
+    def __init__(  # noqa: PLR0913 (what a meeting is of)
+        self,
+        memory: memoryview,
+        rank: int,
+        size: int,
+        *,
+        generation: int = 0,
+        check: Callable[[], None] | None = None,
+        spins: bool = True,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.meeting = Meeting(memory, rank, size, generation=generation, check=check, spins=spins)
+        slots = torch.frombuffer(memory, dtype=torch.uint8, count=2 * size * PIECE, offset=size * LINE)
+        self._slots = slots.view(2, size, PIECE)
+        self._turn = 0
+        self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
+
+    @property
+    def waits(self) -> deque[tuple[float, float]]:  # type: ignore[override]
+        return self.meeting.waits
+
+    @property
+    def waited(self) -> float:  # type: ignore[override]
+        return self.meeting.waited
+
+    @property
+    def waiting(self) -> ctypes.Array[ctypes.c_int64] | None:
+        return self.meeting.waiting
+
+    @waiting.setter
+    def waiting(self, word: ctypes.Array[ctypes.c_int64] | None) -> None:
+        self.meeting.waiting = word
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        flat = tensor.detach().view(-1)
+        n = PIECE // flat.element_size()
+        for piece in flat.split(n) if flat.numel() > n else (flat,):
+            slots = self._put(piece)
+            if self.size == 1:
+                continue
+            torch.add(slots[0], slots[1], out=piece)
+            for slot in slots[2:]:
+                piece.add_(slot)
+        return DONE
+
+    def _put(self, piece: Tensor) -> list[Tensor]:
+        """Every rank's piece, in rank order, once all have written theirs."""
+        slots = self._of(piece.dtype, piece.numel())
+        slots[self.rank].copy_(piece)
+        self.meeting()
+        return slots
+
+    def _of(self, dtype: torch.dtype, n: int) -> list[Tensor]:
+        """The slots of this turn, as so many numbers of this type."""
+        self._turn ^= 1
+        key = (self._turn, dtype, n)
+        if key not in self._views:
+            self._views[key] = [slot.view(dtype)[:n] for slot in self._slots[self._turn]]
+        return self._views[key]
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        own, into = tensor.detach().contiguous().view(-1), gathered.view(self.size, -1)
+        n = PIECE // max(1, own.element_size())
+        for start in range(0, own.numel(), n):
+            piece = own[start : start + n]
+            for row, slot in zip(into, self._put(piece), strict=True):
+                row[start : start + n].copy_(slot)
+        return gathered
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
+        flat = tensor.detach().view(-1)
+        n = PIECE // flat.element_size()
+        for start in range(0, flat.numel(), n):
+            piece = flat[start : start + n]
+            slots = self._of(piece.dtype, piece.numel())
+            if self.rank == source:
+                slots[source].copy_(piece)
+            self.meeting()
+            if self.rank != source:
+                piece.copy_(slots[source])
+
+    def barrier(self) -> None:
+        self.meeting()
+
+    def close(self) -> None:
+        self._views.clear()
