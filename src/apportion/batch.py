@@ -49,6 +49,7 @@ class Batch:
     __slots__ = (
         "_cut",
         "_loaded",
+        "_offset",
         "_request",
         "_source",
         "_whole",
@@ -66,6 +67,7 @@ class Batch:
         self._loaded: tuple[Any, Any] | None = None
         self._cut: tuple[Batch, slice] | None = None
         self._request: tuple[int, DataShard] | None = None
+        self._offset = 0
         self.step = whole.step
         """The global step that this batch belongs to: the key of every draw made with it."""
         self.epoch = whole.epoch
@@ -146,6 +148,18 @@ class Batch:
             part._cut = (self, piece)
             pieces.append(part)
         return pieces
+
+    def stream(self, most: int) -> Iterator[Batch]:
+        """These rows in order, at most so many at once. Each part is loaded when it is touched and gone when it is let
+        go: for what does not fit the memory at once. Collate and augment see one part at a time."""
+        pieces = -(-len(self.index) // most)
+        if self._loaded is not None or pieces <= 1:
+            yield from self.parts(pieces)
+            return
+        for piece in split(len(self.index), pieces):
+            part = self._part(self.index[piece], slice(self.rows.start + piece.start, self.rows.start + piece.stop))
+            part._offset = piece.start
+            yield part
 
     def borrowed(self) -> Batch:
         """One example of this global batch, for a rank that has none: computed with weight 0, so that it can take
@@ -362,7 +376,12 @@ class Batches:
 
     def _draws_of(self, batch: Batch, key: int) -> AbstractContextManager[None]:
         """Data may draw from the global generators: its draws become a function of the step, and can be repeated."""
-        return _own_draws(mix(self.seed, batch.step, self._rank, key))
+        place = (batch._offset,) if batch._offset else ()  # parts that are loaded apart draw apart
+        return _own_draws(mix(self.seed, batch.step, self._rank, key, *place))
+
+    def sit(self, rank: int) -> None:
+        """This process has another rank."""
+        self._rank = rank
 
     # With loading processes
 

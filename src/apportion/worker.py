@@ -23,14 +23,14 @@ from apportion.agreement import Agreement, Wish
 from apportion.batch import Batches
 from apportion.checkpoint import RunDirectory
 from apportion.comm.group import Alone
-from apportion.comm.message import broadcast_message, broadcast_tensors
 from apportion.errors import CheckpointError, MembershipChanged
 from apportion.evaluate import evaluate
 from apportion.event import Event
 from apportion.fingerprint import check_fingerprint, fingerprint
 from apportion.job import Job
+from apportion.parallel.recovery import broadcast_state
 from apportion.saving import Saver
-from apportion.strategy import State, Step, batches
+from apportion.strategy import Step, batches
 from apportion.workload import Workload
 from apportion.world import World
 
@@ -42,7 +42,7 @@ SPEED_SECONDS = 0.5
 def work(job: Job, world: World, wish: Wish) -> Generator[Event, None, None]:
     """Train, as one rank of the world; what happens, as it happens. Closing the generator stops every rank at the
     next step that they agree on."""
-    run = _Run(job, world, wish)
+    run = _begin(job, world, wish)
     events = run.events()
     try:
         for event in events:  # noqa: UP028 (`yield from` would close the loop where it stands)
@@ -54,6 +54,16 @@ def work(job: Job, world: World, wish: Wish) -> Generator[Event, None, None]:
         raise
     finally:
         run.close()
+
+
+def _begin(job: Job, world: World, wish: Wish) -> _Run:
+    """This rank's part; a replacement may see the next loss before it has begun."""
+    while True:
+        try:
+            return _Run(job, world, wish)
+        except MembershipChanged:
+            world = world.rejoin()
+            wish.rejoined(world)
 
 
 class _Run:
@@ -154,7 +164,7 @@ class _Run:
                 self.directory.start(self._description(mark))
         if not self.job.resume:
             return
-        state = broadcast_state(state, self.world)
+        state = broadcast_state(state, self.world.group(), device=self.world.device)
         if state is not None:
             self.step.load_state_dict(state)
             self.best = state.settings.get("best")
@@ -196,6 +206,7 @@ class _Run:
     # The loop
 
     def events(self) -> Iterator[Event]:
+        self.wish.progress[3] = 1
         if self.world.rank == 0 and self.world.generation == 0:
             yield self._start_event()
         reason = None
@@ -220,6 +231,8 @@ class _Run:
         """Steps, until none is left or all ranks agree to stop: why it ended."""
         next_report = next_speed = time.perf_counter()
         beats = self.wish.progress
+        if self.world.generation and self._evaluation_due(self.done - 1):  # the change may have cut it short
+            yield from self._evaluate(final=False)
         for batch in batches(self.step, loaders=self.job.loaders):
             self.world.check()
             before = self.done
@@ -279,6 +292,7 @@ class _Run:
     def _beat(self) -> None:
         """Something got done, or is being written: this rank is not late."""
         self.wish.progress[0] += 1
+        self.world.check()
 
     def _is_best(self, rule: str | None) -> bool:
         if rule is None:
@@ -418,19 +432,3 @@ class _Meter:
         if self._first is None or not self._all_examples:
             return 0.0
         return self._all_examples / max(time.perf_counter() - self._first, 1e-9)
-
-
-def broadcast_state(state: State | None, world: World) -> State | None:
-    """Rank 0's state on every rank: other hosts may not see its files."""
-    group = world.group()
-    if group.size == 1:
-        return state
-    head = None if state is None else {"step": state.step, "settings": state.settings}
-    told = broadcast_message(head, group, device=world.device)
-    if told is None:
-        return None
-    model, optimizer, carry = (
-        broadcast_tensors(getattr(state, part) if state is not None else None, group, device=world.device)
-        for part in ("model", "optimizer", "carry")
-    )
-    return State(step=told["step"], model=model, optimizer=optimizer, carry=carry, settings=told["settings"])

@@ -12,9 +12,11 @@ import torch
 
 from apportion.comm.channel import Channel
 from apportion.comm.group import Alone, Group
+from apportion.comm.host_memory import host_memory, is_faster, shared_memory
 from apportion.comm.membership import Membership
 from apportion.comm.shared_memory import SharedMemory, nbytes
 from apportion.cores import usable_cores
+from apportion.errors import ApportionError
 
 REJOIN_SECONDS = 120.0
 """For a supervisor to seat a replacement."""
@@ -46,6 +48,8 @@ class World:
     members: Membership | None = field(default=None, repr=False, compare=False)
     """Who is in the run, where workers may be replaced."""
     _groups: dict[str, Group] = field(default_factory=dict, repr=False, compare=False)
+    _memories: dict[str, memoryview] = field(default_factory=dict, repr=False, compare=False)
+    _asked: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def from_env(cls, *, device: str | None = None, channel: Channel | None = None) -> World:
@@ -125,24 +129,40 @@ class World:
         # torch.distributed takes long to import and a world of one does not need it.
         from apportion.comm.process_group import ProcessGroup
 
-        return ProcessGroup.connect(
+        group = ProcessGroup.connect(
             rank=self.rank,
             size=self.size,
             device=self.device,
             local_size=self.local_size,
             watched=self.channel is not None,
         )
+        if self.device.type == "cpu" and self.channel is None and self.local_size == self.size:
+            found = host_memory(group, spins=self.has_cores())
+            if found is not None and is_faster(found, group):
+                found.under = group
+                return found
+        return group
 
     def has_cores(self) -> bool:
         """Has every process of this host a core of its own, so that it may look for the others without sleeping?"""
         return self.local_size * torch.get_num_threads() <= usable_cores()
 
     def shared(self, name: str, nbytes: int) -> memoryview:
-        """Memory that every rank of this host sees and that outlives any of them: the supervisor owns it.
-        Zeroed when first asked for; the same name gives the same memory."""
-        if self.channel is None:
-            raise ValueError(f"shared({name!r}) needs a supervisor on this host: start the run with local()")
-        return self.channel.shared(name, nbytes)
+        """Memory that every rank of this host sees. Zeroed when first asked for; the same name gives the same memory.
+        The supervisor owns it, and it outlives any rank; without a supervisor all ranks ask for it together."""
+        if self.channel is not None:
+            return self.channel.shared(name, nbytes)
+        if name not in self._memories:
+            memory = shared_memory(self.group(), nbytes) if self.local_size == self.size else None
+            if memory is None:
+                raise ApportionError(f"shared({name!r}): the ranks do not share memory; local() starts ranks that do")
+            self._memories[name] = memory
+        return self._memories[name]
+
+    def another(self, name: str) -> str:
+        """The name with how often it was asked for here: what is built again does not find what it left behind."""
+        self._asked[name] = self._asked.get(name, -1) + 1
+        return f"{name}/{self._asked[name]}"
 
     def close(self) -> None:
         """Leave the groups."""

@@ -58,6 +58,8 @@ class Group(ABC):
         counts = self.all_gather(rows).flatten().tolist()
         padded = tensor.new_zeros((max(counts), *tensor.shape[1:]))
         padded[: tensor.shape[0]] = tensor
+        if not padded.numel():  # nothing to send, and no way to view it as bytes and back
+            return [padded[:count] for count in counts]
         # As bytes: no backend knows every type (bool, bfloat16, complex).
         gathered = self.all_gather(padded.view(torch.uint8)).view(tensor.dtype)
         return [part[:count] for part, count in zip(gathered.unbind(0), counts, strict=True)]

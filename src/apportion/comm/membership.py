@@ -120,6 +120,7 @@ class Membership:
             if generation % 2 == 0:
                 fence()
                 place = self.place(seat)
+                fence()
                 if self.generation == generation:
                     if place.rank == NOBODY:
                         raise PeerLost(f"the run goes on without the worker on seat {seat}")

@@ -41,7 +41,9 @@ SLEEP_SECONDS = 0.01
 LOOK_SECONDS = 1.0
 """Between two looks whether the others live, where no supervisor does that."""
 DEADLINE_SECONDS = 300.0
+"""Of a wait, where no supervisor finds the rank that is late."""
 _KEPT_WAITS = 8192
+_KEPT_VIEWS = 1024
 _SEQUENCE, _GENERATION, _PID = 0, 1, 2
 _HALF = 1 << 31
 
@@ -55,7 +57,8 @@ def nbytes(ranks: int) -> int:
 class Meeting:
     """Where ranks wait for each other: a line of memory each, with the number of meetings it has come to.
 
-    ``check()`` raises where the wait has become pointless; without it the ranks look after each other.
+    ``check()`` raises where the wait has become pointless; without it the ranks look after each other, and a wait
+    lasts ``deadline`` seconds at most.
     """
 
     def __init__(  # noqa: PLR0913 (what a meeting is of)
@@ -67,6 +70,7 @@ class Meeting:
         generation: int = 0,
         check: Callable[[], None] | None = None,
         spins: bool = True,
+        deadline: float = DEADLINE_SECONDS,
     ) -> None:
         words = [
             [Word.from_buffer(memory, at * LINE + 4 * word) for word in (_SEQUENCE, _GENERATION, _PID)]
@@ -75,7 +79,8 @@ class Meeting:
         self.rank, self.size, self._generation, self._check = rank, size, generation, check
         self._own, self._lines = words[rank][_SEQUENCE], words
         self._others = [(at, words[at][_SEQUENCE], words[at][_GENERATION]) for at in range(size) if at != rank]
-        self._spin = SPIN_SECONDS if spins else 0.0
+        self._spin, self._deadline = SPIN_SECONDS if spins else 0.0, deadline
+        self._look = min(LOOK_SECONDS, deadline)
         self.number = 0
         self.waits: deque[tuple[float, float]] = deque(maxlen=_KEPT_WAITS)
         self.waited = 0.0
@@ -112,8 +117,11 @@ class Meeting:
         self.wait()
 
     def _is_there(self, sequence: Word, generation: Word) -> bool:
-        ahead = (sequence.value - self.number) % (2 * _HALF)
-        return ahead < _HALF and generation.value == self._generation
+        # The generation first: it is written after the number has begun anew, so what is read then is no older one's.
+        if generation.value != self._generation:
+            return False
+        fence()
+        return (sequence.value - self.number) % (2 * _HALF) < _HALF
 
     def _wait_for(self, rank: int, sequence: Word, generation: Word, began: float) -> None:
         spin_until = began + self._spin
@@ -129,7 +137,7 @@ class Meeting:
                 self.waiting[0] = 0
 
     def _sleep_until_there(self, rank: int, sequence: Word, generation: Word, began: float) -> None:
-        look = began + LOOK_SECONDS
+        look = began + self._look
         while True:
             seen = sequence.value
             if self._is_there(sequence, generation):
@@ -137,7 +145,7 @@ class Meeting:
             if self._check is not None:
                 self._check()
             elif time.perf_counter() > look:
-                look = time.perf_counter() + LOOK_SECONDS
+                look = time.perf_counter() + self._look
                 self._look_after(rank, began)
             sleep_on(sequence, seen, SLEEP_SECONDS)
 
@@ -145,8 +153,8 @@ class Meeting:
         pid = self._lines[rank][_PID].value
         if pid and not _lives(pid):
             raise PeerLost(f"rank {self.rank} lost rank {rank}: its process {pid} has ended")
-        if time.perf_counter() - began > DEADLINE_SECONDS:
-            raise PeerLost(f"rank {self.rank} has waited {DEADLINE_SECONDS:.0f} s for rank {rank}")
+        if time.perf_counter() - began > self._deadline:
+            raise PeerLost(f"rank {self.rank} has waited {self._deadline:.0f} s for rank {rank}")
 
 
 def _lives(pid: int) -> bool:
@@ -159,7 +167,10 @@ def _lives(pid: int) -> bool:
 
 @final
 class SharedMemory(Group):
-    """The collectives over ``memory``, which has ``nbytes(size)`` and belongs to this group alone."""
+    """The collectives over ``memory``, which has ``nbytes(size)`` or more and belongs to this group alone."""
+
+    under: Group | None = None
+    """What it was set up through, where that is closed with it."""
 
     def __init__(  # noqa: PLR0913 (what a meeting is of)
         self,
@@ -170,10 +181,13 @@ class SharedMemory(Group):
         generation: int = 0,
         check: Callable[[], None] | None = None,
         spins: bool = True,
+        deadline: float = DEADLINE_SECONDS,
     ) -> None:
         self.rank, self.size = rank, size
-        self.meeting = Meeting(memory, rank, size, generation=generation, check=check, spins=spins)
-        slots = torch.frombuffer(memory, dtype=torch.uint8, count=2 * size * PIECE, offset=size * LINE)
+        self.meeting = Meeting(memory, rank, size, generation=generation, check=check, spins=spins, deadline=deadline)
+        # The lines have a place of their own in every generation, also of a smaller group: no slot was ever there.
+        lines = memory.nbytes // nbytes(1) * LINE
+        slots = torch.frombuffer(memory, dtype=torch.uint8, count=2 * size * PIECE, offset=lines)
         self._slots = slots.view(2, size, PIECE)
         self._turn = 0
         self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
@@ -195,21 +209,31 @@ class SharedMemory(Group):
         self.meeting.waiting = word
 
     def all_reduce(self, tensor: Tensor) -> Work:
+        self._sum(tensor, None)
+        return DONE
+
+    def mean(self, tensor: Tensor) -> None:
+        """``all_reduce`` with the mean instead of the sum, at the same price. Blocks."""
+        self._sum(tensor, 1.0 / self.size)
+
+    def _sum(self, tensor: Tensor, weight: float | None) -> None:
         flat = tensor.detach().view(-1)
         n = PIECE // flat.element_size()
         for piece in flat.split(n) if flat.numel() > n else (flat,):
-            slots = self._put(piece)
+            slots = self._put(piece, weight)
             if self.size == 1:
                 continue
             torch.add(slots[0], slots[1], out=piece)
             for slot in slots[2:]:
                 piece.add_(slot)
-        return DONE
 
-    def _put(self, piece: Tensor) -> list[Tensor]:
-        """Every rank's piece, in rank order, once all have written theirs."""
+    def _put(self, piece: Tensor, weight: float | None = None) -> list[Tensor]:
+        """Every rank's piece, weighted, in rank order, once all have written theirs."""
         slots = self._of(piece.dtype, piece.numel())
-        slots[self.rank].copy_(piece)
+        if weight is None:
+            slots[self.rank].copy_(piece)
+        else:
+            torch.mul(piece, weight, out=slots[self.rank])
         self.meeting()
         return slots
 
@@ -218,12 +242,15 @@ class SharedMemory(Group):
         self._turn ^= 1
         key = (self._turn, dtype, n)
         if key not in self._views:
+            if len(self._views) >= _KEPT_VIEWS:  # rows in numbers that always differ
+                self._views.clear()
             self._views[key] = [slot.view(dtype)[:n] for slot in self._slots[self._turn]]
         return self._views[key]
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        own, into = tensor.detach().contiguous().view(-1), gathered.view(self.size, -1)
+        own = tensor.detach().contiguous().view(-1)
+        into = gathered.view(self.size, own.numel())
         n = PIECE // max(1, own.element_size())
         for start in range(0, own.numel(), n):
             piece = own[start : start + n]
@@ -248,3 +275,5 @@ class SharedMemory(Group):
 
     def close(self) -> None:
         self._views.clear()
+        if self.under is not None:
+            self.under.close()

@@ -23,12 +23,14 @@ from apportion.comm.group import Group
 
 @dataclass
 class Attendance:
-    """Whether this rank's rows are its own. A rank without any computes a borrowed one, which must not count."""
+    """Who takes part in the statistics."""
 
+    group: Group
     present: bool = True
+    """Are this rank's rows its own? A rank without any computes a borrowed one, which must not count."""
 
 
-def use_whole_batch(model: nn.Module, group: Group, attendance: Attendance) -> list[str]:
+def use_whole_batch(model: nn.Module, attendance: Attendance) -> list[str]:
     """Make every batch normalisation of the model take its statistics over all ranks of the group; their names.
 
     In place, by class: names, parameters, buffers and hooks stay. A layer with a ``forward`` of its own is left alone.
@@ -40,20 +42,20 @@ def use_whole_batch(model: nn.Module, group: Group, attendance: Attendance) -> l
             isinstance(layer, _BatchNorm) and type(layer).forward is _BatchNorm.forward
         ):
             layer.__class__ = type(f"Whole{type(layer).__name__}", (_WholeBatchNorm, type(layer)), {"forward": forward})
-            layer._whole = (group, attendance)  # type: ignore[assignment]
+            layer._whole = attendance  # type: ignore[assignment]
             changed.append(name)
     return changed
 
 
 class _WholeBatchNorm(_BatchNorm):
-    _whole: tuple[Group, Attendance]
+    _whole: Attendance
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
         if not self.training and self.running_mean is not None:
             return super().forward(x)
-        group, attendance = self._whole
-        y, mean, squares, n = _Normalize.apply(x, self.weight, self.bias, self.eps, group, attendance.present)
+        whole = self._whole
+        y, mean, squares, n = _Normalize.apply(x, self.weight, self.bias, self.eps, whole.group, whole.present)
         if self.training and self.track_running_stats:
             self._track(mean, squares, n)
         return y  # type: ignore[no-any-return]

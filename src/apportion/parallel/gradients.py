@@ -50,6 +50,10 @@ class GradientSum:
             first = self._packed[0] = _pack(self._packed[0].parameters, len(dense) + 1)
             self._tail = first.tail
 
+    def rejoin(self, group: Group) -> None:
+        """The same parameters over other ranks."""
+        self._group = group
+
     def __call__(self, loss: Tensor | None, weight: float) -> Tensor:
         """Every ``p.grad`` becomes the sum over the ranks; the sum of weight times loss (None: no rows here)."""
         used = [p.grad is not None for p in self._dense]

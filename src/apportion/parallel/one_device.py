@@ -10,6 +10,7 @@ from torch import Tensor
 
 from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
+from apportion.parallel.closure import Closure
 from apportion.parallel.replica import Replica, seed_everything
 from apportion.strategy import State, Step, batches
 from apportion.workload import Workload
@@ -19,67 +20,76 @@ from apportion.workload import Workload
 class OneDeviceStep(Step):
     """The whole batch, forward, backward and update, in this process."""
 
-    def __init__(self, workload: Workload, device: torch.device) -> None:
-        self._replica = Replica(workload, rank=0, device=device)
-        self.rank, self.device = 0, device
-        self.model, self.optimizers = self._replica.model, self._replica.optimizers
+    def __init__(self, workload: Workload, device: torch.device, rank: int = 0) -> None:
+        self.replica = Replica(workload, rank=rank, device=device)
+        self.rank, self.device = rank, device
+        self.model, self.optimizers = self.replica.model, self.replica.optimizers
         self.data_shard = DataShard()
         seed_everything(workload.seed)
-        self.source = Batches(workload, device=device, dtype=self._replica.input_dtype)
-        self._replica.start_schedules(self.source.total)
+        self.source = Batches(workload, device=device, dtype=self.replica.input_dtype, rank=rank)
+        self.replica.start_schedules(self.source.total)
         self._update, self._count = workload.update, workload.count
         self._loss: Tensor | None = None
+        self._batch: Batch | None = None
 
     @property
     def done(self) -> int:
-        return self._replica.step
+        return self.replica.step
 
     def predict(self, batch: Batch) -> Any | None:
-        return self._replica.predict(batch)
+        return self.replica.predict(batch)
 
     def backward(self, batch: Batch) -> Tensor:
-        replica = self._replica
+        replica = self.replica
         replica.reseed(batch.step)
         with replica.autocast():
             loss = replica.loss(replica.outputs(batch), batch.targets)
         replica.backward(loss, 1.0)
-        self._loss = loss.detach()
+        self._loss, self._batch = loss.detach(), batch
         return self._loss
 
     def update(self) -> Mapping[str, Tensor]:
-        replica = self._replica
+        replica, loss = self.replica, self._loss
+        assert loss is not None, "update() follows backward()"
         for name in self.optimizers:
-            replica.apply(name)
+            if name in replica.searching:
+                replica.search(name, Closure(loss, replica.trainable(name), self._again))
+            else:
+                replica.apply(name)
         replica.commit()
-        assert self._loss is not None, "update() follows backward()"
-        return {"loss": self._loss}
+        self._batch = None
+        return {"loss": loss}
+
+    def _again(self) -> Tensor:
+        assert self._batch is not None, "update() follows backward()"
+        return self.backward(self._batch)
 
     def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
-        self._replica.gradient(loss, 1.0, optimizer)
-        self._replica.apply(optimizer)
+        self.replica.gradient(loss, 1.0, optimizer)
+        self.replica.apply(optimizer)
         return loss.detach()
 
     def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
         if self._update is None:
             self.backward(batch)
             return self.update()
-        self._replica.reseed(batch.step)
-        with self._replica.autocast():
+        self.replica.reseed(batch.step)
+        with self.replica.autocast():
             values = self._update(self, batch)
-        self._replica.commit()
+        self.replica.commit()
         return {name: value.detach() for name, value in values.items()}
 
     def state_dict(self) -> State:
-        return self._replica.state()
+        return self.replica.state()
 
     def load_state_dict(self, state: State) -> None:
-        self._replica.load(state, slice(0, self.source.deal.batch_size))
+        self.replica.load(state, slice(0, self.source.deal.batch_size))
 
     def committed(self) -> State | None:
-        return self._replica.committed()
+        return self.replica.committed()
 
     def spent(self) -> Mapping[str, float]:
-        return {"loading": self.source.seconds, "waiting": 0.0, "updating": self._replica.seconds}
+        return {"loading": self.source.seconds, "waiting": 0.0, "updating": self.replica.seconds}
 
     def close(self) -> None:
         pass

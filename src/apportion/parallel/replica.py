@@ -18,6 +18,7 @@ from apportion import tree
 from apportion.batch import Batch
 from apportion.comm.group import Alone, Group
 from apportion.deal import mix
+from apportion.parallel import closure
 from apportion.parallel.carry import Carry
 from apportion.plain import from_plain, to_plain
 from apportion.strategy import State
@@ -55,6 +56,9 @@ class Replica:
         prepare(self.model)
         self.names = {p: name for name, p in self.model.named_parameters()}
         self.optimizers = self._make_optimizers()
+        self.searching = frozenset(n for n, o in self.optimizers.items() if closure.needs_closure(o))
+        """The optimizers that evaluate the loss themselves."""
+        self._refuse_search()
         self.schedules: dict[str, LRScheduler] = {}
         self.scaler = torch.amp.GradScaler(device.type) if workload.precision == "float16" else None
         self.carry = Carry(workload.carry, device, workload.dtype) if workload.carry is not None else None
@@ -72,8 +76,11 @@ class Replica:
         }
         owned = {id(p) for parameters in self._owned.values() for p in parameters}
         self._idle = [p for p in self._trainable if id(p) not in owned]
-        self._settled = threading.Condition()
-        self._updating = False
+        self.settled = threading.Condition()
+        """Held by whoever copies the state, or changes what a copy is of."""
+        self.show: Callable[[], None] = lambda: None
+        """Called before the optimizers' state is read."""
+        self.updating = False
         """Has an update changed something that is not committed yet?"""
         self._buffers = [b for b in self.model.buffers() if b.numel()]
         self._committed_buffers = [b.clone() for b in self._buffers]
@@ -95,6 +102,17 @@ class Replica:
                 f"{len(optimizers)} optimizers need update=(step, batch) -> values, which says when each steps"
             )
         return optimizers
+
+    def _refuse_search(self) -> None:
+        for name in self.searching:
+            kind = type(self.optimizers[name]).__name__
+            for what, given in (
+                (f"clip_grad_norm={self.workload.clip_grad_norm}", self.workload.clip_grad_norm is not None),
+                ('precision="float16"', self.workload.precision == "float16"),
+                ("update=", self.workload.update is not None),
+            ):
+                if given:
+                    raise ValueError(f"{what} does not go with {kind}, which evaluates the loss itself")
 
     def start_schedules(self, total_steps: int) -> None:
         """The learning-rate schedules, now that the number of updates is known."""
@@ -191,14 +209,19 @@ class Replica:
 
     def apply(self, optimizer: str) -> None:
         """One update by this optimizer with the gradients in ``p.grad``; then there are none."""
+        if optimizer in self.searching:
+            kind = type(self.optimizers[optimizer]).__name__
+            raise ValueError(
+                f"{kind} evaluates the loss several times an update, which this strategy does not: use map_reduce"
+            )
         began = time.perf_counter()
         stepped, parameters = self.optimizers[optimizer], self.trainable(optimizer)
         if self.scaler is not None:
             self.scaler.unscale_(stepped)
         if self.workload.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self.workload.clip_grad_norm)
-        with self._settled:
-            self._updating = True
+        with self.settled:
+            self.updating = True
             if self.scaler is not None:
                 self.scaler.step(stepped)
                 self.scaler.update()
@@ -210,18 +233,48 @@ class Replica:
             p.grad = None
         self.seconds += time.perf_counter() - began
 
+    def search(self, optimizer: str, evaluate: Callable[[], Tensor]) -> None:
+        """One update by an optimizer that evaluates the loss, and the gradients in ``p.grad``, as often as it likes."""
+        with self.settled:
+            self.updating = True
+        self.optimizers[optimizer].step(evaluate)  # type: ignore[arg-type] # a tensor is a float to it
+        if self.schedules:
+            self.schedules[optimizer].step()
+        for p in self.trainable(optimizer):
+            p.grad = None
+
     def commit(self) -> None:
         """The step is made: what a forward pass changes (buffers, carried state) counts from here on."""
         for p in self._idle:  # that no optimizer was given: what gathers there is nobody's
             p.grad = None
-        with self._settled:
+        with self.settled:
             self.step += 1
-            if self._buffers:
-                torch._foreach_copy_(self._committed_buffers, self._buffers)
+            self.keep_buffers()
             if self.carry is not None:
                 self.carry.commit()
-            self._updating = False
-            self._settled.notify_all()
+            self.updating = False
+            self.settled.notify_all()
+
+    def advance(self) -> None:
+        """An update was made elsewhere: the schedules go on, and the step is made."""
+        for name, schedule in self.schedules.items():
+            self.optimizers[name]._opt_called = True  # type: ignore[attr-defined] # a schedule warns without
+            schedule.step()
+        self.commit()
+
+    def catch_up(self, step: int) -> None:
+        """The same, for every update up to this one."""
+        while self.step < step:
+            self.advance()
+
+    def keep_buffers(self) -> None:
+        """What the forward passes so far have made of the buffers counts."""
+        if self._buffers:
+            torch._foreach_copy_(self._committed_buffers, self._buffers)
+
+    def sit(self, rank: int) -> None:
+        """This process has another rank."""
+        self.rank = self._rng.rank = rank
 
     # State
 
@@ -233,18 +286,19 @@ class Replica:
     def committed(self) -> State | None:
         """The state after the last update, asked from another thread; None where one is being made and does not end
         soon: with several optimizers it lasts from the first one's step to the last one's."""
-        with self._settled:
-            if not self._settled.wait_for(lambda: not self._updating, SETTLE_SECONDS):
+        with self.settled:
+            if not self.settled.wait_for(lambda: not self.updating, SETTLE_SECONDS):
                 return None
             return self._state({} if self.carry is None else self.carry.gather(Alone(), None))
 
     def _state(self, carry: dict[str, Tensor]) -> State:
+        self.show()
         return State(
             step=self.step,
             model={k: v.detach().clone() for k, v in self._committed_model().items()},
-            optimizer={k: v.detach().clone() for k, v in self._slots()},
+            optimizer={k: v.detach().clone() for k, v in self.slots()},
             carry=carry,
-            settings=self._settings(),
+            settings=self.settings(),
         )
 
     def _committed_model(self) -> dict[str, Tensor]:
@@ -253,29 +307,40 @@ class Replica:
         state = self.model.state_dict()
         return {k: v if v.data_ptr() in parameters else committed.get(v.data_ptr(), v) for k, v in state.items()}
 
-    def _slots(self) -> Iterator[tuple[str, Tensor]]:
+    def slots(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the optimizers' state by name, as they are."""
         for owner, optimizer in self.optimizers.items():
             parameters: Mapping[Any, Mapping[str, Any]] = optimizer.state
             for p, slots in parameters.items():
                 for slot, value in slots.items():
-                    if isinstance(value, Tensor):
-                        yield f"{owner}/{self.names[p]}/{slot}".lstrip("/"), value
-                    elif value is not None:
+                    if not closure.can_be_kept(value):
                         raise ValueError(
                             f"{type(optimizer).__name__} keeps {slot} of {self.names[p]} as a {type(value).__name__}: "
-                            "only optimizers whose state is tensors can be saved by parameter"
+                            "only optimizers whose state is tensors, numbers and lists of them can be saved"
                         )
+                    for name, tensor in closure.tensors(slot, value):
+                        yield f"{owner}/{self.names[p]}/{name}".lstrip("/"), tensor
 
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
+        """What of the state is no tensor, as plain JSON."""
         groups = {
             name: [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
             for name, optimizer in self.optimizers.items()
         }
         schedules = {name: schedule.state_dict() for name, schedule in self.schedules.items()}
         settings = {"groups": to_plain(groups, "optimizer"), "schedules": to_plain(schedules, "schedule")}
+        plain = {name: self._plain_slots(optimizer) for name, optimizer in self.optimizers.items()}
+        if any(plain.values()):
+            settings["slots"] = to_plain(plain, "optimizer")
         if self.scaler is not None:
             settings["scaler"] = to_plain(self.scaler.state_dict(), "loss scale")
         return settings
+
+    def _plain_slots(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        """What is no tensor of the optimizer's state, by parameter."""
+        state: Mapping[Any, Mapping[str, Any]] = optimizer.state
+        rests = {self.names[p]: closure.rest(slots) for p, slots in state.items()}
+        return {name: rest for name, rest in rests.items() if rest}
 
     def load(self, state: State, rows: slice) -> None:
         """Go on from a state; ``rows``: this rank's lanes of a carried one."""
@@ -291,8 +356,8 @@ class Replica:
         if self.carry is not None:
             self.carry.load(state.carry, rows)
         self.step = state.step
-        if self._buffers:
-            torch._foreach_copy_(self._committed_buffers, self._buffers)
+        self.keep_buffers()
+        self.updating = False
 
     def _optimizer_state(self, owner: str, optimizer: Optimizer, state: State, groups: list[Any]) -> dict[str, Any]:
         """The optimizer's own form, parameters by number."""
@@ -303,12 +368,16 @@ class Replica:
             for p in group["params"]:
                 indices.append(numbers.setdefault(self.names[p], len(numbers)))
             numbered.append({**saved, "params": indices})
-        slots: dict[int, dict[str, Tensor]] = {}
+        slots: dict[int, dict[str, Any]] = {}
         for key, tensor in state.optimizer.items():
             name, _, slot = key.rpartition("/")
             name = name.removeprefix(f"{owner}/") if owner else name
             if name in numbers:
                 slots.setdefault(numbers[name], {})[slot] = tensor.clone()
+        plain = from_plain(state.settings["slots"]) if "slots" in state.settings else {}
+        for name, rest in plain.get(owner, {}).items():
+            if name in numbers:
+                slots[numbers[name]] = closure.put_together(slots.get(numbers[name], {}), rest)
         return {"state": slots, "param_groups": numbered}
 
 
@@ -316,14 +385,14 @@ class _Reseed:
     """Seeds the generator that the model draws from: one number a step, cheaper than torch.manual_seed."""
 
     def __init__(self, seed: int, rank: int, device: torch.device) -> None:
-        self._seed, self._rank = seed, rank
+        self._seed, self.rank = seed, rank
         self._generator = torch.default_generator
         if device.type == "cuda":
             torch.cuda.init()
             self._generator = torch.cuda.default_generators[device.index or 0]
 
     def __call__(self, step: int) -> None:
-        self._generator.manual_seed(mix(self._seed, step, self._rank))
+        self._generator.manual_seed(mix(self._seed, step, self.rank))
 
 
 class _Nothing:

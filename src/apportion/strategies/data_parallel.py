@@ -39,7 +39,9 @@ from apportion.deal import DataShard
 from apportion.parallel.batch_norm import Attendance, use_whole_batch
 from apportion.parallel.gradients import GradientSum
 from apportion.parallel.one_device import reference
+from apportion.parallel.recovery import agree
 from apportion.parallel.replica import Replica, seed_everything
+from apportion.parallel.shared_update import SharedUpdate, unsuited
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload, examples
 from apportion.world import World
@@ -49,6 +51,8 @@ from apportion.world import World
 @dataclass(frozen=True, repr=False)
 class DataParallel(Strategy):
     """Each worker computes a share of every batch."""
+
+    survives = True
 
     microbatches: int = 1
     """Parts that a rank computes its share in, accumulating the gradient: less memory, the same result."""
@@ -84,7 +88,7 @@ class DataParallelStep(Step):
         self.rank, self.device = world.rank, world.device
         self._group = world.group()
         self._workload, self._microbatches = workload, microbatches
-        self._attendance = Attendance()
+        self._attendance = Attendance(self._group)
         self._replica = Replica(workload, rank=world.rank, device=world.device, prepare=self._prepare)
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
         sparse: list[Any] = [
@@ -99,6 +103,14 @@ class DataParallelStep(Step):
         self._replica.start_schedules(self.source.total)
         self._loss: tuple[Tensor, float] | None = None
         self._own_rows = 0
+        self._whole = self._replica.state() if workload.update is not None and world.members is not None else None
+        """With several updates in a step: what to go back to, should another rank be lost between them."""
+        self._shared: SharedUpdate | None = None
+        if world.seats > 1 and unsuited(self._replica, world) is None:
+            self._shared = SharedUpdate(self._replica, world)
+            self._replica.show = self._shared.show
+            if world.generation == 0:
+                self._shared.attach(world, self._group)
 
     def _scopes(self) -> list[str | None]:
         """What is summed at once: all gradients, or with ``update`` one optimizer's at a time."""
@@ -106,7 +118,7 @@ class DataParallelStep(Step):
 
     def _prepare(self, model: nn.Module) -> None:
         if self._group.size > 1:
-            normalised = use_whole_batch(model, self._group, self._attendance)
+            normalised = use_whole_batch(model, self._attendance)
         else:
             normalised = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         if normalised and self._microbatches > 1:
@@ -147,6 +159,8 @@ class DataParallelStep(Step):
         self._replica.reseed(batch.step)
         self._attendance.present = len(batch) > 0
         self._own_rows = len(batch)
+        if self._shared is not None:
+            self._shared.begin(batch)
 
     def _loss_of(self, part: Batch, outputs: Any) -> tuple[Tensor, float]:
         """The mean loss of these rows, and how many terms it is the mean of."""
@@ -179,11 +193,13 @@ class DataParallelStep(Step):
         mean, _ = self._loss
         # Coupled losses are the same on every rank: each adds its part of one.
         share = 1.0 / self._group.size if self._workload.count is None else 1.0
+        self._loss = None
+        if self._shared is not None:
+            return {"loss": self._shared(mean, share)}
         loss = self._sums[None](mean, share)
         for name in self.optimizers:
             self._replica.apply(name)
         self._replica.commit()
-        self._loss = None
         return {"loss": loss}
 
     def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
@@ -202,6 +218,8 @@ class DataParallelStep(Step):
         with self._replica.autocast():
             values = self._workload.update(self, own)
         self._replica.commit()
+        if self._whole is not None:
+            self._whole = self._replica.state()
         return self._means(values, own)
 
     def _means(self, values: Mapping[str, Tensor], batch: Batch) -> Mapping[str, Tensor]:
@@ -215,14 +233,39 @@ class DataParallelStep(Step):
         return self._replica.state(self._group, self._own_rows)
 
     def load_state_dict(self, state: State) -> None:
+        if self._shared is not None:
+            self._shared.loading()
         self._replica.load(state, self._shard.rows(self._workload.batch_size))
+        if self._shared is not None:
+            self._shared.loaded()
         self._own_rows = self._replica.carry.held if self._replica.carry is not None else 0
+
+    def rejoin(self, world: World) -> None:
+        self.rank, self._group = world.rank, world.group()
+        self._attendance.group = self._group
+        self._replica.sit(world.rank)
+        self.source.sit(world.rank)
+        for sums in self._sums.values():
+            sums.rejoin(self._group)
+        self.data_shard = self._shard = DataShard(world.rank, world.size)
+        self._loss = None
+        if self._shared is not None:
+            self._shared.attach(world, self._group)
+            return
+        for p in self.model.parameters():
+            p.grad = None
+        if self._replica.updating and self._whole is not None:
+            self._replica.load(self._whole, slice(0, 0))
+        agree(self._replica, world)
 
     def committed(self) -> State | None:
         return self._replica.committed() if self._workload.carry is None else None
 
     def spent(self) -> Mapping[str, float]:
-        return {"loading": self.source.seconds, "waiting": self._group.waited, "updating": self._replica.seconds}
+        return {"loading": self.source.seconds, "waiting": self._group.waited, "updating": self._updating()}
+
+    def _updating(self) -> float:
+        return self._replica.seconds + (self._shared.seconds if self._shared is not None else 0.0)
 
     def close(self) -> None:
         pass

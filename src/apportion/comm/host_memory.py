@@ -1,0 +1,108 @@
+"""Memory that the ranks of one host share where no supervisor hands it out: torchrun, a script of one's own.
+
+::
+
+    rank 0   a file in memory that has no path  -- process, descriptor, name -->  the others open it through /proc
+    all      was it opened everywhere? is it faster than what the ranks have?  -> the same answer on each
+
+Nothing has a name in /dev/shm, and the memory goes with the last process that maps it. Where it cannot be had (several
+hosts, macOS, another user's processes) the ranks keep what they have.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import secrets
+import time
+from statistics import median
+
+import torch
+
+from apportion.comm.channel import memory_file
+from apportion.comm.group import Group
+from apportion.comm.message import broadcast_message
+from apportion.comm.shared_memory import DEADLINE_SECONDS, SharedMemory, nbytes
+
+MEASURED_BYTES = 64 << 10, 1 << 20
+"""Of the messages that two groups are compared with."""
+ROUNDS = 5
+
+
+def host_memory(group: Group, *, spins: bool = True, deadline: float = DEADLINE_SECONDS) -> SharedMemory | None:
+    """The collectives of the same ranks in shared memory; None where not every rank can map it. Called by all ranks of
+    the group.
+
+    ``spins``: has every rank a core of its own? ``deadline``: seconds that a rank may keep the others waiting.
+    """
+    memory = shared_memory(group, nbytes(group.size))
+    return None if memory is None else SharedMemory(memory, group.rank, group.size, spins=spins, deadline=deadline)
+
+
+def shared_memory(group: Group, size: int) -> memoryview | None:
+    """So many bytes, zeros at first, that every rank of the group maps; None where not every rank can. Called by all
+    ranks of the group."""
+    descriptor, token = _made(size) if group.rank == 0 else (-1, "")
+    try:
+        pid, number, token = broadcast_message([os.getpid(), descriptor, token], group)
+        own = descriptor if group.rank == 0 else _opened(pid, number, token)
+        memory = _mapped(own, size)
+        if own >= 0 and own != descriptor:
+            os.close(own)  # the mapping stays
+        mapped = torch.tensor([0.0 if memory is None else 1.0])
+        group.all_reduce(mapped).wait()  # only then rank 0 may close what the others open
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return None if memory is None or mapped.item() != group.size else memoryview(memory)
+
+
+def _made(size: int) -> tuple[int, str]:
+    """A descriptor of so much new memory and what it is called; -1 where there is none to be had."""
+    token = secrets.token_hex(16)
+    try:
+        descriptor = memory_file(token)
+        os.ftruncate(descriptor, size)
+    except OSError:
+        return -1, token
+    return descriptor, token
+
+
+def _opened(pid: int, number: int, token: str) -> int:
+    """A descriptor of this process for that of another; -1 where it is not the file meant: the same numbers on another
+    host, which are somebody else's."""
+    path = f"/proc/{pid}/fd/{number}"
+    try:
+        if token not in os.readlink(path):
+            return -1
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+def _mapped(descriptor: int, size: int) -> mmap.mmap | None:
+    try:
+        return mmap.mmap(descriptor, size) if descriptor >= 0 else None
+    except OSError:
+        return None
+
+
+def is_faster(one: Group, other: Group) -> bool:
+    """Is ``one`` the faster of two groups of the same ranks? Measured in some milliseconds, in turn; the same answer
+    on every rank."""
+    ratio = 0.0
+    for size in MEASURED_BYTES:
+        tensor = torch.zeros(size // 4)
+        rounds = [(_seconds(one, tensor), _seconds(other, tensor)) for _ in range(1 + ROUNDS)]
+        ones, others = zip(*rounds[1:], strict=True)
+        ratio += math.log(median(ones) / median(others))
+    total = torch.tensor([ratio], dtype=torch.float64)
+    other.all_reduce(total).wait()
+    return total.item() < 0.0
+
+
+def _seconds(group: Group, tensor: torch.Tensor) -> float:
+    began = time.perf_counter()
+    group.all_reduce(tensor).wait()
+    return time.perf_counter() - began
