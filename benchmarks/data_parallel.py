@@ -5,6 +5,8 @@
 plain_*   single_device against the loop of the paired example, one process: examples/s.
 ddp_*     data_parallel against DDP over gloo at its best setting (peers/ddp.py), global batch 128, 2 processes:
           examples/s.
+hook_*    DDP with our all-reduce as its communication hook against DDP without: examples/s.
+allreduce_*  one all-reduce of float32 against gloo's, 2 processes without a supervisor: MB/s.
 startup   seconds from the command to the first finished step of the digits, 2 workers: `apportion train` against the
           same in DDP under torchrun.
 
@@ -33,6 +35,7 @@ HERE = Path(__file__).resolve().parent
 DIGITS, CIFAR10 = (str(HERE.parent / "examples" / f"{name}.py:workload") for name in ("digits", "cifar10"))
 MLP10M = f"{HERE / 'mlp10m.py'}:workload"
 OURS, PLAIN, DDP = (str(HERE / name) for name in ("ours.py", "peers/plain.py", "peers/ddp.py"))
+ALL_REDUCE = str(HERE / "peers" / "allreduce.py")
 ROUNDS, ROUND_SECONDS, WARM_UP_SECONDS = 41, 0.4, 1.0
 STARTS = 5
 
@@ -80,6 +83,18 @@ def script(name):
     return str(Path(sys.executable).with_name(name))
 
 
+def all_reduce(size, nbytes):
+    """Ours against gloo's."""
+    return Throughput(
+        f"all-reduce of {size}, shared memory against gloo, 2 processes",
+        [ALL_REDUCE, "ours", str(nbytes)],
+        [ALL_REDUCE, "gloo", str(nbytes)],
+        ranks=2,
+        batch_size=nbytes / 1e6,
+        unit="MB/s",
+    )
+
+
 APPORTION_TRAIN = [script("apportion"), "train", f"{HERE / 'digits_first_step.py'}:workload"]
 
 MEASUREMENTS = {
@@ -118,6 +133,17 @@ MEASUREMENTS = {
         ranks=2,
         batch_size=128,
     ),
+    "hook_mlp10m": Throughput(
+        "MLP 3072-2048-2048-10, DDP with shared_memory_hook against DDP, 2 processes, batch 128",
+        [DDP, MLP10M, "128", "hook"],
+        [DDP, MLP10M, "128"],
+        ranks=2,
+        batch_size=128,
+    ),
+    "allreduce_1k": all_reduce("1 KiB", 1 << 10),
+    "allreduce_1m": all_reduce("1 MiB", 1 << 20),
+    "allreduce_25m": all_reduce("25 MiB", 25 << 20),
+    "allreduce_100m": all_reduce("100 MiB", 100 << 20),
     "startup": Startup(
         "command to first finished step, digits, 2 workers, apportion train against torchrun",
         [*APPORTION_TRAIN, "--strategy", "data_parallel", "--workers", "2", "--run-dir", "{folder}/run"],

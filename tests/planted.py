@@ -63,16 +63,15 @@ def dropped_shard(step: Any, world: World) -> None:
 
 def stale_parameter(step: Any, world: World) -> None:
     """One rank keeps an old bias."""
-    right, bias = step._replica.apply, step.model[2].bias
+    right, bias = step._shared._bind, step.model[2].bias
+    before = bias.detach().clone()
 
-    def apply(optimizer: str) -> None:
-        before = bias.detach().clone()
-        right(optimizer)
-        with torch.no_grad():
-            bias.copy_(before)
+    def bind(version: int) -> None:
+        right(version)
+        bias.data = before
 
     if world.rank == 1:
-        step._replica.apply = apply
+        step._shared._bind = bind
 
 
 FAULTS: dict[str, Callable[[Any, World], None]] = {
@@ -132,6 +131,7 @@ class AveragingStep(Step):
 
 for _name in ("predict", "backward", "update", "minimize", "state_dict", "load_state_dict", "spent", "close"):
     setattr(AveragingStep, _name, lambda self, *given, _name=_name, **more: getattr(self._step, _name)(*given, **more))
+AveragingStep.done = property(lambda self: self._step.done)  # type: ignore[assignment,method-assign]
 AveragingStep.__abstractmethods__ = frozenset()
 
 

@@ -273,6 +273,7 @@ def rows(**changed: Any) -> list[Row]:
         "waiting": 1.0,
         "communicating": 1.0,
         "exact": False,
+        "held_bytes": 9999 << 20,
         "peak_bytes": 9999 << 20,
         "steps": 50,
     }
@@ -300,7 +301,7 @@ def test_compare_prints_and_saves_a_row_a_strategy(apportion: Any, folder: Path)
     for row in saved:
         assert row["computing"] + row["waiting"] + row["communicating"] == pytest.approx(1)
         assert row["exact"] is True
-        assert row["peak_bytes"] > 0
+        assert row["peak_bytes"] > row["held_bytes"] > 0
         assert row["steps"] == 6
         assert row["strategy"].partition("(")[0] in output
     alone = next(row for row in saved if row["strategy"] == "single_device")

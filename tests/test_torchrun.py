@@ -232,7 +232,9 @@ def test_two_hosts_give_the_losses_of_one(folder: Path, hosts: dict[str, str]) -
     finish(processes)
     told = [json.loads((folder / f"hosts-{rank}.json").read_text()) for rank in (0, 1)]
     expected, _ = local_losses(folder)
-    assert told[0]["losses"] == told[1]["losses"] == expected
+    assert told[0]["losses"] == told[1]["losses"]
+    # On one host the update is made elsewhere, in other pieces: the same numbers up to rounding.
+    assert told[0]["losses"] == pytest.approx(expected, rel=1e-5)
     assert [t["interface"] for t in told] == [f"ap{os.getpid()}a", f"ap{os.getpid()}b"], "the end of the cable"
 
 

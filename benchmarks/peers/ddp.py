@@ -1,7 +1,7 @@
-"""torch's DistributedDataParallel on a workload: one rank, parked. python ddp.py FILE:NAME [BATCH_SIZE]
+"""torch's DistributedDataParallel on a workload: one rank, parked. python ddp.py FILE:NAME [BATCH_SIZE] [hook]
 
 The same network, data path, optimizer and schedule as ours; DDP as fast as it goes: gradients that are views of the
-buckets, a static graph, no broadcast of buffers (none of them changes).
+buckets, a static graph, no broadcast of buffers (none of them changes). With `hook`: its gradients take our all-reduce.
 """
 
 import sys
@@ -16,11 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from endless import STEPS, endless
 from parked import serve, settle
 
+import apportion
 from apportion import DataShard
 from apportion.batch import Batches
 
 
-def main(address, batch_size=None):
+def main(address, batch_size=None, hook=None):
     settle()
     dist.init_process_group("gloo")
     workload = endless(address, batch_size)
@@ -28,6 +29,8 @@ def main(address, batch_size=None):
     model = DistributedDataParallel(
         workload.model(), gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False
     )
+    if hook is not None:
+        model.register_comm_hook(None, apportion.comm.shared_memory_hook)
     optimizer = workload.optimizer(model.module.named_parameters())
     schedule = workload.schedule(optimizer, STEPS) if workload.schedule else None
     source, shard = Batches(workload), DataShard(dist.get_rank(), dist.get_world_size())

@@ -7,6 +7,8 @@ Every strategy and launcher stands here under the name it is written with.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from apportion import comm as comm  # apportion.comm.shared_memory_hook; it imports nothing by itself
+
 if TYPE_CHECKING:
     from apportion.batch import Batch as Batch
     from apportion.deal import DataShard as DataShard

@@ -230,8 +230,12 @@ def show_rows(rows: Sequence[Row]) -> None:
 
 _LEGEND = (
     "workers: processes x threads; step: the median; speed-up: over single_device",
-    "compute, wait (for others), send: shares of the time; MiB: the largest worker",
+    "compute, wait (for others), send: shares of the time; MiB: weights, slots, buffers of all",
 )
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.0f}" if size >= 10 << 20 else f"{size / 2**20:.2g}"
 
 
 def _cells(row: Row) -> list[Any]:
@@ -245,5 +249,5 @@ def _cells(row: Row) -> list[Any]:
         f"{row.waiting:.0%}",
         f"{row.communicating:.0%}",
         "yes" if row.exact else "no",
-        f"{row.peak_bytes / 2**20:,.0f}",
+        _mebibytes(row.held_bytes),
     ]

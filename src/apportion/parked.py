@@ -40,7 +40,7 @@ def _serve_steps(job: Job, world: World, channel: Channel) -> Job | None:
         step.source.load_ahead(job.loaders)
         if not workload.compile:  # what is compiled cannot be watched
             seen.watch(step.model)
-        channel.send({"kind": "built", "steps": step.source.total, "precision": job.as_written().precision})
+        channel.send({"kind": "built", "steps": _steps(step), "precision": job.as_written().precision})
         while (order := channel.commands.get()) is not None:
             if order["kind"] == "close":
                 break
@@ -118,6 +118,12 @@ def _proving(job: Job) -> Iterator[_Seen]:
         yield _Seen(Observed(), dropped)
 
 
+def _steps(step: Step) -> int:
+    """That every rank can make: where whole batches are dealt in turn, a round of them is a step."""
+    shard = step.data_shard
+    return step.source.total // (shard.of if shard is not None and shard.whole_batches else 1)
+
+
 def _go(step: Step, world: World, many: int) -> Message:
     """Steps, each timed; what the time went to; and every wait, by a clock that the host's processes share."""
     group, values = world.group(), []
@@ -139,6 +145,7 @@ def _go(step: Step, world: World, many: int) -> Message:
         "waits": waits,
         "values": {n: torch.stack([v[n].reshape(()) for v in values]).tolist() for n in values[-1]} if values else {},
         "peak_bytes": _peak_bytes(),
+        "held": step.held()._asdict(),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,28 @@ class State:
         for part in ("model", "optimizer", "carry"):
             for name, tensor in getattr(self, part).items():
                 yield f"{part}/{name}", tensor
+
+
+class Held(NamedTuple):
+    """Bytes of weights, optimizer slots and buffers."""
+
+    shared: int
+    """In memory that the ranks of the host have in common."""
+    own: int
+    """In this rank's."""
+
+
+def held(model: nn.Module, optimizers: Mapping[str, Optimizer], shared: memoryview | None = None) -> Held:
+    """Of what a rank trains, each block of memory counted once. ``shared``: what lies in there is not its own."""
+    tensors = [*model.parameters(), *model.buffers()]
+    for optimizer in optimizers.values():
+        states: Mapping[Any, Mapping[str, Any]] = optimizer.state
+        tensors += [value for slots in states.values() for value in slots.values() if isinstance(value, Tensor)]
+    blocks = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    if shared is None:
+        return Held(0, sum(blocks.values()))
+    begin = torch.frombuffer(shared, dtype=torch.uint8).data_ptr()
+    return Held(shared.nbytes, sum(n for at, n in blocks.items() if not begin <= at < begin + shared.nbytes))
 
 
 class Step(ABC):
@@ -119,6 +141,10 @@ class Step(ABC):
     @abstractmethod
     def spent(self) -> Mapping[str, float]:
         """Seconds so far in ``loading``, ``waiting`` (in collectives) and ``updating``; the rest is computing."""
+
+    def held(self) -> Held:
+        """Where the weights, optimizer slots and buffers are in memory, now."""
+        return held(self.model, self.optimizers)
 
     @abstractmethod
     def close(self) -> None:

@@ -53,6 +53,8 @@ class Measured:
     communicating: float = 0.0
     peak_bytes: int = 0
     """Of the largest worker."""
+    held_bytes: int = 0
+    """Weights, slots and buffers of all workers, what they share counted once."""
 
     @property
     def step_seconds(self) -> float:
@@ -73,6 +75,8 @@ class Measured:
         self.waiting += waiting
         self.communicating += communicating
         self.computing += max(0.0, total - waiting - communicating)
+        shared, own = max(a["held"]["shared"] for a in answers), sum(a["held"]["own"] for a in answers)
+        self.held_bytes = shared + own
         self.peak_bytes = max(self.peak_bytes, *(a["peak_bytes"] for a in answers))
 
 
@@ -123,14 +127,24 @@ class Parked:
 
 @contextmanager
 def parked(
-    candidates: Sequence[Candidate], workload: Workload | str, changes: Mapping[str, Any]
+    candidates: Sequence[Candidate],
+    workload: Workload | str,
+    changes: Mapping[str, Any],
+    refused: list[tuple[Candidate, str]] | None = None,
 ) -> Iterator[list[Parked]]:
-    """Every candidate built, one after the other, and ended at the end."""
+    """Every candidate built, one after the other, and ended at the end. ``refused``: where those go that cannot run
+    this workload, and why; without it, that is an error."""
     groups: list[Parked] = []
     try:
         for candidate in candidates:
             groups.append(Parked(candidate, workload, changes))
-            groups[-1].built()
+            try:
+                groups[-1].built()
+            except ValueError as error:
+                groups.pop().crew.close()
+                if refused is None or not groups:  # with the first there is something to compare with
+                    raise
+                refused.append((candidate, str(error)))
         yield groups
     finally:
         for group in groups:
@@ -202,23 +216,10 @@ def choose(
 ) -> Trial:
     """Each candidate measured, in turns. The first has to be able to run the workload, the others may refuse it."""
     began = time.monotonic()
-    groups: list[Parked] = []
     refused: list[tuple[Candidate, str]] = []
-    try:
-        for one in tried:
-            groups.append(Parked(one, workload, changes))
-            try:
-                groups[-1].built()
-            except ValueError as error:
-                groups.pop().crew.close()
-                if not groups:
-                    raise
-                refused.append((one, str(error)))
+    with parked(tried, workload, changes, refused) as groups:
         _measure(groups, seconds)
         ranking = sorted((g.measured for g in groups), key=lambda m: m.step_seconds)
-    finally:
-        for group in groups:
-            group.crew.close()
     return Trial(ranking=ranking, refused=refused, seconds=time.monotonic() - began)
 
 

@@ -24,7 +24,10 @@ _known: WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None] = WeakKeyDicti
 """The memory of each process group that has been seen; None: it has none, or is as fast without."""
 
 
-def shared_memory_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def shared_memory_hook(
+    state: dist.ProcessGroup | None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
     """A communication hook of DDP: the mean of the bucket over the ranks, in memory that they share.
 
     ``state``: the process group that the model was given; None for the default one. The sum is taken in rank order:

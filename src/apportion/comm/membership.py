@@ -10,7 +10,6 @@ acknowledges it, or is ended and reaped; the table is written; the generation be
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Iterable

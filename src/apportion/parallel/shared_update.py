@@ -518,9 +518,9 @@ class SharedUpdate:
         self.restore()
 
     @property
-    def kept_bytes(self) -> int:
+    def kept(self) -> memoryview:
         """Both versions of weights, slots and buffers: once a host."""
-        return self.layout.kept
+        return self._memory[: self.layout.kept]
 
 
 def _nothing() -> None:

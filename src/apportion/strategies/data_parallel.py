@@ -13,12 +13,17 @@ Exact: each rank's mean loss is weighted by its share of the loss terms, so 61 e
 of 61 examples. Batch normalisation takes its statistics over all ranks; a rank without rows in a short batch takes
 part with weight 0; losses that couple examples (``count=None``) see the outputs of all ranks.
 
-Price: ``t = t_compute(B / n) + 2 (n - 1) / n * bytes(gradient) / bandwidth + latency``; with batch normalisation two
-small messages a layer more.
+On one host the weights lie in shared pages in two versions (``parallel/shared_update.py``): each rank reduces and
+updates its own slice. Elsewhere, and for what is not updated element by element, every rank has a copy.
+
+Price, on one host: ``t = t_compute(B / n) + 2 bytes(gradient) / memory bandwidth + t_update / n + 2 meetings``; on
+several ``t = t_compute(B / n) + 2 (n - 1) / n * bytes(gradient) / bandwidth + latency + t_update``; with batch
+normalisation two small messages a layer more.
 
 Wins when the compute of a share outweighs the gradient's way: convolutions, large batches. Loses when the gradient is
 larger than what it is made of: fully connected layers at a small batch. ``microbatches`` trades time for memory: the
-share is computed in so many parts, one after the other.
+share is computed in so many parts, one after the other. ``shares="measured"``: ranks that are found to be slower take
+fewer rows.
 
 A worker's death ends the run; it resumes from the last checkpoint.
 """
@@ -42,7 +47,8 @@ from apportion.parallel.one_device import reference
 from apportion.parallel.recovery import agree
 from apportion.parallel.replica import Replica, seed_everything
 from apportion.parallel.shared_update import SharedUpdate, unsuited
-from apportion.strategy import State, Step, Strategy
+from apportion.parallel.shares import MeasuredShares
+from apportion.strategy import Held, State, Step, Strategy, held
 from apportion.workload import Workload, examples
 from apportion.world import World
 
@@ -56,8 +62,12 @@ class DataParallel(Strategy):
 
     microbatches: int = 1
     """Parts that a rank computes its share in, accumulating the gradient: less memory, the same result."""
+    shares: str = "equal"
+    """"equal", or "measured": each rank's share of a batch is in proportion to its speed, measured as it goes."""
 
     def __post_init__(self) -> None:
+        if self.shares not in ("equal", "measured"):
+            raise ValueError(f'shares={self.shares!r} must be "equal" or "measured"')
         if not isinstance(self.microbatches, int) or self.microbatches < 1:
             raise ValueError(f"microbatches={self.microbatches!r} must be a whole number of at least 1")
 
@@ -74,7 +84,12 @@ class DataParallel(Strategy):
         if self.microbatches > 1 and (workload.count is None or workload.update is not None):
             what = "a loss that couples examples" if workload.count is None else "update="
             raise ValueError(f"microbatches={self.microbatches} would cut the batch under {what}: use microbatches=1")
-        return DataParallelStep(workload, world, self.microbatches)
+        if self.shares == "measured" and workload.carry is not None:
+            raise ValueError(
+                'shares="measured" would move rows between ranks, and a carried state stays with its rank: '
+                'use shares="equal"'
+            )
+        return DataParallelStep(workload, world, self.microbatches, measured=self.shares == "measured")
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return reference(workload)
@@ -84,7 +99,7 @@ class DataParallel(Strategy):
 class DataParallelStep(Step):
     """This rank's share of each batch, and the update that all ranks make alike."""
 
-    def __init__(self, workload: Workload, world: World, microbatches: int) -> None:
+    def __init__(self, workload: Workload, world: World, microbatches: int, *, measured: bool = False) -> None:
         self.rank, self.device = world.rank, world.device
         self._group = world.group()
         self._workload, self._microbatches = workload, microbatches
@@ -98,6 +113,8 @@ class DataParallelStep(Step):
             name: GradientSum(self._replica.trainable(name), self._group, sparse=sparse) for name in self._scopes()
         }
         self.data_shard = self._shard = DataShard(world.rank, world.size)
+        self._measured = MeasuredShares(world.rank, world.size, workload.batch_size) if measured else None
+        self._waited = 0.0
         seed_everything(workload.seed)
         self.source = Batches(workload, device=world.device, dtype=self._replica.input_dtype, rank=world.rank)
         self._replica.start_schedules(self.source.total)
@@ -191,6 +208,17 @@ class DataParallelStep(Step):
     def update(self) -> Mapping[str, Tensor]:
         assert self._loss is not None, "update() follows backward()"
         mean, _ = self._loss
+        if self._measured is not None:
+            self._measured.computed(self._own_rows, self._group.waited - self._waited)
+        values = self._update(mean)
+        if self._measured is not None:
+            self._measured.look(self._group)
+            self.data_shard = self._measured.shard
+            self._waited = self._group.waited
+            self._measured.go_on()
+        return values
+
+    def _update(self, mean: Tensor) -> Mapping[str, Tensor]:
         # Coupled losses are the same on every rank: each adds its part of one.
         share = 1.0 / self._group.size if self._workload.count is None else 1.0
         self._loss = None
@@ -248,6 +276,8 @@ class DataParallelStep(Step):
         for sums in self._sums.values():
             sums.rejoin(self._group)
         self.data_shard = self._shard = DataShard(world.rank, world.size)
+        if self._measured is not None:
+            self._measured.start_over(world.rank, world.size)
         self._loss = None
         if self._shared is not None:
             self._shared.attach(world, self._group)
@@ -263,6 +293,9 @@ class DataParallelStep(Step):
 
     def spent(self) -> Mapping[str, float]:
         return {"loading": self.source.seconds, "waiting": self._group.waited, "updating": self._updating()}
+
+    def held(self) -> Held:
+        return held(self.model, self.optimizers, self._shared.kept if self._shared is not None else None)
 
     def _updating(self) -> float:
         return self._replica.seconds + (self._shared.seconds if self._shared is not None else 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ class Row:
     waiting: float
     communicating: float
     exact: bool
+    held_bytes: int
+    """Weights, optimizer slots and buffers of all workers; what they share is counted once."""
     peak_bytes: int
     """Resident memory of the largest worker, with Python and torch."""
     steps: int
@@ -54,8 +57,9 @@ def compare(
 ) -> list[Row]:
     """So many steps of each strategy after a warm-up, in ``ROUNDS`` turns; the rows, fastest first.
 
-    ``strategies``: None takes all there are. ``workers``: of each strategy that divides its work. single_device with
-    all threads is always among them, to compare with. ``path``: where to save the rows as JSON.
+    ``strategies``: None takes all there are that can run this workload. ``workers``: of each strategy that divides its
+    work. single_device with all threads is always among them, to compare with. ``path``: where to save the rows as
+    JSON.
     """
     if isinstance(workload, str):
         check_place(workload)
@@ -63,13 +67,16 @@ def compare(
         raise ValueError(f"steps={steps} must be at least 1")
     candidates = _candidates(strategies, workers, launcher or Local())
     rounds = min(ROUNDS, steps)
-    with parked(candidates, workload, {}) as groups:
+    refused: list[tuple[Candidate, str]] | None = [] if strategies is None else None
+    with parked(candidates, workload, {}, refused) as groups:
         for group in groups:
             group.go(WARM_UP, measure=False)
         for turn in range(rounds):
             for group in groups:
                 group.go(steps // rounds + (turn < steps % rounds))
         measured = [g.measured for g in groups]
+    for left_out, why in refused or ():
+        warnings.warn(f"{left_out.strategy} is left out: {why}", stacklevel=2)
     alone = next(m for m in measured if m.candidate.strategy.one_process)
     rows = sorted((_row(m, alone) for m in measured), key=lambda row: row.step_seconds)
     if path is not None:
@@ -85,7 +92,7 @@ def _candidates(strategies: Sequence[Strategy | str] | None, workers: int | None
     if not any(s.one_process for s in values):
         values.insert(0, parse("single_device", "apportion.strategies"))
     chosen = []
-    for strategy in values:
+    for strategy in sorted(values, key=lambda s: not s.one_process):
         own = 1 if strategy.one_process else workers or launcher.workers
         where = Local(workers=own, threads=launcher.threads, device=launcher.device, loaders=launcher.loaders)
         chosen.append(candidate(strategy, where))
@@ -107,6 +114,7 @@ def _row(measured: Measured, alone: Measured) -> Row:
         waiting=measured.waiting / total,
         communicating=measured.communicating / total,
         exact=chosen.strategy.exact,
+        held_bytes=measured.held_bytes,
         peak_bytes=measured.peak_bytes,
         steps=len(measured.seconds),
     )
