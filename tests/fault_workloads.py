@@ -1,7 +1,8 @@
 """One small training, with something wrong with it: each name is a workload.
 
 Environment variables say where the trouble begins: FAULT_RANK (1; 0 where there is one worker), FAULT_STEP (4: in the
-fourth step), FAULT_MARK (a file that is made just before), FAULT_PACE (seconds that every step takes).
+fourth step), FAULT_AFTER (a file that has to be there first: the saving goes on beside the steps), FAULT_MARK (a file
+that is made just before), FAULT_PACE (seconds that every step takes).
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ def begins(step: int) -> bool:
         return False
     if step != int(os.environ.get("FAULT_STEP", "4")):
         return False
+    after = os.environ.get("FAULT_AFTER")
+    deadline = time.monotonic() + 30
+    while after is not None and not Path(after).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
     mark = os.environ.get("FAULT_MARK")
     if mark is not None:
         Path(mark).write_text(str(time.time()))

@@ -556,6 +556,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_save(
     monkeypatch.setenv("FAULT_RANK", "0")  # it cannot answer
     monkeypatch.setenv("FAULT_MARK", str(tmp_path / "mark"))
     monkeypatch.setenv("FAULT_STEP", "7")
+    monkeypatch.setenv("FAULT_AFTER", str(tmp_path / "run" / "checkpoints" / "latest"))
     monkeypatch.setattr(supervisor, "SAVE_SECONDS", 60.0)
     template().wait_ready()
     interrupt_when(tmp_path / "mark")
@@ -635,6 +636,7 @@ def test_ctrl_c_where_the_state_is_spread_over_ranks_says_what_is_lost(
 ) -> None:
     monkeypatch.setenv("FAULT_MARK", str(tmp_path / "mark"))
     monkeypatch.setenv("FAULT_STEP", "8")
+    monkeypatch.setenv("FAULT_AFTER", str(tmp_path / "run" / "checkpoints" / "latest"))
     template().wait_ready()
     interrupt_when(tmp_path / "mark")
     every = Policy(checkpoint_every="5 steps")
