@@ -3,18 +3,23 @@
     python benchmarks/data_parallel.py --json FILE [--only id,...]
 
 plain_*   single_device against the loop of the paired example, one process: examples/s.
+sync_*    the synchronous step alone, its batches in memory, data_parallel against DDP over gloo at its best setting
+          (peers/ddp.py), 2 processes: examples/s.
+threads_* the same steps against one process with all threads: examples/s.
 ddp_*     data_parallel against DDP over gloo at its best setting (peers/ddp.py), global batch 128, 2 processes:
           examples/s.
 hook_*    DDP with our all-reduce as its communication hook against DDP without: examples/s.
+shares    data_parallel(shares="measured") against equal shares, where one of 2 workers computes three times as long.
+versions  the step with two versions of the weights in the shared pages against one, which no death survives.
 allreduce_*  one all-reduce of float32 against gloo's, 2 processes without a supervisor: MB/s.
 startup   seconds from the command to the first finished step of the digits, 2 workers: `apportion train` against the
           same in DDP under torchrun.
 
-A step is the whole of it on both sides: rows gathered and augmented, forward, loss, backward, update, schedule.
-Processes have one thread each and flush denormals. Both sides of a row are warmed up and then run in turn, A B A B,
-the other one parked on a pipe: many short rounds, so that whatever else the machine does falls on both. Figures are
-medians over the rounds; a ratio above 1 is better than the peer. The peers are torch itself, in the environment that
-apportion is installed in. A side that fails makes a failed row, and exit status 1.
+A step is the whole of it on both sides: rows gathered and augmented (but for sync_*, threads_* and versions), forward,
+loss, backward, update, schedule. Processes have one thread each and flush denormals. Both sides of a row are warmed up
+and then run in turn, A B A B, the other one parked on a pipe: many short rounds, so that whatever else the machine
+does falls on both. Figures are medians over the rounds; a ratio above 1 is better than the peer. The peers are torch
+itself, in the environment that apportion is installed in. A side that fails makes a failed row, and exit status 1.
 """
 
 import argparse
@@ -33,8 +38,11 @@ from parked import DEADLINE, Side, SideFailed
 
 HERE = Path(__file__).resolve().parent
 DIGITS, CIFAR10 = (str(HERE.parent / "examples" / f"{name}.py:workload") for name in ("digits", "cifar10"))
-MLP10M = f"{HERE / 'mlp10m.py'}:workload"
-OURS, PLAIN, DDP = (str(HERE / name) for name in ("ours.py", "peers/plain.py", "peers/ddp.py"))
+MLP10M, ADAM = (f"{HERE / 'mlp10m.py'}:{name}" for name in ("workload", "adam"))
+MLP200K = f"{HERE / 'mlp200k.py'}:workload"
+OURS, PLAIN, DDP, THREADS = (
+    str(HERE / name) for name in ("ours.py", "peers/plain.py", "peers/ddp.py", "peers/threads.py")
+)
 ALL_REDUCE = str(HERE / "peers" / "allreduce.py")
 ROUNDS, ROUND_SECONDS, WARM_UP_SECONDS = 41, 0.4, 1.0
 STARTS = 5
@@ -50,10 +58,12 @@ class Throughput:
     ranks: int
     batch_size: int
     unit: str = "examples/s"
+    peer_ranks: int | None = None
+    """Where the peer has another number of processes."""
 
     def measure(self):
         """(ours, peer, ratio)."""
-        with Side(self.ours, ranks=self.ranks) as ours, Side(self.peer, ranks=self.ranks) as peer:
+        with Side(self.ours, ranks=self.ranks) as ours, Side(self.peer, ranks=self.peer_ranks or self.ranks) as peer:
             ours.wait_until_ready()
             peer.wait_until_ready()
             steps = max(2, round(ROUND_SECONDS / min(warmed_up(ours), warmed_up(peer))))
@@ -95,6 +105,30 @@ def all_reduce(size, nbytes):
     )
 
 
+STEPS = {
+    "mlp200k": ("MLP 3072-64-10, batch 128", MLP200K, 128),
+    "cnn": ("CIFAR-10 tutorial network, batch 128", CIFAR10, 128),
+    "mlp10m": ("MLP 3072-2048-2048-10, batch 128", MLP10M, 128),
+    "mlp10m_1024": ("MLP 3072-2048-2048-10, batch 1024", MLP10M, 1024),
+    "adam": ("MLP 3072-2048-2048-10 with Adam, batch 128", ADAM, 128),
+}
+"""The steps that are measured alone: what, workload, batch size."""
+
+
+def step_alone(name, peer, options=()):
+    """data_parallel on 2 workers against DDP, or against all threads."""
+    what, workload, batch_size = STEPS[name]
+    against = {DDP: "DDP, 2 processes", THREADS: "one process with all threads"}[peer]
+    return Throughput(
+        f"step of {what}, data_parallel against {against}",
+        [OURS, workload, "data_parallel", str(batch_size), "memory"],
+        [peer, workload, str(batch_size), *options],
+        ranks=2,
+        peer_ranks=2 if peer == DDP else 1,
+        batch_size=batch_size,
+    )
+
+
 APPORTION_TRAIN = [script("apportion"), "train", f"{HERE / 'digits_first_step.py'}:workload"]
 
 MEASUREMENTS = {
@@ -130,6 +164,22 @@ MEASUREMENTS = {
         "MLP 3072-2048-2048-10, data_parallel against DDP, 2 processes, batch 128",
         [OURS, MLP10M, "data_parallel"],
         [DDP, MLP10M],
+        ranks=2,
+        batch_size=128,
+    ),
+    **{f"sync_{name}": step_alone(name, DDP, ["memory"]) for name in STEPS},
+    **{f"threads_{name}": step_alone(name, THREADS) for name in STEPS},
+    "shares": Throughput(
+        "CIFAR-10 tutorial network, rank 1 of 2 slowed 3 times, shares=measured against equal, batch 128",
+        [OURS, CIFAR10, 'data_parallel(shares="measured")', "128", "slowed"],
+        [OURS, CIFAR10, "data_parallel", "128", "slowed"],
+        ranks=2,
+        batch_size=128,
+    ),
+    "versions": Throughput(
+        "MLP 3072-2048-2048-10, two versions of the weights against one, 2 processes, batch 128",
+        [OURS, MLP10M, "data_parallel", "128", "memory"],
+        [OURS, MLP10M, "data_parallel", "128", "memory", "one_version"],
         ranks=2,
         batch_size=128,
     ),
@@ -200,9 +250,9 @@ def row(name):
 def line(result):
     """A row of the table."""
     if "failed" in result:
-        return f"{result['id']:<14}FAILED  {result['failed']}"
+        return f"{result['id']:<20}FAILED  {result['failed']}"
     figures = "".join(f"{result[side]:>12.4g}" for side in ("ours", "peer"))
-    return f"{result['id']:<14}{figures}  {result['unit']:<12}{result['ratio']:>6.3f}  {result['what']}"
+    return f"{result['id']:<20}{figures}  {result['unit']:<12}{result['ratio']:>6.3f}  {result['what']}"
 
 
 def main():
@@ -213,7 +263,7 @@ def main():
     names = arguments.only.split(",") if arguments.only else list(MEASUREMENTS)
     if unknown := [name for name in names if name not in MEASUREMENTS]:
         parser.error(f"unknown {', '.join(unknown)}: it is one of {', '.join(MEASUREMENTS)}")
-    print(f"{'id':<14}{'ours':>12}{'peer':>12}  {'unit':<12}{'ratio':>6}  what")
+    print(f"{'id':<20}{'ours':>12}{'peer':>12}  {'unit':<12}{'ratio':>6}  what")
     results = []
     for name in names:
         results.append(row(name))

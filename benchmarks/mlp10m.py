@@ -1,5 +1,7 @@
 """A network that is mostly gradient: 3072-2048-2048-10, 10.5 million parameters, on made data."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -24,3 +26,5 @@ workload = Workload(
     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     batch_size=128,
 )
+
+adam = replace(workload, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.001))

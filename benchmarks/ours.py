@@ -1,22 +1,50 @@
-"""apportion's side of a comparison: one rank, parked. python ours.py FILE:NAME STRATEGY [BATCH_SIZE]"""
+"""apportion's side of a comparison: one rank, parked. python ours.py FILE:NAME STRATEGY [BATCH_SIZE [OPTION ...]]
+
+memory: its batches lie in memory already. slowed: rank 1 computes three times as long. one_version: the weights lie in
+the shared pages once, and a worker that dies in an update takes them with it.
+"""
 
 import sys
+import time
 
-from endless import endless
+from endless import endless, in_memory
 from parked import serve, settle
 
 from apportion import World, batches
+from apportion.parallel import pages, shared_update
 from apportion.values import parse
 
 
-def main(address, strategy, batch_size=None):
+def slowed(step):
+    """The same step; its share takes three times as long."""
+    backward = step.backward
+
+    def slow(batch):
+        start = time.perf_counter()
+        loss = backward(batch)
+        time.sleep(2 * (time.perf_counter() - start))
+        return loss
+
+    step.backward = slow
+
+
+def main(address, strategy, batch_size=None, *options):
     settle()
-    workload = endless(address, batch_size)
-    step = parse(strategy, "apportion.strategies").build(workload, World.from_env(device="cpu"))
+    if "one_version" in options:
+        pages.VERSIONS = shared_update.VERSIONS = 1
+    workload, world = endless(address, batch_size), World.from_env(device="cpu")
+    step = parse(strategy, "apportion.strategies").build(workload, world)
+    if "slowed" in options and world.rank == 1:
+        slowed(step)
+    kept = in_memory(step.source, step.data_shard) if "memory" in options else None
 
     def run(steps):
-        for batch in batches(step, stop=step.done + steps):
-            step(batch)
+        if kept is None:
+            for batch in batches(step, stop=step.done + steps):
+                step(batch)
+            return
+        for number in range(steps):
+            step(kept[number % len(kept)])
 
     serve(run)
 

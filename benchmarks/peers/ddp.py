@@ -1,7 +1,8 @@
-"""torch's DistributedDataParallel on a workload: one rank, parked. python ddp.py FILE:NAME [BATCH_SIZE] [hook]
+"""torch's DistributedDataParallel on a workload: one rank, parked. python ddp.py FILE:NAME [BATCH_SIZE [memory] [hook]]
 
 The same network, data path, optimizer and schedule as ours; DDP as fast as it goes: gradients that are views of the
-buckets, a static graph, no broadcast of buffers (none of them changes). With `hook`: its gradients take our all-reduce.
+buckets, a static graph, no broadcast of buffers (none of them changes), a fused optimizer. With `memory`:
+its batches lie in memory already. With `hook`: its gradients take our all-reduce.
 """
 
 import sys
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from endless import STEPS, endless
+from endless import STEPS, endless, fused, in_memory
 from parked import serve, settle
 
 import apportion
@@ -21,7 +22,7 @@ from apportion import DataShard
 from apportion.batch import Batches
 
 
-def main(address, batch_size=None, hook=None):
+def main(address, batch_size=None, *options):
     settle()
     dist.init_process_group("gloo")
     workload = endless(address, batch_size)
@@ -29,17 +30,18 @@ def main(address, batch_size=None, hook=None):
     model = DistributedDataParallel(
         workload.model(), gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False
     )
-    if hook is not None:
+    if "hook" in options:
         model.register_comm_hook(None, apportion.comm.shared_memory_hook)
-    optimizer = workload.optimizer(model.module.named_parameters())
+    optimizer = fused(workload.optimizer(model.module.named_parameters()))
     schedule = workload.schedule(optimizer, STEPS) if workload.schedule else None
     source, shard = Batches(workload), DataShard(dist.get_rank(), dist.get_world_size())
+    kept = in_memory(source, shard) if "memory" in options else None
     done = 0
 
     def run(steps):
         nonlocal done
         for number in range(done, done + steps):
-            batch = source.at(number, shard)
+            batch = source.at(number, shard) if kept is None else kept[number % len(kept)]
             optimizer.zero_grad()
             loss = workload.loss(model(batch.inputs), batch.targets)
             loss.backward()
