@@ -56,7 +56,10 @@ def tensors(slot: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 def rest(slots: Mapping[str, Any]) -> dict[str, Any]:
     """What is no tensor of one parameter's slots: plain, with a mark where a tensor belongs."""
-    return {slot: _marked(value) for slot, value in slots.items() if value is not None and not _is_tensor(value)}
+    # In one order: an optimizer adds slots as it goes, and those that were loaded lie in another one.
+    return {
+        slot: _marked(value) for slot, value in sorted(slots.items()) if value is not None and not _is_tensor(value)
+    }
 
 
 def _is_tensor(value: Any) -> bool:

@@ -1,0 +1,266 @@
+"""map_reduce: the gradient of a batch of any size, of the whole training set if you like, as a weighted sum over parts.
+
+Paper: Chu, Kim, Lin, Yu, Bradski, Ng and Olukotun, "Map-Reduce for Machine Learning on Multicore", NIPS 2006: whatever
+an algorithm asks of the data as a sum over examples can be mapped to workers and reduced.
+
+::
+
+    batch of B    rank 0: part, part, ...  \\                    / update
+                           each loaded,     sum of count * grad
+                           summed, dropped  over all parts
+                  rank 1: part, part, ...  /                    \\ update, or the next evaluation of a line search
+
+Exact: each part's mean has the weight of its count, so parts may be uneven. A rank holds one part of ``part`` examples
+at a time, whatever the batch: with ``batch_size`` the size of the training set this is gradient descent, and under
+torch's L-BFGS every evaluation of the loss is such a pass over the data (``step.backward`` is its closure).
+
+Price: ``t = passes * (t_loading(B / n) + t_compute(B / n) + 2 (n - 1) / n * bytes(gradient) / bandwidth) + t_update +
+bytes(state) / memory bandwidth``; one pass an update, with L-BFGS as many as it evaluates. Memory: weights, gradient,
+optimizer and one part on each worker; and two copies of the state that all have in common.
+
+Wins for full-batch methods on data that do not fit the memory. Loses where a small batch would do: stochastic steps
+learn far more from a pass over the data.
+
+A worker's death, or that of all of them, loses the passes of the update under way. They are made again from the last
+update, which lies in shared memory (``parallel/kept.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from apportion import tree
+from apportion.batch import Batch, Batches
+from apportion.deal import DataShard
+from apportion.errors import StateLost
+from apportion.parallel.closure import Closure
+from apportion.parallel.gradients import GradientSum
+from apportion.parallel.kept import Kept
+from apportion.parallel.one_device import reference
+from apportion.parallel.replica import Replica, seed_everything
+from apportion.strategy import State, Step, Strategy
+from apportion.workload import Workload, examples
+from apportion.world import World
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class MapReduce(Strategy):
+    """Each worker goes through its share of the batch in parts; the gradient is the sum over all of them."""
+
+    part: int = 1024
+    """Examples that a worker has in memory at once."""
+
+    survives: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.part, int) or self.part < 1:
+            raise ValueError(f"part={self.part!r} must be a whole number of at least 1 example")
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def build(self, workload: Workload, world: World) -> Step:
+        if workload.batch_size < world.size:
+            raise ValueError(
+                f"batch_size={workload.batch_size} cannot feed {world.size} workers: each needs at least one example; "
+                f"use workers<={workload.batch_size} or batch_size>={world.size}"
+            )
+        for given, what in (
+            (workload.count is None, "a loss that couples examples"),
+            (workload.update is not None, "an update= of your own"),
+            (workload.carry is not None, "a recurrent state that is carried along"),
+        ):
+            if given:
+                raise ValueError(f"map_reduce sums over parts of the batch, which {what} is not: use data_parallel")
+        return MapReduceStep(workload, world, self.part)
+
+    def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
+        return reference(workload)
+
+
+@final
+class MapReduceStep(Step):
+    """This rank's parts of each batch, and the update that all ranks make alike."""
+
+    def __init__(self, workload: Workload, world: World, part: int) -> None:
+        self.device = world.device
+        self._workload, self._part = workload, part
+        self._replica = Replica(workload, rank=world.rank, device=world.device, prepare=_refuse_batch_norm)
+        self.model, self.optimizers = self._replica.model, self._replica.optimizers
+        self._buffers = _Buffers(self.model)
+        sparse: list[Any] = [
+            m.weight for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
+        ]
+        self._sum = GradientSum(self._replica.trainable(), world.group(), sparse=sparse)
+        seed_everything(workload.seed)
+        self.source = Batches(workload, device=world.device, dtype=self._replica.input_dtype, rank=world.rank)
+        self._replica.start_schedules(self.source.total)
+        self._batch: Batch | None = None
+        self._loss: Tensor | None = None
+        self._before: State | None = None
+        """While an optimizer searches: what it started from."""
+        self._kept = Kept(world) if world.members is not None else None
+        self._sit(world)
+
+    def _sit(self, world: World) -> None:
+        """This process's place among the others."""
+        self.rank, self._group = world.rank, world.group()
+        self.data_shard = DataShard(world.rank, world.size)
+        self._sum.rejoin(self._group)
+
+    @property
+    def done(self) -> int:
+        return self._replica.step
+
+    def predict(self, batch: Batch) -> Any | None:
+        return self._replica.predict(batch) if len(batch) else None
+
+    def backward(self, batch: Batch) -> Tensor:
+        """One pass: ``p.grad`` becomes the gradient of the whole global batch, on every rank; its mean loss. Called by
+        all ranks. This is the closure of an optimizer that asks for one: ``optimizer.step(lambda: step.backward(b))``.
+        """
+        replica = self._replica
+        replica.reseed(batch.step)
+        self._buffers.keep()
+        self._batch = batch
+        for p in replica.trainable():
+            p.grad = None
+        # Weighted by the share of the rows at first: how many loss terms there are is only known at the end.
+        mean, count = torch.zeros((), dtype=torch.float64, device=self.device), 0.0
+        for number, part in enumerate((batch if len(batch) else batch.borrowed()).stream(self._part)):
+            if number:  # a buffer that the forward pass changes is changed once a pass, not once a part
+                self._buffers.restore()
+            with replica.autocast():
+                loss, terms = self._loss_of(part)
+            replica.backward(loss, terms / batch.size)
+            mean += loss.detach() * (terms / batch.size)
+            count += terms
+        self._loss = self._reduce(mean, count, batch.size)
+        return self._loss
+
+    def _loss_of(self, part: Batch) -> tuple[Tensor, float]:
+        """The mean loss of a part, and how many terms it is the mean of."""
+        outputs, count = self._replica.outputs(part), part.count
+        if count:
+            return self._replica.loss(outputs, part.targets), count
+        # No terms: a mean of nothing is a NaN, and 0 times NaN is one too. Zero, through the same layers.
+        return torch.stack([(t * 0.0).sum() for t in tree.tensors(outputs) if t.is_floating_point()]).sum(), 0.0
+
+    def _reduce(self, mean: Tensor, count: float, rows: int) -> Tensor:
+        """The sum over all ranks of gradients and losses, over the number of terms."""
+        loss = self._sum(mean, 1.0)
+        if self._workload.count is examples:
+            return loss
+        total = torch.tensor([count], dtype=torch.float64, device=self.device)
+        self._group.all_reduce(total).wait()
+        scale = rows / (total.item() or 1.0)
+        for p in self._replica.trainable():
+            if p.grad is not None:
+                p.grad.mul_(scale)
+        return loss * scale
+
+    def update(self) -> Mapping[str, Tensor]:
+        replica, loss = self._replica, self._loss
+        assert loss is not None, "update() follows backward()"
+        if replica.searching:  # it moves the weights between passes, where the state may be asked for
+            self._before = replica.state()
+        for name in self.optimizers:
+            if name in replica.searching:
+                replica.search(name, Closure(loss, replica.trainable(name), self._again))
+            else:
+                replica.apply(name)
+        replica.commit()
+        self._forget()
+        self._keep()
+        return {"loss": loss}
+
+    def _again(self) -> Tensor:
+        assert self._batch is not None, "update() follows backward()"
+        return self.backward(self._batch)
+
+    def _forget(self) -> None:
+        """There is no pass under way, nor a search."""
+        self._batch = self._loss = self._before = None
+
+    def _keep(self) -> None:
+        """This is the state to go on from. All ranks have the same: one writes it, and has it before it reports."""
+        if self._kept is not None and self.rank == 0:
+            self._kept.write(self._replica.state())
+
+    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
+        raise AssertionError("map_reduce refuses update=")
+
+    def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
+        self.backward(batch)
+        return self.update()
+
+    def state_dict(self) -> State:
+        return self._replica.state()
+
+    def load_state_dict(self, state: State) -> None:
+        self._load(state)
+        self._keep()
+
+    def _load(self, state: State) -> None:
+        self._forget()
+        self._replica.load(state, slice(0, 0))
+        for p in self.model.parameters():
+            p.grad = None
+
+    def rejoin(self, world: World) -> None:
+        assert self._kept is not None, "whoever replaces workers holds memory for them"
+        state = self._kept.read()
+        if state is None:
+            raise StateLost("a worker was lost before the first update: there is nothing to go on from")
+        # A rank that was one update further, because rank 0 died before it had kept that, makes it again.
+        self._load(state)
+        self._replica.sit(world.rank)
+        self.source.sit(world.rank)
+        self._sit(world)
+
+    def committed(self) -> State | None:
+        before = self._before
+        return before if before is not None else self._replica.committed()
+
+    def spent(self) -> Mapping[str, float]:
+        return {"loading": self.source.seconds, "waiting": self._group.waited, "updating": self._replica.seconds}
+
+    def close(self) -> None:
+        pass
+
+
+def _refuse_batch_norm(model: nn.Module) -> None:
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None):
+            raise ValueError(
+                f"map_reduce would give {name} the statistics of a part of the batch: use a normalisation that looks "
+                "at one example (GroupNorm, LayerNorm), or data_parallel"
+            )
+
+
+class _Buffers:
+    """The model's buffers as a pass found them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # By name: a forward pass may put a new tensor in the old one's place.
+        self._places = [(m._buffers, name) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+        self._kept: list[Tensor] = []
+
+    def _now(self) -> list[Tensor]:
+        return [b for owner, name in self._places if (b := owner[name]) is not None]
+
+    def keep(self) -> None:
+        """A pass begins."""
+        self._kept = [b.clone() for b in self._now()]
+
+    def restore(self) -> None:
+        """As they were then."""
+        if self._kept:
+            torch._foreach_copy_(self._now(), self._kept)
