@@ -1,0 +1,321 @@
+"""local_sgd: replicas train on batches of their own, and go on from the average of their weights every so many steps.
+
+Papers: McMahan, Moore, Ramage, Hampson and Aguera y Arcas, "Communication-Efficient Learning of Deep Networks from
+Decentralized Data" (FedAvg), 2017; Stich, "Local SGD Converges Fast and Communicates Little", 2019; Douillard et al.,
+"DiLoCo", 2023 (the outer momentum). Related: Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD",
+2015, which pulls the replicas towards the average instead.
+
+::
+
+    rank 0   batch 0, 2, 4, ...  step step step \\             / step step ...
+                                                  average of w
+    rank 1   batch 1, 3, 5, ...  step step step /             \\ step step ...
+                                 |--- every ---|
+
+Approximate: between two averages the replicas drift apart. With ``every=1`` and plain SGD the average is the
+synchronous step on the batches of all replicas together, where these are of one size.
+
+Price: ``t_batch = (t_step + (n + 2) * bytes(weights, slots) / bandwidth / every) / n``: n batches are computed at once;
+once a round each replica writes to memory that all share, one of them adds n contributions up, and each reads.
+
+Wins where the way between the workers is slow, or their speeds differ: a late replica holds up nobody. Loses where the
+gradient's way is cheap: data_parallel then learns more from as many examples.
+
+A worker's death loses its steps since it last gave a contribution, ``every`` at most. Its replacement does that round
+again, from the last average; where it is not replaced, those batches are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import Any, ClassVar, Literal, final
+
+from torch import Tensor
+
+from apportion.batch import Batch
+from apportion.deal import DataShard
+from apportion.errors import StateLost
+from apportion.parallel.average import Frame, Outer, Parts
+from apportion.parallel.exchange import Exchange, Round, Together
+from apportion.parallel.one_device import OneDeviceStep
+from apportion.parallel.simulated import simulated
+from apportion.store.shared_average import SharedAverage, can_share
+from apportion.strategy import State, Step, Strategy
+from apportion.workload import Workload
+from apportion.world import World
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class LocalSgd(Strategy):
+    """Each worker trains a replica; their weights are averaged at intervals."""
+
+    every: int = 16
+    """Steps of a replica between two averages."""
+    outer: Literal["average", "nesterov"] = "average"
+    """What is made of the mean: the new weights, or the direction of an outer step with momentum (DiLoCo)."""
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    slots: Literal["kept", "averaged"] = "kept"
+    """The optimizer's state: each replica's own, or averaged as the weights are."""
+
+    survives: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"every={self.every!r} must be a whole number of at least 1 step")
+        if self.outer not in ("average", "nesterov"):
+            raise ValueError(f'outer={self.outer!r} must be "average" or "nesterov"')
+        if not self.outer_lr > 0:
+            raise ValueError(f"outer_lr={self.outer_lr} must be above 0")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"outer_momentum={self.outer_momentum} must be at least 0 and below 1")
+        if self.slots not in ("kept", "averaged"):
+            raise ValueError(f'slots={self.slots!r} must be "kept" or "averaged"')
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    @property
+    def _outer(self) -> Outer | None:
+        return Outer(self.outer_lr, self.outer_momentum) if self.outer == "nesterov" else None
+
+    def build(self, workload: Workload, world: World) -> Step:
+        if workload.carry is not None:
+            raise ValueError(
+                "local_sgd deals out whole batches in turn, and a recurrent state that is carried along needs the one "
+                "before: use data_parallel"
+            )
+        return LocalSgdStep(workload, world, self)
+
+    def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
+        return simulated(workload, world_size, self.every, self._outer, averaged_slots=self.slots == "averaged")
+
+
+@final
+class LocalSgdStep(Step):
+    """This rank's replica, and where it meets the others."""
+
+    lockstep = False
+
+    def __init__(self, workload: Workload, world: World, strategy: LocalSgd) -> None:
+        self.device, self._world = world.device, world
+        self._local = OneDeviceStep(workload, world.device, rank=world.rank)
+        self._replica = self._local.replica
+        self.model, self.optimizers, self.source = self._local.model, self._local.optimizers, self._local.source
+        if "outer" in self.optimizers:
+            raise ValueError('an optimizer called "outer" is local_sgd\'s own: give yours another name')
+        self._averages_slots, self._outer = strategy.slots == "averaged", strategy._outer
+        self._frame = Frame(self._replica, self._outer)
+        kind = SharedAverage if can_share(world) else Together
+        self._exchange: Exchange = kind(self._frame, world, every=strategy.every, total=self.source.total)
+        self._average = self._frame.new()
+        """The one that this round began with; what is learnt is the change since then."""
+        self._turning = Lock()
+        """Held while it is written, and by whoever copies it."""
+        self._round: Round | None = None
+        self._made = self._rows = self._examples = self._scheduled = 0
+        self._met = False
+        """Is this round's contribution in an average?"""
+        self._settings: dict[str, Any] = {}
+        self._sit(world)
+
+    def _sit(self, world: World) -> None:
+        self.rank, self._group = world.rank, world.group()
+        self.data_shard = DataShard(world.rank, world.size, whole_batches=True)
+
+    @property
+    def done(self) -> int:
+        return self._round.done if self._round is not None else self._replica.step
+
+    # A round
+
+    def take(self) -> Batch | None:
+        if self._round is None:
+            if self._world.generation == 0:
+                self._begin({})
+            self._go_on()
+        while True:
+            if self._met:
+                self._go_on()
+            assert self._round is not None
+            if self._made < self._round.many:
+                return self._batch(self._round.batch(self._made))
+            if self._round.many == 0 and self._round.done >= self.source.total:
+                self._exchange.leave()
+                return None
+            self._meet()
+
+    def _batch(self, number: int) -> Batch:
+        shard = self.data_shard
+        assert shard is not None
+        if number % shard.of == shard.index:  # in turn: what comes next can be loaded ahead
+            return self.source.at(number // shard.of, shard)
+        return self.source.at(number)
+
+    def _begin(self, optimizer: Mapping[str, Tensor]) -> None:
+        """All ranks together, from what each has."""
+        first = self._average
+        _copy(self._frame.own(), (first.weights, first.counts))
+        self._frame.write_slots(first)
+        for p, place in zip(self._frame.parameters, first.momentum, strict=False):
+            kept = optimizer.get(self._outer_name(p))
+            place.zero_() if kept is None else place.copy_(kept)
+        self._scheduled = self._replica.step
+        self._exchange.begin(first, self._replica.step)
+
+    def _outer_name(self, p: Any) -> str:
+        return f"outer/{self._replica.names[p]}/momentum_buffer"
+
+    def _go_on(self) -> None:
+        """A new round, from the last average."""
+        joins = self._round is None
+        with self._turning:
+            self._round = self._exchange.take(self._average)
+            self._advance(self._round.place(0))
+            self._settings = self._replica.settings()
+        _copy((self._average.weights, self._average.counts), self._frame.own())
+        if self._averages_slots or joins:
+            self._take_slots()
+        self._made, self._examples, self._met = 0, 0, False
+
+    def _take_slots(self) -> None:
+        averaged, own = self._frame.named_slots(self._average), dict(self._replica.slots())
+        if averaged.keys() <= own.keys():
+            for name, slot in averaged.items():
+                own[name].copy_(slot)
+            return
+        # A replacement's optimizer has none yet.
+        self._replica.keep_buffers()
+        state = self._replica.state()
+        self._replica.load(replace(state, optimizer={**own, **averaged}), slice(0, 0))
+
+    def _meet(self) -> None:
+        self._exchange.meet(self._write)
+        self._met = True
+
+    def _write(self, parts: Parts) -> float:
+        """What this replica has learnt in this round."""
+        _copy(self._frame.own(), (parts.weights, parts.counts))
+        for change, average in zip(parts.weights, self._average.weights, strict=True):
+            change.sub_(average)
+        self._frame.write_slots(parts)
+        return float(self._examples)
+
+    def _advance(self, batches: int) -> None:
+        """The schedules follow the batches that all replicas together have taken."""
+        while self._scheduled < min(batches, self.source.total):
+            for name, schedule in self._replica.schedules.items():
+                self.optimizers[name]._opt_called = True  # type: ignore[attr-defined] # a schedule warns without
+                schedule.step()
+            self._scheduled += 1
+
+    # A step
+
+    def backward(self, batch: Batch) -> Tensor | None:
+        self._rows = len(batch)
+        return self._local.backward(batch)
+
+    def update(self) -> Mapping[str, Tensor]:
+        values = self._local.update()
+        self._count()
+        return values
+
+    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
+        return self._local.minimize(loss, batch, optimizer=optimizer)
+
+    def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
+        self._rows = len(batch)
+        values = self._local(batch)
+        self._count()
+        return values
+
+    def _count(self) -> None:
+        """One more step of this replica."""
+        round = self._round
+        assert round is not None, "step.take() gives the batches"
+        self._made += 1
+        self._examples += self._rows
+        self._scheduled += 1  # by the update itself
+        self._advance(round.place(self._made))
+        if self._made == round.many:
+            self._meet()
+            self._go_on()
+
+    # What others see: the average that this round began with
+
+    def predict(self, batch: Batch) -> Any | None:
+        if not len(batch):
+            return None
+        with self._averaged():
+            return self._local.predict(batch)
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """The model has the weights of the average."""
+        if not self._made:  # it has them
+            yield
+            return
+        weights, counts = self._frame.own()
+        kept = [w.clone() for w in weights], [c.clone() for c in counts]
+        _copy((self._average.weights, self._average.counts), (weights, counts))
+        try:
+            yield
+        finally:
+            _copy(kept, (weights, counts))
+
+    def state_dict(self) -> State:
+        with self._turning:
+            round, average = self._round, self._average
+            if round is None:
+                return self._local.state_dict()
+            optimizer = dict(self._frame.named_slots(average))
+            if round.done:
+                outer = zip(self._frame.parameters, average.momentum, strict=False)
+                optimizer |= {self._outer_name(p): momentum for p, momentum in outer}
+            return State(
+                step=round.done,
+                model={k: t.detach().clone() for k, t in self._frame.model_state(average).items()},
+                optimizer={k: t.clone() for k, t in optimizer.items()},
+                settings=dict(self._settings),
+            )
+
+    def load_state_dict(self, state: State) -> None:
+        self._local.load_state_dict(state)
+        self._round = None
+        self._begin(state.optimizer)
+        self._go_on()
+
+    def rejoin(self, world: World) -> None:
+        exchange = self._exchange
+        assert isinstance(exchange, SharedAverage), "whoever replaces workers holds memory for them"
+        if not exchange.begun:
+            raise StateLost("a worker was lost before the first round: there is nothing to go on from")
+        self._world = world
+        self._sit(world)
+        self._replica.sit(world.rank)
+        self.source.sit(world.rank)
+        exchange.sit(world)
+
+    def committed(self) -> State | None:
+        return self.state_dict() if self._round is not None else self._local.committed()
+
+    def spent(self) -> Mapping[str, float]:
+        return {"loading": self.source.seconds, "waiting": self._exchange.waited, "updating": self._replica.seconds}
+
+    def close(self) -> None:
+        pass
+
+
+Tensors = tuple[Sequence[Tensor], Sequence[Tensor]]
+
+
+def _copy(source: Tensors, target: Tensors) -> None:
+    """Weights and counts."""
+    for mine, theirs in zip(source, target, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            b.copy_(a)
