@@ -35,12 +35,12 @@ def free_port():
 class Side:
     """One side of a comparison: a process a rank, parked until `go`."""
 
-    def __init__(self, command, *, ranks):
+    def __init__(self, command, *, ranks, python=sys.executable):
         port = free_port()
         self._errors = [tempfile.TemporaryFile() for _ in range(ranks)]  # noqa: SIM115 (closed by __exit__)
         self._processes = [
             subprocess.Popen(
-                [sys.executable, *command],
+                [python, *command],
                 env=environment(rank=rank, ranks=ranks, port=port),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -116,6 +116,9 @@ class Step(ABC):
     def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
         """``backward``, then ``update``; or the workload's own ``update``. The named values of the global batch."""
 
+    def leave(self) -> None:  # noqa: B027 (nobody waits for it is the common case)
+        """This rank takes no more batches for now."""
+
     def serve(self) -> None:  # noqa: B027 (nothing to do is the common case)
         """What a rank without batches does until the end."""
 
@@ -194,4 +197,5 @@ def batches(step: Step, *, stop: int | None = None, loaders: int = 0) -> Iterato
         while (stop is None or step.done < stop) and (batch := step.take()) is not None:
             yield batch
     finally:
+        step.leave()
         step.source.close()

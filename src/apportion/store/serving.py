@@ -1,0 +1,110 @@
+"""A rank without batches: it holds shards of the store, and applies what workers push to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from apportion.batch import Batch
+from apportion.errors import StateLost
+from apportion.store.computing import Worker
+from apportion.store.downpour import extent_of
+from apportion.store.log import Log
+from apportion.store.memory import ENDED, Memory
+from apportion.store.session import Server
+from apportion.store.store import Store
+from apportion.strategy import State, Step
+from apportion.workload import Workload
+from apportion.world import World
+
+
+@final
+class ServerStep(Step):
+    """One server, on one of the last seats; it answers from the beginning to the end."""
+
+    lockstep = False
+
+    def __init__(self, workload: Workload, world: World, *, servers: int) -> None:
+        self._worker = worker = Worker(workload, world.device)
+        self.device, self.rank, self._world = world.device, world.rank, world
+        self.model, self.optimizers = worker.replica.model, worker.replica.optimizers
+        self.source, self.data_shard = worker.source, None
+        self._workers = range(world.seats - servers)
+        extent = extent_of(worker, world, servers=servers)
+        memory = world.shared(world.another("store"), Memory(extent).nbytes)
+        self._store = Store(extent, memory, seat=world.seat, check=self._check)
+        number = world.seat - len(self._workers)
+        self._server = Server(extent, number, lambda seat: _of_seat(Store(extent, memory, seat=seat)))
+        self._store.memory.ports[number] = self._server.port, 0
+        self._store.memory.ports[number, 1] = os.getpid()
+        self._store.deal.tell()
+
+    def _check(self) -> None:
+        self._world.check()
+
+    def rejoin(self, world: World) -> None:
+        self._world, self.rank = world, world.rank
+
+    @property
+    def done(self) -> int:
+        return self._store.done
+
+    def serve(self) -> None:
+        seated = self._world.members.seated() if self._world.members is not None else list(range(self._world.size))
+        working = [seat for seat in seated if seat in self._workers]
+        if not working:
+            raise StateLost("every worker is lost, and parameter servers take no batches")
+        self._settled()
+        lines = self._store.memory.lines
+        # Workers take as long as they like: what they wait for has deadlines of its own.
+        while not all(lines[seat][ENDED] for seat in working):
+            self._store.deal.look()
+
+    def _settled(self) -> None:
+        self._store.settle(lambda: None, first=False)
+
+    def backward(self, batch: Batch) -> Tensor | None:
+        raise NotImplementedError("a parameter server takes no batches")
+
+    def update(self) -> Mapping[str, Tensor]:
+        raise NotImplementedError("a parameter server takes no batches")
+
+    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
+        raise NotImplementedError("a parameter server takes no batches")
+
+    def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
+        raise NotImplementedError("a parameter server takes no batches")
+
+    def predict(self, batch: Batch) -> Any | None:
+        return None
+
+    def state_dict(self) -> State:
+        self._settled()
+        state = self._worker.state(self.done, self._store.read())
+        state.settings["unpushed"] = self._store.deal.unpushed()
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        self._worker.load(state)
+        self._world.group().barrier()  # rank 0 fills the store in
+
+    def log(self) -> Log:
+        """What every push was made of. While nobody pushes."""
+        return Log.of(self._store)
+
+    def spent(self) -> Mapping[str, float]:
+        return {"loading": 0.0, "waiting": self._store.waited, "updating": 0.0}
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def _of_seat(store: Store) -> Store:
+    """For the thread that calls; whoever sits there talks, so the store is filled in, or soon will be."""
+    torch.set_num_threads(1)  # each thread has its own number: there is one for each worker already
+    store.settle(lambda: None, first=False)
+    return store

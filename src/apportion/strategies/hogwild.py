@@ -1,0 +1,235 @@
+"""hogwild: workers update the same weights in the same memory, without locks, and without asking.
+
+Paper: Niu, Recht, Re and Wright, "HOGWILD!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent", NIPS
+2011.
+
+::
+
+    batches    dealt one by one, to whoever is ready
+    worker 0   forward, backward --\\
+                                    >--  w[rows] -= lr * g[rows]     one vector of weights and slots, in shared memory
+    worker 1   forward, backward --/
+
+Every parameter of every worker's model lies in shared memory, and so does what its optimizer keeps: an update is the
+optimizer's own, in place. A sparse gradient (``nn.EmbeddingBag(..., sparse=True)``) touches its rows and nothing else.
+Two workers that write one number at the same time may lose one of the two updates, and a gradient may be of weights
+that change while it is computed: the paper's bound needs updates that are sparse, and so seldom meet.
+
+Price: ``t = max(t_compute(B) / n, t_update)`` a batch, ``t_update = bytes(rows touched) / bandwidth(memory)``.
+
+Wins with large embeddings and linear models on sparse features: no lock, no copy, no pull. Loses with dense gradients,
+whose cache lines travel between the cores at every update, and wherever a run must be done again: nothing says which
+numbers a gradient has seen. ``parameter_server(mode="ordered")`` is what can be checked.
+
+A worker's death loses its gradient, or leaves some numbers of it in the weights and others not; its batch is dealt
+again, and the others do not stop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from apportion.batch import Batch
+from apportion.parallel.one_device import reference
+from apportion.store.computing import WHOLE, Worker
+from apportion.store.downpour import extent_of
+from apportion.store.memory import Memory
+from apportion.store.store import Store
+from apportion.strategy import State, Step, Strategy
+from apportion.workload import Workload
+from apportion.world import World
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Hogwild(Strategy):
+    """Workers that write to shared weights without locks."""
+
+    survives: ClassVar[bool] = True
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    def build(self, workload: Workload, world: World) -> Step:
+        return HogwildStep(workload, world)
+
+    def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
+        if world_size > 1:
+            raise ValueError(
+                f"hogwild on {world_size} workers computes something else in each run, and nothing can say what: check "
+                'it with workers=1, or check parameter_server(mode="ordered")'
+            )
+        return reference(workload)
+
+
+@final
+class HogwildStep(Step):
+    """One worker: torch's own optimizer, on memory that others write to as well."""
+
+    lockstep = False
+
+    def __init__(self, workload: Workload, world: World) -> None:
+        # One shard: a piece of it is a parameter, and its count is the step that torch keeps.
+        self._worker = worker = Worker(workload, world.device, shards=1)
+        self.device, self._clip = world.device, workload.clip_grad_norm
+        self._replica = worker.replica
+        self.model, self.optimizers = worker.replica.model, worker.replica.optimizers
+        self.source, self.data_shard = worker.source, WHOLE
+        extent = extent_of(worker, world, lock_free=True)
+        memory = world.shared(world.another("store"), Memory(extent).nbytes)
+        self._store = Store(extent, memory, seat=world.seat, check=self._check)
+        self._slots = [worker.layout.views(flat) for flat in self._store.memory.data[0, 1:].unbind(0)]
+        self._before = torch.zeros(worker.buffer_numbers, dtype=torch.float64)
+        self._world, self.rank = world, world.rank
+        self._entered = self._was_in = False
+        self._taken: Batch | None = None
+        self._loss: Tensor | None = None
+        self._seconds = 0.0
+
+    def _check(self) -> None:
+        self._world.check()
+
+    def rejoin(self, world: World) -> None:
+        self._world, self.rank, self._entered = world, world.rank, False
+
+    def _enter(self) -> None:
+        """Before anything is asked of the store: it is filled in, and what the dead had taken is dealt again."""
+        if self._entered:
+            return
+        store, world = self._store, self._world
+        store.settle(lambda: store.put(self._worker.initial(), done=0), first=world.rank == 0)
+        if not self._was_in:
+            self._share()
+        if world.generation:
+            seated = world.members.seated() if world.members is not None else []
+            empty = [seat for seat in range(world.seats) if seat not in seated] if world.rank == 0 else []
+            for seat in [*empty, *([] if self._was_in else [world.seat])]:
+                store.finish(seat)
+        self._entered = self._was_in = True
+
+    def _share(self) -> None:
+        """The parameters and the optimizer's slots become those in shared memory."""
+        worker, memory = self._worker, self._store.memory
+        layout = worker.layout
+        worker.model.move(memory.weights(0))
+        counts = torch.from_numpy(memory.counts[0][0])
+        for number, p in enumerate(layout.parameters):
+            slots = dict(zip(layout.rule.slots, (views[number] for views in self._slots), strict=True))
+            kept = layout.rule.kept(worker.optimizer.param_groups[layout.groups[number]])
+            state: dict[str, Any] = {name: slots[name] for name in kept}
+            if layout.rule.keeps_step:
+                state["step"] = counts[number]
+            worker.optimizer.state[p] = state
+
+    @property
+    def done(self) -> int:
+        return self._store.done
+
+    def take(self) -> Batch | None:
+        self._enter()
+        if self._taken is None:
+            ticket = self._store.deal.take(self.source.total)
+            self._taken = None if ticket is None else self.source.at(ticket, WHOLE)
+        return self._taken
+
+    def backward(self, batch: Batch) -> Tensor | None:
+        replica, buffers = self._replica, self._store.memory.buffers[0]
+        if len(buffers):
+            self._worker.set_buffers(buffers)
+            self._worker.model.read_buffers(self._before)
+        replica.reseed(batch.step)
+        with replica.autocast():
+            loss = replica.loss(replica.outputs(batch), batch.targets)
+        replica.backward(loss, 1.0)
+        if len(buffers):
+            buffers.add_(self._worker.model.read_buffers(torch.empty_like(self._before)).sub_(self._before))
+        self._loss = loss.detach()
+        return self._loss
+
+    def update(self) -> Mapping[str, Tensor]:
+        began = time.perf_counter()
+        batch, replica, layout = self._taken, self._replica, self._worker.layout
+        assert batch is not None, "update() follows backward()"
+        assert self._loss is not None, "update() follows backward()"
+        if self._clip is not None:
+            torch.nn.utils.clip_grad_norm_(replica.trainable(), self._clip)
+        replica.catch_up(batch.step)
+        first = [n for n, p in enumerate(layout.parameters) if p.grad is not None and not self._touched[n]]
+        self._begin(first)
+        self._worker.optimizer.step()
+        self._end(first)
+        for p in self.model.parameters():
+            p.grad = None
+        self._store.deal.count()
+        self._taken = None
+        self._seconds += time.perf_counter() - began
+        return {"loss": self._loss}
+
+    @property
+    def _touched(self) -> Any:
+        return self._store.memory.touched
+
+    def _begin(self, first: list[int]) -> None:
+        """torch's first step with momentum is another one: it looks whether there is a buffer yet."""
+        for number in first:
+            slots = self._worker.optimizer.state[self._worker.layout.parameters[number]]
+            if "momentum_buffer" in slots and not self._worker.layout.rule.keeps_step:
+                slots["momentum_buffer"] = None
+
+    def _end(self, first: list[int]) -> None:
+        for number in first:
+            slots = self._worker.optimizer.state[self._worker.layout.parameters[number]]
+            if "momentum_buffer" in slots and not self._worker.layout.rule.keeps_step:
+                shared = self._slots[0][number]
+                shared.copy_(slots["momentum_buffer"])
+                slots["momentum_buffer"] = shared
+            self._touched[number] = 1
+
+    def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
+        self.backward(batch)
+        return self.update()
+
+    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
+        raise ValueError("minimize() is for update=, which does not go with asynchronous workers: use data_parallel")
+
+    def predict(self, batch: Batch) -> Any | None:
+        self._enter()
+        if batch.start and len(self._before):
+            self._worker.set_buffers(self._store.memory.buffers[0])
+        return self._replica.predict(batch) if len(batch) else None
+
+    def state_dict(self) -> State:
+        self._enter()
+        found = self._store.read()
+        state = self._worker.state(self.done, found)
+        state.settings["unpushed"] = self._store.deal.unpushed()
+        return state
+
+    def committed(self) -> State | None:
+        return self.state_dict() if self._entered else None
+
+    def load_state_dict(self, state: State) -> None:
+        self._enter()
+        self._world.group().barrier()  # the parameters of all ranks are one memory: whoever loads writes it
+        start = self._worker.load(state)
+        if self.rank == 0:
+            self._store.put(start, done=state.step)
+            self._store.resume(state.settings.get("unpushed", ()))
+        self._world.group().barrier()
+        self._taken = None
+
+    def spent(self) -> Mapping[str, float]:
+        return {"loading": self.source.seconds, "waiting": self._store.waited, "updating": self._seconds}
+
+    def leave(self) -> None:
+        self._store.deal.leave()
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,118 @@
+"""parameter_server: Downpour SGD. Workers push gradients into a store of shards and pull weights, each when it likes.
+
+Papers: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012 (Downpour SGD, algorithm 7.1); Ho et al., "More
+Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013 (``max_staleness``).
+
+::
+
+    batches    dealt one by one, to whoever is ready
+    worker 0   pull -> forward, backward -> push      pull -> forward, ...
+    worker 1        pull -> forward, backward ----------> push    pull -> ...
+                      |                                     |
+    store      [ shard 0 v7 | shard 1 v7 | shard 2 v6 | ... ]   weights and optimizer slots, a lock and a version each
+
+Approximate: a gradient is computed on weights that others have changed since; by how many pushes is its staleness.
+Every push is applied whole, exactly once, and written down, so the run can be done again in one process and compared to
+the last bit. ``mode="ordered"``: of each round of as many batches as there are workers, every gradient is that of the
+weights the round begins with, and they are applied in rank order; worker i's is i updates old, always. ``mode=
+"hogwild"``: no locks. With one worker each of them is the one-device step. ``servers=n``: so many processes more, which
+take no batches, hold the shards and answer each worker by a group of two.
+
+Price: ``t = max(t_compute(B) / n, t_push)`` a batch, ``t_push = (5 + 3 slots) bytes(weights) / bandwidth(memory)``;
+with servers ``t_push = 2 bytes(weights) / bandwidth(link) + 4 latencies``.
+
+Wins when workers differ in speed, or batches in length: nobody waits. Loses where the weights move much between a pull
+and a push (many workers, large learning rates), and in memory: two copies of everything, and a gradient a worker.
+
+A worker's death loses the gradients that it had not pushed; its batches are dealt again, and the others do not stop. A
+server's loses nothing: the shards are in memory that outlives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, final, get_args
+
+from apportion.parallel.one_device import reference
+from apportion.store.downpour import DownpourStep, Mode, Rhythm
+from apportion.store.replay import ordered_reference, replay
+from apportion.store.rules import named
+from apportion.store.serving import ServerStep
+from apportion.strategy import State, Step, Strategy
+from apportion.workload import Workload
+from apportion.world import World
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class ParameterServer(Strategy):
+    """Workers that take batches as they come, and a store of weights that they share."""
+
+    push_every: int = 1
+    """Batches whose gradients are summed before they are pushed (the paper's n_push)."""
+    pull_every: int = 1
+    """Batches between two pulls; meanwhile the worker takes plain steps of its own (n_fetch)."""
+    servers: int = 0
+    """Processes that hold the shards; 0: they lie in memory that the workers share."""
+    mode: Mode = "sharded"
+    """"sharded": a lock a shard. "hogwild": none. "ordered": in rank order, round by round."""
+    rule: str | None = None
+    """Instead of the workload's optimizer: "adagrad(lr=0.01)", "sgd(...)", "momentum(...)", "rmsprop(...)",
+    "adam(...)"."""
+    max_staleness: int | None = None
+    """A worker more than so many pushes ahead of the slowest waits for it. None: never."""
+
+    survives: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("push_every", 1), ("pull_every", 1), ("servers", 0), ("max_staleness", 0)):
+            value = getattr(self, name)
+            if name == "max_staleness" and value is None:
+                continue
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode={self.mode!r} must be one of {', '.join(map(repr, get_args(Mode)))}")
+        if self.mode == "ordered" and (self.push_every, self.pull_every, self.max_staleness) != (1, 1, None):
+            raise ValueError('mode="ordered" pushes every batch and pulls every round: leave the other settings out')
+        if self.servers and self.mode != "sharded":
+            raise ValueError(f'servers={self.servers} go with mode="sharded": leave mode={self.mode!r} out')
+        if self.rule is not None:
+            object.__setattr__(self, "rule", str(named(self.rule)))
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    @property
+    def _rhythm(self) -> Rhythm:
+        return Rhythm(self.mode, self.push_every, self.pull_every, self.max_staleness)
+
+    def _ruled(self, workload: Workload) -> Workload:
+        return workload if self.rule is None else replace(workload, optimizer=named(self.rule).optimizer)
+
+    def ranks(self, workers: int) -> int:
+        return workers + self.servers
+
+    def build(self, workload: Workload, world: World) -> Step:
+        ruled = self._ruled(workload)
+        if self.servers >= world.seats:
+            raise ValueError(f"servers={self.servers} leaves no worker among {world.seats} processes: start more")
+        if world.seat >= world.seats - self.servers:
+            return ServerStep(ruled, world, servers=self.servers)
+        return DownpourStep(ruled, world, self._rhythm, servers=self.servers)
+
+    def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
+        ruled = self._ruled(workload)
+        if log:
+            (pushes,) = log
+            return iter([replay(ruled, pushes, self._rhythm)])
+        if self.mode == "ordered":
+            return ordered_reference(ruled, world_size)
+        if world_size == 1 and (self.push_every, self.pull_every) == (1, 1):
+            return reference(ruled)
+        raise ValueError(
+            f"{self} on {world_size} workers computes something else in each run, which its log alone says: replay "
+            'that, or check parameter_server(mode="ordered")'
+        )

@@ -1,0 +1,369 @@
+"""The parameter store: no update is lost, none is half applied, none counts twice, whoever dies and wherever."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+
+from apportion.errors import MembershipChanged
+from apportion.lifetime import die_with_parent
+from apportion.store.layout import Layout
+from apportion.store.memory import DEALT, STATE, Extent, Memory
+from apportion.store.store import Contents, Store
+from apportion.world import World
+
+FOLDER = f"{os.sep}store{os.sep}"
+SHARDS, WIDTH = 4, 64
+
+
+class Shared:
+    """A store in memory that forked processes share, and what has to be in it."""
+
+    def __init__(self, *, seats: int = 2, momentum: float = 0.0, width: int = WIDTH, log: int = 4096) -> None:
+        model = nn.Linear(width, SHARDS, bias=False, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum)
+        self.layout = Layout({p: n for n, p in model.named_parameters()}, optimizer, shards=SHARDS)
+        self.extent = Extent(layout=self.layout, seats=seats, buffers=1, batches=log)
+        self._bytes = mmap.mmap(-1, Memory(self.extent).nbytes)
+        self.hyper = [self.layout.rule.hyper_of(g) for g in optimizer.param_groups]
+        self.expected = [torch.zeros(self.layout.total, dtype=torch.float64) for _ in range(1 + bool(momentum))]
+        self.store = self.seat(0)
+
+    def seat(self, number: int, check: Callable[[], None] = lambda: None) -> Store:
+        store = Store(self.extent, memoryview(self._bytes), seat=number, check=check)
+        store.settle(lambda: store.put(self._zeros(), done=0), first=number == 0)
+        return store
+
+    def _zeros(self) -> Contents:
+        flats = [torch.zeros(self.layout.total, dtype=torch.float64) for _ in self.expected]
+        counts = [torch.zeros(len(pieces)).double().numpy() for pieces in self.layout.pieces]
+        return Contents(flats, counts, torch.zeros(1, dtype=torch.bool).numpy(), torch.zeros(1, dtype=torch.float64))
+
+    def push(self, store: Store, gradient: float) -> None:
+        store.gradient.fill_(gradient)
+        store.change.fill_(gradient)
+        store.push(self.hyper)
+
+    def expect(self, gradient: float) -> None:
+        """One push more."""
+        flat = torch.full_like(self.expected[0], gradient)
+        self.layout.rule.apply(self.expected, self.expected, flat, self.hyper[0], 0)
+
+    def assert_whole(self, pushes: int, change: float) -> None:
+        found, m = self.store.read(), self.store.memory
+        assert [v.value for v in m.versions] == [pushes] * self.extent.shards
+        for flat, expected in zip(found.data, self.expected, strict=True):
+            assert torch.equal(flat, expected)
+        assert found.buffers.item() == change
+
+
+def forked(work: Callable[[], None]) -> int:
+    """A process that does this and ends; its number."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        die_with_parent(parent)
+        work()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def ended(pid: int) -> int:
+    """Its exit status; negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def signal_at(line: int, number: signal.Signals) -> None:
+    """This process gets the signal before it runs so many lines of the store."""
+    left = line
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if FOLDER not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), number)
+        return trace
+
+    sys.settrace(trace)
+
+
+# Deaths
+
+
+def die_at_every_line(world: World, momentum: float, meanwhile: bool) -> dict[str, int]:
+    """Take a batch and push, and be killed before the first line of the store that this runs, the second, ...; what
+    had been begun is ended by another seat, at once, or after a push of its own. After each, everything is whole."""
+    shared = Shared(momentum=momentum)
+    store, pushes, change, seen = shared.store, 0, 0.0, {"pushed": 0, "undone": 0, "orphans": 0, "open": 0}
+
+    for line in count(1):
+
+        def work(line: int = line) -> None:
+            other = shared.seat(1)
+            signal_at(line, signal.SIGKILL)
+            ticket = other.deal.take(1 << 30)
+            assert ticket is not None
+            other.deal.note(other.pulled)
+            shared.push(other, line)
+
+        status = ended(forked(work))
+        m = store.memory
+        seen["open"] += m.lines[1][STATE] > 0
+        half = m.lines[1][STATE] > 0 and len({v.value for v in m.versions}) > 1
+        if meanwhile:
+            store.deal.take(1 << 30)
+            store.deal.note(store.pulled)
+            shared.push(store, 1000.0)
+            shared.expect(1000.0)
+            pushes, change = pushes + 1, change + 1000.0
+        seen["orphans"] += half
+        before = store.pushes
+        store.finish(1)
+        went_in = m.versions[0].value > pushes
+        assert store.pushes - before <= 1
+        if went_in:
+            shared.expect(line)
+            pushes, change = pushes + 1, change + line
+        seen["pushed" if went_in else "undone"] += 1
+        shared.assert_whole(pushes, change)
+        assert store.done == pushes, "each push was of one batch"
+        dealt = m.head[DEALT] - len(store.deal.unpushed())
+        assert dealt == pushes, "a batch is in the weights, or will be dealt again"
+        assert len(set(store.deal.unpushed())) == len(store.deal.unpushed())
+        if status == 0:
+            return seen
+        assert status == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_worker_may_be_killed_at_any_line_and_its_push_is_whole_or_not_there(meanwhile: bool) -> None:
+    (seen,) = on_ranks(die_at_every_line, 1, 0.0 if meanwhile else 0.9, meanwhile)
+    assert seen["undone"] > 10
+    assert seen["pushed"] > 30
+    assert seen["open"] > 20, "deaths in the middle of a push"
+    assert seen["orphans"] > 5, "deaths with some of the shards updated"
+
+
+def die_while_ending(world: World) -> int:
+    """A push is cut off, and so is everyone who ends it, one line later each."""
+    shared = Shared(momentum=0.9)
+
+    def work() -> None:
+        other = shared.seat(1)
+        other.deal.take(1 << 30)
+        other.deal.take(1 << 30)
+        signal_at(60, signal.SIGKILL)
+        shared.push(other, 3.0)
+
+    assert ended(forked(work)) == -signal.SIGKILL
+    assert shared.store.memory.lines[1][STATE] > 0
+
+    def end(line: int) -> Callable[[], None]:
+        def work() -> None:
+            ender = shared.seat(0)
+            signal_at(line, signal.SIGKILL)
+            ender.finish(1)
+
+        return work
+
+    tries = next(line for line in count(1) if ended(forked(end(line))) == 0)
+    shared.expect(3.0)
+    shared.assert_whole(1, 3.0)
+    assert shared.store.done == 2
+    assert shared.store.deal.unpushed() == []
+    return tries
+
+
+def test_who_ends_a_push_of_the_dead_may_die_too() -> None:
+    assert on_ranks(die_while_ending, 1)[0] > 20
+
+
+def give_back_and_die(world: World) -> int:
+    """A batch of the dead comes back once, also where who gives it back dies, and another takes it at once."""
+    shared = Shared(seats=3)
+    pushed: list[int] = []
+    for line in count(1):
+
+        def take() -> None:
+            shared.seat(1).deal.take(1 << 30)
+
+        def end(line: int = line) -> None:
+            ender = shared.seat(0)
+            signal_at(line, signal.SIGKILL)
+            ender.finish(1)
+
+        assert ended(forked(take)) == 0
+        status = ended(forked(end))
+        third = shared.seat(2)
+        ticket = third.deal.take(1 << 30)
+        assert ticket is not None
+        third.deal.note(third.pulled)
+        shared.push(third, 1.0)
+        pushed.append(ticket)
+        shared.store.finish(1)
+        if status == 0:
+            break
+    while back := shared.store.deal.unpushed():
+        third.deal.take(1 << 30)
+        shared.push(third, 1.0)
+        pushed += [t for t in back if t not in shared.store.deal.unpushed()]
+    assert sorted(pushed) == list(range(len(pushed)))
+    return len(pushed)
+
+
+def test_no_batch_comes_back_twice() -> None:
+    assert on_ranks(give_back_and_die, 1)[0] > 10
+
+
+# Stopped workers
+
+
+def stop_a_holder(world: World) -> tuple[str, bool]:
+    """A worker is stopped with a lock in its hands: whoever waits hears what the supervisor says, and goes on when the
+    worker is ended."""
+    shared = Shared()
+    lines = _lines_of_a_push()
+
+    def holds(pid: int) -> bool:
+        os.waitpid(pid, os.WUNTRACED)
+        return any(lock.attempt() or lock.release() for lock in shared.store.memory.locks)
+
+    def work(line: int) -> Callable[[], None]:
+        def push() -> None:
+            other = shared.seat(1)
+            signal_at(line, signal.SIGSTOP)
+            shared.push(other, 2.0)
+
+        return push
+
+    for line in range(lines // 2, lines):
+        pid = forked(work(line))
+        if holds(pid):
+            break
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        shared.store.finish(1)
+    else:
+        raise AssertionError("no line holds a lock")
+
+    def check() -> None:
+        raise MembershipChanged("a worker is stopped")
+
+    waiting = shared.seat(0, check)
+    waiting._check = check
+    before = waiting.memory.versions[0].value
+    try:
+        shared.push(waiting, 1.0)
+        heard = "nothing"
+    except MembershipChanged as error:
+        heard = str(error)
+    threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+    shared.store.finish_push(0)  # waits until the holder is dead
+    os.waitpid(pid, 0)
+    shared.store.finish(1)
+    versions = {v.value for v in shared.store.memory.versions}
+    return heard, versions == {before + 2} or len(versions) == 1
+
+
+def _lines_of_a_push() -> int:
+    shared, seen = Shared(), 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal seen
+        seen += event == "line" and FOLDER in frame.f_code.co_filename
+        return trace
+
+    sys.settrace(trace)
+    shared.push(shared.store, 1.0)
+    sys.settrace(None)
+    return seen
+
+
+def test_a_stopped_holder_of_a_lock_keeps_others_waiting_only_until_it_is_ended() -> None:
+    heard, whole = on_ranks(stop_a_holder, 1)[0]
+    assert heard == "a worker is stopped"
+    assert whole
+
+
+# Many
+
+
+def push_often(world: World, workers: int, each: int) -> tuple[list[int], Tensor, list[list[int]]]:
+    shared = Shared(seats=workers, log=each)
+
+    def work(seat: int) -> None:
+        store = shared.seat(seat)
+        store.gradient.fill_(1.0)
+        store.change.fill_(1.0)
+        for _ in range(each):
+            store.push(shared.hyper)
+
+    pids = [forked(lambda seat=seat: work(seat)) for seat in range(workers)]  # type: ignore[misc]
+    assert [ended(pid) for pid in pids] == [0] * workers
+    m = shared.store.memory
+    made = [sorted(m.made_rows[:, 1 : each + 1, s].flatten().tolist()) for s in range(shared.extent.shards)]
+    return [v.value for v in m.versions], shared.store.read().data[0], made
+
+
+def assert_nothing_lost(workers: int, each: int) -> None:
+    versions, weights, made = on_ranks(push_often, 1, workers, each)[0]
+    assert versions == [workers * each] * len(versions)
+    assert torch.equal(weights, torch.full_like(weights, -float(workers * each)))
+    assert all(numbers == list(range(1, workers * each + 1)) for numbers in made), "a version each, and no other"
+
+
+def test_no_update_is_lost_in_20_000_pushes_by_4_workers() -> None:
+    assert_nothing_lost(4, 5_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_update_is_lost_in_1_000_000_pushes_by_4_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ranks.SECONDS", 800.0)
+    assert_nothing_lost(4, 250_000)
+
+
+def pull_while_pushed(world: World, rounds: int) -> int:
+    """Pulls of a store that another worker pushes to: each shard is of one version, the one that is told."""
+    shared = Shared(width=16384)
+
+    def work() -> None:
+        other = shared.seat(1)
+        other.gradient.fill_(1.0)
+        other.change.fill_(1.0)
+        for _ in range(rounds):
+            other.push(shared.hyper)
+
+    pid, moved, bounds = forked(work), 0, shared.layout.bounds
+    deadline = time.monotonic() + 50
+    while shared.store.pushes < rounds and time.monotonic() < deadline:
+        shared.store.pull()
+        moved += len(set(shared.store.pulled)) > 1
+        for shard, version in enumerate(shared.store.pulled[:-1]):
+            part = shared.store.weights[bounds[shard] : bounds[shard + 1]]
+            assert bool((part == -float(version)).all()), "half of one push, or another version than it says"
+    assert ended(pid) == 0
+    return moved
+
+
+def test_a_pull_never_sees_half_an_update() -> None:
+    on_ranks(pull_while_pushed, 1, 3000)
