@@ -1,0 +1,255 @@
+"""fully_sharded: weights, gradients and optimizer slots spread over the ranks; each layer is gathered as it is needed.
+
+Papers: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020 (stage 3);
+Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023. Built on torch's FSDP2,
+``torch.distributed.fsdp.fully_shard``.
+
+::
+
+    rank 0: 1/2 of a layer \\                                                          / 1/2 of the gradient, update
+                            gather -> forward -> drop ... gather -> backward -> sum
+    rank 1: 1/2 of a layer /                                                          \\ 1/2 of the gradient, update
+
+Exact, as data_parallel is: each rank takes a share of every batch, and its loss is weighted by its share of the terms.
+
+Price: ``t = t_compute(B / n) + 3 (n - 1) / n * bytes(weights) / bandwidth + 3 messages a layer * latency``; each of k
+``microbatches`` pays for its messages. Memory for each rank: ``(weights + gradient + slots) / n``, the largest layer
+whole, and the activations of B / (n k) rows.
+
+Wins when the network, or its optimizer's slots, do not fit one worker. Loses to data_parallel wherever they do: half as
+much again goes over the wire, and a layer waits for its weights.
+
+A worker's death ends the run with that worker's traceback, since the weights that it held are gone. What was learnt
+since the last checkpoint is lost; from there the run resumes, on any number of workers and under any strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
+
+from apportion.batch import Batch, Batches
+from apportion.deal import DataShard
+from apportion.parallel.batch_norm import Attendance, use_whole_batch
+from apportion.parallel.loss_share import LossShare
+from apportion.parallel.one_device import reference
+from apportion.parallel.replica import Replica, seed_everything
+from apportion.strategy import Held, State, Step, Strategy
+from apportion.workload import Workload
+from apportion.world import World
+
+if TYPE_CHECKING:
+    from apportion.parallel.sharded import Sharded
+
+ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD)
+"""Optimizers that update each weight by itself, so that a shard needs nothing of the others."""
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class FullySharded(Strategy):
+    """Each worker holds a share of the weights and computes a share of every batch."""
+
+    min_num_params: int = 100_000
+    """Parameters that a layer has at least to be gathered by itself; smaller ones travel with what they are part of."""
+    microbatches: int = 1
+    """Parts that a rank computes its share in, accumulating the gradient: less memory, the same result."""
+
+    def __post_init__(self) -> None:
+        for name in ("min_num_params", "microbatches"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number of at least 1")
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def build(self, workload: Workload, world: World) -> Step:
+        if workload.batch_size < world.size:
+            raise ValueError(
+                f"batch_size={workload.batch_size} cannot feed {world.size} workers: each needs at least one example; "
+                f"use workers<={workload.batch_size} or batch_size>={world.size}"
+            )
+        gpus = torch.cuda.device_count() if world.device.type == "cuda" else world.local_size
+        if world.local_size > gpus:
+            raise ValueError(
+                f"{world.local_size} workers would share {gpus} GPUs, and shards on one GPU save nothing: "
+                f"use workers<={max(gpus, 1)}"
+            )
+        for given, why in (
+            (workload.update is not None, "update= asks for gradients of whole parameters, which no rank has: use"),
+            (workload.compile, "compile=True would compile weights that come and go: use compile=False, or"),
+            (
+                workload.precision == "float16",
+                'precision="float16" scales the loss by what whole gradients overflow at: use "bfloat16", or',
+            ),
+        ):
+            if given:
+                raise ValueError(f"{why} data_parallel")
+        if self.microbatches > 1 and workload.count is None:
+            raise ValueError(
+                f"microbatches={self.microbatches} would cut the batch under a loss that couples examples: "
+                "use microbatches=1"
+            )
+        return FullyShardedStep(workload, world, self)
+
+    def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
+        return reference(workload)
+
+
+@final
+class FullyShardedStep(Step):
+    """This rank's share of each batch, and of the weights. A world of one has nothing to spread."""
+
+    def __init__(self, workload: Workload, world: World, settings: FullySharded) -> None:
+        self.rank, self.device = world.rank, world.device
+        self._world, self._group, self._settings = world, world.group(), settings
+        self._attendance = Attendance(self._group)
+        self._sharded: Sharded | None = None
+        # A rank has no whole gradient to measure: clipping is between the sum and the update.
+        own = workload if world.size == 1 else replace(workload, clip_grad_norm=None)
+        self._clip = None if world.size == 1 else workload.clip_grad_norm
+        self._replica = Replica(own, rank=world.rank, device=world.device, prepare=self._prepare)
+        self.model, self.optimizers = self._replica.model, self._replica.optimizers
+        for name, optimizer in self.optimizers.items():
+            if type(optimizer) not in ELEMENTWISE:
+                raise ValueError(
+                    f"{type(optimizer).__name__} is not known to update each weight by itself, and no rank has a whole "
+                    f"parameter: use one of {', '.join(kind.__name__ for kind in ELEMENTWISE)}, or "
+                    + ("map_reduce" if name in self._replica.searching else "data_parallel")
+                )
+        self._share = LossShare(self._replica, self._group)
+        self.data_shard = self._shard = DataShard(world.rank, world.size)
+        seed_everything(workload.seed)
+        self.source = Batches(workload, device=world.device, dtype=self._replica.input_dtype, rank=world.rank)
+        self._replica.start_schedules(self.source.total)
+        self._loss: Tensor | None = None
+        self._own_rows = 0
+
+    def _prepare(self, model: nn.Module) -> None:
+        _refuse_layers(model, self._settings.microbatches)
+        if self._world.size > 1:
+            from apportion.parallel.sharded import Sharded  # FSDP takes over a second to import
+
+            use_whole_batch(model, self._attendance)
+            self._sharded = Sharded(model, self._world, self._settings.min_num_params)
+
+    @property
+    def done(self) -> int:
+        return self._replica.step
+
+    def predict(self, batch: Batch) -> Any | None:
+        self._attendance.present = len(batch) > 0
+        with _layers_called():
+            outputs = self._replica.predict(batch if len(batch) else batch.borrowed())
+        if self._sharded is not None:
+            self._sharded.let_go()
+        return outputs if len(batch) else None
+
+    def backward(self, batch: Batch) -> Tensor | None:
+        self._replica.reseed(batch.step)
+        self._own_rows = len(batch)
+        total = self._share.total(batch if len(batch) else batch.borrowed())
+        sums, weight = [], 0.0
+        for part, own in self._parts(batch):
+            self._attendance.present = own
+            with _layers_called():
+                loss, share = self._share(part, own=own, total=total)
+                self._replica.backward(loss, share)
+            sums.append(loss.detach() * share)
+            weight += share
+        self._loss = sum(sums[1:], sums[0])
+        return self._loss / weight if len(batch) and weight else None
+
+    def _parts(self, batch: Batch) -> Iterator[tuple[Batch, bool]]:
+        """As many on every rank, since each gathers every layer: this rank's own, and then borrowed ones."""
+        many = min(self._settings.microbatches, -(-batch.size // self._group.size))
+        own = batch.parts(many) if len(batch) else []
+        yield from ((part, True) for part in own)
+        yield from ((batch.borrowed(), False) for _ in range(many - len(own)))
+
+    def update(self) -> Mapping[str, Tensor]:
+        assert self._loss is not None, "update() follows backward()"
+        loss, self._loss = self._loss * self._share.told(), None
+        if self._sharded is not None:
+            loss = self._sharded.sum(loss)
+            if self._clip is not None:
+                self._sharded.clip_grad_norm(self._replica.trainable(), self._clip)
+        for name in self.optimizers:
+            self._replica.apply(name)
+        self._replica.commit()
+        return {"loss": loss}
+
+    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
+        raise AssertionError("fully_sharded refuses update=")
+
+    def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
+        self.backward(batch)
+        return self.update()
+
+    def state_dict(self) -> State:
+        state = self._replica.state(self._group, self._own_rows)
+        return state if self._sharded is None else self._sharded.whole(state)
+
+    def load_state_dict(self, state: State) -> None:
+        if self._sharded is not None:
+            state = self._sharded.spread(state, self.optimizers)
+        self._replica.load(state, self._shard.rows(self._replica.workload.batch_size))
+        self._own_rows = self._replica.carry.held if self._replica.carry is not None else 0
+
+    def spent(self) -> Mapping[str, float]:
+        return {"loading": self.source.seconds, "waiting": self._group.waited, "updating": self._replica.seconds}
+
+    def held(self) -> Held:
+        if self._sharded is None:
+            return super().held()
+        return Held(0, self._sharded.nbytes(slot for _, slot in self._replica.slots()))
+
+    def close(self) -> None:
+        pass
+
+
+def _refuse_layers(model: nn.Module, microbatches: int) -> None:
+    """What cannot be spread over ranks, or not cut into parts."""
+    for name, p in model.named_parameters():
+        if p.dim() == 0:
+            raise ValueError(f"{name} is a single number, which has no rows to spread: give it the shape (1,)")
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"{name} has a hook, which its shards would lose: put it on the layer, or use data_parallel"
+            )
+    dtypes = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad}
+    if len(dtypes) > 1:
+        kinds = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
+        raise ValueError(f"weights of one type travel together, and {kinds}: use one type, or data_parallel")
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            raise ValueError(
+                f"{name} has sparse gradients, which are not summed in shards: use sparse=False, or data_parallel"
+            )
+        if isinstance(layer, _BatchNorm) and microbatches > 1:
+            raise ValueError(
+                f"microbatches={microbatches} would give {name} the statistics of a part of the batch: "
+                "use microbatches=1, or a normalisation that looks at one example (GroupNorm, LayerNorm)"
+            )
+
+
+@contextmanager
+def _layers_called() -> Iterator[None]:
+    """Say what to do where a layer's weights are used and the layer is not called, so that nobody has gathered them."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise ValueError(
+            "the weights of a layer are used without calling the layer, and are in shards then: call it, make "
+            "min_num_params= larger than the layer, or use data_parallel"
+        ) from error
