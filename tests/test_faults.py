@@ -32,7 +32,7 @@ from conftest import Eventually, Within
 from safetensors.torch import load_file
 
 import apportion
-from apportion import Policy, cli, crew, supervisor
+from apportion import Policy, cli, crew, supervisor, watch
 from apportion.errors import ApportionError, CheckpointError, WorkerFailed
 from apportion.launch import local as launch
 from apportion.launch.local import Local
@@ -45,6 +45,8 @@ HERE = Path(__file__).parent
 PROGRAM = Path(sys.executable).with_name("apportion")
 WORKLOADS = HERE / "fault_workloads.py"
 PARALLEL = ("--strategy", "data_parallel")
+STOPS = ("--policy", "policy(max_restarts=0)")
+"""Whoever is lost is not replaced: how that goes is in test_recovery.py."""
 SECONDS = 5.0
 pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
 START_SECONDS = 60.0
@@ -290,9 +292,7 @@ def test_a_worker_that_dies_is_told_with_the_cause(
     name: str, cause: str, command: Command, tmp_path: Path, within: Within
 ) -> None:
     with within(SECONDS, "the end of the run"):
-        told = command(
-            "train", address(name), "--strategy", "data_parallel", "--workers", 2, "--run-dir", tmp_path / "r"
-        )
+        told = command("train", address(name), *PARALLEL, "--workers", 2, "--run-dir", tmp_path / "r", *STOPS)
     assert told.status == cli.FAILED
     assert cause in told.err.splitlines()[-1]
 
@@ -327,9 +327,7 @@ def test_a_worker_that_the_kernel_kills_for_memory_is_told_as_that(
 ) -> None:
     monkeypatch.setenv("FAULT_CONTAINER", str(container))
     with within(SECONDS, "the end of the run"):
-        told = command(
-            "train", address("container"), "--strategy", "data_parallel", "--workers", 2, "--run-dir", tmp_path
-        )
+        told = command("train", address("container"), *PARALLEL, "--workers", 2, "--run-dir", tmp_path, *STOPS)
     assert told.status == cli.FAILED
     assert "rank 1 was killed for want of memory (SIGKILL): use fewer workers" in told.err.splitlines()[-1]
 
@@ -352,25 +350,26 @@ def test_every_verb_tells_a_workers_exception_alike(
 def test_a_rank_that_others_wait_for_in_vain_is_named(
     name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: Within
 ) -> None:
-    monkeypatch.setattr(crew, "LATE_SECONDS", 1.0)
-    monkeypatch.setattr(crew, "LATE_STEPS", 1)
-    monkeypatch.setattr(crew, "LATE_FIRST", 1)
+    monkeypatch.setattr(watch, "LATE_SECONDS", 1.0)
+    monkeypatch.setattr(watch, "LATE_STEPS", 1)
+    monkeypatch.setattr(watch, "LATE_FIRST", 1)
     template().wait_ready()
+    stops = Policy(max_restarts=0)
     with within(SECONDS, "finding the late rank"), pytest.raises(WorkerFailed, match=r"rank 1 ") as failed:
-        train(address(name), "data_parallel", launcher=local(3), run_dir=tmp_path / "run")
+        train(address(name), "data_parallel", launcher=local(3), run_dir=tmp_path / "run", policy=stops)
     assert words in str(failed.value)
     assert "at step 3" in str(failed.value)
 
 
 def test_a_long_wait_in_an_evaluation_is_not_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "LATE_SECONDS", 1.0)
-    monkeypatch.setattr(crew, "LATE_STEPS", 1)
+    monkeypatch.setattr(watch, "LATE_SECONDS", 1.0)
+    monkeypatch.setattr(watch, "LATE_STEPS", 1)
     end = train(address("slow_evaluation"), "data_parallel", launcher=local(2), run_dir=tmp_path / "run")
     assert end.data["reason"] == "finished"
 
 
 def test_a_long_stay_in_the_body_of_the_loop_makes_nobody_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "LATE_SECONDS", 0.5)
+    monkeypatch.setattr(watch, "LATE_SECONDS", 0.5)
     monkeypatch.setenv("FAULT_PACE", "0.02")
     for event in run(address("good"), "data_parallel", launcher=local(2), run_dir=tmp_path / "run"):
         if event.kind == "step" and event.step < 20:
@@ -379,9 +378,10 @@ def test_a_long_stay_in_the_body_of_the_loop_makes_nobody_late(tmp_path: Path, m
 
 
 def test_the_next_run_in_the_same_program_works_after_a_failure(tmp_path: Path) -> None:
+    stops = Policy(max_restarts=0)
     for name in ("raises", "killed"):
         with pytest.raises(WorkerFailed):
-            train(address(name), "data_parallel", launcher=local(2), run_dir=tmp_path / name)
+            train(address(name), "data_parallel", launcher=local(2), run_dir=tmp_path / name, policy=stops)
         end = train(address("good"), "data_parallel", launcher=local(2), run_dir=tmp_path / f"after-{name}")
         assert end.data["reason"] == "finished"
 
@@ -389,11 +389,12 @@ def test_the_next_run_in_the_same_program_works_after_a_failure(tmp_path: Path) 
 # What workers are forked from
 
 
-def test_a_template_that_is_killed_ends_the_run_and_the_next_one_has_another(
+def test_a_template_that_is_killed_takes_its_workers_along_and_the_next_run_has_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: Within
 ) -> None:
     monkeypatch.setenv("FAULT_PACE", "0.02")
-    events = run(address("good"), "data_parallel", launcher=local(2), run_dir=tmp_path / "run")
+    stops = Policy(max_restarts=0)
+    events = run(address("good"), "data_parallel", launcher=local(2), run_dir=tmp_path / "run", policy=stops)
     next(events)
     process = template()._process
     assert process is not None

@@ -35,7 +35,10 @@ NAMES = [
     "run",
     "train",
 ]
-VALUES = ["data_parallel", "env", "local", "single_device"]
+VALUES = [
+    "data_parallel", "env", "fully_sharded", "hogwild", "local", "local_sgd", "map_reduce", "parameter_server",
+    "single_device",
+]  # fmt: skip
 HEAVY = ["typer", "rich", "tensorboard", "matplotlib"]
 LIMIT_SECONDS = 0.15
 

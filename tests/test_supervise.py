@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apportion.crew import LOOK_SECONDS, Watch
+from apportion.happening import Began, Changed, Exited, Finished, Happening, Late, Raised
 from apportion.supervise import (
     CAUSE_SECONDS,
-    Exited,
+    REPEATS,
+    Action,
     Finish,
-    Finished,
     GoOn,
-    Happening,
-    Late,
     Policy,
-    Raised,
+    Replace,
+    Restart,
+    Shrink,
     Stop,
     next_action,
 )
 from apportion.values import parse_as
+from apportion.watch import LOOK_SECONDS, Watch
 
 WORKERS = 3
 ranks = st.integers(0, WORKERS - 1)
@@ -127,6 +129,177 @@ def _cause(action: object) -> str:
     return action.cause
 
 
+# Where the strategy survives the loss of a worker
+
+
+class History:
+    """A run as the supervisor leads it: what happens is noted, what is decided is done, and that is noted too."""
+
+    def __init__(self, policy: Policy, *, began: bool = True) -> None:
+        self.policy, self.workers = policy, WORKERS
+        self.happened: list[Happening] = [Began()] if began else []
+        self.done: list[Action] = []
+
+    def decide(self) -> Action:
+        return next_action(self.happened, WORKERS, 2 * CAUSE_SECONDS, policy=self.policy, survives=True)
+
+    def happens(self, *happenings: Happening) -> Action:
+        """The decision, carried out."""
+        self.happened += happenings
+        action = self.decide()
+        if isinstance(action, Replace | Restart | Shrink):
+            self.workers -= len(action.losses) if isinstance(action, Shrink) else 0
+            self.happened.append(Changed(action.losses, self.workers, isinstance(action, Restart)))
+        self.done.append(action)
+        return action
+
+    def lost(self) -> int:
+        return sum(len(a.losses) for a in self.done if isinstance(a, Replace | Restart | Shrink))
+
+
+policies = st.builds(Policy, max_restarts=st.integers(0, 4), on_loss=st.sampled_from(["replace", "shrink"]))
+killed = st.builds(Exited, ranks, st.sampled_from([-9, -11, -15]), st.booleans(), st.integers(0, 3))
+frozen = st.builds(lambda rank, step: Late((rank,), step, 2.0, stopped=True), ranks, st.integers(0, 3))
+silent = st.builds(lambda rank, step: Late((rank,), step, 2.0, silent=True), ranks, st.integers(0, 3))
+losses = st.lists(st.lists(st.one_of(killed, frozen, silent), min_size=1, max_size=2), max_size=8)
+anything = st.lists(
+    st.one_of(causes, symptoms, killed, exits, late, frozen, silent, st.builds(Finished, ranks)), max_size=8
+)
+
+
+def lead(policy: Policy, batches: list[list[Happening]], *, began: bool = True) -> History:
+    """All these losses, of ranks that there are, until the run stops."""
+    history = History(policy, began=began)
+    for batch in batches:
+        there = [h for h in batch if _rank(h) < history.workers]
+        if there and isinstance(history.happens(*there), Stop):
+            break
+    return history
+
+
+def _rank(happening: Happening) -> int:
+    return happening.ranks[0] if isinstance(happening, Late) else happening.rank  # type: ignore[union-attr]
+
+
+@given(policies, losses)
+def test_no_more_workers_are_lost_than_the_policy_says(policy: Policy, batches: list[list[Happening]]) -> None:
+    assert lead(policy, batches).lost() <= policy.max_restarts
+
+
+@given(policies, losses)
+def test_every_loss_is_answered_at_once_and_once(policy: Policy, batches: list[list[Happening]]) -> None:
+    history = lead(policy, batches)
+    assert not any(isinstance(action, GoOn | Finish) for action in history.done)
+    if not history.done or not isinstance(history.done[-1], Stop):
+        assert history.decide() == GoOn()
+
+
+@given(policies, losses)
+def test_a_run_shrinks_only_as_the_policy_says_and_never_to_nobody(
+    policy: Policy, batches: list[list[Happening]]
+) -> None:
+    history = lead(policy, batches)
+    assert history.workers >= 1
+    assert policy.on_loss == "shrink" or not any(isinstance(action, Shrink) for action in history.done)
+
+
+@given(policies, losses)
+def test_before_all_have_begun_nobody_is_replaced_alone(policy: Policy, batches: list[list[Happening]]) -> None:
+    assert all(isinstance(action, Restart | Stop) for action in lead(policy, batches, began=False).done)
+
+
+@given(policies, anything, st.floats(0, 10))
+def test_a_strategy_that_does_not_survive_stops_whatever_the_policy_says(
+    policy: Policy, happened: list[Happening], seconds: float
+) -> None:
+    action = next_action(happened, WORKERS, seconds, policy=policy)
+    assert isinstance(action, GoOn | Finish | Stop)
+    lost = [h for h in happened if isinstance(h, Late) or (isinstance(h, Exited) and h.returncode < 0)]
+    done = {h.rank for h in happened if isinstance(h, Finished | Raised)}
+    if any(set(h.ranks if isinstance(h, Late) else [h.rank]) - done for h in lost):
+        assert isinstance(action, Stop)
+
+
+@given(policies, anything, st.floats(0, 10))
+def test_an_exception_stops_the_run_whoever_is_lost_beside_it(
+    policy: Policy, happened: list[Happening], seconds: float
+) -> None:
+    raised = [h for h in happened if isinstance(h, Raised) and not h.symptom]
+    action = next_action([Began(), *happened], WORKERS, seconds, policy=policy, survives=True)
+    if raised:
+        assert isinstance(action, Stop)
+        assert (action.rank, action.traceback) == (raised[0].rank, raised[0].traceback)
+
+
+@given(st.permutations([Finished(0), Exited(1, -9), Finished(2)]))
+def test_whoever_is_lost_after_another_has_finished_had_nothing_more_to_do(happened: list[Happening]) -> None:
+    assert History(Policy(max_restarts=9)).happens(*happened) == Finish()
+
+
+def test_a_rank_that_is_lost_again_and_again_at_one_step_is_no_accident() -> None:
+    history = History(Policy(max_restarts=99))
+    for _ in range(REPEATS - 1):
+        assert isinstance(history.happens(Exited(1, -11, step=7)), Replace)
+    assert "for the 3rd time at step 7" in _cause(history.happens(Exited(1, -11, step=7)))
+    history = History(Policy(max_restarts=99))
+    for step in range(20):  # an update was made in between
+        assert isinstance(history.happens(Exited(1, -11, step=step)), Replace)
+    history = History(Policy(max_restarts=99))
+    for rank in range(WORKERS):  # several at one step
+        assert isinstance(history.happens(Exited(rank, -9, step=7)), Replace)
+
+
+def test_a_run_shrinks_to_one_worker_which_is_replaced_and_ends_with_the_last_restart() -> None:
+    history = History(Policy(max_restarts=3, on_loss="shrink"))
+    shrunk = history.happens(Exited(0, -9, step=2))
+    assert isinstance(shrunk, Shrink)
+    assert [loss.rank for loss in shrunk.losses] == [0]
+    assert isinstance(history.happens(Exited(1, -9, step=3)), Shrink)
+    assert isinstance(history.happens(Exited(0, -9, step=4)), Replace)
+    assert "the run may lose no more workers (max_restarts=3); --resume goes on" in _cause(
+        history.happens(Exited(0, -9, step=5))
+    )
+
+
+@given(policies, anything, st.floats(0, 10))
+def test_a_run_is_stopped_with_a_checkpoint_where_somebody_is_left_who_has_the_state(
+    policy: Policy, happened: list[Happening], seconds: float
+) -> None:
+    action = next_action([Began(), *happened], WORKERS, seconds, policy=policy, survives=True)
+    if isinstance(action, Stop):
+        gone = {r for h in happened if isinstance(h, Late) for r in h.ranks}
+        gone |= {h.rank for h in happened if isinstance(h, Raised | Exited)}
+        finished = any(isinstance(h, Finished) for h in happened)
+        assert set(action.lost) == (gone if len(gone) < WORKERS and not finished else set())
+        before = next_action(happened, WORKERS, seconds, policy=policy, survives=True)
+        assert not (isinstance(before, Stop) and before.lost), "not all had begun"
+
+
+def test_who_was_stopped_and_then_ended_was_stopped() -> None:
+    history = History(Policy())
+    action = history.happens(Late((1,), 7, 1.2, stopped=True), Exited(1, -9, step=7))
+    assert isinstance(action, Replace)
+    (loss,) = action.losses
+    assert "has been stopped (SIGSTOP, or a debugger)" in loss.cause
+
+
+def test_where_nobody_has_the_state_all_begin_again_and_that_counts_once() -> None:
+    lost = [Raised(rank, "it died with rank 0", None, state_lost=True, step=7) for rank in range(WORKERS)]
+    history = History(Policy(max_restarts=2))
+    assert isinstance(history.happens(Exited(0, -9, step=7)), Replace)
+    action = history.happens(*lost)
+    assert isinstance(action, Restart)
+    assert [loss.cause for loss in action.losses] == ["it died with rank 0"]
+    assert history.decide() == GoOn()
+    assert _cause(history.happens(lost[0])).startswith("it died with rank 0")
+    assert _cause(next_action(lost, WORKERS, 9.0)) == "it died with rank 0"
+
+
+def test_ranks_that_only_do_not_move_stop_the_run_as_ever() -> None:
+    assert "a deadlock in the model or the data" in _cause(History(Policy()).happens(Late((1,), 7, 31.0)))
+    assert "called exit" in _cause(History(Policy()).happens(Exited(1, 7)))
+
+
 # Policy
 
 
@@ -150,9 +323,27 @@ def test_a_policy_keeps_at_least_one_checkpoint(keep: object) -> None:
         Policy(keep=keep)  # type: ignore[arg-type]
 
 
-@given(st.sampled_from([None, "3 s", "20 steps", "2 epochs"]), st.integers(1, 9))
-def test_a_policy_is_read_as_it_is_written(every: str | None, keep: int) -> None:
-    policy = Policy(checkpoint_every=every, keep=keep)
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"max_restarts": -1}, "max_restarts=-1 must be a whole number of workers"),
+        ({"max_restarts": 1.5}, "max_restarts=1.5 must be"),
+        ({"on_loss": "panic"}, 'must be "replace" or "shrink"'),
+    ],
+)
+def test_a_policy_says_what_to_do_about_losses_or_is_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Policy(**wrong)
+
+
+@given(
+    st.sampled_from([None, "3 s", "20 steps", "2 epochs"]),
+    st.integers(1, 9),
+    st.integers(0, 99),
+    st.sampled_from(["replace", "shrink"]),
+)
+def test_a_policy_is_read_as_it_is_written(every: str | None, keep: int, restarts: int, loss: Any) -> None:
+    policy = Policy(checkpoint_every=every, keep=keep, max_restarts=restarts, on_loss=loss)
     assert parse_as(str(policy), Policy) == policy
 
 
@@ -164,17 +355,25 @@ class Ranks:
 
     def __init__(self, n: int) -> None:
         self.lines = np.zeros((n, 8), dtype=np.int64)
+        self.lines[:, 3] = 1
         self.watch = Watch(self.lines)
-        self.now = self.watch._looked
+        self.stopped: list[int] = []
+        self.now = self.watch._clock._looked
 
     def wait(self, seconds: float) -> Late | None:
         """Let the time pass, looking as the supervisor does, until someone is late."""
         until = self.now + seconds
         while self.now < until:
             self.now += LOOK_SECONDS
-            if (late := self.watch.late(self.now)) is not None:
+            if (late := self.watch.late(self.now, self.stopped)) is not None:
                 return late
         return None
+
+    def fast(self) -> None:
+        """Some hundred steps, of 5 ms each."""
+        for _ in range(5):
+            assert self.wait(LOOK_SECONDS) is None
+            self.lines[:, [0, 2]] += 100
 
     def step(self, seconds: float) -> Late | None:
         late = self.wait(seconds)
@@ -223,3 +422,73 @@ def test_time_in_which_the_driver_did_not_look_makes_nobody_late() -> None:
     ranks.lines[0, 1] = 1
     ranks.now += 3600.0  # stopped by Ctrl-Z, or long in the body of the user's loop
     assert ranks.watch.late(ranks.now) is None
+
+
+def test_a_rank_whose_process_is_stopped_is_late_within_two_seconds_or_ten_steps() -> None:
+    for pace, within in [(0.0, 2.0), (3.0, 30.0)]:
+        ranks = Ranks(3)
+        if pace:
+            assert not any(ranks.step(pace) for _ in range(5))
+        else:
+            ranks.fast()
+        ranks.stopped = [1]
+        late = ranks.wait(within)
+        assert late is not None
+        assert (late.ranks, late.stopped) == ((1,), True)
+        assert late.seconds > max(0.9, 5 * pace)
+
+
+def test_ranks_that_are_all_stopped_are_not_late_and_neither_is_one_that_goes_on_soon() -> None:
+    ranks = Ranks(2)
+    assert ranks.step(1.0) is None
+    ranks.stopped = [0, 1]
+    assert ranks.wait(600.0) is None
+    for _ in range(9):
+        ranks.stopped = [1]
+        assert ranks.wait(LOOK_SECONDS) is None
+        ranks.stopped = []
+        assert ranks.wait(LOOK_SECONDS) is None
+
+
+def test_who_neither_answers_nor_gets_anything_done_is_silent() -> None:
+    ranks = Ranks(3)
+    ranks.fast()
+    silence = ranks.watch.silence()
+    now = silence._clock._looked
+    for _ in range(100):  # rank 2 is in a long evaluation
+        now += 0.5
+        ranks.lines[2, 0] += 1
+        late = silence.broken_by([1, 2], now)
+        if late is not None:
+            break
+    assert late is not None
+    assert (late.ranks, late.silent) == ((1,), True)
+    assert 2.0 < late.seconds < 3.0
+
+
+def test_nobody_is_silent_while_the_first_step_may_still_be_compiled() -> None:
+    ranks = Ranks(2)
+    silence = ranks.watch.silence()
+    now = silence._clock._looked
+    assert all(silence.broken_by([1], now := now + 0.5) is None for _ in range(600))
+
+
+def test_who_still_opens_the_workload_is_silent_only_after_as_long_as_a_deadlock_takes() -> None:
+    ranks = Ranks(2)
+    ranks.fast()
+    ranks.watch.reset(1)  # another process takes the seat
+    silence = ranks.watch.silence()
+    now = silence._clock._looked
+    for _ in range(100):
+        late = silence.broken_by([1], now := now + 0.5)
+        if late is not None:
+            break
+    assert late is not None
+    assert 30.0 < late.seconds < 31.0
+    silence = ranks.watch.silence()
+    for begun, seconds in ((0, 25.0), (1, 2.0)):  # it begins, and has as long as anybody from there on
+        ranks.lines[1, 3] = begun
+        until = now + seconds
+        while now < until:
+            assert silence.broken_by([1], now := now + 0.5) is None  # noqa: RUF018
+    assert silence.broken_by([1], now + 1.0) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,13 +12,14 @@ import numpy as np
 import torch
 
 from apportion.comm.group import Group
-from apportion.errors import ApportionError
 from apportion.supervise import Policy
 from apportion.world import World
 
 ASK_SECONDS = 0.25
 """Between two questions: how long a wish to stop may wait for a step that all agree on."""
 SAVE_SECONDS, SAVE_SHARE = 2.0, 0.05
+"""Between two checkpoints, where nobody says how often: the seconds at least, and at most the share of the time."""
+_SAVED = 4
 
 
 @dataclass
@@ -26,16 +28,17 @@ class Wish:
 
     stop: bool = False
     progress: Any = field(default_factory=lambda: np.zeros(8, dtype=np.int64))
-    """[0] grows with everything that the rank gets done, [1] is 1 while it waits for others, [2] is its updates."""
+    """[0] grows with everything that the rank gets done, [1] is 1 while it waits for others, [2] is its updates,
+    [3] is 1 once it is in its loop, [4] is when the ranks last agreed to save, by ``time.monotonic_ns()``. A
+    replacement finds what the one before it has left."""
 
-    save_now: Callable[[], int] = lambda: _nothing_runs()
-    """Write the state after the last update, from another thread, not waiting for the step under way; its number."""
+    begun: threading.Event = field(default_factory=threading.Event)
+    """Is there a state?"""
+    save_now: Callable[[], int] = lambda: 0
+    """Write the state after the last update, from another thread, not waiting for the step under way; its number. Once
+    it has begun."""
     rejoined: Callable[[World], None] = lambda world: None
     """Called when this rank has its place in a world whose membership has changed."""
-
-
-def _nothing_runs() -> int:
-    raise ApportionError("the first step had not begun")
 
 
 class Agreement:
@@ -50,30 +53,43 @@ class Agreement:
         self._steps: int | None = None
         if interval is not None and interval[1] != "s":
             self._steps = max(1, round(interval[0] * (steps_per_epoch if interval[1] == "epochs" else 1)))
-        self._asked = self._saved = time.perf_counter()
+        self._asked = time.monotonic()
         self._last, self._saved_at, self._gap = done, done, 1
+        if not wish.progress[_SAVED]:
+            self._note_save()
         self.next = done + 1
         """The step after which ``ask`` is called, by all ranks."""
 
+    def again(self, group: Group, done: int) -> None:
+        """In a world whose membership has changed, where ``ask`` is called before the next step. What was to be saved
+        after the last one may not have been."""
+        self._group = group
+        self._last, self._gap, self.next = done, 1, done
+        self._saved_at = min(self._saved_at, max(0, done - 1))
+
     def ask(self, done: int, save_seconds: float) -> tuple[bool, bool]:
         """(stop, save), the same on every rank. ``save_seconds``: what the last checkpoint took."""
-        now = time.perf_counter()
-        save = self._save_due(done, now, save_seconds)
+        now = time.monotonic()
+        save = self._save_due(done, save_seconds)
         answer = [int(self._wish.stop), int(save), self._next(done, now)]
         if self._group.size > 1:
             told = torch.tensor(answer, dtype=torch.int64, device=self._device)
             self._group.broadcast(told)
             answer = told.tolist()
         if answer[1]:
-            self._saved, self._saved_at = time.perf_counter(), done
-        self._asked, self._last, self.next = time.perf_counter(), done, answer[2]
+            self._note_save()
+            self._saved_at = done
+        self._asked, self._last, self.next = time.monotonic(), done, answer[2]
         return bool(answer[0]), bool(answer[1])
 
-    def _save_due(self, done: int, now: float, save_seconds: float) -> bool:
+    def _save_due(self, done: int, save_seconds: float) -> bool:
         if self._steps is not None:
             return done // self._steps > self._saved_at // self._steps
         interval = self._seconds if self._seconds is not None else max(SAVE_SECONDS, save_seconds / SAVE_SHARE)
-        return now - self._saved >= interval
+        return time.monotonic_ns() - int(self._wish.progress[_SAVED]) >= interval * 1e9
+
+    def _note_save(self) -> None:
+        self._wish.progress[_SAVED] = time.monotonic_ns()
 
     def _next(self, done: int, now: float) -> int:
         seconds_a_step = max(now - self._asked, 1e-9) / max(1, done - self._last)

@@ -1,123 +1,306 @@
-"""The processes of a run, from the driver: started, heard, watched and ended."""
+"""The processes of a run, from the driver: started, heard, watched, replaced and ended.
+
+Each has a seat, which a process that replaces it takes over; its rank is its place among the seats that are taken.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import selectors
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch.distributed as dist
 
+from apportion.checkpoint import RunDirectory
 from apportion.comm.channel import Lines, Message, SharedMemory
+from apportion.comm.membership import Membership
 from apportion.entry import PROGRESS_BYTES
 from apportion.errors import CheckpointError, WorkerFailed
+from apportion.happening import Began, Changed, Exited, Finished, Happening, Late, Loss, Raised
 from apportion.job import Job
 from apportion.launch.local import Local, Process
-from apportion.supervise import Action, Exited, Finished, Happening, Late, Raised, Stop, next_action
+from apportion.spare import Spare
+from apportion.supervise import Action, Policy, Stop, next_action
+from apportion.watch import LOOK_SECONDS, Silence, Watch, is_stopped, memory_kills
 
-LOOK_SECONDS = 0.5
-"""Between two looks at every rank's progress."""
-LATE_SECONDS, LATE_STEPS, LATE_FIRST = 30.0, 20, 2
-"""A rank is late after others have waited for it this long, or so many of the slowest steps so far, or so many of the
-first one, which may have compiled the network: whichever is most."""
-FIRST_SECONDS = 900.0
-"""Before anything moves: data sets are opened, networks compiled."""
 GONE_SECONDS = 5.0
+KILL_SECONDS = 30.0
+"""Nobody is replaced before its end: it could write to what it shares."""
 
 
 class Crew:
     """So many worker processes that run ``target`` (``module:function``) on a job."""
 
     def __init__(self, launcher: Local, target: str, job: Job, ranks: int) -> None:
-        self.ranks = ranks
-        self._memory = SharedMemory()
-        progress = np.frombuffer(self._memory.map("progress", PROGRESS_BYTES * ranks), dtype=np.int64)
-        self._watch: Watch | None = Watch(progress.reshape(ranks, -1))
+        self._launcher, self._target, self._job, self._payload = launcher, target, job, cloudpickle.dumps(job)
+        self._replaceable = isinstance(job, Job) and job.replaceable
+        self._policy = job.policy if isinstance(job, Job) else Policy()
+        self.ranks = self._at_first = ranks
         self._happened: list[Happening] = []
-        self._last = time.monotonic()
-        self._kills = _memory_kills()
+        self._last = self._began = time.monotonic()
+        self._kills = memory_kills()
+        self._stopping = self._begun = False
         self._selector = selectors.DefaultSelector()
+        self._awake, self._wake = socket.socketpair()
+        for end in (self._awake, self._wake):
+            end.setblocking(False)
+        self._selector.register(self._awake, selectors.EVENT_READ)
+        self._processes: dict[int, Process] = {}
+        """By seat, as everything is that belongs to a process."""
+        self._lines: dict[int, Lines] = {}
+        self._late_by: dict[int, float] = {}
         self._store: Any = None
-        self._processes: list[Process] = []
-        self._lines: list[Lines] = []
+        self._memory = SharedMemory()
+        self.watch: Watch | None = None
+        self.spare: Spare | None = None
         try:
-            self._store = _meeting_place() if ranks > 1 else None
-            port = self._store.port if self._store is not None else 0
-            self._processes = launcher.start(target, cloudpickle.dumps(job), ranks, port)
-            for rank, process in enumerate(self._processes):
-                self._lines.append(Lines(process.channel))
-                self._selector.register(process.channel, selectors.EVENT_READ, rank)
+            self._start()
         except BaseException:
             self.close()
             raise
 
+    def _start(self) -> None:
+        self._places, self._seats = self.ranks, list(range(self.ranks))
+        """How many seats there are; that of each rank."""
+        progress = np.frombuffer(self._memory.map("progress", PROGRESS_BYTES * self.ranks), dtype=np.int64)
+        self.watch = Watch(progress.reshape(self.ranks, -1))
+        self._members: Membership | None = None
+        if self._replaceable:
+            memory = memoryview(self._memory.map("members", Membership.nbytes(self.ranks)))
+            self._members = Membership(memory, self.ranks)
+            self._members.begin()
+        self._store = _meeting_place() if self.ranks > 1 else None
+        self._port = self._store.port if self._store is not None else 0
+        for seat, process in enumerate(self._launcher.start(self._target, self._payload, self.ranks, self._port)):
+            self._seat(seat, process)
+
+    def _seat(self, seat: int, process: Process) -> None:
+        self._processes[seat], self._lines[seat] = process, Lines(process.channel)
+        self._late_by[seat] = time.monotonic() - self._began
+        self._selector.register(process.channel, selectors.EVENT_READ, seat)
+        process.when_ended(self.wake)
+
     def pids(self) -> list[int]:
-        """Process ids by rank."""
-        return [p.pid for p in self._processes]
+        """Process ids by rank; none while all are started again."""
+        processes = self._processes
+        return [processes[seat].pid for seat in list(self._seats) if seat in processes]
+
+    def wake(self) -> None:
+        """Have ``hear`` return now; from any thread."""
+        try:
+            self._wake.send(b".")
+        except OSError:
+            pass  # it is full, which wakes too; or closed
 
     def send(self, order: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:
-        """An order to these ranks (None: all)."""
-        for rank in range(self.ranks) if ranks is None else ranks:
+        """An order to these ranks (None: all, and "stop" to whoever is seated later, too)."""
+        self._stopping = self._stopping or order["kind"] == "stop"
+        seats = list(self._seats)
+        for seat in seats if ranks is None else [seats[rank] for rank in ranks]:
             try:
-                self._lines[rank].send(order)
-            except OSError:
+                self._lines[seat].send(order)
+            except (OSError, KeyError):
                 pass  # it is gone; its exit says so
 
     def hear(self, seconds: float) -> Iterator[tuple[int, Message]]:
         """What ranks say within this time; returns at the first words. What happens to them is noted."""
         # Whoever had ended before we listened, and is silent now, has nothing more to say, even where a process that it
         # has started holds its channel open.
-        listened = {key.data: key.fileobj for key in self._selector.get_map().values()}
-        ended = {rank for rank in listened if self._processes[rank].returncode() is not None}
+        ended = {seat for seat in self._listened() if self._processes[seat].returncode() is not None}
         ready = self._selector.select(0.0 if ended else max(0.0, seconds))
-        for rank in ended - {key.data for key, _ in ready}:
-            self._selector.unregister(listened[rank])
-            self._note_exit(rank)
+        for seat in ended - {key.data for key, _ in ready}:
+            self._note_exit(seat)
         for key, _ in ready:
-            rank = key.data
-            messages = self._lines[rank].receive()
+            seat = key.data
+            if seat is None:
+                self._awake.recv(4096)
+                continue
+            messages = self._lines[seat].receive()
             if messages is None:
-                self._selector.unregister(key.fileobj)
-                self._note_exit(rank)
+                self._note_exit(seat)
                 continue
             for message in messages:
                 if message["kind"] == "shared":
-                    self._lines[rank].send({"kind": "shared"}, self._memory.fd(message["name"], message["nbytes"]))
+                    self._hand_out(seat, message)
                 elif message["kind"] in ("raised", "finished"):
-                    self._note_message(rank, message)
+                    self._note_message(seat, message)
                 else:
-                    yield rank, message
+                    yield self._seats.index(seat), self._dated(seat, message)
+
+    def _listened(self) -> list[int]:
+        """Seats whose processes may still say something."""
+        return [key.data for key in (self._selector.get_map() or {}).values() if key.data is not None]
+
+    def _hand_out(self, seat: int, asked: Message) -> None:
+        try:
+            self._lines[seat].send({"kind": "shared"}, self._memory.fd(asked["name"], asked["nbytes"]))
+        except OSError:
+            pass  # it is gone; its exit says so
+
+    def _dated(self, seat: int, message: Message) -> Message:
+        """A replacement counts the seconds from its own start."""
+        if message["kind"] == "event" and self._late_by[seat] > 0.0:
+            message["event"]["seconds"] += self._late_by[seat]
+        return message
 
     def _note(self, happening: Happening) -> None:
         self._happened.append(happening)
         self._last = time.monotonic()
 
-    def _note_message(self, rank: int, message: Message) -> None:
+    def _note_message(self, seat: int, message: Message) -> None:
+        rank = self._seats.index(seat)
         if message.pop("kind") == "finished":
             self._note(Finished(rank))
         else:
-            self._note(Raised(rank, **message))
+            self._note(Raised(rank, **message, step=self._seen_by(seat)))
 
-    def _note_exit(self, rank: int) -> None:
-        code = self._processes[rank].wait(GONE_SECONDS)
+    def _note_exit(self, seat: int) -> None:
+        process = self._processes[seat]
+        self._selector.unregister(process.channel)
+        code = process.wait(GONE_SECONDS)
         if code is None:  # it closed its channel and lives on: it can no longer be led
-            self._processes[rank].kill()
-            code = self._processes[rank].wait(GONE_SECONDS)
-        self._note(Exited(rank, code if code is not None else -9, out_of_memory=_memory_kills() > self._kills))
+            process.kill()
+            code = process.wait(GONE_SECONDS)
+        starved = memory_kills() > self._kills
+        code = code if code is not None else -9
+        self._note(Exited(self._seats.index(seat), code, out_of_memory=starved, step=self._seen_by(seat)))
+
+    @property
+    def step(self) -> int:
+        """Updates made, as far as the ranks show it."""
+        return self.watch.step if self.watch is not None else 0
+
+    def _seen_by(self, seat: int) -> int:
+        """Updates that this one had seen made: its own tale, where each goes its own way."""
+        return self.watch.step_of(seat) if self.watch is not None else 0
 
     def action(self) -> Action:
         """What to do about all that happened so far."""
-        late = self._watch.late(time.monotonic()) if self._watch is not None else None
-        if late is not None and not any(isinstance(h, Late) for h in self._happened):
-            stopped = tuple(rank for rank, process in enumerate(self._processes) if _is_stopped(process.pid))
-            self._note(replace(late, ranks=stopped or late.ranks, stopped=bool(stopped)))
-        return next_action(self._happened, self.ranks, time.monotonic() - self._last)
+        if self._replaceable and not self._begun and self.watch is not None and self.watch.begun:
+            self._begun = True
+            self._note(Began())
+        if self.watch is not None:
+            stopped = [rank for rank, pid in enumerate(self.pids()) if is_stopped(pid)]
+            late = self.watch.late(time.monotonic(), stopped)
+            if late is not None and not any(isinstance(h, Late) for h in self._now()):
+                stopped = stopped if not late.stopped else []
+                self._note(
+                    dataclasses.replace(late, ranks=tuple(stopped) or late.ranks, stopped=late.stopped or bool(stopped))
+                )
+        return next_action(
+            self._happened,
+            self._at_first,
+            time.monotonic() - self._last,
+            policy=self._policy,
+            survives=self._replaceable,
+        )
+
+    def _now(self) -> list[Happening]:
+        """What happened since the last change."""
+        since = max((at for at, h in enumerate(self._happened, 1) if isinstance(h, Changed)), default=0)
+        return self._happened[since:]
+
+    # A change of who is in the run (see comm/membership.py for its order)
+
+    def open_change(self, lost: Collection[int]) -> Silence:
+        """These ranks are lost, and all others have to answer."""
+        assert self._members is not None
+        assert self.watch is not None
+        for rank in lost:
+            self._processes[self._seats[rank]].kill()  # it may only be stopped, and write again one day
+        self._members.open_change()
+        return self.watch.silence()
+
+    def settled(self, lost: Collection[int], silence: Silence) -> bool:
+        """Have the lost been waited for, and all others answered, or ended? Who does not answer is ended."""
+        assert self._members is not None
+        listened = {self._seats.index(seat) for seat in self._listened()}
+        asked = [rank for rank in listened.difference(lost) if not self._members.acknowledged(self._seats[rank])]
+        late = silence.broken_by(asked, time.monotonic()) if asked else None
+        if late is not None:
+            self._note(late)
+            for rank in late.ranks:
+                self._processes[self._seats[rank]].kill()
+        undead = listened.intersection(lost)
+        if undead and time.monotonic() - self._last > KILL_SECONDS:
+            raise WorkerFailed(
+                f"rank {min(undead)} was killed, and has not ended within {KILL_SECONDS:.0f} s: it waits for a "
+                "device, or the process that it was forked from is stopped"
+            )
+        return not asked and not undead
+
+    def replace(self, losses: Sequence[Loss]) -> None:
+        """Seat others in their places, and close the change."""
+        assert self._members is not None
+        self._changed(losses)
+        for loss in losses:
+            seat = self._seats[loss.rank]
+            self._leave(seat)
+            process = self._launcher.replace(self._payload, seat, self._places, self._port, self.spare)
+            self._seat(seat, process)
+        self._members.close_change(self._seats)
+        if self._stopping:
+            self.send({"kind": "stop"}, [loss.rank for loss in losses])
+
+    def prepare_spare(self) -> None:
+        """Start what replacements are forked from."""
+        self.spare = self._launcher.spare(self._payload)
+
+    def shrink(self, losses: Sequence[Loss]) -> None:
+        """Close the change without them."""
+        assert self._members is not None
+        self._without([loss.rank for loss in losses])
+        self._changed(losses)
+        self._members.close_change(self._seats)
+
+    def dismiss(self) -> None:
+        """Close the change for those who are left, who are to save and to leave."""
+        assert self._members is not None
+        listened = set(self._listened())
+        self._without([rank for rank, seat in enumerate(self._seats) if seat not in listened])
+        self._members.close_change(self._seats, ending=True)
+
+    def _without(self, lost: Collection[int]) -> None:
+        gone = [self._seats[rank] for rank in lost]
+        for seat in gone:
+            self._leave(seat)
+        self._seats = [seat for seat in self._seats if seat not in gone]
+        self.ranks = len(self._seats)
+
+    def restart(self, losses: Sequence[Loss]) -> None:
+        """End every process, and begin again with others and with memory of their own."""
+        self._end_processes()
+        self._members = None
+        self.watch = None
+        self._memory.close()
+        self._memory = SharedMemory()
+        self._changed(losses, restarted=True)
+        run_dir = self._job.run_dir
+        if self._begun and run_dir is not None and RunDirectory(run_dir).steps():  # not those of another run
+            self._payload = cloudpickle.dumps(dataclasses.replace(self._job, resume=True))
+        self._begun = False
+        self._start()
+        if self._stopping:
+            self.send({"kind": "stop"})
+
+    def _changed(self, losses: Sequence[Loss], *, restarted: bool = False) -> None:
+        self._note(Changed(tuple(losses), self.ranks, restarted))
+        self._kills = memory_kills()
+        if self.watch is not None:
+            self.watch.sit(self._seats)
+
+    def _leave(self, seat: int) -> None:
+        """What the lost process had is no longer its own."""
+        self._lines.pop(seat).close()
+        if self.watch is not None:
+            self.watch.reset(seat)
+
+    # Asking all ranks
 
     def ask(self, order: Mapping[str, Any], kind: str, seconds: float) -> list[Message]:
         """An order to all ranks and their answers of this kind, by rank. WorkerFailed where one fails instead."""
@@ -140,25 +323,35 @@ class Crew:
                 raise WorkerFailed(f"rank {missing} did not answer within {seconds:.0f} s")
         return [given[rank] for rank in range(self.ranks)]
 
-    def part(self) -> None:
-        """Wait until ranks that are done have ended by themselves."""
-        deadline = time.monotonic() + GONE_SECONDS
-        while self._selector.get_map() and time.monotonic() < deadline:
-            for _ in self.hear(deadline - time.monotonic()):
-                pass
+    # Ending
+
+    def part(self, seconds: float = GONE_SECONDS) -> Iterator[tuple[int, Message]]:
+        """What ranks that are done still say, until they have ended by themselves."""
+        deadline = time.monotonic() + seconds
+        while self._listened() and time.monotonic() < deadline:
+            yield from self.hear(deadline - time.monotonic())
+
+    def _end_processes(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait(GONE_SECONDS)
+        for seat in self._listened():
+            self._selector.unregister(self._processes[seat].channel)
+        for lines in self._lines.values():
+            lines.close()
+        self._processes, self._lines, self._store = {}, {}, None
 
     def close(self) -> None:
         """End every process, wait until they are gone, and let go of what they shared."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait(GONE_SECONDS)
-        for lines in self._lines:
-            lines.close()
+        if self.spare is not None:
+            self.spare.close()
+        self._end_processes()
         self._selector.close()
-        self._watch = None  # it maps the memory
+        for end in (self._awake, self._wake):
+            end.close()
+        self.watch = self._members = None  # they map the memory
         self._memory.close()
-        self._store = None
 
 
 def failure(stop: Stop) -> Exception:
@@ -179,79 +372,3 @@ def _meeting_place() -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
-
-
-class Watch:
-    """Finds the ranks that the others wait for, from each rank's line: what it got done, and whether it waits."""
-
-    def __init__(self, lines: Any) -> None:
-        self._lines = lines
-        self._looked = time.monotonic()
-        self._seen = lines[:, 0].copy()
-        self._still = self._waited = 0.0
-        """Seconds since something moved; and of these, while a rank waited."""
-        self._first: float | None = None
-        self._slowest = 0.0
-
-    def late(self, now: float) -> Late | None:
-        """The ranks that have kept the others waiting for too long."""
-        # Not while nobody looked: the driver may have been stopped, or busy with the events.
-        passed = min(now - self._looked, 2 * LOOK_SECONDS)
-        self._looked = now
-        self._still += passed
-        done, waiting = self._lines[:, 0].copy(), self._lines[:, 1] != 0
-        if (done != self._seen).any():
-            self._move(done)
-            return None
-        self._waited = self._waited + passed if waiting.any() else 0.0
-        if self._waited <= self._allowed():
-            return None
-        late = np.flatnonzero(~waiting).tolist() or list(range(len(done)))
-        return Late(tuple(late), int(self._lines[:, 2].max()), self._waited)
-
-    def _move(self, done: Any) -> None:
-        if self._first is None:
-            self._first = self._still
-        else:
-            self._slowest = max(self._slowest, self._still)
-        self._seen, self._still, self._waited = done, 0.0, 0.0
-
-    def _allowed(self) -> float:
-        if self._first is None:
-            return FIRST_SECONDS
-        return max(LATE_SECONDS, LATE_STEPS * self._slowest, LATE_FIRST * self._first)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Is a process stopped, by a signal or a debugger? Known on Linux."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):
-        return False
-
-
-def _memory_kills() -> int:
-    """How many processes the kernel has killed for memory, as far as this one is told."""
-    return sum(map(_kills_in, _memory_counters()))
-
-
-def _kills_in(path: str) -> int:
-    try:
-        entries = dict(line.split() for line in Path(path).read_text().splitlines())
-        return int(entries["oom_kill"])
-    except (OSError, ValueError, KeyError):
-        return 0
-
-
-def _memory_counters() -> Iterator[str]:
-    try:
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            number, controllers, path = line.split(":", 2)
-            if number == "0":
-                yield f"/sys/fs/cgroup{path}/memory.events"
-            elif "memory" in controllers.split(","):
-                yield f"/sys/fs/cgroup/memory{path}/memory.oom_control"
-    except (OSError, ValueError):
-        pass
-    yield "/sys/fs/cgroup/memory.events"
-    yield "/proc/vmstat"

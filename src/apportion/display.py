@@ -154,6 +154,8 @@ class _Bar(_Lines):
                 f"{data['examples_per_second']:,.0f} examples/s, waiting {data['waiting'] / total:.0%} of the time"
             )
         else:
+            if event.kind == "fault":
+                self._workers.clear()  # there may be fewer from now on
             super().show(event)
 
 

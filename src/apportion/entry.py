@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,37 +16,45 @@ import cloudpickle
 import numpy as np
 import torch
 
+from apportion import standby
 from apportion.agreement import Wish
 from apportion.comm.channel import Channel
-from apportion.errors import ApportionError, CheckpointError, PeerLost
+from apportion.errors import ApportionError, CheckpointError, PeerLost, StateLost
 from apportion.job import Job
 from apportion.parked import serve_reference, serve_steps
 from apportion.worker import work
 from apportion.world import World
 
 PROGRESS_BYTES = 64
-"""A rank's line in the memory where the supervisor sees how far each one is: a cache line of its own."""
+"""A seat's line in the memory where the supervisor sees how far each one is: a cache line of its own."""
 
 
 def train(sock: socket.socket, payload: bytes) -> int:
     """Run a job to its end."""
-    return _run(sock, payload, _train)
+    return _run(sock, lambda: cloudpickle.loads(payload), _train)
+
+
+def train_opened(sock: socket.socket, payload: bytes) -> int:
+    """The same with the job that the spare, which this process was forked from, has opened."""
+    job = standby.opened
+    assert job is not None
+    return _run(sock, lambda: job, _train)
 
 
 def steps(sock: socket.socket, payload: bytes) -> int:
     """Make steps when told to."""
-    return _run(sock, payload, serve_steps)
+    return _run(sock, lambda: cloudpickle.loads(payload), serve_steps)
 
 
 def reference(sock: socket.socket, payload: bytes) -> int:
     """Give the states that a strategy must compute."""
-    return _run(sock, payload, serve_reference)
+    return _run(sock, lambda: cloudpickle.loads(payload), serve_reference)
 
 
-def _run(sock: socket.socket, payload: bytes, program: Any) -> int:
+def _run(sock: socket.socket, load: Callable[[], Job], program: Any) -> int:
     channel = Channel(sock)
     try:
-        job: Job = cloudpickle.loads(payload)
+        job = load()
         torch.set_num_threads(job.threads)
         world = World.from_env(device=job.device, channel=channel)
         if job.replaceable:
@@ -62,7 +71,7 @@ def _train(job: Job, world: World, channel: Channel) -> None:
     wish = Wish()
     threading.Thread(target=_obey, args=(channel, wish), name="orders", daemon=True).start()
     wish.progress = progress(world)
-    wish.rejoined = lambda changed: _watched(changed, wish.progress)
+    wish.rejoined = lambda changed: _rejoined(changed, wish)
     for event in work(job, world, wish):
         channel.send({"kind": "event", "event": asdict(event)})
 
@@ -76,6 +85,12 @@ def progress(world: World) -> Any:
     return line
 
 
+def _rejoined(world: World, wish: Wish) -> None:
+    _watched(world, wish.progress)
+    assert world.members is not None
+    wish.stop = wish.stop or world.members.ending
+
+
 def _watched(world: World, line: Any) -> None:
     world.group().waiting = line[1:2]
 
@@ -86,12 +101,15 @@ def _obey(channel: Channel, wish: Wish) -> None:
         if order["kind"] == "stop":
             wish.stop = True
         elif order["kind"] == "save":
-            channel.send({"kind": "saved", **_save_now(wish)})
+            channel.send({"kind": "saved", **_save_now(wish, order["seconds"])})
     os._exit(1)  # the supervisor is gone
 
 
-def _save_now(wish: Wish) -> dict[str, Any]:
-    """The last update, written without waiting for the step under way: its number, or None and why not."""
+def _save_now(wish: Wish, seconds: float) -> dict[str, Any]:
+    """The last update, written without waiting for the step under way: its number, or None and why not. A replacement
+    has so many seconds until it has one."""
+    if not wish.begun.wait(seconds):
+        return {"step": None, "why": "its worker had not begun"}
     try:
         return {"step": wish.save_now(), "why": None}
     except Exception as error:  # whatever it is, the supervisor is waiting for an answer
@@ -106,6 +124,7 @@ def _report(channel: Channel, error: BaseException) -> None:
         "traceback": None if own else "".join(traceback.format_exception(error)),
         "mistake": _is_mistake(error),
         "symptom": isinstance(error, PeerLost),
+        "state_lost": isinstance(error, StateLost),
         "where": None if own else _where(error),
         "checkpoint": isinstance(error, CheckpointError),
     }

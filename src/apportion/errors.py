@@ -41,5 +41,10 @@ class MembershipChanged(ApportionError):
     the last update."""
 
 
+class StateLost(ApportionError):
+    """No rank that is left has the state that the run had reached: it died with those that were lost. The run begins
+    again, from its last checkpoint."""
+
+
 class CheckpointError(ApportionError):
     """A checkpoint or a run directory could not be written, or cannot be trusted."""

@@ -51,7 +51,7 @@ class Job:
     replaceable: bool = False
     """May workers be lost and replaced?"""
     workers: int = 1
-    """That take batches: what ``reference`` is told."""
+    """At the start: what ``reference`` is told, and how large a share a spare gets ready for."""
     proof: bool = False
     """For a proof: dropout is off and named, and what else draws is found."""
     nudge: float = 0.0

@@ -1,4 +1,4 @@
-"""A process that ends when its parent does."""
+"""A process that ends when its parent does; and one that orphans below it are given to."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int) -> None:
@@ -16,3 +17,9 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we asked
         os._exit(1)
+
+
+def take_orphans_in() -> None:
+    """From here on the descendants of this process whose parent ends are its children (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)

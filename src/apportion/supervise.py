@@ -1,17 +1,37 @@
-"""What to do about what happened to the workers: pure decisions. The supervisor does the I/O around them."""
+"""What to do about what happened to the workers: pure decisions. The supervisor does the I/O around them.
+
+A worker that is lost (killed, crashed, stopped) is replaced, or the others go on without it, as the policy says and
+where the strategy survives that: ``max_restarts`` times in a run; the next one stops it. What the program itself does
+(an exception, an exit) stops the run at once: a replacement would do the same. Whoever is left then saves the last
+update.
+"""
 
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, replace
+from typing import Literal, final
 
+from apportion.happening import (
+    Began,
+    Changed,
+    Exited,
+    Finished,
+    Happening,
+    Late,
+    Loss,
+    Raised,
+    death_text,
+    late_text,
+    was_ended,
+)
 from apportion.values import Value
 
 CAUSE_SECONDS = 1.0
 """After a symptom (a lost peer), how long the cause has to arrive."""
+REPEATS = 3
+"""A rank that is lost so often at one step, with no update in between, will be lost there again."""
 
 
 @final
@@ -23,12 +43,20 @@ class Policy(Value):
     """"30 s", "20 steps" or "1 epoch"; None: every 2 s, or less often where that would cost over 5 % of the time."""
     keep: int = 2
     """Checkpoints kept, besides the best."""
+    max_restarts: int = 10
+    """Workers that a run may lose, where its strategy survives that; the next loss ends it, with a checkpoint."""
+    on_loss: Literal["replace", "shrink"] = "replace"
+    """Seat another worker in the place of a lost one, or go on with those who are left."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_every is not None:
             self.interval()
         if not isinstance(self.keep, int) or self.keep < 1:
             raise ValueError(f"keep={self.keep!r} must be a whole number of at least 1 checkpoint")
+        if not isinstance(self.max_restarts, int) or self.max_restarts < 0:
+            raise ValueError(f"max_restarts={self.max_restarts!r} must be a whole number of workers, 0 or more")
+        if self.on_loss not in ("replace", "shrink"):
+            raise ValueError(f'on_loss={self.on_loss!r} must be "replace" or "shrink" (go on with fewer workers)')
 
     def interval(self) -> tuple[float, str] | None:
         """(number, "s" | "steps" | "epochs"), None for automatic."""
@@ -39,60 +67,6 @@ class Policy(Value):
             raise ValueError(f'checkpoint_every={self.checkpoint_every!r} must be like "30 s", "20 steps" or "1 epoch"')
         unit = match[2] if match[2] == "s" else match[2].rstrip("s") + "s"
         return float(match[1]), unit
-
-
-# What can happen
-
-
-@dataclass(frozen=True)
-class Raised:
-    """A worker reported an exception of its own."""
-
-    rank: int
-    summary: str
-    """One line: the type and the message."""
-    traceback: str | None
-    """None where the message alone says it all."""
-    mistake: bool = False
-    """A ValueError of ours: the user's mistake."""
-    symptom: bool = False
-    """It lost another rank: look for the cause there."""
-    where: str | None = None
-    """The user's own line, "file.py:12 in forward: return 1 / 0"."""
-    checkpoint: bool = False
-    """It could not keep the state, or cannot trust what was kept."""
-
-
-@dataclass(frozen=True)
-class Exited:
-    """A worker process ended."""
-
-    rank: int
-    returncode: int
-    """Negative for a signal."""
-    out_of_memory: bool = False
-    """The kernel says that it killed processes of this host or container for memory meanwhile."""
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A worker reported that it is done."""
-
-    rank: int
-
-
-@dataclass(frozen=True)
-class Late:
-    """Ranks that have not moved for longer than they may, while others wait for them."""
-
-    ranks: tuple[int, ...]
-    step: int
-    seconds: float
-    stopped: bool = False
-    """Their processes are stopped, as by SIGSTOP."""
-
-
-Happening = Raised | Exited | Finished | Late
 
 
 # What to do about it
@@ -122,37 +96,139 @@ class Stop:
     """The user's own line that raised."""
     mistake: bool = False
     checkpoint: bool = False
+    lost: tuple[int, ...] = ()
+    """Ranks without which the others can save the last update first; none: nobody can."""
 
 
-Action = GoOn | Finish | Stop
+@dataclass(frozen=True)
+class Replace:
+    """Seat new workers in place of these; the others go on from the last update."""
+
+    losses: tuple[Loss, ...]
 
 
-def next_action(happened: Sequence[Happening], workers: int, seconds: float) -> Action:
-    """The decision after these happenings, in the order they arrived, ``seconds`` after the last of them.
+@dataclass(frozen=True)
+class Shrink:
+    """Go on without these."""
 
-    The first real cause wins: an exception, then a death by a signal, then a rank that does not move. A lost peer or
-    a closed connection is a symptom, and waits a little for its cause.
+    losses: tuple[Loss, ...]
+
+
+@dataclass(frozen=True)
+class Restart:
+    """End every worker and begin again, from the last checkpoint where there is one: nobody has a state to go on
+    from."""
+
+    losses: tuple[Loss, ...]
+
+
+Action = GoOn | Finish | Stop | Replace | Shrink | Restart
+
+
+def next_action(
+    happened: Sequence[Happening],
+    workers: int,
+    seconds: float,
+    *,
+    policy: Policy | None = None,
+    survives: bool = False,
+) -> Action:
+    """The decision after all of these happenings, in the order they arrived, ``seconds`` after the last of them.
+
+    ``workers``: that the run began with. ``survives``: the strategy can lose a worker. The first real cause wins: an
+    exception, then a death by a signal, then a rank that does not move. A lost peer or a closed connection is a
+    symptom, and waits a little for its cause.
     """
-    finished = {h.rank for h in happened if isinstance(h, Finished)}
-    raised = [h for h in happened if isinstance(h, Raised)]
-    for r in raised:
-        if not r.symptom:
-            return _stop(r)
-    told = {r.rank for r in raised}
-    deaths = [h for h in happened if isinstance(h, Exited) and h.rank not in finished and h.rank not in told]
-    for death in deaths:
-        if death.returncode < 0:
-            return Stop(death.rank, _death(death))
-    for h in happened:
-        if isinstance(h, Late):
-            return Stop(h.ranks[0], _late(h))
-    if deaths or raised:
+    seen = _Seen(happened, workers)
+    action = _decide(seen, seconds, policy or Policy(), survives)
+    if isinstance(action, Stop) and survives and not (action.mistake or action.checkpoint):
+        return replace(action, lost=seen.gone if seen.can_save else ())
+    return action
+
+
+def _decide(seen: _Seen, seconds: float, policy: Policy, survives: bool) -> Action:
+    for raised in seen.raised:
+        if not raised.symptom and not (raised.state_lost and survives):
+            return _stop(raised)
+    if seen.losses:
+        if not survives:
+            return Stop(seen.losses[0].rank, seen.losses[0].cause + seen.cure)
+        if not seen.finished:
+            return _with_losses(seen, policy)
+    if seen.late is not None:
+        return Stop(seen.late.ranks[0], late_text(seen.late))
+    if seen.exits or seen.symptoms:
         if seconds < CAUSE_SECONDS:
             return GoOn(CAUSE_SECONDS - seconds)
-        if deaths:
-            return Stop(deaths[0].rank, _death(deaths[0]))
-        return _stop(raised[0])
-    return Finish() if len(finished) == workers else GoOn()
+        return Stop(seen.exits[0].rank, death_text(seen.exits[0])) if seen.exits else _stop(seen.symptoms[0])
+    # A rank is done when all have arrived at the end: whoever is lost after that had nothing more to do.
+    return Finish() if len(seen.finished | {loss.rank for loss in seen.losses}) >= seen.workers else GoOn()
+
+
+class _Seen:
+    """What happened, sorted: to the world as it is now, and the losses before."""
+
+    def __init__(self, happened: Sequence[Happening], workers: int) -> None:
+        changes = [(at, h) for at, h in enumerate(happened, 1) if isinstance(h, Changed)]
+        self.workers = changes[-1][1].workers if changes else workers
+        """In the run now."""
+        self.before = [loss for _, change in changes for loss in change.losses]
+        started = max((at for at, change in changes if change.restarted), default=0)
+        now = happened[changes[-1][0] :] if changes else happened
+        self.raised = [h for h in now if isinstance(h, Raised)]
+        self.finished = {h.rank for h in now if isinstance(h, Finished)}
+        self.symptoms = [h for h in self.raised if not h.state_lost]
+        self.state_lost = next((h for h in self.raised if h.state_lost), None)
+        self.has_state = self.state_lost is None and any(isinstance(h, Began) for h in happened[started:])
+        """Has every worker begun, and is the state still there?"""
+        ended = [h for h in now if isinstance(h, Exited) and h.rank not in self.finished]
+        told = {h.rank for h in self.raised}
+        self.exits = [h for h in ended if h.returncode >= 0 and h.rank not in told]
+        """By the program itself."""
+        late = [h for h in now if isinstance(h, Late)]
+        self.late = next((h for h in late if not (h.stopped or h.silent)), None)
+        self.gone = tuple(sorted(told | {h.rank for h in ended} | {rank for h in late for rank in h.ranks}))
+        """Ranks that take part in nothing more."""
+        self.cure = ""
+        """Where it was no fault of the run's that the first of them was lost."""
+        self.losses = self._losses([h for h in now if h in late or (h in ended and h.rank not in told)])
+
+    @property
+    def can_save(self) -> bool:
+        """Have the others a last update that is not saved yet?"""
+        return self.has_state and not self.finished and len(self.gone) < self.workers
+
+    def _losses(self, troubles: Sequence[Happening]) -> tuple[Loss, ...]:
+        """One a rank, in the order in which they were noticed."""
+        lost: dict[int, Loss] = {}
+        for h in troubles:
+            if isinstance(h, Exited) and h.returncode < 0:
+                self.cure = self.cure or _RESUME * (not lost and was_ended(h))
+                lost.setdefault(h.rank, Loss(h.rank, death_text(h), h.step))
+            elif isinstance(h, Late) and (h.stopped or h.silent):
+                self.cure = self.cure or _RESUME * (not lost)
+                for rank in set(h.ranks) - self.finished:
+                    lost.setdefault(rank, Loss(rank, late_text(replace(h, ranks=(rank,))), h.step))
+        if self.state_lost is not None:  # everyone tells; it counts once
+            h = self.state_lost
+            lost.setdefault(h.rank, Loss(h.rank, _stop(h).cause, h.step))
+        return tuple(lost.values())
+
+
+def _with_losses(seen: _Seen, policy: Policy) -> Action:
+    for loss in seen.losses:
+        if sum((before.rank, before.step) == (loss.rank, loss.step) for before in seen.before) + 1 >= REPEATS:
+            return Stop(loss.rank, f"{loss.cause}; for the {REPEATS}rd time at step {loss.step}: it is no accident")
+    if len(seen.before) + len(seen.losses) > policy.max_restarts:
+        first, most = seen.losses[0], policy.max_restarts
+        return Stop(first.rank, f"{first.cause}; the run may lose no more workers (max_restarts={most}){_RESUME}")
+    if not seen.has_state:
+        return Restart(seen.losses)
+    shrinks = policy.on_loss == "shrink" and len(seen.losses) < seen.workers
+    return Shrink(seen.losses) if shrinks else Replace(seen.losses)
+
+
+_RESUME = "; --resume goes on"
 
 
 def _stop(raised: Raised) -> Stop:
@@ -165,44 +241,4 @@ def _stop(raised: Raised) -> Stop:
         raised.where,
         mistake=raised.mistake,
         checkpoint=raised.checkpoint,
-    )
-
-
-def _death(death: Exited) -> str:
-    if death.returncode >= 0:
-        return (
-            f"rank {death.rank} ended with exit status {death.returncode} before it was done: "
-            "something in the model or the data called exit, or a library ended the process"
-        )
-    name = _signal_name(-death.returncode)
-    if name == "SIGKILL" and death.out_of_memory:
-        return f"rank {death.rank} was killed for want of memory ({name}): use fewer workers or a smaller batch_size"
-    if name == "SIGKILL":
-        return (
-            f"rank {death.rank} was killed by SIGKILL: by hand, or by the system for want of memory (then use fewer "
-            "workers or a smaller batch_size)"
-        )
-    if name in ("SIGTERM", "SIGINT", "SIGHUP"):
-        return f"rank {death.rank} was ended by {name}: someone, or the system, stopped it; --resume goes on"
-    return (
-        f"rank {death.rank} crashed in native code ({name}): in an extension, or in a library that does not fit this "
-        "machine; PYTHONFAULTHANDLER=1 shows where"
-    )
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
-
-
-def _late(late: Late) -> str:
-    ranks = f"rank{'s' if len(late.ranks) > 1 else ''} {', '.join(map(str, late.ranks))}"
-    has, waited = "have" if len(late.ranks) > 1 else "has", f"others waited {late.seconds:.0f} s at step {late.step}"
-    if late.stopped:
-        return f"{ranks} {has} been stopped (SIGSTOP, or a debugger), and {waited}: --resume goes on"
-    return (
-        f"{ranks} {has} not moved, and {waited}: a deadlock in the model or the data, a device or file system that "
-        "does not answer, or too little memory"
     )

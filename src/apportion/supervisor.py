@@ -13,12 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from apportion.attendant import Attendant, Fault, News, Said
 from apportion.checkpoint import RunDirectory
-from apportion.crew import LOOK_SECONDS, Crew, failure
+from apportion.crew import Crew, failure
 from apportion.event import Event
 from apportion.job import Job
 from apportion.launch.local import Local
-from apportion.supervise import Finish, GoOn, Policy, Stop
+from apportion.supervise import Finish, Policy, Stop
+from apportion.watch import LOOK_SECONDS
 
 SAVE_SECONDS = 3.5
 """After Ctrl-C: how long writing the last update may take."""
@@ -34,6 +36,8 @@ class Supervised:
     def __init__(self, job: Job, launcher: Local, ranks: int) -> None:
         self._job, self._launcher, self._ranks = job, launcher, ranks
         self._crew: Crew | None = None
+        self._attendant: Attendant | None = None
+        self._started = False
         self._began = time.perf_counter()
         self._last: Event | None = None
         self._end: Event | None = None
@@ -62,8 +66,7 @@ class Supervised:
             raise
         finally:
             self._interrupts.hold()
-            if self._crew is not None:
-                self._crew.close()
+            self._close()
             self._interrupts.restore()
 
     def _guarded(self) -> Iterator[Event]:
@@ -71,8 +74,9 @@ class Supervised:
         self._launcher.prepare()
         self._interrupts.hold()  # no worker may be started and not known
         self._crew = Crew(self._launcher, "apportion.entry:train", self._job, self._ranks)
+        self._attendant = Attendant(self._crew, spares=self._job.replaceable and sys.platform == "linux")
         self._interrupts.release()
-        for event in self._listen(self._crew):
+        for event in self._listen(self._attendant):
             self._interrupts.outside = True
             yield event
             self._interrupts.outside = False
@@ -80,38 +84,49 @@ class Supervised:
                 yield self._end
                 return
 
-    def _listen(self, crew: Crew) -> Iterator[Event]:
-        seconds: float | None = 0.0
+    def _close(self) -> None:
+        if self._attendant is not None:
+            self._attendant.close()
+        elif self._crew is not None:
+            self._crew.close()
+
+    def _listen(self, attendant: Attendant) -> Iterator[Event]:
         end: Event | None = None  # it comes last, also where another rank still has something to tell
         while True:
-            for _, message in crew.hear(LOOK_SECONDS if seconds is None else min(seconds, LOOK_SECONDS)):
-                if message["kind"] == "event":
-                    event = self._event(message["event"])
-                    if event.kind == "end":
-                        end = event
-                    else:
-                        yield event
-            action = crew.action()
-            if isinstance(action, Finish):
-                crew.part()
+            news = attendant.news(LOOK_SECONDS)
+            event = self._told(news)
+            if event is not None and event.kind == "end":
+                end = end or event
+            elif event is not None:
+                yield event
+            if isinstance(news, Finish):
                 if end is not None:
                     yield end
                 return
-            if isinstance(action, Stop):
-                crew.close()
-                yield self._fault(action, "stops")
-                raise failure(action)
-            assert isinstance(action, GoOn)
-            seconds = action.seconds
+            if isinstance(news, Stop):
+                self._close()
+                yield self._fault(news.rank, news.cause, "stops", news.traceback)
+                raise failure(news)
+            if isinstance(news, Exception):
+                raise news
 
-    def _fault(self, stop: Stop, action: str) -> Event:
-        return self._own_event("fault", rank=stop.rank, cause=stop.cause, traceback=stop.traceback, action=action)
-
-    def _event(self, fields: dict[str, Any]) -> Event:
-        event = Event(**fields)
+    def _told(self, news: News | None) -> Event | None:
+        """As an event, where it is one for the user."""
+        if isinstance(news, Fault):
+            return self._fault(news.loss.rank, news.loss.cause, news.action)
+        if not isinstance(news, Said) or news.message["kind"] != "event":
+            return None
+        event = Event(**news.message["event"])
+        if event.kind == "start":  # all workers may have been started again
+            if self._started:
+                return None
+            self._started = True
         if event.kind != "speed":
             self._last = event
         return event
+
+    def _fault(self, rank: int, cause: str, action: str, traceback: str | None = None) -> Event:
+        return self._own_event("fault", rank=rank, cause=cause, traceback=traceback, action=action)
 
     def _own_event(self, kind: Any, **data: Any) -> Event:
         last = self._last
@@ -133,8 +148,7 @@ class Supervised:
     def _save_and_stop(self) -> Event:
         """The last update, without waiting for the step under way. A second Ctrl-C cuts it short."""
         step, why = self._save() if self._last is not None else (None, "the first step had not begun")
-        if self._crew is not None:
-            self._crew.close()
+        self._close()
         saved = self._steps_saved()
         end = self._own_event(
             "end",
@@ -154,36 +168,41 @@ class Supervised:
     def _save(self) -> tuple[int | None, str | None]:
         """(the step that was saved, why none was)."""
         assert self._crew is not None
-        self._crew.send({"kind": "save"}, [0])
+        assert self._attendant is not None
+        asked: list[int] = []
         deadline = time.monotonic() + SAVE_SECONDS
         while time.monotonic() < deadline and not self._interrupts.again:
-            for _, message in self._crew.hear(min(HURRY_SECONDS, deadline - time.monotonic())):
-                if message["kind"] == "saved":
-                    return message["step"], message["why"]
-                if message["kind"] == "event":
-                    self.rest.append(self._event(message["event"]))
-            if isinstance(action := self._crew.action(), Stop):
-                return None, action.cause
+            if asked != (asked := self._crew.pids()[:1]):  # rank 0 may just be being replaced
+                self._crew.send({"kind": "save", "seconds": SAVE_SECONDS}, [0])
+            news = self._attendant.news(min(HURRY_SECONDS, deadline - time.monotonic()))
+            if isinstance(news, Said) and news.message["kind"] == "saved":
+                return news.message["step"], news.message["why"]
+            if (event := self._told(news)) is not None:
+                self.rest.append(event)
+            if isinstance(news, Stop):
+                return None, news.cause
+            if isinstance(news, Finish | Exception):
+                return None, "the run has ended"
         return None, "interrupted again" if self._interrupts.again else f"it took longer than {SAVE_SECONDS:g} s"
 
     def _leave(self) -> None:
         """The loop over the events was left: stop all ranks at one step."""
         self._interrupts.hold()
-        if self._crew is None or self._end is not None:
+        if self._crew is None or self._attendant is None or self._end is not None:
             return
         self._crew.send({"kind": "stop"})
         deadline = time.monotonic() + STOP_SECONDS
         while time.monotonic() < deadline:
-            for _, message in self._crew.hear(LOOK_SECONDS):
-                if message["kind"] == "event":
-                    self.rest.append(self._event(message["event"]))
-            action = self._crew.action()
-            if isinstance(action, Finish):
+            news = self._attendant.news(LOOK_SECONDS)
+            if (event := self._told(news)) is not None:
+                self.rest.append(event)
+            if isinstance(news, Finish):
                 self.rest.sort(key=lambda event: event.kind == "end")
                 return
-            if isinstance(action, Stop):
-                self.rest.append(self._fault(action, "stops"))
-                warnings.warn(f"the run was left, and could not be saved as it was: {action.cause}", stacklevel=2)
+            if isinstance(news, Stop | Exception):
+                cause, rank = (news.cause, news.rank) if isinstance(news, Stop) else (str(news), 0)
+                self.rest.append(self._fault(rank, cause, "stops"))
+                warnings.warn(f"the run was left, and could not be saved as it was: {cause}", stacklevel=2)
                 return
             if self._interrupts.pending:
                 break

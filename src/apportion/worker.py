@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from apportion.agreement import Agreement, Wish
 from apportion.batch import Batches
@@ -28,6 +27,7 @@ from apportion.evaluate import evaluate
 from apportion.event import Event
 from apportion.fingerprint import check_fingerprint, fingerprint
 from apportion.job import Job
+from apportion.meter import Meter
 from apportion.parallel.recovery import broadcast_state
 from apportion.saving import Saver
 from apportion.strategy import Step, batches
@@ -83,12 +83,23 @@ class _Run:
             self._restore()
         else:
             self.step.rejoin(world)
-        self._agree()
-        self.meter = _Meter(self.step, self.began)
+        self._regroup()
+        self.agreement = Agreement(
+            self.group,
+            world.device,
+            wish,
+            job.policy,
+            steps_per_epoch=self.source.deal.batches,
+            done=self.done,
+        )
+        if world.generation:
+            self.agreement.again(self.group, self.done)
+        self.meter = Meter(self.step)
         self.evaluation = self._open_evaluation()
         self.metrics: Mapping[str, float] = {}
 
         wish.save_now = self.save_committed
+        wish.begun.set()
 
     @property
     def done(self) -> int:
@@ -104,17 +115,9 @@ class _Run:
         if self.world.generation:
             self.best = self.directory.best()
 
-    def _agree(self) -> None:
+    def _regroup(self) -> None:
         """Who goes its own way asks nobody."""
         self.group = self.world.group() if self.step.lockstep else Alone()
-        self.agreement = Agreement(
-            self.group,
-            self.world.device,
-            self.wish,
-            self.job.policy,
-            steps_per_epoch=self.source.deal.batches,
-            done=self.done,
-        )
         self.evaluates = self.step.lockstep or self.world.rank == 0
         """Does this rank take part in evaluations and checkpoints?"""
 
@@ -124,7 +127,8 @@ class _Run:
         self.wish.rejoined(self.world)
         self._take_place()
         self.step.rejoin(self.world)
-        self._agree()
+        self._regroup()
+        self.agreement.again(self.group, self.done)
 
     def save_committed(self) -> int:
         """Write the state after the last update; the step it is of. Called from another thread than the loop's."""
@@ -209,10 +213,9 @@ class _Run:
         self.wish.progress[3] = 1
         if self.world.rank == 0 and self.world.generation == 0:
             yield self._start_event()
-        reason = None
         while True:
             try:
-                reason = reason or (yield from self._train())
+                reason = yield from self._train()
                 yield from self._end(reason)
                 return
             except MembershipChanged:
@@ -231,8 +234,14 @@ class _Run:
         """Steps, until none is left or all ranks agree to stop: why it ended."""
         next_report = next_speed = time.perf_counter()
         beats = self.wish.progress
-        if self.world.generation and self._evaluation_due(self.done - 1):  # the change may have cut it short
-            yield from self._evaluate(final=False)
+        if self.world.generation:  # the change may have cut short what follows a step
+            if (yield from self._agree()):
+                return "stopped"
+            if self._evaluation_due(self.done - 1):
+                yield from self._evaluate(final=False)
+        if self.step.data_shard is None:
+            self.step.serve()
+            return "served"
         for batch in batches(self.step, loaders=self.job.loaders):
             self.world.check()
             before = self.done
@@ -251,16 +260,19 @@ class _Run:
                 self.meter.pause()
                 yield from self._evaluate(final=False)
                 self.meter.go_on()
-            if self.done >= self.agreement.next:
-                stop, save = self.agreement.ask(self.done, self.saver.seconds)
-                if save or stop:
-                    self.meter.pause()
-                    self._save()
-                    self.meter.go_on()
-                yield from self._saved()
-                if stop:
-                    return "stopped"
+            if self.done >= self.agreement.next and (yield from self._agree()):
+                return "stopped"
         return "finished"
+
+    def _agree(self) -> Generator[Event, None, bool]:
+        """Save, where the ranks agree to; do they agree to stop?"""
+        stop, save = self.agreement.ask(self.done, self.saver.seconds)
+        if save or stop:
+            self.meter.pause()
+            self._save()
+            self.meter.go_on()
+        yield from self._saved()
+        return stop
 
     def _step_event(self) -> Event:
         return self._event("step", **self.meter.flush(), learning_rate=self._learning_rate())
@@ -328,9 +340,9 @@ class _Run:
             yield self._step_event()
         if self.meter.steps:
             yield self._event("speed", rank=self.world.rank, **self.meter.speed())
+        if not self.step.lockstep:  # until everyone's last update has been made
+            self.world.group().barrier()
         if reason == "finished":
-            if not self.step.lockstep:  # until everyone's last update has been made
-                self.world.group().barrier()
             yield from self._evaluate(final=True)
             self._save()
         self.saver.finish(self._beat)
@@ -362,73 +374,3 @@ class _Run:
                 source.close()
         self.step.close()
         self.world.close()
-
-
-class _Meter:
-    """Values and speeds since they were last asked for."""
-
-    def __init__(self, step: Step, now: float) -> None:
-        self._step = step
-        self.pending: list[Mapping[str, Tensor]] = []
-        self._examples = self._own = self.steps = 0
-        self._all_examples = 0
-        self._first: float | None = None
-        self._since = self._own_since = time.perf_counter()
-        self._spent = dict(step.spent())
-
-    def take(self, values: Mapping[str, Tensor], examples: int, own: int) -> None:
-        """One step's."""
-        self.pending.append(values)
-        self._examples += examples
-        self._own += own
-        self.steps += 1
-        if self._first is None:  # the first step sets up what the later ones use
-            self._first = time.perf_counter()
-        else:
-            self._all_examples += examples
-
-    def pause(self) -> None:
-        """What follows is no step: an evaluation, a checkpoint."""
-        self._paused = time.perf_counter(), dict(self._step.spent())
-
-    def go_on(self) -> None:
-        """Steps again."""
-        since, before = self._paused
-        pause = time.perf_counter() - since
-        self._own_since += pause
-        self._since += pause
-        if self._first is not None:
-            self._first += pause
-        for name, seconds in self._step.spent().items():
-            self._spent[name] += seconds - before[name]
-
-    def flush(self) -> dict[str, Any]:
-        """What a step event tells."""
-        now = time.perf_counter()
-        names = dict.fromkeys(name for values in self.pending for name in values)
-        told = {
-            "values": {n: torch.stack([v[n].reshape(()) for v in self.pending if n in v]).tolist() for n in names},
-            "examples_per_second": self._examples / max(now - self._since, 1e-9),
-        }
-        self.pending, self._examples, self._since = [], 0, now
-        return told
-
-    def speed(self) -> dict[str, Any]:
-        """What a speed event tells of this rank."""
-        now, spent, steps = time.perf_counter(), dict(self._step.spent()), max(1, self.steps)
-        parts = {name: (spent[name] - self._spent[name]) / steps for name in spent}
-        elapsed = max(now - self._own_since, 1e-9)
-        told = {
-            "examples_per_second": self._own / elapsed,
-            **parts,
-            "computing": max(0.0, elapsed / steps - sum(parts.values())),
-        }
-        self._own = self.steps = 0
-        self._own_since, self._spent = now, spent
-        return told
-
-    def overall(self) -> float:
-        """Examples a second after the first step."""
-        if self._first is None or not self._all_examples:
-            return 0.0
-        return self._all_examples / max(time.perf_counter() - self._first, 1e-9)

@@ -103,6 +103,7 @@ class World:
             local_size=place.size,
             generation=place.generation,
             _groups={},
+            _asked={},  # whoever had not built its step yet builds it anew, in the memory that the others have
         )
 
     def check(self) -> None:

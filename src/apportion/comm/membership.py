@@ -22,7 +22,7 @@ LINE = 64
 """Bytes: a cache line, so that no two processes write to the same one."""
 NOBODY = -1
 _WORDS = LINE // 4
-_GENERATION, _SIZE = 0, 1
+_GENERATION, _SIZE, _ENDING = 0, 1, 2
 _RANK, _ACKNOWLEDGED, _PID = 0, 1, 2
 _LOOK_SECONDS = 0.05
 
@@ -65,6 +65,11 @@ class Membership:
         ranks = [self._words[self._at(seat, _RANK)] for seat in range(self.seats)]
         return [ranks.index(rank) for rank in range(self._words[_SIZE])]
 
+    @property
+    def ending(self) -> bool:
+        """Is the run to end with the last update that is whole?"""
+        return bool(self._words[_ENDING])
+
     def pid(self, seat: int) -> int:
         """Of the process that has taken the seat."""
         return self._words[self._at(seat, _PID)]
@@ -76,8 +81,9 @@ class Membership:
         self._write(range(self.seats))
 
     def open_change(self) -> int:
-        """The table no longer holds; the odd generation that survivors have to acknowledge."""
-        self._generation.value += 1
+        """The table no longer holds; the odd generation that survivors have to acknowledge, also where they have
+        acknowledged one that was not closed."""
+        self._generation.value += 1 + self.generation % 2
         fence()
         wake(self._generation)
         return self.generation
@@ -86,9 +92,10 @@ class Membership:
         """Has this seat's worker left everything that belongs to an older generation?"""
         return self._words[self._at(seat, _ACKNOWLEDGED)] == self.generation
 
-    def close_change(self, seats: Iterable[int]) -> None:
-        """The new table: rank i sits on the i-th of these seats."""
+    def close_change(self, seats: Iterable[int], *, ending: bool = False) -> None:
+        """The new table: rank i sits on the i-th of these seats. ``ending``: they are to save, and to leave."""
         self._write(seats)
+        self._words[_ENDING] = int(ending)
         fence()
         self._generation.value += 1
         wake(self._generation)

@@ -231,7 +231,7 @@ class SharedMemory(Group):
         """Every rank's piece, weighted, in rank order, once all have written theirs."""
         slots = self._of(piece.dtype, piece.numel())
         if weight is None:
-            slots[self.rank].copy_(piece)
+            slots[self.rank].view(piece.shape).copy_(piece)
         else:
             torch.mul(piece, weight, out=slots[self.rank])
         self.meeting()
@@ -250,13 +250,26 @@ class SharedMemory(Group):
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = tensor.new_empty((self.size, *tensor.shape))
         own = tensor.detach().contiguous().view(-1)
-        into = gathered.view(self.size, own.numel())
-        n = PIECE // max(1, own.element_size())
+        self.gather_into(gathered.view(self.size, own.numel()), own)
+        return gathered
+
+    def gather_into(self, rows: Tensor, own: Tensor) -> None:
+        """Into (size, n): every rank's ``own`` (n), in rank order; it may be a row of them. Blocks."""
+        n = PIECE // own.element_size()
         for start in range(0, own.numel(), n):
             piece = own[start : start + n]
-            for row, slot in zip(into, self._put(piece), strict=True):
+            for row, slot in zip(rows, self._put(piece), strict=True):
                 row[start : start + n].copy_(slot)
-        return gathered
+
+    def reduce_scatter(self, rows: Tensor, into: Tensor) -> None:
+        """Of every rank's ``rows`` (size, n): the sum of those with this rank's number, into (n). Blocks."""
+        n = PIECE // (rows.element_size() * self.size)
+        for start in range(0, into.numel(), n):
+            sums = into[start : start + n]
+            slots = [slot.view(self.size, -1)[self.rank] for slot in self._put(rows[:, start : start + n])]
+            sums.copy_(slots[0])
+            for slot in slots[1:]:
+                sums.add_(slot)
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
         flat = tensor.detach().view(-1)

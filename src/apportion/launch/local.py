@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import final
 
 from apportion.cores import usable_cores
-from apportion.template import Forked, Task, template
+from apportion.forking import Forked, NotForked, Task
+from apportion.spare import Spare
+from apportion.template import template
 from apportion.values import Value
 
 
@@ -38,6 +40,12 @@ class Local(Value):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
         if self.device not in (None, "cpu", "cuda"):
             raise ValueError(f'device={self.device!r} must be "cpu" or "cuda"')
+
+    def on_cpu(self) -> bool:
+        """Do its workers compute on the CPU?"""
+        import torch
+
+        return self.device == "cpu" or not torch.cuda.device_count()
 
     def places(self) -> int:
         """Workers where no number is given: one a GPU, or one a core."""
@@ -71,22 +79,47 @@ class Local(Value):
         parent, started = template(), list[Process]()
         try:
             for rank in range(ranks):
-                ours, theirs = socket.socketpair()
-                with theirs:
-                    task = Task(
-                        target=target,
-                        payload=payload,
-                        environment={**os.environ, **_environment(rank, ranks, port, self.threads_each(ranks))},
-                        path=sys.path,
-                        directory=os.getcwd(),
-                    )
-                    started.append(Process(rank, ours, parent.spawn(task, theirs)))
+                started.append(self._seat(rank, self._task(target, payload, (rank, ranks, port)), parent.spawn))
         except BaseException:
             for process in started:
                 process.kill()
                 process.channel.close()
             raise
         return started
+
+    def replace(self, payload: bytes, seat: int, seats: int, port: int, spare: Spare | None = None) -> Process:
+        """A process that takes the seat of one that was lost: forked from the spare where that can be, else from the
+        template."""
+        place = (seat, seats, port)
+        if spare is not None and spare.ready:
+            try:
+                return self._seat(seat, self._task(spare.target, b"", place), spare.spawn)
+            except NotForked:  # it was lost too
+                spare.close()
+        return self._seat(seat, self._task("apportion.entry:train", payload, place), template().spawn)
+
+    def spare(self, payload: bytes) -> Spare:
+        """The process that replacements are forked from; it takes a while until it is ready."""
+        return Spare(self._task(Spare.program, payload, None))
+
+    def _seat(self, seat: int, task: Task, spawn: Callable[[Task, socket.socket], Forked]) -> Process:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                return Process(seat, ours, spawn(task, theirs))
+        except BaseException:
+            ours.close()
+            raise
+
+    def _task(self, target: str, payload: bytes, place: tuple[int, int, int] | None) -> Task:
+        environment = {} if place is None else _environment(*place, self.threads_each(place[1]))
+        return Task(
+            target=target,
+            payload=payload,
+            environment={**os.environ, **environment},
+            path=sys.path,
+            directory=os.getcwd(),
+        )
 
 
 def _environment(rank: int, ranks: int, port: int, threads: int) -> Mapping[str, str]:
@@ -108,9 +141,13 @@ def _environment(rank: int, ranks: int, port: int, threads: int) -> Mapping[str,
 class Process:
     """A worker process on this machine."""
 
-    rank: int
+    seat: int
     channel: socket.socket
     _forked: Forked
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Have this called, from another thread, once it has ended; it may have by now."""
+        self._forked.when_ended = call
 
     @property
     def pid(self) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from apportion.comm.group import Group
 from apportion.comm.message import broadcast_message, broadcast_tensors
-from apportion.errors import ApportionError
+from apportion.errors import StateLost
 from apportion.parallel.replica import Replica
 from apportion.strategy import State
 from apportion.world import World
@@ -21,8 +21,10 @@ def agree(replica: Replica, world: World) -> None:
     is whole: what was begun after its last update is undone."""
     group = world.group()
     steps = group.all_gather(torch.tensor([replica.step], device=world.device)).flatten().tolist()
-    if replica.carry is not None and max(steps):
-        raise ApportionError("the recurrent state of a rank's rows died with it: go on from the last checkpoint")
+    if replica.carry is not None:
+        raise StateLost("the recurrent state of a rank's rows died with it")
+    if not max(steps):  # all that are left are replacements, or nothing had been done
+        raise StateLost("the state died with the last rank that had it")
     if min(steps) == max(steps):
         return
     source = steps.index(max(steps))

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from apportion.batch import Batch
 from apportion.comm.group import Group
 from apportion.comm.shared_memory import SharedMemory
-from apportion.errors import ApportionError
+from apportion.errors import StateLost
 from apportion.parallel.linear import factored, plain_layers, redirect
 from apportion.parallel.pages import VERSIONS, Layer, Layout, Region, is_dense, regions_of, shaped
 from apportion.parallel.replica import Replica
@@ -202,9 +202,7 @@ class SharedUpdate:
         known = group.all_gather(torch.tensor([0 if self._fresh else 1])).flatten()
         if not self._ready.value:
             if not known.any():
-                raise ApportionError(
-                    "no worker is left that had the weights: --resume goes on from the last checkpoint"
-                )
+                raise StateLost("no worker is left that had the weights")
             self._publish()
         self._fresh = False
         self.restore()
@@ -235,12 +233,13 @@ class SharedUpdate:
 
     def restore(self) -> None:
         """This process's weights and buffers become the live version; what was begun after it is forgotten."""
-        self._replica.catch_up(self._commit.value)
         live = self._commit.value % VERSIONS
-        self._bind(live)
-        for own, kept in zip(self._buffers, self._kept_buffers[live], strict=True):
-            own.copy_(kept)
-        self._replica.keep_buffers()
+        with self._replica.settled:
+            self._replica.catch_up(self._commit.value)
+            self._bind(live)
+            for own, kept in zip(self._buffers, self._kept_buffers[live], strict=True):
+                own.copy_(kept)
+            self._replica.keep_buffers()
         counts = self._counts[live]
         self._uniform = bool(len(counts) == 0 or (counts == counts[0]).all())
 
@@ -490,8 +489,9 @@ class SharedUpdate:
     # State
 
     def show(self) -> None:
-        """The optimizer's state becomes that of the live version: what is read of it afterwards is a view."""
-        live = self._commit.value % VERSIONS
+        """The optimizer's state becomes that of the version that the weights are of (another rank may have committed
+        the next one): what is read of it afterwards is a view."""
+        live = self._replica.step % VERSIONS
         for i, p in enumerate(self._parameters):
             count, rule = int(self._counts[live][i]), self._rule(i)
             if not count and not any((i, slot) in self._initial for slot in rule.slots):

@@ -25,7 +25,7 @@ larger than what it is made of: fully connected layers at a small batch. ``micro
 share is computed in so many parts, one after the other. ``shares="measured"``: ranks that are found to be slower take
 fewer rows.
 
-A worker's death ends the run; it resumes from the last checkpoint.
+A worker's death loses nothing: the others and its replacement make the step under way again, with the same draws.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,8 @@ def _started(asked: _Asked, strategy: Strategy | None, launcher: Local) -> Gener
     if warning is not None:
         warnings.warn(warning, stacklevel=3)
     job = asked.job(chosen.strategy, chosen.launcher, chosen.launcher.threads_each(chosen.ranks))
+    replaceable = chosen.strategy.survives and chosen.ranks > 1 and chosen.launcher.on_cpu()
+    job = replace(job, replaceable=replaceable, workers=chosen.ranks)
     supervised = Supervised(job, chosen.launcher, chosen.ranks)
     yield from _journaled(job, supervised.events(), before, supervised.rest)
 

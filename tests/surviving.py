@@ -1,0 +1,347 @@
+"""A strategy that survives the loss of workers, as simply as it can be done, and workloads to lose them in.
+
+Every rank has the whole network; gradients are summed; after each update rank 0 keeps the whole state in memory that
+outlives it, in two versions and a number that says which is whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from apportion import Evaluation, Workload
+from apportion.batch import Batch, Batches
+from apportion.deal import DataShard
+from apportion.errors import StateLost
+from apportion.parallel.one_device import reference
+from apportion.parallel.replica import Replica, seed_everything
+from apportion.strategies.data_parallel import DataParallel
+from apportion.strategy import State, Step, Strategy
+from apportion.world import World
+
+VERSION_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, repr=False)
+class Surviving(Strategy):
+    """data_parallel for models without buffers, with its state kept by rank 0."""
+
+    survives: ClassVar[bool] = True
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def build(self, workload: Workload, world: World) -> Step:
+        return SurvivingStep(workload, world)
+
+    def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
+        return reference(workload)
+
+
+@dataclass(frozen=True, repr=False)
+class Forgetful(Strategy):
+    """The same where nobody is left who has the state."""
+
+    survives: ClassVar[bool] = True
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def build(self, workload: Workload, world: World) -> Step:
+        step = SurvivingStep(workload, world)
+        step.forgets = True
+        return step
+
+    def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
+        return reference(workload)
+
+
+@dataclass(frozen=True, repr=False)
+class Mortal(Strategy):
+    """data_parallel whose workers kill themselves, once at each of these places: "1 committed 25; 0 rejoined 0" are
+    seats, where, and the updates that are made by then (0: the first time)."""
+
+    survives: ClassVar[bool] = True
+    deaths: str = ""
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def build(self, workload: Workload, world: World) -> Step:
+        step = DataParallel().build(workload, world)
+        for seat, where, at in map(str.split, self.deaths.split(";")):
+            if int(seat) == world.seat:
+                _doom(step, where, int(at), first=world.generation == 0)
+        return step
+
+    def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
+        return reference(workload)
+
+
+def _doom(step: Any, where: str, at: int, *, first: bool) -> None:
+    """``first``: this process is no replacement; those die only as they rejoin."""
+    if where in ("rejoining", "rejoined"):
+        _around(step, "rejoin", lambda: True, **{"before" if where == "rejoining" else "after": _die(where)})
+    if not first or where.startswith("rejoin"):
+        return
+    shared, due, die = step._shared, lambda: step.done == at, _die(where)
+
+    def tear(used: Any, old: int, new: int) -> None:
+        for part in shared._parts:
+            version = part.versions[new]
+            for tensor in (version.weights, *version.slots):
+                tensor[: len(tensor) // 2] = torch.nan
+        die()
+
+    plant: dict[str, Callable[[], None]] = {
+        "gradient": lambda: _around(shared, "_take_product", due, after=die),
+        "arriving": lambda: _around(shared, "_arrive", due, before=die),
+        "arrived": lambda: _around(shared, "_arrive", due, after=die),
+        "slice": lambda: _around(shared, "_update", due, after=tear),
+        "written": lambda: _around(shared._group, "barrier", due, before=die),
+        "met": lambda: setattr(shared, "_commit", _Word(shared._commit, due, before=die)),
+        "committed": lambda: setattr(shared, "_commit", _Word(shared._commit, due, after=die)),
+    }
+    plant[where]()
+
+
+def _die(where: str) -> Callable[..., None]:
+    mark = Path(os.environ["SURVIVING_MARKS"]) / f"died-{where}-{os.environ['LOCAL_RANK']}"
+
+    def die(*_: Any) -> None:
+        happens(where)
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return die
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _around(owner: Any, name: str, due: Callable[[], bool], *, before: Any = _nothing, after: Any = _nothing) -> None:
+    right = getattr(owner, name)
+
+    def call(*given: Any) -> Any:
+        now = due()
+        (before if now else _nothing)(*given)
+        found = right(*given)
+        (after if now else _nothing)(*given)
+        return found
+
+    setattr(owner, name, call)
+
+
+class _Word:
+    """The commit word, with a death before or after it is written."""
+
+    def __init__(self, word: Any, due: Callable[[], bool], *, before: Any = _nothing, after: Any = _nothing) -> None:
+        self._word, self._due, self._before, self._after = word, due, before, after
+
+    @property
+    def value(self) -> int:
+        return int(self._word.value)
+
+    @value.setter
+    def value(self, number: int) -> None:
+        now = self._due()
+        (self._before if now else _nothing)()
+        self._word.value = number
+        (self._after if now else _nothing)()
+
+
+class SurvivingStep(Step):
+    forgets = False
+
+    def __init__(self, workload: Workload, world: World) -> None:
+        self.device = world.device
+        self._replica = Replica(workload, rank=0, device=world.device)
+        self.model, self.optimizers = self._replica.model, self._replica.optimizers
+        seed_everything(workload.seed)
+        self.source = Batches(workload, device=world.device, dtype=self._replica.input_dtype)
+        self._replica.start_schedules(self.source.total)
+        self._memory = world.shared("kept", 64 + 2 * VERSION_BYTES)
+        self._kept = np.frombuffer(self._memory, dtype=np.int64, count=1)
+        self._sit(world)
+        if world.generation == 0:
+            self._keep()
+
+    def _sit(self, world: World) -> None:
+        self.rank, self._group = world.rank, world.group()
+        self.data_shard = DataShard(world.rank, world.size)
+
+    @property
+    def done(self) -> int:
+        return self._replica.step
+
+    def predict(self, batch: Batch) -> Any | None:
+        return self._replica.predict(batch) if len(batch) else None
+
+    def backward(self, batch: Batch) -> Tensor | None:
+        self._replica.reseed(batch.step)
+        self._loss = torch.zeros(1, dtype=torch.float64)
+        if len(batch):
+            loss = self._replica.loss(self._replica.outputs(batch), batch.targets)
+            self._replica.backward(loss, len(batch) / batch.size)
+            self._loss += loss.detach() * (len(batch) / batch.size)
+        return None
+
+    def update(self) -> Mapping[str, Tensor]:
+        for p in self.model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            self._group.all_reduce(p.grad).wait()
+        self._group.all_reduce(self._loss).wait()
+        for name in self.optimizers:
+            self._replica.apply(name)
+        self._replica.commit()
+        self._keep()
+        return {"loss": self._loss}
+
+    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
+        raise NotImplementedError
+
+    def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
+        self.backward(batch)
+        return self.update()
+
+    def _keep(self) -> None:
+        if self.rank != 0:
+            return
+        data = pickle.dumps(self._replica.state())
+        start = 64 + self.done % 2 * VERSION_BYTES
+        self._memory[start : start + len(data)] = data
+        self._kept[0] = self.done
+
+    def rejoin(self, world: World) -> None:
+        self._sit(world)
+        if self.forgets:
+            raise StateLost("it is forgotten")
+        start = 64 + int(self._kept[0]) % 2 * VERSION_BYTES
+        for p in self.model.parameters():
+            p.grad = None
+        self._replica.load(pickle.loads(self._memory[start : start + VERSION_BYTES]), slice(0))
+
+    def state_dict(self) -> State:
+        happens("saving", self.done)
+        return self._replica.state()
+
+    def load_state_dict(self, state: State) -> None:
+        self._replica.load(state, slice(0))
+        self._keep()
+
+    def committed(self) -> State | None:
+        return self._replica.committed()
+
+    def spent(self) -> Mapping[str, float]:
+        return {"loading": self.source.seconds, "waiting": self._group.waited, "updating": self._replica.seconds}
+
+    def close(self) -> None:
+        pass
+
+
+def happens(where: str, step: int = -1) -> None:
+    """A place where a test may want to do something: it is written into a file of the folder SURVIVING_MARKS."""
+    folder = os.environ.get("SURVIVING_MARKS")
+    if folder is not None:
+        with open(Path(folder) / where, "a") as file:
+            file.write(f"{os.environ.get('LOCAL_RANK', 'spare')} {os.getpid()} {step}\n")
+        hold = Path(folder) / f"hold-{where}-{os.environ.get('LOCAL_RANK', 'spare')}"
+        while hold.exists():
+            time.sleep(0.005)
+
+
+def raises(where: str) -> None:
+    """Where a test asks for it."""
+    folder = os.environ.get("SURVIVING_MARKS")
+    if folder is not None and (Path(folder) / f"raise-{where}-{os.environ.get('LOCAL_RANK', 'spare')}").exists():
+        raise RuntimeError("asked for")
+
+
+class Network(nn.Module):
+    """``trouble(inputs)`` is called in the forward pass of training."""
+
+    def __init__(self, trouble: Callable[[Tensor], Any] = lambda x: None) -> None:
+        super().__init__()
+        happens("building")
+        raises("building")
+        self.seen_by = 0
+        self.hidden, self.out, self.trouble = nn.Linear(4, 16), nn.Linear(16, 2), trouble
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            if self.seen_by != os.getpid():
+                self.seen_by = os.getpid()
+                happens("computing")
+            time.sleep(float(os.environ.get("SURVIVING_PACE", "0.002")))
+            raises("computing")
+            self.trouble(x)
+        else:
+            happens("evaluating")
+        return self.out(torch.tanh(self.hidden(x)))
+
+
+def data(n: int = 61) -> TensorDataset:
+    happens("opening")
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 4, generator=generator)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> float:
+    return float((outputs.argmax(-1) == targets).double().mean())
+
+
+def data_with_threads() -> TensorDataset:
+    threading.Thread(target=time.sleep, args=(600.0,), daemon=True).start()
+    return data()
+
+
+def data_with_files() -> TensorDataset:
+    found = data()
+    found.file = open(__file__)  # noqa: SIM115 (as data sets do)
+    return found
+
+
+def crash_on_poison(x: Tensor) -> None:
+    if (x == POISON).any():
+        ctypes.string_at(0)
+
+
+def poisoned_data() -> TensorDataset:
+    found = data()
+    found.tensors[0][17] = POISON
+    return found
+
+
+POISON = 12345.0
+workload = Workload(
+    model=Network,
+    data=data,
+    loss=nn.functional.cross_entropy,
+    optimizer=lambda p: torch.optim.Adam(p, lr=0.05),
+    schedule=lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
+    batch_size=16,
+    steps=300,
+    precision="float64",
+    evaluation=Evaluation(data=lambda: data(48), metrics={"accuracy": accuracy}, every=10, best="max accuracy"),
+)
+crashing = replace(workload, model=lambda: ctypes.string_at(0))
+poisoned = replace(workload, model=lambda: Network(crash_on_poison), data=poisoned_data)
