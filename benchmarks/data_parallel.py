@@ -31,7 +31,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from first_step import FOLDER
 from parked import DEADLINE, Side, SideFailed
@@ -66,7 +66,7 @@ class Throughput:
         with Side(self.ours, ranks=self.ranks) as ours, Side(self.peer, ranks=self.peer_ranks or self.ranks) as peer:
             ours.wait_until_ready()
             peer.wait_until_ready()
-            steps = max(2, round(ROUND_SECONDS / min(warmed_up(ours), warmed_up(peer))))
+            steps = max(2, round(ROUND_SECONDS / mean([warmed_up(ours), warmed_up(peer)])))
             rounds = [(ours.go(steps), peer.go(steps)) for _ in range(ROUNDS)]
         ours, peer = (steps * self.batch_size / median(seconds) for seconds in zip(*rounds, strict=True))
         return ours, peer, ours / peer

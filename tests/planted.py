@@ -16,6 +16,7 @@ from apportion import Workload
 from apportion.deal import DataShard
 from apportion.parallel.one_device import OneDeviceStep
 from apportion.strategies.data_parallel import DataParallel
+from apportion.strategies.parameter_server import ParameterServer
 from apportion.strategy import State, Step, Strategy
 from apportion.world import World
 
@@ -40,6 +41,36 @@ class Faulty(Strategy):
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return DataParallel().reference(workload, world_size, log)
+
+
+@dataclass(frozen=True, repr=False)
+class LosesAnUpdate(Strategy):
+    """Downpour SGD in which rank 1's third push gets into all shards but the first."""
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    def replays(self, workers: int) -> bool:
+        return True
+
+    def build(self, workload: Workload, world: World) -> Step:
+        step: Any = ParameterServer().build(workload, world)
+        if world.rank == 1:
+            right = step.store._update
+
+            def update(push: Any, first: int, n: int, copy: int) -> None:
+                right(push, first, n, copy)
+                if push.number == 3 and first == 0:
+                    end = step.store.layout.bounds[1]
+                    data = step.store.memory.data
+                    data[1 - copy, :, :end] = data[copy, :, :end]
+
+            step.store._update = update
+        return step  # type: ignore[no-any-return]
+
+    def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
+        return ParameterServer().reference(workload, world_size, log)
 
 
 def mean_of_means(step: Any, world: World) -> None:

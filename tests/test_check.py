@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 import apportion
 from apportion import Workload
 from apportion.cli import app
-from apportion.verbs.check import CAP, FLOOR, Proof, _verdict
+from apportion.proof import CAP, FLOOR, Proof, verdict_of
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -204,7 +204,7 @@ def test_the_users_own_error_is_the_users_own() -> None:
     ],
 )
 def test_no_amount_of_noise_makes_a_large_difference_equal(difference: float, noise: float, verdict: str) -> None:
-    assert _verdict(difference, noise, max(FLOOR, min(CAP, 100 * noise))) == verdict
+    assert verdict_of(difference, noise, max(FLOOR, min(CAP, 100 * noise))) == verdict
 
 
 def chaos(iterations: int) -> Workload:

@@ -19,10 +19,10 @@ from apportion import Evaluation, Workload, accuracy
 from apportion.address import load_workload
 from apportion.batch import Batches
 from apportion.evaluate import evaluate
+from apportion.proof import Proof
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategy import State, Strategy
 from apportion.values import find, names
-from apportion.verbs.check import Proof
 from apportion.world import World
 
 STRATEGIES = [name for name in names("apportion.strategies") if find(name, "apportion.strategies")().exact]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import networks
+import planted
 import pytest
 import seats
 import torch
@@ -19,13 +20,13 @@ from torch.utils.data import TensorDataset
 import apportion
 from apportion import Workload
 from apportion.parallel.one_device import reference
+from apportion.proof import Proof
 from apportion.store.log import Log
 from apportion.store.replay import replay
 from apportion.strategies.parameter_server import ParameterServer
 from apportion.strategies.single_device import SingleDevice
 from apportion.strategy import State, batches
 from apportion.values import parse
-from apportion.verbs.check import Proof
 from apportion.world import World
 
 EXACT = 1e-10
@@ -103,7 +104,7 @@ def trained(world: World, strategy: ParameterServer, workload: Workload) -> tupl
     else:
         stale = [float(step(batch)["staleness"]) for batch in batches(step)]
     world.group().barrier()
-    return step.state_dict(), step.log(), stale  # type: ignore[attr-defined]
+    return step.state_dict(), step.log()[0], stale
 
 
 def again(world: World, strategy: ParameterServer, workload: Workload, log: Log, start: State | None = None) -> State:
@@ -171,7 +172,7 @@ def test_a_log_with_one_push_exchanged_is_another_network() -> None:
 def test_a_log_that_is_cut_off_or_has_a_batch_twice_is_refused() -> None:
     workload = in_float32("mlp")
     with by_value(networks):
-        _, log, _ = on_ranks(trained, 2, ParameterServer(), workload)[0]
+        _, log, _ = on_ranks(trained, 2, ParameterServer(max_staleness=2), workload)[0]  # both make many
     (one, two), (made_one, made_two) = log.entries, log.made
     again = one.copy()
     again[3, 0] = one[2, 0]
@@ -276,7 +277,7 @@ def from_there(world: World, strategy: ParameterServer, workload: Workload, star
     for batch in batches(step):
         step(batch)
     world.group().barrier()
-    return step.state_dict(), step.log()  # type: ignore[attr-defined]
+    return step.state_dict(), step.log()[0]
 
 
 # Kills
@@ -295,7 +296,7 @@ def surviving_run(world: World, progress: Any, strategy: ParameterServer, worklo
                 world.group().barrier()
             else:
                 seats._steps(step, world, progress, [])
-            return step.state_dict(), step.log()  # type: ignore[attr-defined]
+            return step.state_dict(), step.log()[0]
         except seats.MembershipChanged:
             world, ready = seats._rejoined(world), False
 
@@ -391,6 +392,34 @@ def test_one_worker_and_its_servers_are_the_one_device_step(servers: int) -> Non
     proof = prove(networks.cases["batch_norm_2d"](61), f"parameter_server(servers={servers})", 1)
     assert proof.holds
     assert proof.rounds[0].worst.absolute <= EXACT
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(
+    "options",
+    ["", "push_every=2", "push_every=3, pull_every=2", "max_staleness=1", "servers=1", "rule='adagrad(lr=0.1)'"],
+)
+def test_check_does_an_asynchronous_run_again_to_the_bit(options: str, workers: int) -> None:
+    workload = replace(in_float32("mlp"), steps=24)
+    proof = prove(workload, f"parameter_server({options})", workers)
+    assert proof.holds
+    assert not proof.exact
+    assert [found.precision for found in proof.rounds] == ["float64", "float32"]
+    assert all(found.worst.absolute == 0.0 for found in proof.rounds)
+    assert all(found.bound == 0.0 for found in proof.rounds)
+
+
+def test_check_finds_an_update_that_was_lost() -> None:
+    with by_value(networks), by_value(planted):
+        proof = apportion.check(networks.cases["mlp"](61), planted.LosesAnUpdate(), workers=2)
+    assert not proof.holds
+    assert proof.rounds[0].worst.absolute > 1e-6
+
+
+def test_check_refuses_what_is_too_short_for_its_workers() -> None:
+    workload = replace(networks.cases["mlp"](61), steps=2)
+    with pytest.raises(ValueError, match="2 batches are too few for 3 workers"):
+        prove(workload, "parameter_server", 3)
 
 
 def test_check_says_what_can_be_checked_with_several_workers() -> None:

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from apportion.event import Event as Event
     from apportion.launch.env import Env as env  # noqa: F401
     from apportion.launch.local import Local as local  # noqa: F401
+    from apportion.proof import Proof as Proof
     from apportion.strategies.data_parallel import DataParallel as data_parallel  # noqa: F401
+    from apportion.strategies.fully_sharded import FullySharded as fully_sharded  # noqa: F401
+    from apportion.strategies.hogwild import Hogwild as hogwild  # noqa: F401
+    from apportion.strategies.local_sgd import LocalSgd as local_sgd  # noqa: F401
+    from apportion.strategies.map_reduce import MapReduce as map_reduce  # noqa: F401
+    from apportion.strategies.parameter_server import ParameterServer as parameter_server  # noqa: F401
     from apportion.strategies.single_device import SingleDevice as single_device  # noqa: F401
     from apportion.strategy import State as State
     from apportion.strategy import Step as Step
@@ -27,7 +33,6 @@ if TYPE_CHECKING:
     from apportion.strategy import batches as batches
     from apportion.supervise import Policy as Policy
     from apportion.trained import load as load
-    from apportion.verbs.check import Proof as Proof
     from apportion.verbs.check import check as check
     from apportion.verbs.compare import compare as compare
     from apportion.verbs.train import run as run
@@ -48,7 +53,7 @@ _HOMES = {
     "Evaluation": "workload",
     "Event": "event",
     "Policy": "supervise",
-    "Proof": "verbs.check",
+    "Proof": "proof",
     "State": "strategy",
     "Step": "strategy",
     "Strategy": "strategy",

@@ -17,7 +17,7 @@ from apportion.event import Event
 from apportion.report import summary
 
 if TYPE_CHECKING:
-    from apportion.verbs.check import Proof, Round
+    from apportion.proof import Proof, Round
     from apportion.verbs.compare import Row
 
 LINE_SECONDS = 2.0

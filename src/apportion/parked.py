@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import pickle
 import resource
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +27,8 @@ from apportion.world import World
 
 
 def serve_steps(job: Job, world: World, channel: Channel) -> None:
-    """Build the step, say so, and obey: ``go`` (so many steps, timed), ``state`` (into a file), ``again`` (from the
-    beginning, in another precision), ``close``."""
+    """Build the step, say so, and obey: ``go`` (so many steps, timed), ``state`` and ``log`` (into a file), ``again``
+    (from the beginning, in another precision), ``close``."""
     again: Job | None = job
     while again is not None:
         again = _serve_steps(again, world, channel)
@@ -49,6 +51,10 @@ def _serve_steps(job: Job, world: World, channel: Channel) -> Job | None:
             elif order["kind"] == "state":
                 path = order["path"] if world.rank in order["ranks"] else None
                 channel.send({"kind": "state", **_deliver(step.state_dict(), path)})
+            elif order["kind"] == "log":
+                if world.rank == 0:
+                    Path(order["path"]).write_bytes(pickle.dumps(step.log()))
+                channel.send({"kind": "log"})
             elif order["kind"] == "again":
                 again = replace(job, **order["job"])
                 break
@@ -58,7 +64,8 @@ def _serve_steps(job: Job, world: World, channel: Channel) -> Job | None:
 
 
 def serve_reference(job: Job, world: World, channel: Channel) -> None:
-    """What the strategy must compute: one state on each ``next``; ``again`` and ``close`` as above."""
+    """What the strategy must compute: one state on each ``next``, or the one that a log leads to; ``again`` and
+    ``close`` as above."""
     again: Job | None = job
     while again is not None:
         again = _serve_reference(again, channel)
@@ -67,14 +74,20 @@ def serve_reference(job: Job, world: World, channel: Channel) -> None:
 def _serve_reference(job: Job, channel: Channel) -> Job | None:
     workload = job.open()
     with _proving(job) as seen:
-        states = job.strategy.reference(seen.quiet(workload), job.workers)
+        quiet = seen.quiet(workload)
+        states = None if job.strategy.replays(job.workers) else job.strategy.reference(quiet, job.workers)
         channel.send({"kind": "built"})
         while (order := channel.commands.get()) is not None:
             if order["kind"] == "close":
                 break
             if order["kind"] == "again":
                 return replace(job, **order["job"])
-            channel.send({"kind": "state", **_deliver(next(states), order["path"])})
+            if states is None:
+                log = pickle.loads(Path(order["log"]).read_bytes())
+                state = next(job.strategy.reference(quiet, job.workers, log))
+            else:
+                state = next(states)
+            channel.send({"kind": "state", **_deliver(state, order["path"])})
     return None
 
 

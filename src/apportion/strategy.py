@@ -122,6 +122,10 @@ class Step(ABC):
     def serve(self) -> None:  # noqa: B027 (nothing to do is the common case)
         """What a rank without batches does until the end."""
 
+    def log(self) -> tuple[Any, ...]:
+        """What its steps have written down so far, for ``Strategy.reference``. Between steps."""
+        return ()
+
     @abstractmethod
     def state_dict(self) -> State:
         """The whole state, in the plain model's names; the tensors are copies. Called by all ranks."""
@@ -169,6 +173,10 @@ class Strategy(Value, ABC):
     def exact(self) -> bool:
         """Does one step equal the one-device step?"""
 
+    def replays(self, workers: int) -> bool:
+        """Is what it computes known only from what its steps write down (``Step.log``)?"""
+        return False
+
     def ranks(self, workers: int) -> int:
         """Processes for so many workers that take batches (servers are additional)."""
         return workers
@@ -179,7 +187,8 @@ class Strategy(Value, ABC):
 
     @abstractmethod
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
-        """What this strategy must compute: the whole model's state after each step, in one process."""
+        """What this strategy must compute: the whole model's state after each step, in one process. ``log``: of a
+        run that is to be done again; then the one state that it must have ended with."""
 
 
 StrategyFactory = Callable[..., Strategy]

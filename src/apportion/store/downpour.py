@@ -315,9 +315,9 @@ class DownpourStep(Step):
         self._begin()
         self._base = self._number = state.step
 
-    def log(self) -> Log:
+    def log(self) -> tuple[Log]:
         """What every push was made of. While nobody pushes."""
-        return Log.of(self.store)
+        return (Log.of(self.store),)
 
     def spent(self) -> Mapping[str, float]:
         return {"loading": self.source.seconds, "waiting": self.store.waited, "updating": self._seconds}

@@ -92,9 +92,9 @@ class ServerStep(Step):
         self._worker.load(state)
         self._world.group().barrier()  # rank 0 fills the store in
 
-    def log(self) -> Log:
+    def log(self) -> tuple[Log]:
         """What every push was made of. While nobody pushes."""
-        return Log.of(self._store)
+        return (Log.of(self._store),)
 
     def spent(self) -> Mapping[str, float]:
         return {"loading": 0.0, "waiting": self._store.waited, "updating": 0.0}

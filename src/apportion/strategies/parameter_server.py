@@ -95,6 +95,10 @@ class ParameterServer(Strategy):
     def ranks(self, workers: int) -> int:
         return workers + self.servers
 
+    def replays(self, workers: int) -> bool:
+        alone = workers == 1 and (self.push_every, self.pull_every) == (1, 1)
+        return self.mode == "sharded" and not alone
+
     def build(self, workload: Workload, world: World) -> Step:
         ruled = self._ruled(workload)
         if self.servers >= world.seats:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from apportion.address import check_place
 from apportion.comm.channel import Message
@@ -19,72 +17,13 @@ from apportion.crew import Crew
 from apportion.errors import WorkerFailed
 from apportion.job import Job
 from apportion.launch.local import Local
+from apportion.proof import CAP, FLOOR, NOISE_FACTOR, Difference, Proof, Round, largest, verdict_of
 from apportion.strategy import Strategy
 from apportion.trial import Candidate, candidate
 from apportion.values import parse
 from apportion.workload import Workload
 
-FLOOR = 1e-10
-"""Differences below this are rounding in float64, whatever the noise measured."""
-NOISE_FACTOR = 100.0
-CAP = 1e-3
-"""No difference above this is called equal, however much rounding is amplified: a mistake might hide in it."""
 STEP_SECONDS = 600.0
-
-Verdict = Literal["equal", "different", "undecided"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """The largest difference of one tensor over all steps."""
-
-    name: str
-    """``model/...``, ``optimizer/...`` or ``carry/...``."""
-    step: int
-    """Of all steps, the one where it is largest (the first is 1)."""
-    absolute: float
-    relative: float
-    """To the largest value in the reference's tensor (at least 1): what the bound is for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Round:
-    """The proof in one precision."""
-
-    precision: str
-    steps: int
-    tensors: int
-    worst: Difference
-    noise: float
-    """The same measure between two runs of the reference, one of them with every weight and gradient moved by a
-    rounding; without bound where the reference comes to be no number."""
-    bound: float
-    disagreement: str | None
-    """A rank whose state is not rank 0's, and when."""
-    verdict: Verdict
-    """``undecided``: above what may be called equal, within 100 times the noise."""
-
-    @property
-    def holds(self) -> bool:
-        return self.verdict == "equal"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proof:
-    """What ``check`` found."""
-
-    strategy: str
-    workers: int
-    exact: bool
-    """Is the reference the one-device step, or the strategy's own (an approximate one)?"""
-    rounds: tuple[Round, ...]
-    by_design: tuple[str, ...]
-    """What differs by design, or could not be checked, in words."""
-
-    @property
-    def holds(self) -> bool:
-        """Is it the same network? The first round has to show it; the run's own precision may leave it open."""
-        return self.rounds[0].holds and all(r.verdict != "different" for r in self.rounds)
 
 
 def check(
@@ -101,6 +40,9 @@ def check(
     100 times the rounding noise measured; then in the run's own precision, against its noise. A model that fixes
     float32 is reported, and checked in float32. Dropout is turned off for it, and named. Where a network amplifies
     rounding so much that its bound would be above 1e-3, nothing above 1e-3 is called equal.
+
+    Where workers go their own ways, and the strategy writes down which (``Strategy.replays``), all make so many steps
+    with nobody waiting, and one process makes the same updates again: to the last bit, in both precisions.
     """
     if isinstance(workload, str):
         check_place(workload)
@@ -127,7 +69,7 @@ def _prove(workload: Workload | str, chosen: Candidate, steps: int) -> tuple[lis
         with _crews(workload, chosen, "float64") as crews:
             built = _built(crews)
             own = built["precision"]
-            wide, seen = _round(crews, min(steps, built["steps"]), "float64")
+            wide, seen = _round(crews, _many(chosen, steps, built["steps"]), "float64")
             named = _by_design(seen)
             if own == "float64":
                 return [wide], named
@@ -137,7 +79,7 @@ def _prove(workload: Workload | str, chosen: Candidate, steps: int) -> tuple[lis
                 kept = wide.worst.relative <= FLOOR
                 named.append(f"{where}: equal in float64 all the same" if kept else f"{where}: checked in {own} alone")
                 rounds = [wide] if kept else []
-            for crew, job in zip(crews, _jobs(workload, chosen, own), strict=True):
+            for crew, job in zip(crews, _jobs(workload, chosen, own), strict=False):
                 crew.send({"kind": "again", "job": {n: getattr(job, n) for n in ("changes", "nudge", "jitter")}})
             _built(crews)
             return [*rounds, _round(crews, wide.steps, own)[0]], named
@@ -146,8 +88,18 @@ def _prove(workload: Workload | str, chosen: Candidate, steps: int) -> tuple[lis
             raise
         fixed = f"the model fixes a precision ({error}): checked in {own} alone"
     with _crews(workload, chosen, own) as crews:
-        narrow, seen = _round(crews, min(steps, _built(crews)["steps"]), own)
+        narrow, seen = _round(crews, _many(chosen, steps, _built(crews)["steps"]), own)
         return [narrow], [*_by_design(seen), fixed]
+
+
+def _many(chosen: Candidate, asked: int, there: int) -> int:
+    """Steps: as many as asked for, or as every worker can make."""
+    workers = chosen.launcher.workers or 1
+    if not chosen.strategy.replays(workers):
+        return min(asked, there)
+    if there < workers:
+        raise ValueError(f"{there} batches are too few for {workers} workers: use fewer workers, or more steps or data")
+    return min(asked, there // workers)
 
 
 def _built(crews: Sequence[Crew]) -> Message:
@@ -183,17 +135,21 @@ def _by_design(seen: Mapping[str, list[str]]) -> list[str]:
 
 @contextmanager
 def _crews(workload: Workload | str, chosen: Candidate, precision: str) -> Iterator[list[Crew]]:
-    """The strategy's processes, the reference's, and those of a reference that is led astray by rounding."""
-    alone = Local(workers=1, threads=1, device="cpu")
+    """The strategy's processes, the reference's, and those of a reference that is led astray by rounding, where
+    rounding is allowed for."""
+    jobs = _jobs(workload, chosen, precision)
+    alone = Local(workers=1, threads=jobs[1].threads, device="cpu")
     crews: list[Crew] = []
     try:
         for target, where, ranks, job in zip(
             ("steps", "reference", "reference"),
             (chosen.launcher, alone, alone),
             (chosen.ranks, 1, 1),
-            _jobs(workload, chosen, precision),
+            jobs,
             strict=True,
         ):
+            if len(crews) == 2 and chosen.strategy.replays(job.workers):
+                break
             crews.append(Crew(where, f"apportion.entry:{target}", job, ranks))
         yield crews
     finally:
@@ -213,7 +169,9 @@ def _jobs(workload: Workload | str, chosen: Candidate, precision: str) -> tuple[
         workers=launcher.workers or 1,
         proof=True,
     )
-    single = replace(tried, threads=1, device="cpu")
+    # A sum by other threads is another sum: what is to have the same bits has as many.
+    threads = tried.threads if chosen.strategy.replays(tried.workers) else 1
+    single = replace(tried, threads=threads, device="cpu")
     # Weights stay float32 under autocast; it is the gradients that come in the shorter type.
     weights = "float64" if precision == "float64" else "float32"
     return tried, single, replace(single, nudge=_eps(weights), jitter=_eps(precision) / 2)
@@ -224,9 +182,40 @@ def _eps(precision: str) -> float:
 
 
 def _round(crews: Sequence[Crew], steps: int, precision: str) -> tuple[Round, dict[str, list[str]]]:
-    """Strategy, reference, and the one led astray, step by step."""
+    """Strategy, reference, and the one led astray, step by step; or the strategy, and the same once more."""
     with tempfile.TemporaryDirectory(prefix="apportion-check-") as folder:
-        return _compare_steps(crews, steps, precision, Path(folder))
+        compare = _compare_steps if len(crews) == 3 else _compare_replay
+        return compare(crews, steps, precision, Path(folder))
+
+
+def _compare_replay(
+    crews: Sequence[Crew], steps: int, precision: str, folder: Path
+) -> tuple[Round, dict[str, list[str]]]:
+    tried, reference = crews
+    seen = _seen(tried.ask({"kind": "go", "steps": steps}, "went", STEP_SECONDS))
+    disagreement = _disagreement(tried, steps, folder)
+    tried.ask({"kind": "log", "path": str(folder / "log")}, "log", STEP_SECONDS)
+    reference.ask(
+        {"kind": "next", "path": str(folder / "reference"), "log": str(folder / "log")}, "state", STEP_SECONDS
+    )
+    expected = load_file(folder / "reference")
+    worst = largest(load_file(folder / "rank0"), expected, steps)
+    found = Round(
+        precision=precision,
+        steps=steps,
+        tensors=len(expected),
+        worst=worst,
+        noise=0.0,
+        bound=0.0,
+        disagreement=disagreement,
+        verdict="equal" if disagreement is None and worst.absolute == 0.0 else "different",
+    )
+    return found, seen
+
+
+def _seen(went: Sequence[Message]) -> dict[str, list[str]]:
+    """What ranks have to name of a step, together."""
+    return {key: sorted({name for answer in went for name in answer[key]}) for key in ("dropout", "draws", "narrow")}
 
 
 def _compare_steps(
@@ -235,19 +224,19 @@ def _compare_steps(
     tried, reference, nudged = crews
     worst: Difference | None = None
     noise, tensors, disagreement = 0.0, 0, None
-    seen: dict[str, list[str]] = {"dropout": [], "draws": [], "narrow": []}
+    seen = _seen(())
     for number in range(1, steps + 1):
         for crew, name in ((reference, "reference"), (nudged, "nudged")):
             crew.send({"kind": "next", "path": str(folder / name)})
         went = tried.ask({"kind": "go", "steps": 1}, "went", STEP_SECONDS)
-        seen = {key: sorted({*seen[key], *(name for answer in went for name in answer[key])}) for key in seen}
+        seen = _seen([seen, *went])
         disagreement = disagreement or _disagreement(tried, number, folder)
         for crew in (reference, nudged):
             crew.answers("state", STEP_SECONDS)
         expected = load_file(folder / "reference")
-        difference = _largest(load_file(folder / "rank0"), expected, number)
+        difference = largest(load_file(folder / "rank0"), expected, number)
         lost = any(bool(t.isnan().any()) for t in expected.values())
-        noise = max(noise, float("inf") if lost else _largest(load_file(folder / "nudged"), expected, number).relative)
+        noise = max(noise, float("inf") if lost else largest(load_file(folder / "nudged"), expected, number).relative)
         tensors = len(expected)
         if worst is None or difference.relative > worst.relative:
             worst = difference
@@ -261,17 +250,9 @@ def _compare_steps(
         noise=noise,
         bound=bound,
         disagreement=disagreement,
-        verdict="different" if disagreement is not None else _verdict(worst.relative, noise, bound),
+        verdict="different" if disagreement is not None else verdict_of(worst.relative, noise, bound),
     )
     return found, seen
-
-
-def _verdict(difference: float, noise: float, bound: float) -> Verdict:
-    if noise == float("inf"):
-        return "undecided"
-    if difference <= bound:
-        return "equal"
-    return "different" if difference > NOISE_FACTOR * noise else "undecided"
 
 
 def _disagreement(tried: Crew, number: int, folder: Path) -> str | None:
@@ -280,29 +261,7 @@ def _disagreement(tried: Crew, number: int, folder: Path) -> str | None:
     for rank, answer in enumerate(answers):
         if answer["digest"] != answers[0]["digest"]:
             tried.ask({"kind": "state", "path": str(folder / "other"), "ranks": [rank]}, "state", STEP_SECONDS)
-            found = _largest(load_file(folder / "other"), load_file(folder / "rank0"), number)
+            found = largest(load_file(folder / "other"), load_file(folder / "rank0"), number)
             where = f"{found.name} differs by {found.absolute:.3g}"
             return f"rank {rank} is not at rank 0's state after step {number}: {where}"
     return None
-
-
-def _largest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], step: int) -> Difference:
-    """The tensor that differs most, relative to its largest value; a missing or foreign one differs without bound."""
-    for name in sorted(found.keys() ^ expected.keys()):
-        return Difference(name=name, step=step, absolute=float("inf"), relative=float("inf"))
-    differences = (_difference(name, found[name], expected[name], step) for name in sorted(expected))
-    return max(
-        differences, key=lambda d: d.relative, default=Difference(name="nothing", step=step, absolute=0, relative=0)
-    )
-
-
-def _difference(name: str, found: Tensor, expected: Tensor, step: int) -> Difference:
-    if found.shape != expected.shape:
-        return Difference(name=name, step=step, absolute=float("inf"), relative=float("inf"))
-    a, b = found.to(torch.float64), expected.to(torch.float64)
-    if not b.numel():
-        return Difference(name=name, step=step, absolute=0.0, relative=0.0)
-    same = (a == b) | (a.isnan() & b.isnan())
-    absolute = float(torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=float("inf")).max())
-    scale = max(1.0, float(b.abs().nan_to_num(nan=0.0, posinf=0.0).max()))
-    return Difference(name=name, step=step, absolute=absolute, relative=absolute / scale)
