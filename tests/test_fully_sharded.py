@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,18 @@ LAYERS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYERS)
+ALWAYS = (
+    "mlp", "batch_norm_2d", "coupled_examples", "tied_weights", "carried_state", "clipped", "attending", "frozen_layer",
+    "weight_norm", "in_place", "RMSprop", "fused Adam",
+)  # fmt: skip
+
+
+def mostly_slow(names: Iterable[str]) -> list[object]:
+    """These few always, the rest when asked for."""
+    return [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", mostly_slow(LAYERS))
 def test_layers_gathered_one_by_one_change_nothing(name: str) -> None:
     """At 3 ranks: some have no row of the last batch, and no row of a narrow layer."""
     prove(CASES[name](61), EACH, 3)
@@ -144,14 +155,17 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS))
 def test_every_elementwise_optimizer_updates_shards_as_it_updates_whole_weights(name: str) -> None:
     smooth = lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 3))  # noqa: E731
     workload = replace(networks.cases["mlp"](61), model=smooth, optimizer=OPTIMIZERS[name])
     prove(workload, EACH, 2)
 
 
-@pytest.mark.parametrize(("workers", "microbatches"), [(1, 3), (2, 4), (3, 2), (3, 100)])
+@pytest.mark.parametrize(
+    ("workers", "microbatches"),
+    [(2, 4), (3, 100), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((1, 3), (3, 2)))],
+)
 @pytest.mark.parametrize("name", ["mlp", "counted_tokens_without_norm", "carried_state"])
 def test_microbatches_change_nothing(name: str, workers: int, microbatches: int) -> None:
     """Ranks with fewer rows than others have fewer parts, and still gather every layer as often."""

@@ -295,6 +295,18 @@ class Broken(Rows):
         return super().__getitem__(index)
 
 
+def nowhere_else(samples: list[Any]) -> Any:
+    made = torch.utils.data.default_collate(samples)
+    shared = [t for t in made if t.is_shared()]
+    assert not shared, "it has a name, and stays behind where the loader is killed"
+    return made
+
+
+def test_what_a_loader_collates_is_in_no_shared_memory_of_its_own(loaded_ahead: Any) -> None:
+    job = workload(collate=nowhere_else)
+    assert same(seen(loaded_ahead(job, 2), range(12)), seen(Batches(job), range(12)))
+
+
 def test_an_exception_in_a_loader_is_told_with_the_users_own_line(tmp_path: Path) -> None:
     launcher = apportion.local(workers=1, threads=1, loaders=1)
     with pytest.raises(apportion.WorkerFailed, match="example 17 is no picture") as caught:

@@ -377,6 +377,20 @@ class Stamps(nn.Module):
         return self.weight[index]
 
 
+class StopsItself(Stamps):
+    """Whoever computes this example is stopped: in the middle of its own work, where it holds nothing that others
+    wait for. A supervisor would end it after some seconds wherever it is."""
+
+    def __init__(self, examples: int, at: int) -> None:
+        super().__init__(examples)
+        self.at = at
+
+    def forward(self, index: Tensor) -> Tensor:
+        if self.training and int(index[0]) == self.at:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().forward(index)
+
+
 def minus(outputs: Tensor, targets: Tensor) -> Tensor:
     return -outputs.mean()
 
@@ -452,9 +466,12 @@ def test_those_who_are_left_lose_one_round_of_each_of_the_dead() -> None:
 def test_a_stopped_replica_holds_up_nobody_and_its_work_enters_a_later_average() -> None:
     """The others go on for 40 rounds before it is woken."""
     a_round = 3 * EVERY
-    stopped = seats.Kill(20 * a_round, 0.001, 1, signal.SIGSTOP)
+    first = (20 * a_round + 1) * BATCH  # of rank 1's in that round
+    workload = stamped(120, 3)
+    assert workload.steps is not None
+    many = workload.steps * BATCH
     woken = seats.Kill(60 * a_round, 0.0, 1, signal.SIGCONT)
-    outcome = on_seats(stamped(120, 3), 3, [stopped, woken])
+    outcome = on_seats(replace(workload, model=lambda: StopsItself(many, first)), 3, [woken])
     assert outcome.changes == 0
     shares = shares_of(outcome)
     assert_each_once(shares, 3)

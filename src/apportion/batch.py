@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 
 from apportion import tree
 from apportion.deal import DataShard, Deal, Draws, Index, mix, split
@@ -358,8 +358,16 @@ class Batches:
         many = getattr(self.dataset, "__getitems__", None)
         with self._draws_of(batch, 0xF37C):
             samples = many(index) if many is not None else [self._example(batch.epoch, i) for i in index]
-            collated = self._collate(samples)
+            with self._in_own_memory():
+                collated = self._collate(samples)
         return self._pair(tree.cast(collated, self.device, self.dtype))
+
+    def _in_own_memory(self) -> AbstractContextManager[None]:
+        if get_worker_info() is None:
+            return nullcontext()
+        from apportion.loading import in_own_memory
+
+        return in_own_memory()
 
     def _example(self, epoch: int, i: int) -> Any:
         """One example, whose draws are its own: the same whichever rank fetches it, and beside whichever others."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from apportion.comm.channel import Message
 from apportion.crew import Crew
@@ -59,7 +60,7 @@ class Measured:
     @property
     def step_seconds(self) -> float:
         """Median."""
-        return statistics.median(self.seconds)
+        return float(np.median(self.seconds))
 
     @property
     def examples_per_second(self) -> float:

@@ -5,7 +5,6 @@ Time in which nobody looked (the driver was stopped, or the whole machine) does 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -132,7 +131,7 @@ class Watch:
         return max(LATE_SECONDS, LATE_STEPS * self._slowest, LATE_FIRST * self._first)
 
     def _pace(self, seconds: float, steps: int) -> float:
-        return max(seconds, steps * statistics.median(self._steps) if self._steps else 0.0)
+        return max(seconds, steps * float(np.median(self._steps)) if self._steps else 0.0)
 
     def silence(self) -> Silence:
         """From now on."""

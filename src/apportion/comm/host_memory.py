@@ -16,8 +16,8 @@ import mmap
 import os
 import secrets
 import time
-from statistics import median
 
+import numpy as np
 import torch
 
 from apportion.comm.channel import memory_file
@@ -96,7 +96,7 @@ def is_faster(one: Group, other: Group) -> bool:
         tensor = torch.zeros(size // 4)
         rounds = [(_seconds(one, tensor), _seconds(other, tensor)) for _ in range(1 + ROUNDS)]
         ones, others = zip(*rounds[1:], strict=True)
-        ratio += math.log(median(ones) / median(others))
+        ratio += math.log(np.median(ones) / np.median(others))
     total = torch.tensor([ratio], dtype=torch.float64)
     other.all_reduce(total).wait()
     return total.item() < 0.0

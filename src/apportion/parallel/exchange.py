@@ -5,12 +5,12 @@ Batches are dealt out whole and in turn. A round deals ``every`` of them to each
 
 from __future__ import annotations
 
-import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
+import numpy as np
 import torch
 
 from apportion.parallel.average import Frame, Parts, average, copy_parts
@@ -54,7 +54,7 @@ def dealt(done: int, index: int, of: int, every: int, total: int) -> Round:
 
 def is_late(seconds: float, rounds: Sequence[float]) -> bool:
     """Has a replica taken too long for its round? ``rounds``: what each of the replicas took for its last."""
-    return bool(rounds) and seconds > max(LATE_SECONDS, LATE_ROUNDS * statistics.median(rounds))
+    return bool(rounds) and seconds > max(LATE_SECONDS, LATE_ROUNDS * float(np.median(rounds)))
 
 
 Write = Callable[[Parts], float]

@@ -21,7 +21,6 @@ from apportion.job import Job
 from apportion.launch.env import Env
 from apportion.launch.local import Local
 from apportion.report import Journal
-from apportion.report_html import write_html
 from apportion.strategy import Strategy
 from apportion.supervise import Policy
 from apportion.supervisor import Supervised
@@ -172,6 +171,8 @@ def _close(journal: Journal, rest: Sequence[Event]) -> None:
 
 def _report(run_dir: str) -> None:
     try:
+        from apportion.report_html import write_html  # at the end: it draws
+
         write_html(run_dir)
     except CheckpointError as error:  # the run itself is whole, or its own error is on its way
         warnings.warn(f"no report: {error}", stacklevel=2)
