@@ -77,14 +77,21 @@ def made(model: Any) -> Workload:
     )
 
 
-def rows_taken(world: World) -> tuple[list[int], dict[str, Tensor]]:
+def rows_taken(world: World, pause: float = 0.0) -> tuple[list[int], dict[str, Tensor]]:
     seconds = 4e-4 if world.rank == 0 else 1e-4
     step = DataParallel(shares="measured").build(made(lambda: Slow(seconds)), world)
     rows = []
     while (batch := step.take()) is not None:
         rows.append(len(batch))
         step(batch)
+        time.sleep(pause)
     return rows, dict(step.state_dict().tensors())
+
+
+def test_what_comes_between_two_steps_is_no_ranks_own_slowness() -> None:
+    """Both wait as long, many times what a step takes: it would make them look alike."""
+    (slow, _), (fast, _) = on_ranks(rows_taken, 2, 0.1)
+    assert sum(slow[-8:]) < 0.7 * sum(fast[-8:]), (slow, fast)
 
 
 @pytest.mark.timeout(300)

@@ -50,14 +50,14 @@ class MeasuredShares:
         self.shard = DataShard(rank, size, shares=self._shares)
 
     def computed(self, rows: int, waited: float) -> None:
-        """This rank has made so many rows since ``go_on``, of which it waited so many seconds for others."""
+        """This rank has made so many rows since ``begin``, of which it waited so many seconds for others."""
         if self._since is not None:
             self._rows += rows
             self._seconds += time.perf_counter() - self._since - waited
             self._steps += 1
 
-    def go_on(self) -> None:
-        """The next rows begin."""
+    def begin(self) -> None:
+        """Rows begin."""
         self._since = time.perf_counter()
 
     def look(self, group: Group) -> None:

@@ -156,6 +156,9 @@ class DataParallelStep(Step):
         return None
 
     def backward(self, batch: Batch) -> Tensor | None:
+        if self._measured is not None:  # from here: what is between two steps (an evaluation) is no rank's own speed
+            self._measured.begin()
+            self._waited = self._group.waited
         self._attend(batch)
         own = batch if len(batch) else batch.borrowed()
         total = self._total_count(own)
@@ -214,8 +217,6 @@ class DataParallelStep(Step):
         if self._measured is not None:
             self._measured.look(self._group)
             self.data_shard = self._measured.shard
-            self._waited = self._group.waited
-            self._measured.go_on()
         return values
 
     def _update(self, mean: Tensor) -> Mapping[str, Tensor]:
