@@ -154,6 +154,7 @@ def _go(step: Step, world: World, many: int) -> Message:
     return {
         "seconds": [b - a for a, b in itertools.pairwise(times)],
         "examples": examples,
+        "lockstep": step.lockstep,
         "spent": {name: seconds - before[name] for name, seconds in step.spent().items()},
         "waits": waits,
         "values": {n: torch.stack([v[n].reshape(()) for v in values]).tolist() for n in values[-1]} if values else {},

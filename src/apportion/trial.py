@@ -69,8 +69,10 @@ class Measured:
 
     def add(self, answers: Sequence[Message]) -> None:
         """One round, as every rank tells it."""
-        self.seconds += [max(parts) for parts in zip(*(a["seconds"] for a in answers), strict=True)]
-        self.examples += answers[0]["examples"]
+        stepping = [a["seconds"] for a in answers if a["seconds"]]  # servers make no steps
+        self.seconds += [max(parts) for parts in zip(*stepping, strict=True)]
+        # Ranks in lockstep make one step of one batch; otherwise each has a batch of its own.
+        self.examples += sum(answer["examples"] for answer in (answers[:1] if answers[0]["lockstep"] else answers))
         waiting, communicating = divide_waits([a["waits"] for a in answers])
         total = sum(sum(a["seconds"]) for a in answers)
         self.waiting += waiting
