@@ -55,7 +55,8 @@ def compare(
     launcher: Local | None = None,
     path: str | Path | None = None,
 ) -> list[Row]:
-    """So many steps of each strategy after a warm-up, in ``ROUNDS`` turns; the rows, fastest first.
+    """So many steps of each strategy after a warm-up, in ``ROUNDS`` turns; the rows, fastest first,
+    and after the exact strategies the approximate ones: as many examples teach them less.
 
     ``strategies``: None takes all there are that can run this workload. ``workers``: of each strategy that divides its
     work. single_device with all threads is always among them, to compare with. ``path``: where to save the rows as
@@ -78,7 +79,7 @@ def compare(
     for left_out, why in refused or ():
         warnings.warn(f"{left_out.strategy} is left out: {why}", stacklevel=2)
     alone = next(m for m in measured if m.candidate.strategy.one_process)
-    rows = sorted((_row(m, alone) for m in measured), key=lambda row: row.step_seconds)
+    rows = sorted((_row(m, alone) for m in measured), key=lambda row: (not row.exact, -row.examples_per_second))
     if path is not None:
         Path(path).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return rows
