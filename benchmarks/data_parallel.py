@@ -22,8 +22,6 @@ does falls on both. Figures are medians over the rounds; a ratio above 1 is bett
 itself, in the environment that apportion is installed in. A side that fails makes a failed row, and exit status 1.
 """
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -35,6 +33,7 @@ from statistics import mean, median
 
 from first_step import FOLDER
 from parked import DEADLINE, Side, SideFailed
+from table import main, measured
 
 HERE = Path(__file__).resolve().parent
 DIGITS, CIFAR10 = (str(HERE.parent / "examples" / f"{name}.py:workload") for name in ("digits", "cifar10"))
@@ -236,41 +235,5 @@ def first_step(command):
         return max(notes) - start
 
 
-def row(name):
-    """The result of one measurement; without figures, and with the reason, where a side failed."""
-    measurement = MEASUREMENTS[name]
-    result = {"id": name, "what": measurement.what, "ours": None, "peer": None, "unit": measurement.unit, "ratio": None}
-    try:
-        ours, peer, ratio = measurement.measure()
-    except SideFailed as failure:
-        return result | {"failed": str(failure)}
-    return result | {"ours": ours, "peer": peer, "ratio": ratio}
-
-
-def line(result):
-    """A row of the table."""
-    if "failed" in result:
-        return f"{result['id']:<20}FAILED  {result['failed']}"
-    figures = "".join(f"{result[side]:>12.4g}" for side in ("ours", "peer"))
-    return f"{result['id']:<20}{figures}  {result['unit']:<12}{result['ratio']:>6.3f}  {result['what']}"
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--only", metavar="id,...", help="of " + ", ".join(MEASUREMENTS))
-    arguments = parser.parse_args()
-    names = arguments.only.split(",") if arguments.only else list(MEASUREMENTS)
-    if unknown := [name for name in names if name not in MEASUREMENTS]:
-        parser.error(f"unknown {', '.join(unknown)}: it is one of {', '.join(MEASUREMENTS)}")
-    print(f"{'id':<20}{'ours':>12}{'peer':>12}  {'unit':<12}{'ratio':>6}  what")
-    results = []
-    for name in names:
-        results.append(row(name))
-        print(line(results[-1]), flush=True)
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
-    return int(any("failed" in result for result in results))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, MEASUREMENTS, measured(MEASUREMENTS)))

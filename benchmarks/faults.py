@@ -16,9 +16,7 @@ better than the peer, or than the limit. The peers are torch itself, in the envi
 A side that fails makes a failed row, and exit status 1.
 """
 
-import argparse
 import functools
-import json
 import os
 import random
 import signal
@@ -33,8 +31,9 @@ from pathlib import Path
 from statistics import median
 
 import noted
-from data_parallel import line, script
+from data_parallel import script
 from parked import DEADLINE, SideFailed
+from table import main, measured
 
 import apportion
 
@@ -231,33 +230,5 @@ MEASUREMENTS = {
 }
 
 
-def row(name):
-    """The result of one measurement; without figures, and with the reason, where a side failed."""
-    measurement = MEASUREMENTS[name]
-    result = {"id": name, "what": measurement.what, "ours": None, "peer": None, "unit": measurement.unit, "ratio": None}
-    try:
-        ours, peer, ratio = measurement.measure()
-    except SideFailed as failure:
-        return result | {"failed": str(failure)}
-    return result | {"ours": ours, "peer": peer, "ratio": ratio}
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--only", metavar="id,...", help="of " + ", ".join(MEASUREMENTS))
-    arguments = parser.parse_args()
-    names = arguments.only.split(",") if arguments.only else list(MEASUREMENTS)
-    if unknown := [name for name in names if name not in MEASUREMENTS]:
-        parser.error(f"unknown {', '.join(unknown)}: it is one of {', '.join(MEASUREMENTS)}")
-    print(f"{'id':<14}{'ours':>12}{'peer':>12}  {'unit':<12}{'ratio':>6}  what")
-    results = []
-    for name in names:
-        results.append(row(name))
-        print(line(results[-1]), flush=True)
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
-    return int(any("failed" in result for result in results))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, MEASUREMENTS, measured(MEASUREMENTS)))

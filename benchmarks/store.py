@@ -19,8 +19,6 @@ with pip at the first use (peers/ray.txt) below ~/.cache/apportion/peers. A side
 status 1.
 """
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -30,6 +28,7 @@ from pathlib import Path
 from statistics import median
 
 from parked import Side, SideFailed
+from table import main, result
 
 HERE = Path(__file__).resolve().parent
 SIDES, RPC, RAY = (str(HERE / name) for name in ("store_sides.py", "peers/store_rpc.py", "peers/store_ray.py"))
@@ -166,49 +165,19 @@ def results(names):
     if moved:
         figures, failed = move(list(dict.fromkeys(side for name in moved for side in MOVED[name])))
         for name in moved:
-            sides = MOVED[name]
-            reasons = [f"{side}: {failed[side]}" for side in sides if side in failed]
-            yield row(name, None if reasons else [figures[side] for side in sides], "; ".join(reasons))
+            yield result(name, WHAT[name], "MB/s", lambda sides=MOVED[name]: against(sides, figures, failed))
     for name, measure in (("sharded_hogwild", pushes), ("straggler", straggler)):
         if name in names:
-            try:
-                yield row(name, measure())
-            except SideFailed as failure:
-                yield row(name, None, str(failure))
+            yield result(name, WHAT[name], UNITS[name], measure)
 
 
-def row(name, figures, failed=""):
-    result = {"id": name, "what": WHAT[name], "ours": None, "peer": None, "unit": UNITS.get(name, "MB/s")}
-    if figures is None:
-        return result | {"ratio": None, "failed": failed}
-    ours, peer, ratio = figures if len(figures) == 3 else (*figures, figures[0] / figures[1])
-    return result | {"ours": ours, "peer": peer, "ratio": ratio}
-
-
-def line(result):
-    """A row of the table."""
-    if "failed" in result:
-        return f"{result['id']:<16}FAILED  {result['failed']}"
-    figures = "".join(f"{result[side]:>12.4g}" for side in ("ours", "peer"))
-    return f"{result['id']:<16}{figures}  {result['unit']:<10}{result['ratio']:>6.3f}  {result['what']}"
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--only", metavar="id,...", help="of " + ", ".join(WHAT))
-    arguments = parser.parse_args()
-    names = arguments.only.split(",") if arguments.only else list(WHAT)
-    if unknown := [name for name in names if name not in WHAT]:
-        parser.error(f"unknown {', '.join(unknown)}: it is one of {', '.join(WHAT)}")
-    print(f"{'id':<16}{'ours':>12}{'peer':>12}  {'unit':<10}{'ratio':>6}  what")
-    found = []
-    for result in results(names):
-        found.append(result)
-        print(line(result), flush=True)
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
-    return int(any("failed" in result for result in found))
+def against(sides, figures, failed):
+    """(ours, peer, ratio) of two sides that were measured in one run."""
+    if reasons := [f"{side}: {failed[side]}" for side in sides if side in failed]:
+        raise SideFailed("; ".join(reasons))
+    ours, peer = (figures[side] for side in sides)
+    return ours, peer, ours / peer
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, WHAT, results))

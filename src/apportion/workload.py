@@ -166,6 +166,14 @@ class Workload:
         assert self.epochs is not None
         return max(1, round(self.epochs * steps_per_epoch))
 
+    def must_feed(self, workers: int) -> None:
+        """ValueError where a batch is too small to give each of so many workers an example."""
+        if self.batch_size < workers:
+            raise ValueError(
+                f"batch_size={self.batch_size} cannot feed {workers} workers: each needs at least one example; "
+                f"use workers<={self.batch_size} or batch_size>={workers}"
+            )
+
     def open_data(self) -> Dataset[Any]:
         """The training set; refused where it cannot be dealt."""
         return checked(self.data(), "data")

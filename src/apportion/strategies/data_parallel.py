@@ -76,11 +76,7 @@ class DataParallel(Strategy):
         return True
 
     def build(self, workload: Workload, world: World) -> Step:
-        if workload.batch_size < world.size:
-            raise ValueError(
-                f"batch_size={workload.batch_size} cannot feed {world.size} workers: each needs at least one example; "
-                f"use workers<={workload.batch_size} or batch_size>={world.size}"
-            )
+        workload.must_feed(world.size)
         if self.microbatches > 1 and (workload.count is None or workload.update is not None):
             what = "a loss that couples examples" if workload.count is None else "update="
             raise ValueError(f"microbatches={self.microbatches} would cut the batch under {what}: use microbatches=1")

@@ -72,11 +72,7 @@ class FullySharded(Strategy):
         return True
 
     def build(self, workload: Workload, world: World) -> Step:
-        if workload.batch_size < world.size:
-            raise ValueError(
-                f"batch_size={workload.batch_size} cannot feed {world.size} workers: each needs at least one example; "
-                f"use workers<={workload.batch_size} or batch_size>={world.size}"
-            )
+        workload.must_feed(world.size)
         gpus = torch.cuda.device_count() if world.device.type == "cuda" else world.local_size
         if world.local_size > gpus:
             raise ValueError(

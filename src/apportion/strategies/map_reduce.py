@@ -67,11 +67,7 @@ class MapReduce(Strategy):
         return True
 
     def build(self, workload: Workload, world: World) -> Step:
-        if workload.batch_size < world.size:
-            raise ValueError(
-                f"batch_size={workload.batch_size} cannot feed {world.size} workers: each needs at least one example; "
-                f"use workers<={workload.batch_size} or batch_size>={world.size}"
-            )
+        workload.must_feed(world.size)
         for given, what in (
             (workload.count is None, "a loss that couples examples"),
             (workload.update is not None, "an update= of your own"),

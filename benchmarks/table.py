@@ -1,0 +1,48 @@
+"""The table that a benchmark prints, its rows as JSON, and its command line."""
+
+import argparse
+import json
+from pathlib import Path
+
+from parked import SideFailed
+
+
+def result(name, what, unit, measure):
+    """One row: what `measure()` gives as (ours, peer, ratio); or the reason, where a side failed."""
+    row = {"id": name, "what": what, "ours": None, "peer": None, "unit": unit, "ratio": None}
+    try:
+        ours, peer, ratio = measure()
+    except SideFailed as failure:
+        return row | {"failed": str(failure)}
+    return row | {"ours": ours, "peer": peer, "ratio": ratio}
+
+
+def measured(measurements):
+    """For `main`: one row after the other, each by itself."""
+    return lambda names: (result(n, m.what, m.unit, m.measure) for n, m in measurements.items() if n in names)
+
+
+def line(row):
+    """A row in words."""
+    if "failed" in row:
+        return f"{row['id']:<20}FAILED  {row['failed']}"
+    figures = "".join(f"{row[side]:>12.4g}" for side in ("ours", "peer"))
+    return f"{row['id']:<20}{figures}  {row['unit']:<12}{row['ratio']:>6.3f}  {row['what']}"
+
+
+def main(doc, known, results):
+    """Print and save what `results(names)` yields, as it comes; the exit status is 1 where a row failed."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--only", metavar="id,...", help="of " + ", ".join(known))
+    arguments = parser.parse_args()
+    names = arguments.only.split(",") if arguments.only else list(known)
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"unknown {', '.join(unknown)}: it is one of {', '.join(known)}")
+    print(f"{'id':<20}{'ours':>12}{'peer':>12}  {'unit':<12}{'ratio':>6}  what")
+    rows = []
+    for row in results(names):
+        rows.append(row)
+        print(line(row), flush=True)
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return int(any("failed" in row for row in rows))
