@@ -54,7 +54,7 @@ def server(nbytes, world):
 
         def of_seat(seat):
             torch.set_num_threads(1)
-            found = Store(extent, memory, seat=seat)
+            found = Store(extent, memory, seat=seat, server=0)
             found.settle(lambda: None, first=False)
             return found
 
@@ -62,11 +62,12 @@ def server(nbytes, world):
         store.memory.ports[0] = answers.port, 0
         store.memory.ports[0, 1] = os.getpid()
         return lambda steps: answers and None
-    store.servers = Sessions(store, world, [1])
-    store.gradient = torch.full_like(store.weights, 1e-3)
+    store.servers = Sessions(store, world, [1], near=True)
+    gradient = torch.full_like(store.weights, 1e-3)
 
     def run(steps):
         for _ in range(steps):
+            store.gradient.copy_(gradient)
             store.push(hyper)
 
     return run

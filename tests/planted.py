@@ -57,16 +57,17 @@ class LosesAnUpdate(Strategy):
     def build(self, workload: Workload, world: World) -> Step:
         step: Any = ParameterServer().build(workload, world)
         if world.rank == 1:
-            right = step.store._update
+            right = step.store.applying.update
 
-            def update(push: Any, first: int, n: int, copy: int) -> None:
-                right(push, first, n, copy)
+            def update(push: Any, first: int, many: int, copy: int) -> Any:
+                stretch = right(push, first, many, copy)
                 if push.number == 3 and first == 0:
                     end = step.store.layout.bounds[1]
-                    data = step.store.memory.data
-                    data[1 - copy, :, :end] = data[copy, :, :end]
+                    for new, old in zip(stretch.new, stretch.old, strict=True):
+                        new[:end] = old[:end]
+                return stretch
 
-            step.store._update = update
+            step.store.applying.update = update
         return step  # type: ignore[no-any-return]
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:

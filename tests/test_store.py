@@ -21,6 +21,7 @@ from apportion.errors import MembershipChanged
 from apportion.lifetime import die_with_parent
 from apportion.store.layout import Layout
 from apportion.store.memory import DEALT, STATE, Extent, Memory
+from apportion.store.session import Server, Sessions
 from apportion.store.store import Contents, Store
 from apportion.world import World
 
@@ -302,6 +303,66 @@ def test_a_stopped_holder_of_a_lock_keeps_others_waiting_only_until_it_is_ended(
     heard, whole = on_ranks(stop_a_holder, 1)[0]
     assert heard == "a worker is stopped"
     assert whole
+
+
+# Servers
+
+
+def push_to_a_server(world: World, near: bool, momentum: float) -> list[float]:
+    """Rank 0 is the worker, rank 1 the server: the largest difference from the same pushes without one, of what each
+    push has pulled, of a pull, and of the whole."""
+    model = nn.Linear(5000, 60, bias=False, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    layout = Layout({p: n for n, p in model.named_parameters()}, optimizer)
+    extent = Extent(layout=layout, seats=2, buffers=3, batches=8, servers=1)
+    store = Store(extent, world.shared("store", Memory(extent).nbytes), seat=world.rank)
+    slots = len(layout.rule.slots)
+    expected = [torch.zeros(layout.total, dtype=torch.float64) for _ in range(1 + slots)]
+    counts = [torch.zeros(len(pieces)).double().numpy() for pieces in layout.pieces]
+    start = Contents(expected, counts, torch.ones(1).bool().numpy(), torch.zeros(3, dtype=torch.float64))
+    store.settle(lambda: store.put(start, done=0), first=world.rank == 0)
+    if world.rank == 1:
+
+        def of_seat(seat: int) -> Store:
+            found = Store(extent, world.shared("store", Memory(extent).nbytes), seat=seat, server=0)
+            found.settle(lambda: None, first=False)
+            return found
+
+        server = Server(extent, 0, of_seat)
+        store.memory.ports[0] = server.port, os.getpid()
+        world.group().barrier()
+        server.close()
+        return []
+    if not near:
+        store.weights = torch.zeros_like(store.weights)
+        store.gradient, store.change = torch.zeros_like(store.weights), torch.zeros_like(store.buffers)
+    store.servers = Sessions(store, world, [1], near=near)
+    hyper, worst = [layout.rule.hyper_of(g) for g in optimizer.param_groups], []
+    for number in range(3):
+        store.gradient.copy_(torch.randn(layout.total, generator=torch.Generator().manual_seed(number)))
+        store.change.fill_(number)
+        before = [t.clone() for t in expected]
+        layout.rule.apply(expected, before, store.gradient, hyper[0], 0)
+        assert store.push(hyper) == 0.0, "staleness"
+        worst.append(float((store.weights - expected[0]).abs().max()))
+    store.weights.zero_()
+    store.pull()
+    worst.append(float((store.weights - expected[0]).abs().max()))
+    worst += [float((a - b).abs().max()) for a, b in zip(store.read().data, expected, strict=True)]
+    assert store.buffers.tolist() == [3.0] * 3
+    assert list(store.pulled) == [3] * extent.shards
+    store.servers.close()
+    world.group().barrier()
+    return worst
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("near", [True, False])
+def test_a_server_does_what_a_worker_would_do_itself(near: bool, momentum: float) -> None:
+    """Far: what other hosts will use, gradients and weights go by a group of two."""
+    worst = on_ranks(push_to_a_server, 2, near, momentum)[0]
+    assert len(worst) == 5 + (momentum > 0)
+    assert max(worst) == 0.0
 
 
 # Many

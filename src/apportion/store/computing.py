@@ -68,6 +68,13 @@ class Worker:
         """How many numbers the buffers have."""
         return len(self._before)
 
+    def move(self, weights: Tensor) -> None:
+        """The network's weights lie in this memory from now on, and have the values that they had."""
+        if weights.data_ptr() != self.weights.data_ptr():
+            weights.copy_(self.weights)
+            self.weights = weights
+            self.model.move(weights)
+
     def set_buffers(self, buffers: Tensor) -> None:
         """The buffers that were pulled."""
         if len(buffers):

@@ -61,8 +61,10 @@ class DownpourStep(Step):
         self.lockstep = rhythm.mode == "ordered"
         extent = extent_of(worker, world, lock_free=rhythm.mode == "hogwild", servers=servers)
         memory = world.shared(world.another("store"), Memory(extent).nbytes)
-        self.store = store = Store(extent, memory, seat=world.seat, check=self._check, weights=worker.weights)
-        if servers:  # what is to be sent lies in this process's own memory
+        self.store = store = Store(extent, memory, seat=world.seat, check=self._check)
+        self._near = world.local_size == world.size
+        if not self._near:  # what is sent and received lies in this process's own memory
+            store.weights = worker.weights
             store.gradient, store.change = torch.zeros_like(store.weights), torch.zeros_like(store.buffers)
         self._servers = range(world.seats - servers, world.seats)
         self._gradients = worker.layout.views(self.store.gradient)
@@ -115,6 +117,8 @@ class DownpourStep(Step):
         self._seats = [seat for seat in seated if seat not in self._servers]
         if world.generation:
             self._see_to(set(range(world.seats)) - set(seated) if world.rank == 0 else set())
+        # Not before: what lies there may have been needed to end what the last process on this seat had begun.
+        self._worker.move(store.weights)
         self._talk(all(seat in seated for seat in self._servers))
         if self.lockstep:
             world.group().barrier()
@@ -125,7 +129,9 @@ class DownpourStep(Step):
     def _talk(self, complete: bool) -> None:
         """With the servers; where one is lost for good, workers do its work, in the same memory."""
         store = self.store
-        store.servers = Sessions(store, self._world, self._servers) if complete and len(self._servers) else None
+        store.servers = None
+        if complete and len(self._servers):
+            store.servers = Sessions(store, self._world, self._servers, near=self._near)
 
     def _see_to(self, empty: set[int]) -> None:
         """After a death: the seats that nobody has, and one's own."""

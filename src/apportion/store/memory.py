@@ -1,18 +1,19 @@
 """What a store keeps in shared memory, and where.
 
-A shard has a lock, a version and two copies: version v lies in copy v mod 2. Each worker has a seat of its own: a
-gradient, the hyperparameters that go with it, and a line that says how far it is with what it does.
+A shard has a lock, a version, its weights, and two copies of everything else: those of version v lie in copy v mod 2.
+Each worker has a seat of its own: its weights as it has pulled them, a gradient, the hyperparameters that go with it,
+and a line that says how far it is with what it does.
 """
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from apportion.comm.futex import Word
 from apportion.store.layout import Layout, Regions
@@ -26,6 +27,15 @@ _TURN_BYTES = 64
 STATE, PUSHES, ENTRIES, TAKEN, THEN, ENDED, ROUND = range(7)
 """Words of a seat: the number of the push under way (0: none); pushes made; batches in them; batches taken; ``ENTRIES``
 after the push under way; has it taken its last batch? the round it has pulled for."""
+DRAFTS, PUSHER, NUMBER, FIRST, SHARDS = range(5)
+"""Words of who applies pushes: where the weights lie that are about to be those of some shards (0: nowhere), of which
+seat's push, its number, the first shard, and how many."""
+OWN, SCRATCH = 1, 2
+"""Where the drafts lie: in the weights that the seat pulls, or, where it pulls none, in a place for a few shards."""
+RUN_SHARDS = 8
+"""At most so many shards are updated in one go,"""
+RUN_BYTES = 1 << 20
+"""and no more than a cache holds: what has been drafted is read there."""
 _WORDS = 16
 TICKET, PUSH, VERSIONS = range(3)
 """Columns of a seat's log: which batch; in which push; from here on the version of each shard that its gradient was
@@ -69,6 +79,9 @@ class Memory:
         self.extent = extent
         self.shards, self.capacity = shards, extent.capacity
         self.copies = 1 if extent.lock_free else 2
+        largest = max(b - a for a, b in pairwise(layout.bounds))
+        self.run = max(1, min(RUN_SHARDS, -(-layout.shards // seats), RUN_BYTES // (largest * layout.dtype.itemsize)))
+        """Shards that are updated in one go."""
         regions = Regions()
         i64, f64 = torch.int64, torch.float64
         self._head = regions.add(i64, 8)
@@ -76,6 +89,7 @@ class Memory:
         self._locks = regions.add(torch.uint8, shards + 1, LOCK_BYTES)
         self._versions = regions.add(i64, shards, 8)
         self._lines = regions.add(i64, seats, _WORDS)
+        self._drafts = regions.add(i64, seats * (1 + extent.servers), _WORDS)
         self._hyper = regions.add(f64, seats, layout.many_groups, layout.hyper)
         self._told = regions.add(f64, seats, 8)
         self._used = regions.add(torch.uint8, seats, len(layout.parameters))
@@ -87,7 +101,12 @@ class Memory:
         self._counts = regions.add(f64, self.copies, sum(map(len, layout.pieces)))
         self._buffers = regions.add(f64, self.copies, extent.buffers)
         self._changes = regions.add(f64, seats, extent.buffers)
-        self._data = regions.add(layout.dtype, self.copies, 1 + len(layout.rule.slots), layout.total)
+        self._weights = regions.add(layout.dtype, layout.total)
+        self._slots = regions.add(layout.dtype, self.copies, len(layout.rule.slots), layout.total)
+        self._own = regions.add(layout.dtype, seats, layout.total)
+        self._scratch = regions.add(
+            layout.dtype, seats * (1 + extent.servers), 0 if extent.lock_free else self.run * largest
+        )
         self._gradients = regions.add(layout.dtype, seats, layout.total)
         self.nbytes = regions.nbytes
 
@@ -98,10 +117,11 @@ class Memory:
         self.head = (ctypes.c_int64 * 8).from_buffer(memory, self._head.offset)
         self.turn = Word.from_buffer(memory, self._turn.offset)
         self.versions = [ctypes.c_int64.from_buffer(memory, self._versions.offset + 64 * s) for s in range(shards)]
-        at = self._lines.offset
-        self.lines = [
-            (ctypes.c_int64 * _WORDS).from_buffer(memory, at + 8 * _WORDS * seat) for seat in range(self.extent.seats)
-        ]
+        self.lines, self.drafts = (
+            [(ctypes.c_int64 * _WORDS).from_buffer(memory, at.offset + 8 * _WORDS * n) for n in range(at.shape[0])]
+            for at in (self._lines, self._drafts)
+        )
+        """Of each seat; and of each who applies its pushes: the worker itself, for every seat, then each server."""
         self.hyper = self._hyper.of(memory).numpy()
         self.told = self._told.of(memory)
         """What a seat tells the others about its last batch."""
@@ -120,7 +140,11 @@ class Memory:
         self.counts: list[list[Array]] = [[part.numpy() for part in copy.split(sizes)] for copy in counts]
         self.buffers = self._buffers.of(memory)
         self.changes = self._changes.of(memory)
-        self.data = self._data.of(memory)
+        self.weights = self._weights.of(memory)
+        self.slots = self._slots.of(memory)
+        """(copies, slots, numbers)."""
+        self.own = self._own.of(memory)
+        self.scratch = self._scratch.of(memory)
         self.gradients = self._gradients.of(memory)
 
     def open_locks(self) -> None:
@@ -138,9 +162,5 @@ class Memory:
         return (seat * self.capacity + push % self.capacity) * self.shards
 
     def live(self, shard: int) -> int:
-        """Which copy holds a shard's last version."""
+        """Which copy is of a shard's last version."""
         return self.versions[shard].value & (self.copies - 1)
-
-    def weights(self, copy: int) -> Tensor:
-        """One copy's."""
-        return self.data[copy, 0]

@@ -38,7 +38,7 @@ class ServerStep(Step):
         memory = world.shared(world.another("store"), Memory(extent).nbytes)
         self._store = Store(extent, memory, seat=world.seat, check=self._check)
         number = world.seat - len(self._workers)
-        self._server = Server(extent, number, lambda seat: _of_seat(Store(extent, memory, seat=seat)))
+        self._server = Server(extent, number, lambda seat: _of_seat(Store(extent, memory, seat=seat, server=number)))
         self._store.memory.ports[number] = self._server.port, 0
         self._store.memory.ports[number, 1] = os.getpid()
         self._store.deal.tell()

@@ -11,9 +11,15 @@
       PULL              ----------->
                         <-----------   versions, weights
 
+    worker                           server j, on the worker's host
+      TELL              ----------->   update of shard after shard
+                        <-----------   "these are done"; the worker copies them out meanwhile
+
 A push is begun once all of its gradient is at the servers, whose memory outlives them: from then on it gets into every
 shard, once, whoever dies. Gradients and weights travel by a group of two; the deal of batches, the log and what says
-how far each seat is lie in the memory of the host.
+how far each seat is lie in the memory of the host. On one host nothing else need travel either: a gradient is brought
+where it is made, in its place in memory, and a worker copies the weights out there, part by part, while the server is
+at the next one.
 """
 
 from __future__ import annotations
@@ -28,16 +34,18 @@ import torch
 from torch import Tensor
 
 from apportion.errors import PeerLost
+from apportion.store.applying import Push
 from apportion.store.memory import Array, Extent
 from apportion.store.pair import Listener, Pair, connect, wait
-from apportion.store.store import Push, Store
+from apportion.store.store import Store
 from apportion.world import World
 
 HOST = "127.0.0.1"
 CHUNK_BYTES = 4 << 20
-"""Of weights that travel while the next ones are updated."""
+"""Of weights that travel, or are copied out, while the next ones are updated."""
 MEET_SECONDS = 60.0
-BRING, APPLY, PULL = 1, 2, 3
+BRING, APPLY, TELL, PULL = 1, 2, 3, 4
+"""A gradient; update, and send the weights; update, and tell how far that is; send the weights."""
 
 
 @final
@@ -73,10 +81,11 @@ class Range:
 
 @final
 class Sessions:
-    """A worker's conversations, one with each server. ``seats``: where the servers sit."""
+    """A worker's conversations, one with each server. ``seats``: where the servers sit. ``near``: they are on this
+    host, and gradients and weights stay in its memory."""
 
-    def __init__(self, store: Store, world: World, seats: Sequence[int]) -> None:
-        memory = store.memory
+    def __init__(self, store: Store, world: World, seats: Sequence[int], *, near: bool) -> None:
+        memory, self._store, self._near = store.memory, store, near
         self._deal, self._members = store.deal, world.members
         self._ranges = [Range(memory.extent, number) for number in range(len(seats))]
         self._pairs: list[Pair] = []
@@ -104,6 +113,8 @@ class Sessions:
 
     def bring(self, gradient: Tensor, change: Tensor) -> None:
         """See ``Servers``."""
+        if self._near:
+            return self._store.line_up()
         with self._watched():
             works: list[Any] = []
             for pair, part in self._each():
@@ -113,15 +124,31 @@ class Sessions:
             for pair, _ in self._each():
                 pair.asked()
 
-    def apply(self, push: Push, weights: Tensor, buffers: Tensor) -> None:
+    def apply(self, push: Push, weights: Tensor, buffers: Tensor) -> list[int] | None:
         """See ``Servers``."""
         with self._watched():
             for pair, _ in self._each():
-                pair.ask(APPLY, int(push.pull))
+                pair.ask(TELL if self._near else APPLY, int(push.pull))
+            if self._near:
+                return self._copy_out(pull=push.pull)
             self._take(weights, buffers, whole=push.pull)
+            return None
+
+    def _copy_out(self, *, pull: bool) -> list[int] | None:
+        """What every server has told to be updated; the versions that were found there."""
+        found: list[int] = []
+        for pair, part in self._each():
+            for at in part.chunks():
+                pair.asked()
+                if pull:
+                    found += self._store.copy_out(*at)
+            pair.asked()
+        return found if pull else None
 
     def pull(self, weights: Tensor, buffers: Tensor) -> list[int]:
         """See ``Servers``."""
+        if self._near:
+            return self._store.copy_out(0, self._store.extent.shards)
         with self._watched():
             versions: list[int] = []
             found = [torch.zeros(part.last - part.first, dtype=torch.int64) for part in self._ranges]
@@ -207,11 +234,16 @@ class Server:
         if what == BRING:
             changes = [m.changes[store.seat]] if part.buffers else []
             wait(pair.receive([part.of(m.gradients[store.seat]), *changes]))
-        elif what == APPLY:
-            push = store.under_way(store.seat, pull=bool(how))
+        elif what in (APPLY, TELL):
+            push = store.under_way(store.seat, pull=bool(how) and what == APPLY)
             if push is None:
                 raise PeerLost("its push was ended by others: it is dead")
-            self._send(pair, store, lambda first, last: store.apply(push, list(range(first, last))), whole=push.pull)
+            if what == TELL:
+                for first, last in part.chunks():
+                    store.apply(push, list(range(first, last)))
+                    pair.ask(TELL)
+            else:
+                self._send(pair, store, lambda at, to: store.apply(push, list(range(at, to))), whole=push.pull)
         else:
             wait(pair.send([torch.tensor(store.copy_out(part.first, part.last))]))
             self._send(pair, store, lambda first, last: None, whole=True)

@@ -2,15 +2,12 @@
 
 ::
 
-    worker 0  gradient --push--> shard 0 | shard 1 | shard 2 | ...   each: lock, version v, copies v-1 and v
-    worker 1  weights  <--pull--                                     a push writes v+1 over v-1, then says "v+1"
+    worker 0  gradient --push--> shard 0 | shard 1 | shard 2 | ...   each: a lock, a version, weights, slots
+    worker 1  weights  <--pull--
 
-A push visits the shards one by one, or a few free ones at a time, and holds their locks while it computes. It writes
-the copy that is not live, and one word makes that the live one: a worker that dies in between has changed nothing, and
-its lock goes to the next who asks. What a push is made of lies in shared memory before it begins, so another process
-ends what a dead one has begun: every push gets into all shards, exactly once.
-
-A pull waits for nobody: it copies, and copies again where a push has come in between.
+A push visits the shards one by one, or a few free ones at a time, and holds their locks while it computes; a pull holds
+them while it copies. What a push is made of lies in shared memory before it begins, so another process ends what a dead
+one has begun: every push gets into all shards, exactly once (``applying.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -27,8 +23,8 @@ from torch import Tensor
 
 from apportion.comm.futex import fence, sleep_on
 from apportion.errors import PeerLost
+from apportion.store.applying import Applying, Push
 from apportion.store.dealing import LOOK_SECONDS, Dealing
-from apportion.store.lock import Lock
 from apportion.store.memory import (
     BASE,
     DEALT,
@@ -44,14 +40,6 @@ from apportion.store.memory import (
     Memory,
 )
 
-SPIN_SECONDS = 0.00005
-"""How long a worker looks for a free shard before it sleeps: a shard is held for less."""
-RUN_SHARDS = 8
-"""At most so many shards are updated in one go,"""
-RUN_BYTES = 1 << 20
-"""and no more than a cache holds: what is pulled after a push is read there."""
-TRIES = 3
-"""Of a pull without the lock."""
 ALL_USED = 2
 READY_SECONDS = 120.0
 
@@ -69,30 +57,15 @@ class Contents:
     buffers: Tensor
 
 
-@dataclass(frozen=True)
-class Push:
-    """A seat's push under way."""
-
-    seat: int
-    number: int
-    hyper: Sequence[Sequence[float]]
-    """Of each group."""
-    used: Sequence[bool] | None = None
-    """Which parameters have a gradient; None: all."""
-    pull: bool = False
-    """Is what comes out pulled on the way?"""
-    unsure: bool = False
-    """May another process be at the same push? Then each shard is asked whether it has it, once it is locked."""
-
-
 class Servers(Protocol):
     """Processes that hold the shards, as a worker sees them (``store/session.py``)."""
 
     def bring(self, gradient: Tensor, change: Tensor) -> None:
         """Into this seat's place, all of it."""
 
-    def apply(self, push: Push, weights: Tensor, buffers: Tensor) -> None:
-        """The push to every shard; what comes out into ``weights`` and ``buffers`` where the push pulls."""
+    def apply(self, push: Push, weights: Tensor, buffers: Tensor) -> list[int] | None:
+        """The push to every shard; what comes out into ``weights`` and ``buffers`` where the push pulls, and which
+        versions these are (None: the ones that this push has made)."""
 
     def pull(self, weights: Tensor, buffers: Tensor) -> list[int]:
         """The last versions into these; which they are."""
@@ -102,7 +75,8 @@ class Servers(Protocol):
 
 
 class Store:
-    """One worker's view of the store, from its seat. ``check()`` raises where waiting has become pointless."""
+    """One worker's view of the store, from its seat; or a ``server``'s, which does what that worker asks. ``check()``
+    raises where waiting has become pointless."""
 
     def __init__(
         self,
@@ -110,8 +84,8 @@ class Store:
         memory: memoryview,
         *,
         seat: int = 0,
+        server: int | None = None,
         check: Callable[[], None] = lambda: None,
-        weights: Tensor | None = None,
     ) -> None:
         self.extent, self.layout, self.rule = extent, extent.layout, extent.layout.rule
         self.seat, self._check = seat, check
@@ -123,29 +97,23 @@ class Store:
         """What the next push brings: flat, filled by the caller."""
         self.change = m.changes[seat]
         """The same for the buffers: how much each has changed."""
-        self.weights = weights if weights is not None else torch.zeros(self.layout.total, dtype=self.layout.dtype)
-        """What was pulled: flat, this worker's own."""
+        self.weights = self._own = m.own[seat]
+        """What was pulled: flat."""
         self.buffers = torch.zeros(extent.buffers, dtype=torch.float64)
         self.pulled: Sequence[int] = [0] * extent.shards
         """The version of each shard in ``weights``."""
         self.servers: Servers | None = None
         """Whom everything is asked of; None: this process does it itself."""
-        self._waited = 0.0
-        self._locks: list[Lock] = []
-        shards, bounds = self.layout.shards, self.layout.bounds
-        nbytes = max(b - a for a, b in pairwise(bounds)) * self.layout.dtype.itemsize
-        self._run = max(1, min(RUN_SHARDS, -(-shards // extent.seats), RUN_BYTES // nbytes))
-        first = seat * shards // extent.seats
-        every = list(range(shards))
-        self._tour = [*every[first:], *every[:first], *range(shards, extent.shards)]
-        self._simple = not self.rule.counted and self.layout.many_groups == 1
-        self._views: dict[tuple[int, int, int], tuple[list[Tensor], list[Tensor], Tensor, Tensor]] = {}
+        self.applying = Applying(m, seat, server, check)
+        first = seat * self.layout.shards // extent.seats
+        every = list(range(self.layout.shards))
+        self._tour = [*every[first:], *every[:first], *range(self.layout.shards, extent.shards)]
         self._hyper: Sequence[Sequence[float]] | None = None
 
     @property
     def waited(self) -> float:
         """Seconds, for shards and for others."""
-        return self._waited + self.deal.waited
+        return self.applying.waited + self.deal.waited
 
     # The beginning
 
@@ -154,7 +122,7 @@ class Store:
         m = self.memory
         if first and not m.head[READY]:
             m.make_locks()
-            self._open()
+            self.applying.open()
             start()
             fence()
             m.head[READY] = 1
@@ -165,14 +133,8 @@ class Store:
             if time.monotonic() > deadline:
                 raise PeerLost(f"rank 0 has not filled the parameter store within {READY_SECONDS:.0f} s")
         fence()
-        if not self._locks:
-            self._open()
-
-    def _open(self) -> None:
-        self.memory.open_locks()
-        self._locks = self.memory.locks
-        self._take = [lock.attempt for lock in self._locks]
-        self._release = [lock.release for lock in self._locks]
+        if not self.applying.opened:
+            self.applying.open()
 
     def put(self, contents: Contents, *, done: int) -> None:
         """Begin with these, which have so many updates behind them. While nobody pushes."""
@@ -181,7 +143,7 @@ class Store:
             copy = m.live(shard)
             if shard < self.layout.shards:
                 a, b = self.layout.bounds[shard], self.layout.bounds[shard + 1]
-                for into, flat in zip(m.data[copy], contents.data, strict=True):
+                for into, flat in zip((m.weights, *m.slots[copy]), contents.data, strict=True):
                     into[a:b] = flat[a:b]
                 m.counts[copy][shard][:] = contents.counts[shard]
             else:
@@ -222,53 +184,28 @@ class Store:
 
     def copy_out(self, first: int, last: int) -> list[int]:
         """The same of these shards; their versions."""
-        versions, m, at = self.memory.versions, self.memory, first
-        end, found = min(last, self.layout.shards), []
+        m, at, found = self.memory, first, list[int]()
+        end = min(last, self.layout.shards)
         while at < end:
-            seen = [versions[at].value]
-            copy = seen[0] & (m.copies - 1)
-            while len(seen) < RUN_SHARDS and at + len(seen) < end:
-                version = versions[at + len(seen)].value
-                if version & (m.copies - 1) != copy:
-                    break
-                seen.append(version)
-            a, b = self.layout.bounds[at], self.layout.bounds[at + len(seen)]
-            fence()
-            self.weights[a:b].copy_(m.data[copy, 0, a:b])
-            fence()
-            for shard, version in enumerate(seen, at):
-                changed = m.copies > 1 and versions[shard].value != version
-                found.append(self._pull_again(shard) if changed else version)
-            at += len(seen)
+            many = self.applying.take_some(at, end) if m.copies > 1 else end - at
+            found += [m.versions[shard].value for shard in range(at, at + many)]
+            a, b = self.layout.bounds[at], self.layout.bounds[at + many]
+            self.weights[a:b].copy_(m.weights[a:b])
+            if m.copies > 1:
+                self.applying.release(at, many)
+            at += many
         if last > self.layout.shards:
-            found.append(self._pull_again(self.layout.shards))
+            found.append(self._copy_buffers())
         return found
 
-    def _pull_again(self, shard: int) -> int:
-        """One shard that was pushed to meanwhile: its version."""
-        version = self.memory.versions[shard]
-        for _ in range(TRIES):
-            seen = version.value
-            fence()
-            self._copy_out(shard, seen)
-            fence()
-            if version.value == seen or self.memory.copies == 1:
-                return seen
-        self._take_lock(shard)
+    def _copy_buffers(self) -> int:
+        m, shard = self.memory, self.layout.shards
+        self.applying.take(shard)
         try:
-            self._copy_out(shard, version.value)
-            return version.value
+            self.buffers.copy_(m.buffers[m.live(shard)])
+            return m.versions[shard].value
         finally:
-            self._locks[shard].release()
-
-    def _copy_out(self, shard: int, version: int) -> None:
-        m = self.memory
-        copy = version & (m.copies - 1)
-        if shard < self.layout.shards:
-            a, b = self.layout.bounds[shard], self.layout.bounds[shard + 1]
-            self.weights[a:b].copy_(m.data[copy, 0, a:b])
-        else:
-            self.buffers.copy_(m.buffers[copy])
+            self.applying.release(shard)
 
     def push(self, hyper: Sequence[Sequence[float]], *, used: Sequence[bool] | None = None, pull: bool = True) -> float:
         """Update every shard with ``gradient`` (and the buffers with ``change``), by these hyperparameters of each
@@ -277,24 +214,27 @@ class Store:
         if self.servers is not None:
             self.servers.bring(self.gradient, self.change)
         elif self.extent.servers:
-            self._line_up()
-        push = self._begin(hyper, used, pull)
+            self.line_up()
+        push, found = self._begin(hyper, used, pull), None
         if self.servers is not None:
-            self.servers.apply(push, self.weights, self.buffers)
+            found = self.servers.apply(push, self.weights, self.buffers)
         else:
             self.apply(push, list(self._tour))
+            if pull and self.weights is not self._own:
+                self.weights.copy_(self._own)
         self._end(self.seat)
         shards, row = self.memory.shards, self.memory.row(self.seat, push.number)
         made = self.memory.made[row : row + shards]
         stale = sum(made) - sum(self.pulled) - shards
         if pull:
-            self.pulled = made
+            self.pulled = made if found is None else found
         return stale / shards
 
-    def _line_up(self) -> None:
-        """With no server left, what was to be sent comes into this seat's place by itself."""
-        self.memory.gradients[self.seat].copy_(self.gradient)
-        self.memory.changes[self.seat].copy_(self.change)
+    def line_up(self) -> None:
+        """What was to be sent comes into this seat's place in memory, where it was not made there."""
+        for place, own in ((self.memory.gradients, self.gradient), (self.memory.changes, self.change)):
+            if own.data_ptr() != place[self.seat].data_ptr():
+                place[self.seat].copy_(own)
 
     def _begin(self, hyper: Sequence[Sequence[float]], used: Sequence[bool] | None, pull: bool) -> Push:
         """Everything that the push is made of lies in memory: from here on it gets into all shards, whoever dies."""
@@ -330,150 +270,7 @@ class Store:
 
     def apply(self, push: Push, left: list[int]) -> None:
         """To these shards."""
-        if self.memory.copies == 1:
-            self._apply_free(push, left)
-        else:
-            self._apply_locked(push, left)
-
-    def _apply_locked(self, push: Push, left: list[int]) -> None:
-        release, versions, made = self._release, self.memory.versions, self.memory.made
-        row, at = self.memory.row(push.seat, push.number), 0
-        while left:
-            first = left[at]
-            if not self._try(first):
-                at += 1
-                if at < len(left):
-                    continue
-                first = self._take_any(left)
-                at = left.index(first)
-            taken = 1
-            if push.unsure and self._has(first, push):
-                release[first]()
-            else:
-                seen = self._take_run(push, left, at)
-                taken = len(seen)
-                self._update(push, first, taken, seen[0] & 1)
-                for shard, version in enumerate(seen, first):
-                    made[row + shard] = version + 1
-                fence()
-                for shard, version in enumerate(seen, first):
-                    versions[shard].value = version + 1
-                    release[shard]()
-            del left[at : at + taken]
-            if at >= len(left):
-                at = 0
-
-    def _take_run(self, push: Push, left: Sequence[int], at: int) -> list[int]:
-        """One shard's lock is held: those of the next ones too, as long as they are free, and their live copy is the
-        same one: they are updated in one go. Their versions."""
-        take, versions, first = self._take, self.memory.versions, left[at]
-        seen = [versions[first].value]
-        shards = left[at + 1 : at + self._run]
-        for shard, next_one in zip(shards, range(first + 1, self.layout.shards), strict=False):
-            if shard != next_one or ((failed := take[shard]()) and not self._inherit(shard, failed)):
-                break
-            version = versions[shard].value
-            if (version ^ seen[0]) & 1 or (push.unsure and self._has(shard, push)):
-                self._release[shard]()
-                break
-            seen.append(version)
-        return seen
-
-    def _has(self, shard: int, push: Push) -> bool:
-        """Is that push in this shard already? Holding its lock, or with nobody who could push it meanwhile."""
-        m = self.memory
-        return 0 < m.made[m.row(push.seat, push.number) + shard] <= m.versions[shard].value
-
-    def _try(self, shard: int) -> bool:
-        """Take a lock that nobody who lives holds."""
-        failed = self._take[shard]()
-        return not failed or self._inherit(shard, failed)
-
-    def _inherit(self, shard: int, failed: int) -> bool:
-        """Is a dead worker's lock this one's? What it was about to make of the shard has not been made."""
-        if not self._locks[shard].is_orphan(failed):
-            return False
-        m, version = self.memory, self.memory.versions[shard].value
-        for seat in range(self.extent.seats):
-            if m.lines[seat][STATE]:
-                at = m.row(seat, m.lines[seat][STATE]) + shard
-                if m.made[at] > version:
-                    m.made[at] = 0
-        self._locks[shard].adopt()
-        return True
-
-    def _take_lock(self, shard: int) -> None:
-        """Wait for a shard."""
-        if failed := self._locks[shard].wait(self._check):
-            self._inherit(shard, failed)
-
-    def _take_any(self, left: Sequence[int]) -> int:
-        """The lock of one of these shards, all of which were taken a moment ago: looked for, and then slept for."""
-        began = time.perf_counter()
-        until = began + SPIN_SECONDS
-        while time.perf_counter() < until:
-            for shard in left:
-                if self._try(shard):
-                    return shard
-        self._take_lock(left[0])
-        self._waited += time.perf_counter() - began
-        return left[0]
-
-    def _apply_free(self, push: Push, left: list[int]) -> None:
-        """All at once, with nobody asked."""
-        m, row = self.memory, self.memory.row(push.seat, push.number)
-        self._update(push, 0, self.layout.shards, 0)
-        if self.extent.buffers:
-            self._update(push, self.layout.shards, 1, 0)
-        for shard in left:
-            version = m.versions[shard].value + 1
-            m.made[row + shard] = m.versions[shard].value = version
-
-    def _update(self, push: Push, first: int, n: int, copy: int) -> None:
-        """So many shards from the first on, whose live copy is this one, into the other."""
-        if first >= self.layout.shards:
-            self._update_buffers(push, copy)
-            return
-        if push.seat == self.seat and push.used is None and self._simple:
-            views = self._views.get((copy, first, n))
-            if views is None:
-                views = self._views[copy, first, n] = self._views_of(copy, first, n)
-            new, old, gradient, out = views
-            self.rule.apply(new, old, gradient, push.hyper[0], 0)
-            if push.pull:
-                out.copy_(new[0])
-            return
-        for shard in range(first, first + n):
-            self._update_shard(push, shard, copy)
-
-    def _views_of(self, copy: int, first: int, n: int) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-        m, a, b = self.memory, self.layout.bounds[first], self.layout.bounds[first + n]
-        new, old = (list(m.data[which, :, a:b].unbind(0)) for which in (m.copies - 1 - copy, copy))
-        return new, old, m.gradients[self.seat, a:b], self.weights[a:b]
-
-    def _update_shard(self, push: Push, shard: int, copy: int) -> None:
-        """Piece by piece: groups, counts and parameters without a gradient."""
-        m, other = self.memory, self.memory.copies - 1 - copy
-        before, after = m.counts[copy][shard], m.counts[other][shard]
-        for number, piece in enumerate(self.layout.pieces[shard]):
-            new, old = m.data[other, :, piece.start : piece.stop], m.data[copy, :, piece.start : piece.stop]
-            count = before[number]
-            if push.used is None or push.used[piece.parameter]:
-                gradient = m.gradients[push.seat, piece.start : piece.stop]
-                self.rule.apply(new.unbind(0), old.unbind(0), gradient, push.hyper[piece.group], float(count))
-                after[number] = count + 1
-            elif other != copy:
-                new.copy_(old)
-                after[number] = count
-        if push.pull:
-            a, b = self.layout.bounds[shard], self.layout.bounds[shard + 1]
-            self.weights[a:b].copy_(m.data[other, 0, a:b])
-
-    def _update_buffers(self, push: Push, copy: int) -> None:
-        m, other = self.memory, self.memory.copies - 1 - copy
-        torch.add(m.buffers[copy], m.changes[push.seat], out=m.buffers[other])
-        if push.pull:
-            self.buffers.copy_(m.buffers[other])
+        self.applying.apply(push, left, self.buffers)
 
     # After a death
 
@@ -485,12 +282,13 @@ class Store:
 
     def finish_push(self, seat: int) -> bool:
         """The first half of that; was there a push under way?"""
+        self.applying.resolve(seat)
         push = self.under_way(seat)
         if push is None:
             return False
         if seat == self.seat:
             self._hyper = None
-        self.apply(push, [shard for shard in self._tour if not self._has(shard, push)])
+        self.apply(push, [shard for shard in self._tour if not self.applying.has(shard, push)])
         self._end(seat)
         return True
 
@@ -507,19 +305,20 @@ class Store:
     def read(self) -> Contents:
         """Copies; each shard as one push has left it."""
         m = self.memory
-        data = torch.empty_like(m.data[0])
+        data = m.weights.new_empty(1 + m.slots.shape[1], self.layout.total)
         counts: list[Array] = []
         buffers = torch.zeros(self.extent.buffers, dtype=torch.float64)
         for shard in range(self.extent.shards):
-            self._take_lock(shard)
+            self.applying.take(shard)
             try:
                 copy = m.live(shard)
                 if shard == self.layout.shards:
                     buffers.copy_(m.buffers[copy])
                     continue
                 a, b = self.layout.bounds[shard], self.layout.bounds[shard + 1]
-                data[:, a:b].copy_(m.data[copy, :, a:b])
+                data[0, a:b].copy_(m.weights[a:b])
+                data[1:, a:b].copy_(m.slots[copy, :, a:b])
                 counts.append(m.counts[copy][shard].copy())
             finally:
-                self._locks[shard].release()
+                self.applying.release(shard)
         return Contents(list(data.unbind(0)), counts, m.touched.astype(bool), buffers)

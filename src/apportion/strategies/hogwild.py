@@ -85,7 +85,7 @@ class HogwildStep(Step):
         extent = extent_of(worker, world, lock_free=True)
         memory = world.shared(world.another("store"), Memory(extent).nbytes)
         self._store = Store(extent, memory, seat=world.seat, check=self._check)
-        self._slots = [worker.layout.views(flat) for flat in self._store.memory.data[0, 1:].unbind(0)]
+        self._slots = [worker.layout.views(flat) for flat in self._store.memory.slots[0].unbind(0)]
         self._before = torch.zeros(worker.buffer_numbers, dtype=torch.float64)
         self._world, self.rank = world, world.rank
         self._entered = self._was_in = False
@@ -118,7 +118,7 @@ class HogwildStep(Step):
         """The parameters and the optimizer's slots become those in shared memory."""
         worker, memory = self._worker, self._store.memory
         layout = worker.layout
-        worker.model.move(memory.weights(0))
+        worker.model.move(memory.weights)
         counts = torch.from_numpy(memory.counts[0][0])
         for number, p in enumerate(layout.parameters):
             slots = dict(zip(layout.rule.slots, (views[number] for views in self._slots), strict=True))

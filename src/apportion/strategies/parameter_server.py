@@ -22,7 +22,8 @@ Price: ``t = max(t_compute(B) / n, t_push)`` a batch, ``t_push = (5 + 3 slots) b
 with servers ``t_push = 2 bytes(weights) / bandwidth(link) + 4 latencies``.
 
 Wins when workers differ in speed, or batches in length: nobody waits. Loses where the weights move much between a pull
-and a push (many workers, large learning rates), and in memory: two copies of everything, and a gradient a worker.
+and a push (many workers, large learning rates), and in memory: the weights, two copies of the slots, and for each
+worker a gradient and the weights that it has pulled.
 
 A worker's death loses the gradients that it had not pushed; its batches are dealt again, and the others do not stop. A
 server's loses nothing: the shards are in memory that outlives it.
