@@ -17,7 +17,7 @@ from apportion.store.log import Log
 from apportion.store.memory import Extent, Memory
 from apportion.store.session import Sessions
 from apportion.store.store import Store
-from apportion.strategy import State, Step
+from apportion.strategy import Held, State, Step
 from apportion.workload import Workload
 from apportion.world import World
 
@@ -324,6 +324,9 @@ class DownpourStep(Step):
     def log(self) -> tuple[Log]:
         """What every push was made of. While nobody pushes."""
         return (Log.of(self.store),)
+
+    def held(self) -> Held:
+        return Held(self.store.nbytes, self.store.weights.nbytes + self.store.buffers.nbytes)
 
     def spent(self) -> Mapping[str, float]:
         return {"loading": self.source.seconds, "waiting": self.store.waited, "updating": self._seconds}

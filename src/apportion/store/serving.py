@@ -17,7 +17,7 @@ from apportion.store.log import Log
 from apportion.store.memory import ENDED, Memory
 from apportion.store.session import Server
 from apportion.store.store import Store
-from apportion.strategy import State, Step
+from apportion.strategy import Held, State, Step
 from apportion.workload import Workload
 from apportion.world import World
 
@@ -95,6 +95,9 @@ class ServerStep(Step):
     def log(self) -> tuple[Log]:
         """What every push was made of. While nobody pushes."""
         return (Log.of(self._store),)
+
+    def held(self) -> Held:
+        return Held(self._store.nbytes, 0)
 
     def spent(self) -> Mapping[str, float]:
         return {"loading": 0.0, "waiting": self._store.waited, "updating": 0.0}

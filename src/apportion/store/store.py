@@ -302,6 +302,12 @@ class Store:
 
     # The whole
 
+    @property
+    def nbytes(self) -> int:
+        """Of the weights, slots and buffers that all have in common."""
+        m = self.memory
+        return m.weights.nbytes + m.slots.nbytes + m.buffers.nbytes
+
     def read(self) -> Contents:
         """Copies; each shard as one push has left it."""
         m = self.memory

@@ -41,7 +41,7 @@ from apportion.store.computing import WHOLE, Worker
 from apportion.store.downpour import extent_of
 from apportion.store.memory import Memory
 from apportion.store.store import Store
-from apportion.strategy import State, Step, Strategy
+from apportion.strategy import Held, State, Step, Strategy
 from apportion.workload import Workload
 from apportion.world import World
 
@@ -224,6 +224,9 @@ class HogwildStep(Step):
             self._store.resume(state.settings.get("unpushed", ()))
         self._world.group().barrier()
         self._taken = None
+
+    def held(self) -> Held:
+        return Held(self._store.nbytes, 0)
 
     def spent(self) -> Mapping[str, float]:
         return {"loading": self.source.seconds, "waiting": self._store.waited, "updating": self._seconds}
