@@ -6,6 +6,8 @@ plain_*   single_device against the loop of the paired example, one process: exa
 sync_*    the synchronous step alone, its batches in memory, data_parallel against DDP over gloo at its best setting
           (peers/ddp.py), 2 processes: examples/s.
 threads_* the same steps against one process with all threads: examples/s.
+chosen_*  what a trial as `apportion train` makes it chooses for these workloads, against the best of what it tried,
+          both as a trial of 20 s measures them afterwards: examples/s.
 ddp_*     data_parallel against DDP over gloo at its best setting (peers/ddp.py), global batch 128, 2 processes:
           examples/s.
 hook_*    DDP with our all-reduce as its communication hook against DDP without: examples/s.
@@ -35,6 +37,9 @@ from first_step import FOLDER
 from parked import DEADLINE, Side, SideFailed
 from table import main, measured
 
+import apportion
+from apportion import trial
+
 HERE = Path(__file__).resolve().parent
 DIGITS, CIFAR10 = (str(HERE.parent / "examples" / f"{name}.py:workload") for name in ("digits", "cifar10"))
 MLP10M, ADAM = (f"{HERE / 'mlp10m.py'}:{name}" for name in ("workload", "adam"))
@@ -44,7 +49,7 @@ OURS, PLAIN, DDP, THREADS = (
 )
 ALL_REDUCE = str(HERE / "peers" / "allreduce.py")
 ROUNDS, ROUND_SECONDS, WARM_UP_SECONDS = 41, 0.4, 1.0
-STARTS = 5
+STARTS, CHOICE_SECONDS = 5, 20.0
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,28 @@ def all_reduce(size, nbytes):
         batch_size=nbytes / 1e6,
         unit="MB/s",
     )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A short trial's, held against a long one."""
+
+    what: str
+    workload: str
+    batch_size: int
+    unit: str = "examples/s"
+
+    def measure(self):
+        """(chosen, best, ratio)."""
+        tried, changes = trial.candidates(apportion.local()), {"batch_size": self.batch_size, "evaluation": None}
+        chosen = trial.choose(tried, self.workload, changes).ranking[0].candidate
+        measured = trial.choose(tried, self.workload, changes, CHOICE_SECONDS).ranking
+        ours, best = (
+            next(m for m in measured if m.candidate == chosen).examples_per_second,
+            max(m.examples_per_second for m in measured),
+        )
+        print(f"chosen: {chosen.strategy} {chosen.launcher}", flush=True)
+        return ours, best, ours / best
 
 
 STEPS = {
@@ -168,6 +195,7 @@ MEASUREMENTS = {
     ),
     **{f"sync_{name}": step_alone(name, DDP, ["memory"]) for name in STEPS},
     **{f"threads_{name}": step_alone(name, THREADS) for name in STEPS},
+    **{f"chosen_{name}": Choice(f"what a trial chooses for {what}", *of) for name, (what, *of) in STEPS.items()},
     "shares": Throughput(
         "CIFAR-10 tutorial network, rank 1 of 2 slowed 3 times, shares=measured against equal, batch 128",
         [OURS, CIFAR10, 'data_parallel(shares="measured")', "128", "slowed"],
