@@ -27,6 +27,8 @@ DEADLINE_SECONDS = 300.0
 WATCHED_SECONDS = 86400.0
 """Under a supervisor, which sees every rank's progress, finds a late one much sooner, and knows a long wait (a large
 last checkpoint) from a late rank."""
+BUFFERED_BYTES = 8 << 20
+"""Of messages that are under way without anyone who receives them."""
 PATIENCE_SECONDS = 10.0
 """Of meeting, before a rank says that it waits."""
 _KEPT_WAITS = 8192
@@ -56,7 +58,8 @@ class ProcessGroup(Group):
         self.rank, self.size = process_group.rank(), process_group.size()
         self.waits: deque[tuple[float, float]] = deque(maxlen=_KEPT_WAITS)
         self.all_waits = Waits() if all_waits is None else all_waits
-        self._sends: deque[_Pending] = deque()  # gloo gives up what nobody keeps
+        self._sends: deque[tuple[_Pending, int]] = deque()  # gloo gives up what nobody keeps
+        self._under_way = 0
 
     @classmethod
     def connect(
@@ -125,12 +128,16 @@ class ProcessGroup(Group):
     def send(self, tensor: Tensor, to: int) -> Work:
         assert tensor.is_contiguous(), "what is sent is contiguous"
         self._other(to)
-        work = self._message(self._pg.send, tensor, to)
-        while self._sends and self._sends[0].is_through():
-            self._sends.popleft()
+        while self._sends and self._sends[0][0].is_through():
+            self._under_way -= self._sends.popleft()[1]
+        # gloo sends when the other side receives: a copy can wait for that, as in shared memory.
+        size = tensor.nbytes
+        buffered = tensor.device.type == "cpu" and self._under_way + size <= BUFFERED_BYTES
+        work = self._message(self._pg.send, tensor.detach().clone() if buffered else tensor, to)
         if isinstance(work, _Pending):
-            self._sends.append(work)
-        return work
+            self._sends.append((work, size))
+            self._under_way += size
+        return DONE if buffered else work
 
     def receive(self, into: Tensor, source: int) -> Work:
         assert into.is_contiguous(), "what is received into is contiguous"
