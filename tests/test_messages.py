@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import random
+import signal
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,11 +18,16 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import on_ranks
+from seats import Kill, kills, on_seats
 from torch import Tensor
 
 from apportion.comm import shared_memory
 from apportion.comm.group import DONE, Alone, Group, Waits
 from apportion.comm.link import LINE, PIECE, RING, Receiver, Sender, nbytes
+from apportion.comm.membership import Membership
+from apportion.comm.process_group import ProcessGroup
+from apportion.comm.shared_memory import SharedMemory, links_in
+from apportion.errors import MembershipChanged, PeerLost
 from apportion.world import World
 
 
@@ -358,3 +365,173 @@ def test_messages_are_the_same_over_torch_distributed() -> None:
     sizes = ((0, 1, 64, 1000, 70_000), (3, 0, 65, 7, 100), (1 << 20, 8, 9 << 20, 10, 11))
     wanted = [Exchange(sizes, ((1, 2, 1), (1, 1, 2), (2, 1, 0))), Exchange(sizes, ((0, 0, 0),) * 3)]
     assert on_ranks(over_torch, 3, False, make_exchanges, wanted) == [([], "ProcessGroup")] * 3
+
+
+# Ranks that die
+
+
+def after_a_death(world: World, sends: bool) -> list[Any]:
+    """This process and a child of it exchange messages; the child sends one more, and is killed."""
+    memory = memoryview(mmap.mmap(-1, shared_memory.nbytes(2) + 4 * nbytes))
+    links = links_in(memory[shared_memory.nbytes(2) :], 2)
+    child = os.fork()
+    group = SharedMemory(memory[: shared_memory.nbytes(2)], int(child == 0), 2, links=links)
+    other, small = 1 - group.rank, torch.zeros(1)
+    group.send(small, other)
+    group.receive(small, other).wait()
+    if child == 0:
+        group.send(torch.ones(1), other)
+        group.barrier()
+        while True:
+            signal.pause()
+    group.barrier()
+    os.kill(child, signal.SIGKILL)
+    group.receive(small, other).wait()
+    assert small.item() == 1.0, "what was sent before is there"
+    began = time.perf_counter()
+    try:
+        (group.send(torch.zeros(RING), other) if sends else group.receive(small, other)).wait()
+    except PeerLost as error:
+        return [str(error).replace(str(child), "PID"), time.perf_counter() - began]
+    finally:
+        os.waitpid(child, 0)
+    return ["nobody was missed", 0.0]
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_killed_rank_ends_a_wait_for_a_message_in_about_a_second_and_is_named(sends: bool) -> None:
+    ((said, seconds),) = on_ranks(after_a_death, 1, sends)
+    assert said == "rank 0 lost rank 1: its process PID has ended"
+    assert seconds < 2.0
+
+
+def with_deadline(world: World) -> SharedMemory:
+    links = links_in(world.shared("links", 4 * nbytes), 2)
+    return SharedMemory(world.shared("meet", shared_memory.nbytes(2)), world.rank, 2, links=links, deadline=0.5)
+
+
+def waits_in_vain(world: World) -> list[float]:
+    group, seconds = with_deadline(world), []
+    for call in (group.receive, group.send) if world.rank == 0 else ():
+        began = time.perf_counter()
+        with pytest.raises(PeerLost, match="rank 0 has waited 0 s for rank 1"):
+            call(torch.zeros(RING), 1).wait()
+        seconds.append(time.perf_counter() - began)
+    world.group().barrier()
+    return seconds
+
+
+def test_a_message_that_never_comes_and_one_that_nobody_takes_end_at_the_deadline() -> None:
+    seconds, _ = on_ranks(waits_in_vain, 2)
+    assert len(seconds) == 2
+    assert all(0.5 <= s < 2.0 for s in seconds)
+
+
+def takes_its_time(world: World) -> float:
+    """The wait of rank 0 for the last of its messages to be taken, of which rank 1 takes one at a time."""
+    group, message = with_deadline(world), torch.zeros(1 << 20, dtype=torch.uint8)
+    if world.rank == 1:
+        for _ in range(14):
+            time.sleep(0.2)
+            group.receive(message, 0).wait()
+        return 0.0
+    works = [group.send(message, 1) for _ in range(14)]
+    began = time.perf_counter()
+    works[-1].wait()
+    return time.perf_counter() - began
+
+
+def test_a_rank_that_is_slow_but_at_work_may_take_longer_than_the_deadline() -> None:
+    assert on_ranks(takes_its_time, 2)[0] > 1.0
+
+
+def until_changed(world: World, sends: bool) -> float:
+    """Rank 1 changes the membership while rank 0 waits for it: when it was changed, or when that was noticed."""
+    members = Membership(world.shared("page", Membership.nbytes(2)), 2)
+    group = replace(world, members=members).group()
+    group.barrier()
+    if world.rank == 1:
+        time.sleep(0.3)  # rank 0 is well asleep
+        changed = time.perf_counter()
+        members.open_change()
+        return changed
+    try:
+        (group.send(torch.zeros(RING), 1) if sends else group.receive(torch.zeros(1), 1)).wait()
+    except MembershipChanged:
+        return time.perf_counter()
+    raise AssertionError("nobody came, and yet the wait has ended")
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_change_of_the_membership_ends_the_wait_for_a_message_within_tens_of_milliseconds(sends: bool) -> None:
+    noticed, changed = on_ranks(until_changed, 2, sends)
+    assert 0.0 <= noticed - changed < 0.08
+
+
+def lost_over_torch(world: World) -> str:
+    group = ProcessGroup.connect(rank=world.rank, size=2, device=world.device, local_size=2)
+    group.barrier()
+    if world.rank == 1:
+        dist.destroy_process_group()  # its sockets close, as those of a process that dies
+        return ""
+    try:
+        group.receive(torch.zeros(1), 1).wait()
+    except PeerLost as error:
+        return str(error)
+    return "received"
+
+
+def test_a_lost_rank_ends_the_wait_for_a_message_of_gloo() -> None:
+    assert on_ranks(lost_over_torch, 2)[0].startswith("rank 0 lost another rank in a collective: ")
+
+
+# Workers that are killed and replaced
+
+
+def rounds(world: World, progress: Any, many: int) -> int:
+    """Each round, messages go round a ring, and two parts sum what they have. Survivors and replacements agree on the
+    round by what the supervisor's memory says."""
+    while True:
+        try:
+            return _rounds(world, progress, many)
+        except MembershipChanged:
+            while True:
+                try:
+                    world = world.rejoin()
+                    break
+                except MembershipChanged:
+                    pass
+
+
+def _rounds(world: World, progress: Any, many: int) -> int:
+    size = world.size
+    part = world.split("part", [list(range(0, size, 2)), list(range(1, size, 2))])
+    done = torch.tensor([int(progress[world.seat])])
+    first = int(world.group().all_gather(done).min())
+    large = torch.empty(300_000)
+    for number in range(first, many):
+        world.check()
+        large.fill_(number * 10 + world.rank)
+        work = world.group().send(large, (world.rank + 1) % size)
+        came = torch.empty_like(large)
+        world.group().receive(came, (world.rank - 1) % size).wait()
+        work.wait()
+        assert came.eq(number * 10 + (world.rank - 1) % size).all(), "a message of another round or generation"
+        total = torch.tensor([float(number)])
+        part.group().all_reduce(total).wait()
+        assert total.item() == number * part.size, "a sum of another round or generation"
+        if part.size > 1:
+            part.group().send(total, 1 - part.rank)
+            part.group().receive(total, 1 - part.rank).wait()
+        world.group().barrier()
+        progress[world.seat] = number + 1
+    world.group().barrier()
+    return many
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_after_a_kill_messages_and_parts_go_on_among_those_who_are_there(replaced: bool) -> None:
+    many = kills(12, 400, 4, seed=3) if replaced else [Kill(40, 0.001, 2)]
+    outcome = on_seats(rounds, 4, 400, killed=many, replaced=replaced)
+    assert outcome.kills == len(many)
+    assert outcome.changes >= (5 if replaced else 1)
