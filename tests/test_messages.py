@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 import signal
+import threading
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -535,3 +536,73 @@ def test_after_a_kill_messages_and_parts_go_on_among_those_who_are_there(replace
     outcome = on_seats(rounds, 4, 400, killed=many, replaced=replaced)
     assert outcome.kills == len(many)
     assert outcome.changes >= (5 if replaced else 1)
+
+
+def remembered(world: World, progress: Any) -> list[int]:
+    """Parts of each generation find the memory of those before; no other part's."""
+    while True:
+        try:
+            part = world.split("part", [[0, 2], [1, 3]])
+            memory = np.frombuffer(part.shared("kept", 64), dtype=np.int64)
+            if world.generation == 0:
+                memory[part.rank] = 10 + world.rank
+                part.group().barrier()
+                progress[world.seat] = 1
+                world.group().barrier()
+                if world.seat == 3:
+                    signal.pause()  # until it is killed
+                world.group().barrier()
+            part.group().barrier()
+            return [*memory[:2].tolist(), world.generation]
+        except MembershipChanged:
+            world = world.rejoin()
+
+
+def test_the_memory_of_a_part_is_its_own_and_outlives_its_ranks() -> None:
+    outcome = on_seats(remembered, 4, killed=[Kill(1, 0.05, 3)])
+    assert outcome.results == [[10, 12, 2], [11, 13, 2]] * 2
+
+
+def split_wrongly(world: World) -> list[str]:
+    told = []
+    for axis, ranks in (("world", [[0, 1]]), ("a/b", [[0, 1]]), ("pipe", [[0], [0, 1]]), ("pipe", [[0]])):
+        with pytest.raises(ValueError, match="must") as raised:
+            world.split(axis, ranks)
+        told.append(str(raised.value))
+    with pytest.raises(ValueError, match="axis='pipe' is unknown: this world has 'world'; split"):
+        world.group("pipe")
+    part = world.split("pipe", [[0], [1]])
+    with pytest.raises(ValueError, match="needs a supervisor"):
+        part.rejoin()
+    assert (part.rank, part.size, part.seat, part.seats) == (0, 1, 0, 1)
+    assert part.has_cores() == world.has_cores(), "all of the host's processes compute"
+    return told
+
+
+def test_a_wrong_split_is_refused_and_says_what_is_right() -> None:
+    assert on_ranks(split_wrongly, 2)[0][2:] == [
+        "ranks=[[0], [0, 1]] must hold each of 2 ranks once",
+        "ranks=[[0]] must hold each of 2 ranks once",
+    ]
+
+
+def count_waits(world: World) -> tuple[bool, int]:
+    """Whoever watches this process sees when it sleeps in a part's group too."""
+    word = np.zeros(1, dtype=np.int64)
+    world.group().waiting = word
+    part = world.split("part", [[0, 1]])
+    before = part.group().waited
+    if world.rank == 1:
+        time.sleep(0.2)
+        part.group().barrier()
+        return True, 0
+    watched: list[int] = []
+    thread = threading.Timer(0.1, lambda: watched.append(int(word[0])))
+    thread.start()
+    part.group().barrier()
+    thread.join()
+    return world.group().waited - before > 0.1, watched[0] - int(word[0])
+
+
+def test_the_waits_of_a_part_are_waits_of_the_process() -> None:
+    assert on_ranks(count_waits, 2)[0] == (True, 1)
