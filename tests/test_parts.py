@@ -185,3 +185,17 @@ def test_after_a_kill_messages_and_parts_go_on_among_those_who_are_there(replace
     outcome = on_seats(rounds, 4, 400, killed=many, replaced=replaced)
     assert outcome.kills == len(many)
     assert outcome.changes >= (5 if replaced else 1)
+
+
+def along_two_axes(world: World) -> list[int]:
+    parts = [world.split(axis, [[0, 1]]) for axis in ("tensor", "pipe")]
+    memories = [np.frombuffer(part.shared("kept", 64), dtype=np.int64) for part in (*parts, world)]
+    for number, memory in enumerate(memories):
+        memory[world.rank] = number + 1
+    for part in parts:
+        part.group().barrier()
+    return [int(memory[1 - world.rank]) for memory in memories]
+
+
+def test_the_same_ranks_along_two_axes_are_two_parts() -> None:
+    assert on_ranks(along_two_axes, 2) == [[1, 2, 3]] * 2
