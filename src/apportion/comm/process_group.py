@@ -5,12 +5,14 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
+import queue
 import socket
 import struct
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, final
 
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from apportion.comm.group import Group, Work
+from apportion.comm.group import DONE, Group, Waits, Work
 from apportion.errors import ApportionError, PeerLost
 
 DEADLINE_SECONDS = 300.0
@@ -26,6 +28,8 @@ DEADLINE_SECONDS = 300.0
 WATCHED_SECONDS = 86400.0
 """Under a supervisor, which sees every rank's progress, finds a late one much sooner, and knows a long wait (a large
 last checkpoint) from a late rank."""
+BUFFERED_BYTES = 8 << 20
+"""Of messages that are under way without anyone who receives them."""
 PATIENCE_SECONDS = 10.0
 """Of meeting, before a rank says that it waits."""
 _KEPT_WAITS = 8192
@@ -34,24 +38,63 @@ _meetings = itertools.count()
 
 @final
 class _Pending(Work):
-    __slots__ = ("_group", "_work")
+    __slots__ = ("_collective", "_group", "_work")
 
-    def __init__(self, work: Any, group: ProcessGroup) -> None:
-        self._work, self._group = work, group
+    def __init__(self, work: Any, group: ProcessGroup, *, collective: bool = True) -> None:
+        self._work, self._group, self._collective = work, group, collective
 
     def wait(self) -> None:
-        self._group._wait(self._work)
+        if self._work is not None:  # gloo would wait for a second message
+            work, self._work = self._work, None
+            self._group._wait(work, collective=self._collective)
+
+    @property
+    def is_through(self) -> bool:
+        return self._work is None
+
+
+class _Buffered:
+    """Messages that are copies, of which nobody waits for the end but a thread: gloo tells it no other way."""
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[tuple[Any, int]] = queue.SimpleQueue()
+        self._taken = self._through = 0
+        self.error: RuntimeError | None = None
+        threading.Thread(target=self._follow, name="sends", daemon=True).start()
+
+    def add(self, work: Any, nbytes: int) -> None:
+        self._taken += nbytes
+        self._works.put((work, nbytes))
+
+    @property
+    def nbytes(self) -> int:
+        """Under way."""
+        return self._taken - self._through
+
+    def _follow(self) -> None:
+        while (given := self._works.get())[0] is not None:
+            try:
+                given[0].wait()
+            except RuntimeError as error:
+                self.error = error
+                return
+            self._through += given[1]
+
+    def close(self) -> None:
+        self._works.put((None, 0))
 
 
 @final
 class ProcessGroup(Group):
-    """All ranks of the default group of torch.distributed."""
+    """The ranks of a group of torch.distributed. ``owned``: it ends with this."""
 
-    def __init__(self, process_group: dist.ProcessGroup, *, owned: bool) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, *, owned: bool, all_waits: Waits | None = None) -> None:
         self._pg, self._owned = process_group, owned
         self.rank, self.size = process_group.rank(), process_group.size()
         self.waits: deque[tuple[float, float]] = deque(maxlen=_KEPT_WAITS)
-        self.waited = 0.0
+        self.all_waits = Waits() if all_waits is None else all_waits
+        self._buffered: _Buffered | None = None
+        self._sends: list[_Pending] = []  # gloo gives up what nobody keeps
 
     @classmethod
     def connect(
@@ -91,6 +134,12 @@ class ProcessGroup(Group):
         assert dist.group.WORLD is not None
         return cls(dist.group.WORLD, owned=True)
 
+    def part(self, ranks: Sequence[int]) -> ProcessGroup:
+        """Some of these ranks, in this order; called by them alone."""
+        of_default = [dist.get_global_rank(self._pg, rank) for rank in ranks]
+        made = dist.new_group(of_default, use_local_synchronization=True, sort_ranks=False)
+        return ProcessGroup(made, owned=True, all_waits=self.all_waits)
+
     def all_reduce(self, tensor: Tensor) -> Work:
         return _Pending(self._start(self._pg.allreduce, [tensor]), self)
 
@@ -104,6 +153,42 @@ class ProcessGroup(Group):
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
         self._wait(self._start(self._pg.broadcast, tensor, source))
 
+    def reduce_scatter(self, rows: Tensor, into: Tensor) -> None:
+        # gloo sums in an order of its own, which need not be that of the ranks.
+        theirs = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        own, got = rows.contiguous().view(-1), theirs.view(-1)
+        self._wait(self._start(self._pg.alltoall_base, got, own, [], []))
+        torch.sum(theirs, 0, out=into)
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        assert tensor.is_contiguous(), "what is sent is contiguous"
+        self._other(to)
+        if self._buffered is None:
+            self._buffered = _Buffered()
+        if self._buffered.error is not None:
+            raise self._lost(self._buffered.error)
+        size = tensor.nbytes
+        if not size:
+            return DONE
+        # gloo sends when the other side receives: a copy can wait for that, as in shared memory.
+        if tensor.device.type == "cpu" and self._buffered.nbytes + size <= BUFFERED_BYTES:
+            self._buffered.add(self._message(self._pg.send, tensor.clone(), to), size)
+            return DONE
+        work = _Pending(self._message(self._pg.send, tensor, to), self, collective=False)
+        self._sends = [*(work for work in self._sends if not work.is_through), work]
+        return work
+
+    def receive(self, into: Tensor, source: int) -> Work:
+        assert into.is_contiguous(), "what is received into is contiguous"
+        self._other(source)
+        if not into.numel():
+            return DONE
+        return _Pending(self._message(self._pg.recv, into, source), self, collective=False)
+
+    def _message(self, way: Any, tensor: Tensor, rank: int) -> Any:
+        # As bytes: no backend knows every type.
+        return self._start(way, [tensor.detach().view(-1).view(torch.uint8)], rank, 0)
+
     def barrier(self) -> None:
         self._wait(self._start(self._pg.barrier))
 
@@ -113,28 +198,31 @@ class ProcessGroup(Group):
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, work: Any, *, collective: bool = True) -> None:
         began = time.perf_counter()
-        if self.waiting is not None:
-            self.waiting[0] = 1
+        self.all_waits.begin()
         try:
             work.wait()
         except RuntimeError as error:
             raise self._lost(error) from error
         finally:
-            if self.waiting is not None:
-                self.waiting[0] = 0
-        ended = time.perf_counter()
-        self.waits.append((began, ended))
-        self.waited += ended - began
+            self.all_waits.end()
+            ended = time.perf_counter()
+            self.all_waits.seconds += ended - began
+        if collective:
+            self.waits.append((began, ended))
 
     def _lost(self, error: RuntimeError) -> PeerLost:
         first = str(error).splitlines()[0] if str(error) else "no message"
         return PeerLost(f"rank {self.rank} lost another rank in a collective: {first}")
 
     def close(self) -> None:
+        if self._buffered is not None:
+            self._buffered.close()
+            self._buffered = None
         if self._owned and dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group(self._pg)
+        self._owned = False
 
 
 def _say_waiting(rank: int, size: int, where: str) -> None:
