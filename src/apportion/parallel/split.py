@@ -21,16 +21,28 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 from torch.optim import (
-    ASGD, SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop,
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
     SparseAdam,
 )  # fmt: skip
 
 from apportion.batch import Batch, Batches
 from apportion.comm.message import broadcast_tensors, gather_messages
 from apportion.deal import DataShard
-from apportion.fingerprint import fingerprint
 from apportion.parallel.gradients import GradientSum
 from apportion.parallel.pieces import Layout, Piece
+from apportion.parallel.plain_model import PlainModel
 from apportion.parallel.replica import Replica, seed_everything
 from apportion.plain import from_plain, to_plain
 from apportion.strategy import State, Step
@@ -106,7 +118,7 @@ class SplitStep(Step):
         self.data_shard = DataShard()
         seed_everything(workload.seed)
         plain = workload.model().to(device=world.device, dtype=dtype)
-        self._plain = _Plain(plain, workload, len(self.source.dataset))  # type: ignore[arg-type]
+        self._plain = PlainModel(plain, workload, len(self.source.dataset))  # type: ignore[arg-type]
         made = workload.optimizer(list(plain.named_parameters()))
         self._part = part(plain, self.source.at(0, self.data_shard).inputs)
         if workload.update is not None and not self._part.alike:
@@ -130,7 +142,7 @@ class SplitStep(Step):
     def _own_workload(self, made: Optimizer | Mapping[str, Optimizer]) -> Workload:
         """The workload of this rank's part. Clipping is between the sums and the update."""
         for owner, optimizer in ({"": made} if isinstance(made, Optimizer) else made).items():
-            self._plain.move(owner, optimizer, self._part)
+            self._plain.move(owner, optimizer, self._part.model, self._part.pieces)
         self._plain.forget()
         model = self._part.model
         return replace(self._workload, model=lambda: model, optimizer=lambda _: made, clip_grad_norm=None)
@@ -225,17 +237,18 @@ class SplitStep(Step):
         largest = self._workload.clip_grad_norm
         if largest is None and self._part.alike:
             return loss
-        gradients = {p: p.grad for p in self._replica.trainable(scope) if p.grad is not None}
+        gradients = [(p, p.grad) for p in self._replica.trainable(scope) if p.grad is not None]
         tail = torch.zeros(3, dtype=torch.float64, device=self.device)
         if loss is not None:
             tail[0], tail[1] = loss, 1.0
         if largest is not None:
-            counted = [g for p, g in gradients.items() if self._replica.names[p] in self._counted]
-            tail[2] = sum(g.double().square().sum() if g.is_sparse else _square(g) for g in counted)
+            counted = [g for p, g in gradients if self._replica.names[p] in self._counted]
+            norms = [torch.linalg.vector_norm(g).double() for g in counted]
+            tail[2] = torch.stack(norms).square().sum() if norms else 0.0
         self._group.all_reduce(tail).wait()
         if largest is not None:
             scale = (largest / (tail[2].sqrt() + 1e-6)).clamp(max=1.0)
-            for gradient in gradients.values():
+            for _, gradient in gradients:
                 gradient.mul_(scale.to(gradient.dtype))
         return (tail[0] / tail[1]).to(self._workload.dtype) if tail[1] else None
 
@@ -305,76 +318,6 @@ class SplitStep(Step):
 
     def close(self) -> None:
         self._part.close()
-
-
-class _Plain:
-    """What is remembered of the plain model, once it is cut."""
-
-    def __init__(self, model: nn.Module, workload: Workload, examples: int) -> None:
-        names = dict(model.named_parameters(remove_duplicate=False))
-        firsts = {p: name for name, p in model.named_parameters()}
-        state = model.state_dict()
-        self.first = {key: firsts[names[key]] if key in names else key for key in state}
-        """Every key of the state, and the name that its parameter goes by first."""
-        self.shapes = {key: tuple(t.shape) for key, t in state.items()}
-        self.dtypes = {key: t.dtype for key, t in state.items()}
-        self.parameters = sum(p.numel() for p in firsts)
-        self.sparse = {
-            firsts[m.weight]
-            for m in model.modules()
-            if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse and m.weight in firsts
-        }
-        self.trained: dict[str, str] = {}
-        """The parameters that an optimizer has, and its name."""
-        self._names: dict[Any, str] = firsts
-        self._workload, self._examples = workload, examples
-        self._mark = fingerprint(workload, model, {}, examples)
-        self._groups: dict[str, list[int]] = {}
-
-    def move(self, owner: str, optimizer: Optimizer, part: Part) -> None:
-        """Give an optimizer that was made for the plain model the part's parameters instead; the groups stay, also
-        those that are empty then."""
-        own = {self.first[name]: (p, part.pieces.get(name)) for name, p in part.model.named_parameters()}
-        names = self._names
-        self._groups[owner] = [len(group["params"]) for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            here: list[Any] = []
-            for p in group["params"]:
-                name = names.get(p)
-                if name is not None and p.requires_grad:
-                    self.trained[name] = owner
-                if name is None or name in own:  # what is no parameter of the model's is refused with the replica
-                    here.append((name, p if name is None else own[name][0]))
-            group["params"] = [p for _, p in here]
-            if "param_names" in group:
-                group["param_names"] = [name for name, _ in here]
-        slots: dict[Any, Any] = dict(optimizer.state)
-        optimizer.state.clear()
-        for p, kept in slots.items():  # Adagrad has some before its first update
-            if names[p] in own:
-                mine, piece = own[names[p]]
-                cut = {k: piece.of(t).clone() if _like(t, p) else t for k, t in kept.items()} if piece else kept
-                optimizer.state[mine] = cut
-
-    def forget(self) -> None:
-        """The tensors."""
-        self._names = {}
-
-    def fingerprint(self, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
-        """Of the plain model and the optimizers as they were made for it."""
-        found = fingerprint(self._workload, nn.Module(), optimizers, self._examples)
-        for owner, lengths in self._groups.items():
-            for i, length in enumerate(lengths):
-                found[f"optimizer {owner}".rstrip()][f"group {i}"]["parameters"] = length
-        return found | {key: self._mark[key] for key in ("parameters", "buffers")}
-
-
-def _like(value: Any, p: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == p.shape
-
-
-def _square(gradient: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(gradient).double().square()
 
 
 def _nothing(piece: Piece, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
