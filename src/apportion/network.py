@@ -98,8 +98,8 @@ class _Opaque(Exception):
 
 
 def follow(model: nn.Module) -> fx.Graph:
-    """The graph of a model: layers of torch, modules that cannot be followed, and the functions between them. Unfollowed
-    where that leaves the model whole."""
+    """The graph of a model: layers of torch, modules that cannot be followed, and the functions between them.
+    Unfollowed where the model itself cannot be."""
     opaque: set[str] = set()
     while True:
         try:
@@ -153,32 +153,41 @@ def _followed(path: str, module: nn.Module) -> Iterator[None]:
     before, draws = _own(module), _draws()
     try:
         yield
-        why = None
     except _Opaque:
         _restore(module, before)
         raise
     except Exception as error:
-        why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         _restore(module, before)
-        raise _Opaque(path, why) from error
-    after = _own(module)
-    changed = [name for name in {**before, **after} if before.get(name) is not after.get(name)]
+        told = str(error).splitlines()[0] if str(error) else ""
+        raise _Opaque(path, f"{type(error).__name__}: {told}") from error
+    changed = sorted(_restore(module, before))
     if changed:
-        _restore(module, before)
-        raise _Opaque(path, f"it changes its own {', '.join(sorted(changed))}")
+        raise _Opaque(path, f"it changes its own {', '.join(changed)}")
     if _draws() != draws:
         raise _Opaque(path, "it draws random numbers whose shape is not a tensor's")
 
 
-def _own(module: nn.Module) -> dict[str, Any]:
-    """What a module has beside tensors and modules."""
-    return {k: v for k, v in vars(module).items() if not isinstance(v, dict) and not k.startswith("_tensor_constant")}
+_HOLDERS = ("_parameters", "_buffers")
 
 
-def _restore(module: nn.Module, before: Mapping[str, Any]) -> None:
-    for name in set(_own(module)) - set(before):
-        del vars(module)[name]
-    vars(module).update(before)
+def _own(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """What a module has beside modules and hooks."""
+    values = {k: v for k, v in vars(module).items() if not isinstance(v, dict)}
+    return {"": values, **{holder: dict(vars(module)[holder]) for holder in _HOLDERS}}
+
+
+def _restore(module: nn.Module, before: Mapping[str, dict[str, Any]]) -> set[str]:
+    """As it was; the names of what was changed."""
+    changed = set()
+    for holder, values in _own(module).items():
+        into = vars(module)[holder] if holder else vars(module)
+        for name in {**values, **before[holder]}:
+            if name.startswith("_tensor_constant") or values.get(name) is before[holder].get(name):
+                continue
+            changed.add(name)
+            into.pop(name, None)
+            into.update({name: before[holder][name]} if name in before[holder] else {})
+    return changed
 
 
 def _draws() -> tuple[Any, ...]:
@@ -380,6 +389,7 @@ def _hooked(model: nn.Module, sample: Any) -> Iterator[Layer]:
 
     before: dict[str, int] = {}
     handles = []
+    counter = _Counter(model)  # its hooks go first
     for path, module in model.named_modules():
         if any(True for _ in module.children()):
             continue
@@ -393,7 +403,7 @@ def _hooked(model: nn.Module, sample: Any) -> Iterator[Layer]:
         handles.append(module.register_forward_pre_hook(begin))
         handles.append(module.register_forward_hook(end, with_kwargs=True))
     try:
-        with _Counter(model) as counter:
+        with counter:
             tree.call(model, sample)
     finally:
         for handle in handles:
