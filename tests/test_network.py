@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from apportion import tree
-from apportion.network import Network, Unfollowed, arguments, follow, recurrent_flops, trace
+from apportion.graph import Unfollowed, arguments, follow
+from apportion.network import Network, recurrent_flops, trace
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
