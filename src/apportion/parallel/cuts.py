@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from apportion import tree
 from apportion.graph import arguments, names
@@ -69,7 +70,7 @@ def balanced(places: Places, stages: int) -> list[int]:
 
 def named(places: Places, cuts: Sequence[str]) -> list[int]:
     """The calls that these layers begin with: modules by their path, functions as ``trace`` names them."""
-    found = []
+    found: list[int] = []
     for cut in cuts:
         at = next((i for i, name in enumerate(places.names) if name == cut or name.startswith(f"{cut}.")), None)
         if at is None:
@@ -188,7 +189,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 def can_travel(value: Any) -> bool:
     """Is it a tree of dense tensors and plain numbers?"""
-    leaves = torch.utils._pytree.tree_leaves(value)
+    leaves = pytree.tree_leaves(tuple(value) if isinstance(value, torch.Size) else value)
     return all(
         leaf.layout == torch.strided
         if isinstance(leaf, Tensor)
