@@ -144,3 +144,36 @@ CASES: dict[str, Callable[[], Workload]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_two_stages_are_the_network_of_one_device(name: str, schedule: str, microbatches: int) -> None:
     prove(CASES[name](), PipelineParallel(schedule=schedule, microbatches=microbatches), 2)
+
+
+FULL = {"skipping": Skipping, "perceptron": perceptron}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("name", "workers", "microbatches"), [("skipping", 4, 8), ("attending", 3, 2), ("recurrent", 3, 5)]
+)
+def test_values_travel_through_the_stages_between(name: str, workers: int, microbatches: int, schedule: str) -> None:
+    """Micro-batches that do not divide the batch; a last batch of one row, shorter than they are many."""
+    prove(CASES[name](), PipelineParallel(schedule=schedule, microbatches=microbatches), workers)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_recomputed_activations_are_the_same(schedule: str) -> None:
+    prove(CASES["skipping"](), PipelineParallel(schedule=schedule, microbatches=3, recompute=True), 3)
+
+
+BATCH_NORM = ("batch_norm_2d", "batch_norm_cumulative", "batch_norm_used_twice", "coupled_examples")
+
+
+@pytest.mark.parametrize("name", BATCH_NORM)
+def test_layers_placed_on_workers_see_the_whole_batch(name: str) -> None:
+    prove(networks.cases[name](7), LayerPlacement(), 2)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("options", [{}, adam])
+def test_it_is_the_network_of_one_device_at_any_number_of_workers(workers: int, options: dict[str, Any]) -> None:
+    model = lambda: Normalised()  # noqa: E731
+    prove(workload(model, (2, 4, 4), 6, **options), LayerPlacement(), workers, 8)
+    prove(workload(perceptron, (10,), 61, **options), PipelineParallel(), workers, 8)

@@ -135,6 +135,8 @@ class SplitStep(Step):
         self._layout = Layout.of(gather_messages(self._told_pieces(), self._group, device=world.device))
         self._refuse_optimizers()
         self._counted = self._layout.owned(world.rank)
+        self._others: list[nn.Parameter] = []
+        """What other ranks sum, of which there is nothing here."""
         self._sums = self._make_sums()
         self._replica.start_schedules(self.source.total)
         self._loss: Tensor | None = None
@@ -185,6 +187,7 @@ class SplitStep(Step):
                 if name in plain.trained and scope in (None, plain.trained[name]):
                     # Who does not hold it adds nothing.
                     terms.append(own[name] if self.rank in ranks else _nothing(piece, plain.dtypes[name], self.device))
+                    self._others += terms[-1:] if self.rank not in ranks else []
                     sparse += terms[-1:] if name in plain.sparse else []
             if terms:
                 found[scope] = GradientSum(terms, self._group, sparse=sparse)
@@ -234,6 +237,8 @@ class SplitStep(Step):
         All that an update waits for."""
         if scope in self._sums:
             self._sums[scope](None, 0.0)
+            for p in self._others:
+                p.grad = None
         largest = self._workload.clip_grad_norm
         if largest is None and self._part.alike:
             return loss
