@@ -18,7 +18,8 @@ worker computes at a time. Memory for each worker: its layers' weights, gradient
 Wins when the network fits no worker, and micro-batches are not to be had (batch normalisation). Loses otherwise:
 pipeline_parallel keeps the same workers busy, and n workers here are never faster than one.
 
-A worker's death ends the run with its traceback; it resumes from the last checkpoint on any number of workers.
+A worker's death loses nothing on one host: every worker keeps its part in memory that outlives it, and the others and
+its replacement go on from the last update. Elsewhere the run ends, and resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from apportion.parallel.one_device import reference
-from apportion.parallel.split import SplitStep
+from apportion.parallel.split import MakePart, SplitStep
 from apportion.parallel.stages import staged
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
@@ -40,6 +41,8 @@ from apportion.world import World
 class LayerPlacement(Strategy):
     """Each worker computes some consecutive layers, one worker after the other."""
 
+    survives = True
+
     cuts: tuple[str, ...] | None = None
     """The layers that the workers after the first begin with, by their path; None: so that all take equally long."""
 
@@ -48,7 +51,10 @@ class LayerPlacement(Strategy):
         return True
 
     def build(self, workload: Workload, world: World) -> Step:
-        return SplitStep(workload, world, staged(workload, world, cuts=self.cuts))
+        def part(world: World) -> MakePart:
+            return staged(workload, world, cuts=self.cuts)
+
+        return SplitStep(workload, world, part(world), again=part)
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return reference(workload)

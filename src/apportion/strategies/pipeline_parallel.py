@@ -23,7 +23,8 @@ came in, for a second forward pass.
 Wins when the network fits no worker and its layers are alike: little goes over the wire, and only to the next rank.
 Loses when one layer takes most of the time, or when micro-batches get too small to compute well.
 
-A worker's death ends the run with its traceback; it resumes from the last checkpoint on any number of workers.
+A worker's death loses nothing on one host: every worker keeps its part in memory that outlives it, and the others and
+its replacement go on from the last update. Elsewhere the run ends, and resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from apportion.parallel.one_device import reference
-from apportion.parallel.split import SplitStep
+from apportion.parallel.split import MakePart, SplitStep
 from apportion.parallel.stages import staged
 from apportion.parallel.turns import SCHEDULES
 from apportion.strategy import State, Step, Strategy
@@ -45,6 +46,8 @@ from apportion.world import World
 @dataclass(frozen=True, repr=False)
 class PipelineParallel(Strategy):
     """Each worker computes some consecutive layers, of one micro-batch after the other."""
+
+    survives = True
 
     stages: int | None = None
     """How many there are, one a worker; None: as many as workers."""
@@ -80,14 +83,14 @@ class PipelineParallel(Strategy):
                 f"microbatches={self.microbatches} would cut the batch under a loss that couples examples: "
                 "use microbatches=1, or layer_placement"
             )
-        return SplitStep(
-            workload,
-            world,
-            staged(
+
+        def part(world: World) -> MakePart:
+            return staged(
                 workload, world,
                 microbatches=self.microbatches, schedule=self.schedule, cuts=self.cuts, recompute=self.recompute,
-            ),
-        )  # fmt: skip
+            )  # fmt: skip
+
+        return SplitStep(workload, world, part(world), again=part)
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return reference(workload)
