@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import networks
 import pytest
 import torch
-from ranks import by_value, on_ranks
+from ranks import by_value
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import apportion
-from apportion import Workload
-from apportion.strategies.data_parallel import DataParallel
+from apportion import Workload, supervisor
+from apportion.crew import Crew
+from apportion.launch.local import Local
 from apportion.strategies.layer_placement import LayerPlacement
 from apportion.strategies.pipeline_parallel import PipelineParallel
-from apportion.strategies.single_device import SingleDevice
-from apportion.strategy import State, Strategy
-from apportion.world import World
+from apportion.strategy import Strategy
+from apportion.verbs import train as verb
 
 EXACT = 1e-10
 pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
@@ -177,3 +182,61 @@ def test_it_is_the_network_of_one_device_at_any_number_of_workers(workers: int, 
     model = lambda: Normalised()  # noqa: E731
     prove(workload(model, (2, 4, 4), 6, **options), LayerPlacement(), workers, 8)
     prove(workload(perceptron, (10,), 61, **options), PipelineParallel(), workers, 8)
+
+
+# A worker's death
+
+
+class Paced(nn.Module):
+    """Takes its time, and is a layer that cannot be followed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x == x).all()):
+            time.sleep(0.002)
+        return torch.tanh(x)
+
+
+def paced() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(10, 9), Paced(), nn.Linear(9, 9), nn.Dropout(0.2), Paced(), nn.Linear(9, 9), Paced(), nn.Linear(9, 3)
+    )  # fmt: skip
+
+
+def saved(run_dir: Path) -> dict[str, Tensor]:
+    folder = run_dir / "checkpoints" / "latest"
+    return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
+
+
+CUTS = {2: ("5",), 3: ("2", "5")}
+"""Not measured: another cut is another order of sums, and other draws of dropout."""
+
+
+def trained(strategy: Strategy, workers: int, run_dir: Path, doomed: Sequence[int] = ()) -> list[apportion.Event]:
+    """``doomed``: ranks to be killed, each once the one before has been replaced; what was told of them."""
+    crews: list[Crew] = []
+    given = replace(workload(paced, (10,), 8, **adam), steps=120)
+    faults: list[apportion.Event] = []
+    waiting = list(doomed)
+    with pytest.MonkeyPatch.context() as patch, by_value(networks), by_value(sys.modules[__name__]):
+        patch.setattr(supervisor, "Crew", lambda *made: crews.append(Crew(*made)) or crews[-1])
+        patch.setattr(verb, "_report", lambda run_dir: None)
+        for event in apportion.run(given, strategy, launcher=Local(workers=workers, threads=1), run_dir=run_dir):
+            faults += [event] if event.kind == "fault" else []
+            if event.kind == "step" and event.step > 3 and waiting and len(faults) == len(doomed) - len(waiting):
+                os.kill(crews[-1].pids()[waiting.pop(0)], signal.SIGKILL)
+    assert not waiting
+    return faults
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("placed", [True, False])
+def test_any_rank_may_be_killed_and_nothing_is_lost(workers: int, placed: bool, tmp_path: Path) -> None:
+    cuts = CUTS[workers]
+    strategy = LayerPlacement(cuts=cuts) if placed else PipelineParallel(cuts=cuts, microbatches=3)
+    assert trained(strategy, workers, tmp_path / "whole") == []
+    faults = trained(strategy, workers, tmp_path / "run", range(workers))
+    assert [fault.data["rank"] for fault in faults] == list(range(workers))
+    assert all(fault.data["action"].startswith("replaced in ") for fault in faults), faults
+    found, expected = saved(tmp_path / "run"), saved(tmp_path / "whole")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
