@@ -55,6 +55,8 @@ def staged(
             f"cuts={tuple(cuts)} make {len(cuts) + 1} stages, and there are {world.size} workers: use "
             f"workers={len(cuts) + 1}, or name {world.size - 1} layers"
         )
+    if world.size > 1 and workload.update is not None:
+        raise ValueError("update= asks for the gradient of a loss that only the last stage has: use data_parallel")
     if world.size > 1 and workload.carry is not None:
         raise ValueError(
             "a recurrent state that is carried would go back from the last stage to the first: use wavefront_parallel, "
