@@ -286,6 +286,45 @@ def test_losses_and_predictions_are_those_of_one_device(name: str, strategy: Str
     assert torch.allclose(found, outputs, rtol=1e-11)
 
 
+# Everything that a workload can hold
+
+_BATCH, _UPDATE, _STATE = "statistics of a part", "update= asks for the gradient", "go back from the last stage"
+_UNSEEN = "cannot be followed"
+REFUSED = {
+    ("two_optimizers", "layer"): _UPDATE,
+    ("two_optimizers", "pipeline"): _UPDATE,
+    ("update_with_a_shard_without_loss_terms", "layer"): _UPDATE,
+    ("update_with_a_shard_without_loss_terms", "pipeline"): _UPDATE,
+    ("carried_state", "layer"): _STATE,
+    ("carried_state", "pipeline"): _STATE,
+    ("few_lanes", "layer"): _STATE,
+    ("few_lanes", "pipeline"): _STATE,
+    ("buffers", "layer"): _UNSEEN,
+    ("buffers", "pipeline"): "would change the buffer calls more than once a step",
+    ("frozen_and_unused_parameters", "layer"): _UNSEEN,
+    ("frozen_and_unused_parameters", "pipeline"): _UNSEEN,
+    ("coupled_examples", "pipeline"): "couples examples",
+    ("counted_tokens", "pipeline"): _BATCH,
+    ("a_shard_without_loss_terms", "pipeline"): _BATCH,
+} | {
+    (name, "pipeline"): _BATCH
+    for name in networks.cases
+    if name.startswith("batch_norm_") and name != "batch_norm_frozen"
+}
+"""By more than one worker."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [LayerPlacement(), PipelineParallel()])
+@pytest.mark.parametrize("name", networks.cases)
+def test_every_workload_is_the_network_of_one_device_or_refused(name: str, strategy: Strategy) -> None:
+    refusal = REFUSED.get((name, str(strategy).partition("_")[0]))
+    if refusal is None:
+        prove(networks.cases[name](61), strategy, 2, 3)
+    else:
+        refused(networks.cases[name](61), strategy, refusal)
+
+
 # The state
 
 
