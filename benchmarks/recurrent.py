@@ -11,7 +11,7 @@ BATCHES = 4
 
 
 class LanguageModel(nn.Module):
-    """Characters (n, T) -> logits (n, CHARACTERS, T)."""
+    """Characters (n, T) -> logits (n, T, CHARACTERS)."""
 
     def __init__(self, layers, hidden):
         super().__init__()
@@ -21,7 +21,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, characters):
         x, _ = self.lstm(self.embedding(characters))
-        return self.head(x).transpose(1, 2)
+        return self.head(x)
 
 
 def language_model(layers, hidden, length, rows):
@@ -35,7 +35,7 @@ def language_model(layers, hidden, length, rows):
     return Workload(
         model=lambda: LanguageModel(layers, hidden),
         data=text,
-        loss=nn.functional.cross_entropy,
+        loss=lambda logits, characters: nn.functional.cross_entropy(logits.flatten(0, 1), characters.flatten()),
         count=torch.numel,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
         batch_size=rows,

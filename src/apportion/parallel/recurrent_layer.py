@@ -14,6 +14,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+_sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
+_tanh_backward = torch.ops.aten.tanh_backward.grad_input
 State = tuple[Tensor, ...]
 """Of one layer, (B, width) each: (h, c) of an LSTM, (h,) of the others."""
 
@@ -132,15 +134,14 @@ class LSTMLayer(Layer):
         """Memory for so many moments and rows. Fresh pages at every step would cost as much as the arithmetic on
         them."""
         H = self._hidden
-        sizes = [time * rows * n for n in (4 * H, H, H)] + [(time + 1) * rows * H, H * 4 * H]
+        sizes = [*(time * rows * n for n in (4 * H, 4 * H, H)), (time + 1) * rows * H, H * 4 * H]
         self._time = time
         if self._sizes == sizes:
             return
         self._sizes, self._memory = sizes, self._w_hh.new_empty(sum(sizes))
-        gates, tanh, forget, c, whh_t = self._memory.split(sizes)
-        self._gates, self._whh_t = gates.view(time, rows, 4 * H), whh_t.view(H, 4 * H)
-        self._tanh_c, self._forget = tanh.view(time, rows, H), forget.view(time, rows, H)
-        self._c = c.view(time + 1, rows, H)
+        gates, dgates, tanh_c, c, whh_t = self._memory.split(sizes)
+        self._gates, self._dgates = gates.view(time, rows, 4 * H), dgates.view(time, rows, 4 * H)
+        self._tanh_c, self._c, self._whh_t = tanh_c.view(time, rows, H), c.view(time + 1, rows, H), whh_t.view(H, 4 * H)
         self._dh, self._dc = (self._w_hh.new_empty(rows, H) for _ in range(2))
         # Views by moment, made once: slicing costs about as much as the arithmetic on small layers.
         self._moments = [
@@ -148,8 +149,8 @@ class LSTMLayer(Layer):
             for g, *cs, tc in zip(self._gates, self._c, self._c[1:], self._tanh_c, strict=False)
         ]
         self._factors = [
-            (g, g.view(rows, 4, H)[:, :3], g[:, 3 * H :], tc, f)
-            for g, tc, f in zip(self._gates, self._tanh_c, self._forget, strict=True)
+            (d, d.view(rows, 4, H)[:, :3], d[:, 3 * H :], tc, g[:, H : 2 * H])
+            for d, tc, g in zip(self._dgates, self._tanh_c, self._gates, strict=True)
         ]
 
     @torch.no_grad()
@@ -174,23 +175,20 @@ class LSTMLayer(Layer):
 
     @torch.no_grad()
     def ahead(self, chunk: slice) -> None:
-        """Into the memory of the gates: what dc (of the output gate: dh) is multiplied with to give their gradients;
-        into that of tanh(c): what dh is to give dc."""
+        """What dc (of the output gate: dh) is multiplied with to give the gradients of the gates, into their memory;
+        into that of tanh(c) what dh is to give dc."""
         start, stop = chunk.start, min(chunk.stop, self._readied)
         if start >= stop:
             return
         self._readied = start
-        gates, c, tanh_c = self._gates[start:stop], self._c[start:stop], self._tanh_c[start:stop]
-        i, f, cell, output = gates.chunk(4, 2)
-        factor = torch.addcmul(output, output, output, value=-1).mul_(tanh_c)
-        torch.addcmul(output, output, tanh_c.square_(), value=-1, out=tanh_c)
-        output.copy_(factor)
-        torch.addcmul(i, i, i, value=-1, out=factor).mul_(cell)
-        torch.addcmul(i, i, cell.square(), value=-1, out=cell)
-        i.copy_(factor)
-        self._forget[start:stop].copy_(f)
-        torch.addcmul(f, f, f, value=-1, out=factor)
-        torch.mul(factor, c, out=f)
+        c, tanh_c = self._c[start:stop], self._tanh_c[start:stop]
+        i, f, cell, output = self._gates[start:stop].chunk(4, 2)
+        di, df, dcell, doutput = self._dgates[start:stop].chunk(4, 2)
+        _sigmoid_backward(cell, i, grad_input=di)
+        _sigmoid_backward(c, f, grad_input=df)
+        _tanh_backward(i, cell, grad_input=dcell)
+        _sigmoid_backward(tanh_c, output, grad_input=doutput)
+        _tanh_backward(output, tanh_c, grad_input=tanh_c)
 
     @torch.no_grad()
     def begin_backward(self, gradients: Sequence[Tensor | None]) -> None:
@@ -204,7 +202,7 @@ class LSTMLayer(Layer):
     def backward(self, chunk: slice, dy_TBO: Tensor, dx_TBI: Tensor | None) -> None:
         self.ahead(chunk)
         dh, dc = self._dh, self._dc
-        later = self._gates[chunk.stop] if chunk.stop < self._time else None
+        later = self._dgates[chunk.stop] if chunk.stop < self._time else None
         for moment, dy in zip(reversed(self._factors[chunk]), reversed(dy_TBO.unbind(0)), strict=True):
             gate, with_dc, with_dh, into_dc, forget = moment
             if later is not None:
@@ -219,20 +217,22 @@ class LSTMLayer(Layer):
             dc.mul_(forget)
             later = gate
         if dx_TBI is not None:
-            torch.mm(self._gates[chunk].flatten(0, 1), self._w_ih, out=dx_TBI.flatten(0, 1))
+            torch.mm(self._dgates[chunk].flatten(0, 1), self._w_ih, out=dx_TBI.flatten(0, 1))
 
     @torch.no_grad()
     def finish(self) -> None:
-        gates_t = self._gates.flatten(0, 1).t()
+        dgates_t = self._dgates.flatten(0, 1).t()
         if self._w_ih.requires_grad:
-            torch.mm(gates_t, self._x.flatten(0, 1), out=self._gradient(self._w_ih))
+            torch.mm(dgates_t, self._x.flatten(0, 1), out=self._gradient(self._w_ih))
         if self._w_hh.requires_grad:
-            gradient = torch.mm(self._gates[0].t(), self._first, out=self._gradient(self._w_hh))
+            gradient = torch.mm(self._dgates[0].t(), self._first, out=self._gradient(self._w_hh))
             if self._time > 1:
-                gradient.addmm_(self._gates[1:].flatten(0, 1).t(), self._y[:-1].flatten(0, 1))
-        for bias in self._biases:
-            if bias.requires_grad:
-                torch.sum(gates_t, 1, out=self._gradient(bias))
+                gradient.addmm_(self._dgates[1:].flatten(0, 1).t(), self._y[:-1].flatten(0, 1))
+        trained = [bias for bias in self._biases if bias.requires_grad]
+        if trained:
+            sums = torch.mv(dgates_t, dgates_t.new_ones(dgates_t.shape[1]))  # twice as fast as sum()
+            for bias in trained:
+                self._gradient(bias).copy_(sums)
 
     def _gradient(self, p: nn.Parameter) -> Tensor:
         """Memory that is ``p.grad`` from now on, the same at every step."""
