@@ -209,3 +209,316 @@ def test_the_runs_own_precision_differs_by_its_own_rounding() -> None:
     assert wide.worst.absolute <= EXACT
     assert own.precision == "float32"
     assert own.verdict == "equal", own
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    workers=st.integers(2, 4),
+    more=st.integers(0, 2),
+    time=st.integers(1, 9),
+    rows=st.integers(1, 5),
+    chunk=st.none() | st.integers(1, 10),
+    rows_first=st.booleans(),
+)
+def test_any_shape_equals_one_device(
+    workers: int, more: int, time: int, rows: int, chunk: int | None, rows_first: bool
+) -> None:
+    def model() -> nn.Module:
+        return Letters(nn.LSTM, workers + more, batch_first=True) if rows_first else Turned(workers + more)
+
+    workload = networks.workload(model, sentences(time, rows), rows, optimizer=adam)
+    prove(workload, workers, chunk, steps=3)
+
+
+class Turned(Letters):
+    """The same, time-major inside."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(nn.LSTM, layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h, _ = self.net(self.embed(tokens.t()))
+        return self.out(h).permute(1, 2, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("optimizer", [networks.momentum, adam])
+@pytest.mark.parametrize("chunk", [None, 3, 20])
+@pytest.mark.parametrize("layers", [4, 6])
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_the_wide_grid_equals_one_device(
+    kind: Any, workers: int, layers: int, chunk: int | None, optimizer: Any
+) -> None:
+    prove(letters(layers, kind=kind, optimizer=optimizer), workers, chunk)
+    prove(carried(layers, kind, optimizer=optimizer), workers, chunk)
+
+
+# One layer
+
+
+def references(net: nn.RNNBase, x: Tensor, begun: list[Tensor], dy: Tensor, dstate: list[Tensor]) -> dict[str, Tensor]:
+    """What torch computes of a whole layer."""
+    x = x.clone().requires_grad_()
+    state = [t.unsqueeze(0) for t in begun]
+    y, ended = net(x, tuple(state) if len(state) == 2 else state[0])
+    ended = [t[0] for t in (ended if isinstance(ended, tuple) else (ended,))]
+    torch.autograd.backward([y, *ended], [dy, *dstate])
+    found = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+    assert x.grad is not None
+    return found | {"y": y.detach(), "dx": x.grad} | {f"state{i}": t.detach() for i, t in enumerate(ended)}
+
+
+def in_chunks(own: Layer, x: Tensor, begun: list[Tensor], dy: Tensor, dstate: list[Tensor], length: int) -> Any:
+    """The same of a layer, chunk by chunk; twice, since memory is kept."""
+    for _ in range(2):
+        for p in own.weights:
+            p.grad = None
+        y, dx = torch.empty_like(dy), torch.empty_like(x)
+        pieces = chunks(len(x), length)
+        own.begin(x, y, tuple(begun), training=True)
+        for piece in pieces:
+            own.forward(piece)
+        ended = own.state
+        own.begin_backward(dstate)
+        for piece in reversed(pieces):
+            own.backward(piece, dy[piece], dx[piece])
+        own.finish()
+    found = {name: p.grad for name, p in zip(own.names, own.weights, strict=True) if p.grad is not None}
+    return found | {"y": y, "dx": dx} | {f"state{i}": t for i, t in enumerate(ended)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    mode=st.sampled_from(["lstm", "own_lstm", "gru", "rnn", "projected"]),
+    time=st.integers(1, 8),
+    rows=st.integers(1, 4),
+    widths=st.tuples(st.integers(1, 6), st.integers(2, 7)),
+    length=st.integers(1, 9),
+    bias=st.booleans(),
+)
+def test_a_layer_in_chunks_is_the_whole_layer(
+    mode: str, time: int, rows: int, widths: tuple[int, int], length: int, bias: bool
+) -> None:
+    kind = {"gru": nn.GRU, "rnn": nn.RNN}.get(mode, nn.LSTM)
+    options = {"proj_size": 1} if mode == "projected" else {}
+    net = kind(*widths, bias=bias, dtype=torch.float64, **options)
+    outputs = net.proj_size or net.hidden_size
+    sizes = [outputs, net.hidden_size][: 2 if kind is nn.LSTM else 1]
+    x, dy = networks.numbers(time, rows, widths[0]), networks.numbers(time, rows, outputs, seed=1)
+    begun = [networks.numbers(rows, n, seed=2 + i) for i, n in enumerate(sizes)]
+    dstate = [networks.numbers(rows, n, seed=4 + i) for i, n in enumerate(sizes)]
+    own = LSTMLayer(net, 0) if mode == "own_lstm" else TorchLayer(net, 0)
+    expected = references(net, x, begun, dy, dstate)
+    found = in_chunks(own, x, begun, dy, dstate, length)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).abs().max() <= 1e-12, name
+
+
+@given(time=st.integers(1, 300), rows=st.integers(1, 300), ranks=st.integers(1, 8), layers=st.integers(1, 8))
+def test_chunks_cover_the_time_and_their_length_follows_the_rule(time: int, rows: int, ranks: int, layers: int) -> None:
+    for short in (True, False):
+        length = chunk_length(time, rows, ranks, layers, short=short)
+        assert 1 <= length <= time
+        assert length == time or length * rows >= 128
+        pieces = chunks(time, length)
+        assert [t for piece in pieces for t in range(time)[piece]] == list(range(time))
+    assert chunk_length(128, 32, 2, 1, short=True) == 8
+    assert chunk_length(128, 32, 2, 1, short=False) == 16
+    assert chunk_length(128, 16, 2, 4, short=True) == 32
+
+
+# What goes on elsewhere, and what comes out
+
+
+def go_on(world: World, workload: Workload, strategy: Any, states: list[State], steps: int) -> State:
+    step = strategy.build(workload, world)
+    start = 0
+    if states:
+        step.load_state_dict(states[-1])
+        start = states[-1].step
+    for number in range(start, start + steps):
+        step(step.source.at(number, step.data_shard))
+    state = step.state_dict()
+    assert state.model.keys() == workload.model().state_dict().keys()
+    return state
+
+
+def test_a_state_goes_on_at_any_number_of_workers_and_under_another_strategy() -> None:
+    workload = carried(4, optimizer=adam)
+    ours, theirs = WavefrontParallel(chunk=2), DataParallel()
+    with by_value(networks):
+        whole = on_ranks(go_on, 1, workload, theirs, [], 8)[0]
+        first = on_ranks(go_on, 3, workload, ours, [], 2)[1]
+        second = on_ranks(go_on, 2, workload, theirs, [first], 2)[0]
+        third = on_ranks(go_on, 4, workload, ours, [second], 2)[3]
+        last = on_ranks(go_on, 2, workload, ours, [third], 2)[0]
+    left, right = dict(last.tensors()), dict(whole.tensors())
+    assert left.keys() == right.keys()
+    for name, tensor in right.items():
+        assert (left[name] - tensor).abs().max() <= 1e-12, name
+    assert last.settings == whole.settings
+
+
+def outputs_of(world: World, workload: Workload, strategy: Any) -> list[Tensor]:
+    """Of a training step, then evaluation, then the step again: neither disturbs the other."""
+    step = strategy.build(workload, world)
+    step(step.source.at(0, step.data_shard))
+    source = Batches.of_evaluation(workload, dtype=torch.float64)
+    share = DataShard() if isinstance(strategy, WavefrontParallel) else step.data_shard
+    told = [step.predict(source.at(number, share)) for number in range(len(source))]
+    step(step.source.at(1, step.data_shard))
+    return [t.clone() for t in told if t is not None] + list(step.state_dict().model.values())
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_outputs_in_evaluation_are_those_of_one_device_and_change_nothing(state: bool) -> None:
+    made = carried(3) if state else letters(3, dropout=0.0)
+    evaluation = apportion.Evaluation(data=sentences(7), metrics={"loss": F.cross_entropy}, batch_size=4)
+    workload = replace(made, evaluation=evaluation)
+    with by_value(networks):
+        (alone,) = on_ranks(outputs_of, 1, workload, DataParallel())
+        answers = on_ranks(outputs_of, 2, workload, WavefrontParallel(chunk=2))
+    many = len(answers[1]) - len(answers[0])
+    assert abs(many) == math.ceil(16 / 4), "one rank has the outputs"
+    found = max(answers, key=len)
+    assert len(found) == len(alone)
+    for left, right in zip(found, alone, strict=True):
+        assert (left - right).abs().max() <= 1e-12
+
+
+def held(world: World) -> list[str]:
+    step = WavefrontParallel().build(letters(3), world)
+    return list(step.model.state_dict())
+
+
+def test_each_rank_holds_its_own_layers_alone() -> None:
+    with by_value(networks):
+        first, second = on_ranks(held, 2)
+    assert {name.split("_l")[-1] for name in first if name.startswith("net.")} == {"0", "2"}
+    assert {name.split("_l")[-1] for name in second} == {"1"}
+    assert {name for name in first if not name.startswith("net.")} == {"embed.weight", "out.weight", "out.bias"}
+
+
+# What is refused
+
+
+class Branching(Letters):
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embed(tokens)
+        if h.sum() > 0:
+            h = h * 2
+        return self.out(self.net(h)[0])
+
+
+class Around(Letters):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.out(self.net(x)[0] + x.sum(2, keepdim=True))
+
+
+class Learned(Letters):
+    def __init__(self) -> None:
+        super().__init__(nn.LSTM, 2)
+        self.begun = nn.Parameter(torch.zeros(2, 5, 6))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.net(self.embed(tokens), (self.begun, self.begun))[0])
+
+
+class Packed(Letters):
+    def forward(self, tokens: Tensor) -> Tensor:
+        lengths = torch.full((5,), 7)
+        packed = nn.utils.rnn.pack_padded_sequence(self.embed(tokens), lengths, batch_first=True)
+        return self.out(nn.utils.rnn.pad_packed_sequence(self.net(packed)[0], batch_first=True)[0])
+
+
+class TwoNets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower, self.upper = nn.LSTM(4, 4), nn.LSTM(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.upper(self.lower(x)[0])[0]
+
+
+class Often(Letters):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.out(self.net(x)[0] + self.net(-x)[0])
+
+
+class Cells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, _ = self.cell(x[:, 0])
+        return h
+
+
+class Own(nn.LSTM):
+    pass
+
+
+class StateOfOutputs(Letters):
+    def forward(self, tokens: Tensor, state: Any) -> Any:  # type: ignore[override]
+        h, _ = self.net(self.embed(tokens), state)
+        return self.out(h), h[-1]
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "branching": (lambda: Branching(nn.LSTM, 2), "Branching cannot be traced.*use data_parallel"),
+    "around": (lambda: Around(nn.LSTM, 2), "embed comes before net, and what comes after takes its outputs too"),
+    "learned": (Learned, "the state that net begins in goes through begun"),
+    "packed": (lambda: Packed(nn.LSTM, 2, batch_first=True), "different lengths .a PackedSequence.*data_parallel"),
+    "two": (TwoNets, "lower and upper are recurrent modules apart.*num_layers=2.*layer_placement"),
+    "often": (lambda: Often(nn.LSTM, 2), "net is called 2 times"),
+    "cells": (Cells, "cell is called moment by moment.*use nn.LSTM"),
+    "own": (lambda: nn.Sequential(Own(4, 4, 2)), "0 is a Own of your own.*use data_parallel"),
+    "bidirectional": (lambda: Letters(nn.LSTM, 2, bidirectional=True), "net is bidirectional.*data_parallel"),
+    "none": (networks.perceptron, "no nn.LSTM, nn.GRU or nn.RNN.*pipeline_parallel"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_is_refused_by_name(name: str) -> None:
+    make, why = REFUSED[name]
+    with pytest.raises(ValueError, match=why):
+        cut(make(), networks.classes(5, WORDS, 7), carries=False)
+
+
+def test_a_state_made_of_outputs_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="is made of the outputs of net"):
+        cut(StateOfOutputs(nn.LSTM, 2), networks.classes(5, WORDS, 7), carries=True)
+
+
+def test_what_a_workload_asks_for_in_vain_is_refused_by_name() -> None:
+    alone = World()
+    with pytest.raises(ValueError, match='precision="float32", or data_parallel'):
+        WavefrontParallel().build(replace(letters(2), precision="bfloat16"), alone)
+    with pytest.raises(ValueError, match="update= asks for the gradient"):
+        WavefrontParallel().build(replace(letters(2), loss=None, update=lambda step, batch: {}), alone)
+    with pytest.raises(ValueError, match="chunk=0 must be"):
+        WavefrontParallel(chunk=0)
+    few = pytest.raises(ValueError, match=r"net has num_layers=2.*workers<=2")
+    with by_value(networks), by_value(sys.modules[__name__]), few:
+        apportion.check(letters(2), "wavefront_parallel", workers=3, steps=1)
+
+
+def test_a_model_is_left_as_it_was_by_being_traced() -> None:
+    model = MODELS["two_inputs_and_a_normalisation"]().model()
+    model.get_submodule("norm").eval()
+    sample = (networks.numbers(5, 7, 4).float(), networks.numbers(5, 7).float())
+    found = cut(model, sample, carries=False)
+    assert model.training
+    assert not model.get_submodule("norm").training
+    assert found.path == "net"
+
+
+def test_the_kernel_is_chosen_by_what_a_layer_is() -> None:
+    assert isinstance(layer(nn.GRU(3, 3), 0), TorchLayer)
+    assert isinstance(layer(nn.LSTM(3, 3, proj_size=2), 0), TorchLayer)
