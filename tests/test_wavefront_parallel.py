@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import networks
@@ -14,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import by_value, on_ranks
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -22,8 +26,10 @@ import apportion
 from apportion import Workload
 from apportion.batch import Batches
 from apportion.deal import DataShard
+from apportion.launch.local import Local
 from apportion.parallel.recurrent_cut import cut
 from apportion.parallel.recurrent_layer import Layer, LSTMLayer, TorchLayer, chunk_length, chunks, layer
+from apportion.report import read_events
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.wavefront_parallel import WavefrontParallel
 from apportion.strategy import State
@@ -400,6 +406,56 @@ def test_each_rank_holds_its_own_layers_alone() -> None:
     assert {name.split("_l")[-1] for name in first if name.startswith("net.")} == {"0", "2"}
     assert {name.split("_l")[-1] for name in second} == {"1"}
     assert {name for name in first if not name.startswith("net.")} == {"embed.weight", "out.weight", "out.bias"}
+
+
+# What a death costs
+
+
+def dying(rank: int, where: str, mark: Path) -> Workload:
+    """Adam on four layers; a rank kills itself once, in the loss (which the last one computes while the others wait)
+    or in its fourth update."""
+
+    def die(step: int) -> None:
+        if mark.name != "never" and int(os.environ["LOCAL_RANK"]) == rank and step == 4 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    calls = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        calls.append(1)
+        if where == "loss":
+            die(len(calls))
+        return F.cross_entropy(outputs, targets)
+
+    def schedule(optimizer: Any, steps: int) -> Any:
+        def factor(step: int) -> float:
+            if where == "update":
+                die(step)
+            return 1.0 / (1 + step)
+
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+    return letters(4, optimizer=adam, loss=loss, schedule=schedule, clip_grad_norm=0.5)
+
+
+def trained(workload: Workload, run_dir: Path) -> dict[str, Tensor]:
+    with by_value(networks), by_value(sys.modules[__name__]):
+        local = Local(workers=2, threads=1, device="cpu")
+        apportion.train(workload, WavefrontParallel(chunk=2), launcher=local, run_dir=run_dir)
+    folder = run_dir / "checkpoints" / "latest"
+    return {n: t for part in ("model", "optimizer") for n, t in load_file(folder / f"{part}.safetensors").items()}
+
+
+@pytest.mark.parametrize(("rank", "where"), [(1, "loss"), (0, "update"), (1, "update")])
+def test_a_death_leaves_no_trace(rank: int, where: str, tmp_path: Path) -> None:
+    expected = trained(dying(rank, where, tmp_path / "never"), tmp_path / "undisturbed")
+    found = trained(dying(rank, where, tmp_path / "died"), tmp_path / "disturbed")
+    assert (tmp_path / "died").exists()
+    assert [e.kind for e in read_events(tmp_path / "disturbed")].count("fault") == 1
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
 
 
 # What is refused

@@ -263,6 +263,10 @@ class WavefrontPart(Part):
                 self._send(dx[piece], number - 1)
         return dx
 
+    def close(self) -> None:
+        self._sent.clear()
+        self._memory.clear()
+
     # Evaluation
 
     @torch.no_grad()

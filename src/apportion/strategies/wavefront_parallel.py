@@ -22,7 +22,8 @@ Wins with two or more layers of about the same size, over long sequences: no bat
 its rows, and no weight travels. Loses where there are fewer layers than workers, where what comes before or after
 (a large vocabulary) outweighs a layer, and to data_parallel at large batches, where rows are work enough for all.
 
-A worker's death ends the run, since nobody else has its layers; from the last checkpoint it resumes on any number.
+A worker's death loses nothing on one host, but for a carried state: every worker keeps its part in memory that outlives
+it, and the step under way is made again. Elsewhere, and with carry=, the run goes back to its last checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from torch import nn
 from apportion.parallel.carry import Carry
 from apportion.parallel.one_device import reference
 from apportion.parallel.recurrent_cut import cut
-from apportion.parallel.split import Alike, Part, SplitStep
+from apportion.parallel.split import Alike, MakePart, Part, SplitStep
 from apportion.parallel.wavefront import WavefrontPart
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
@@ -47,6 +48,8 @@ from apportion.world import World
 @dataclass(frozen=True, repr=False)
 class WavefrontParallel(Strategy):
     """Each worker computes layers of a recurrent net, chunk by chunk in time."""
+
+    survives = True
 
     chunk: int | None = None
     """Moments that go from layer to layer at once; None: by a rule (``recurrent_layer.chunk_length``)."""
@@ -62,20 +65,23 @@ class WavefrontParallel(Strategy):
     def build(self, workload: Workload, world: World) -> Step:
         _refuse(workload, world)
 
-        def part(model: nn.Module, inputs: Any) -> Part:
-            found = cut(model, inputs, carries=workload.carry is not None)
-            layers = found.net.num_layers
-            if layers < world.size:
-                raise ValueError(
-                    f"{found.path or type(model).__name__} has num_layers={layers}, and each of {world.size} workers "
-                    f"holds one at least: use workers<={layers}, or data_parallel"
-                )
-            if world.size == 1:
-                return Alike(model)
-            seen = Carry(workload.carry, world.device, workload.dtype) if workload.carry is not None else None
-            return WavefrontPart(found, world.group(), self.chunk, seen)
+        def part(world: World) -> MakePart:
+            return lambda model, inputs: self._part(model, inputs, workload, world)
 
-        return SplitStep(workload, world, part)
+        return SplitStep(workload, world, part(world), again=part)
+
+    def _part(self, model: nn.Module, inputs: Any, workload: Workload, world: World) -> Part:
+        found = cut(model, inputs, carries=workload.carry is not None)
+        layers = found.net.num_layers
+        if layers < world.size:
+            raise ValueError(
+                f"{found.path or type(model).__name__} has num_layers={layers}, and each of {world.size} workers "
+                f"holds one at least: use workers<={layers}, or data_parallel"
+            )
+        if world.size == 1:
+            return Alike(model)
+        seen = Carry(workload.carry, world.device, workload.dtype) if workload.carry is not None else None
+        return WavefrontPart(found, world.group(), self.chunk, seen)
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return reference(workload)
