@@ -578,3 +578,17 @@ def test_a_model_is_left_as_it_was_by_being_traced() -> None:
 def test_the_kernel_is_chosen_by_what_a_layer_is() -> None:
     assert isinstance(layer(nn.GRU(3, 3), 0), TorchLayer)
     assert isinstance(layer(nn.LSTM(3, 3, proj_size=2), 0), TorchLayer)
+
+
+def test_the_example_equals_one_device_on_a_smaller_net(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[1] / "examples"), *sys.path])
+    import char_lstm  # type: ignore[import-not-found]
+
+    monkeypatch.setattr(char_lstm, "HIDDEN", 8)
+    monkeypatch.setattr(char_lstm, "LENGTH", 11)
+    monkeypatch.setattr(char_lstm, "text", lambda: char_lstm.made_up()[:2000])
+    workload = replace(char_lstm.workload, batch_size=6, precision="float64")
+    with by_value(char_lstm):
+        proof = apportion.check(workload, WavefrontParallel(), workers=3)
+    assert proof.rounds[0].worst.absolute <= EXACT
+    assert proof.holds
