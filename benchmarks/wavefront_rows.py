@@ -21,7 +21,8 @@ from table import main, measured
 
 HERE = Path(__file__).resolve().parent
 OURS, TWIN, THREADS = (str(HERE / name) for name in ("ours.py", "peers/twin.py", "peers/threads.py"))
-ROUNDS = 15
+ROUND_SECONDS_IN_ALL, ROUNDS = 60.0, 15
+"""Of slow steps fewer rounds."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,10 @@ class AgainstTwins:
         ):
             ours.wait_until_ready()
             peer.wait_until_ready()
-            steps = max(1, round(ROUND_SECONDS / mean([warmed_up(ours), warmed_up(peer)])))
-            rounds = [(ours.go(steps), peer.go(steps)) for _ in range(ROUNDS)]
+            seconds = mean([warmed_up(ours), warmed_up(peer)])
+            steps = max(1, round(ROUND_SECONDS / seconds))
+            many = max(3, min(ROUNDS, round(ROUND_SECONDS_IN_ALL / (2 * steps * seconds))))
+            rounds = [(ours.go(steps), peer.go(steps)) for _ in range(many)]
         own, other = (median(seconds) for seconds in zip(*rounds, strict=True))
         ours, peer = steps * self.batch_size / own, copies * steps * self.batch_size / other
         return ours, peer, ours / peer
