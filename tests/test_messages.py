@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import random
+import signal
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +20,13 @@ from hypothesis import strategies as st
 from ranks import on_ranks
 from torch import Tensor
 
-from apportion.comm import shared_memory
+from apportion.comm import meeting, shared_memory
 from apportion.comm.group import DONE, Alone, Group, Waits
 from apportion.comm.link import LINE, PIECE, RING, Receiver, Sender, nbytes
+from apportion.comm.membership import Membership
+from apportion.comm.process_group import ProcessGroup
+from apportion.comm.shared_memory import SharedMemory, links_in
+from apportion.errors import MembershipChanged, PeerLost
 from apportion.world import World
 
 
@@ -263,7 +269,7 @@ def test_no_more_memory_is_touched_than_was_under_way() -> None:
 
 def nap_and_send(world: World, rounds: int) -> float:
     """The longest round trip. Nobody looks again by itself for seconds: whoever is not woken shows."""
-    shared_memory.SLEEP_SECONDS = shared_memory.NAP_SECONDS = 5.0
+    meeting.SLEEP_SECONDS = meeting.NAP_SECONDS = 5.0
     group, naps, longest = world.group(), random.Random(world.rank), 0.0
     group.meeting._spin = 0.0
     into, message = torch.empty(8), torch.zeros(8)
@@ -305,56 +311,133 @@ def test_who_waits_for_a_message_sleeps() -> None:
     assert max(on_ranks(wait_long, 2)) < 0.1
 
 
-# Parts of a world
+# Ranks that die
 
 
-def in_parts(world: World) -> list[Any]:
-    """A mesh of 2 x 2, a part of a part, and the whole."""
-    across = world.split("tensor", [[0, 1], [2, 3]])
-    along = world.split("pipe", [[2, 0], [1, 3]])  # 2 comes first
-    found: list[Any] = []
-    for part in (across, along, along.split("one", [[0], [1]])):
-        total = torch.tensor([10.0**world.rank])
-        part.group().all_reduce(total).wait()
-        found.append((part.rank, part.size, total.item()))
-    assert world.group("tensor") is across.group()
-    assert world.split("tensor", [[0, 1], [2, 3]]) is across
-    total = torch.tensor([10.0**world.rank])
-    world.group().all_reduce(total).wait()
-    along.group().send(total * along.rank, 1 - along.rank).wait()
-    along.group().receive(total, 1 - along.rank).wait()
-    return [*found, total.item()]
+def after_a_death(world: World, sends: bool) -> list[Any]:
+    """This process and a child of it exchange messages; the child sends one more, and is killed."""
+    memory = memoryview(mmap.mmap(-1, shared_memory.nbytes(2) + 4 * nbytes))
+    links = links_in(memory[shared_memory.nbytes(2) :], 2)
+    child = os.fork()
+    group = SharedMemory(memory[: shared_memory.nbytes(2)], int(child == 0), 2, links=links)
+    other, small = 1 - group.rank, torch.zeros(1)
+    group.send(small, other)
+    group.receive(small, other).wait()
+    if child == 0:
+        group.send(torch.ones(1), other)
+        group.barrier()
+        while True:
+            signal.pause()
+    group.barrier()
+    os.kill(child, signal.SIGKILL)
+    group.receive(small, other).wait()
+    assert small.item() == 1.0, "what was sent before is there"
+    began = time.perf_counter()
+    try:
+        (group.send(torch.zeros(RING), other) if sends else group.receive(small, other)).wait()
+    except PeerLost as error:
+        return [str(error).replace(str(child), "PID"), time.perf_counter() - began]
+    finally:
+        os.waitpid(child, 0)
+    return ["nobody was missed", 0.0]
 
 
-def test_parts_of_a_world_have_ranks_and_collectives_of_their_own() -> None:
-    assert on_ranks(in_parts, 4) == [
-        [(0, 2, 11.0), (1, 2, 101.0), (0, 1, 1.0), 0.0],
-        [(1, 2, 11.0), (0, 2, 1010.0), (0, 1, 10.0), 1111.0],
-        [(0, 2, 1100.0), (0, 2, 101.0), (0, 1, 100.0), 1111.0],
-        [(1, 2, 1100.0), (1, 2, 1010.0), (0, 1, 1000.0), 0.0],
-    ]
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_killed_rank_ends_a_wait_for_a_message_in_about_a_second_and_is_named(sends: bool) -> None:
+    ((said, seconds),) = on_ranks(after_a_death, 1, sends)
+    assert said == "rank 0 lost rank 1: its process PID has ended"
+    assert seconds < 2.0
 
 
-def over_torch(world: World, memory: bool, function: Any, *arguments: Any) -> tuple[Any, str]:
-    """The function where nobody hands out memory; ``memory``: the ranks may find some of their own."""
-    own = World.from_env(device="cpu")
-    own = own if memory else replace(own, local_size=1)  # as if each were on a host of its own
-    found = function(own, *arguments)
+def with_deadline(world: World) -> SharedMemory:
+    links = links_in(world.shared("links", 4 * nbytes), 2)
+    return SharedMemory(world.shared("meet", shared_memory.nbytes(2)), world.rank, 2, links=links, deadline=0.5)
+
+
+def waits_in_vain(world: World) -> list[float]:
+    group, seconds = with_deadline(world), []
+    for call in (group.receive, group.send) if world.rank == 0 else ():
+        began = time.perf_counter()
+        with pytest.raises(PeerLost, match="rank 0 has waited 0 s for rank 1"):
+            call(torch.zeros(RING), 1).wait()
+        seconds.append(time.perf_counter() - began)
+    world.group().barrier()
+    return seconds
+
+
+def test_a_message_that_never_comes_and_one_that_nobody_takes_end_at_the_deadline() -> None:
+    seconds, _ = on_ranks(waits_in_vain, 2)
+    assert len(seconds) == 2
+    assert all(0.5 <= s < 2.0 for s in seconds)
+
+
+def takes_its_time(world: World) -> float:
+    """The wait of rank 0 for the last of its messages to be taken, of which rank 1 takes one at a time."""
+    group, message = with_deadline(world), torch.zeros(1 << 20, dtype=torch.uint8)
+    if world.rank == 1:
+        for _ in range(14):
+            time.sleep(0.2)
+            group.receive(message, 0).wait()
+        return 0.0
+    works = [group.send(message, 1) for _ in range(14)]
+    began = time.perf_counter()
+    works[-1].wait()
+    return time.perf_counter() - began
+
+
+def test_a_rank_that_is_slow_but_at_work_may_take_longer_than_the_deadline() -> None:
+    assert on_ranks(takes_its_time, 2)[0] > 1.0
+
+
+def until_changed(world: World, sends: bool) -> float:
+    """Rank 1 changes the membership while rank 0 waits for it: when it was changed, or when that was noticed."""
+    members = Membership(world.shared("page", Membership.nbytes(2)), 2)
+    group = replace(world, members=members).group()
+    group.barrier()
+    if world.rank == 1:
+        time.sleep(0.3)  # rank 0 is well asleep
+        changed = time.perf_counter()
+        members.open_change()
+        return changed
+    try:
+        (group.send(torch.zeros(RING), 1) if sends else group.receive(torch.zeros(1), 1)).wait()
+    except MembershipChanged:
+        return time.perf_counter()
+    raise AssertionError("nobody came, and yet the wait has ended")
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_change_of_the_membership_ends_the_wait_for_a_message_within_tens_of_milliseconds(sends: bool) -> None:
+    noticed, changed = on_ranks(until_changed, 2, sends)
+    assert 0.0 <= noticed - changed < 0.08
+
+
+def lost_over_torch(world: World) -> str:
+    group = ProcessGroup.connect(rank=world.rank, size=2, device=world.device, local_size=2)
+    group.barrier()
+    if world.rank == 1:
+        dist.destroy_process_group()  # its sockets close, as those of a process that dies
+        return ""
+    try:
+        group.receive(torch.zeros(1), 1).wait()
+    except PeerLost as error:
+        return str(error)
+    return "received"
+
+
+def test_a_lost_rank_ends_the_wait_for_a_message_of_gloo() -> None:
+    assert on_ranks(lost_over_torch, 2)[0].startswith("rank 0 lost another rank in a collective: ")
+
+
+def over_gloo(world: World, wanted: list[Exchange]) -> tuple[list[str], str]:
+    own = replace(World.from_env(device="cpu"), local_size=1)  # as if each were on a host of its own
+    found = make_exchanges(own, wanted)
     group = type(own.group()).__name__
     own.close()
-    assert not dist.is_initialized()
     return found, group
-
-
-@pytest.mark.parametrize("memory", [False, True])
-def test_parts_of_a_world_are_the_same_over_torch_distributed(memory: bool) -> None:
-    expected = on_ranks(in_parts, 4)
-    for (found, group), same in zip(on_ranks(over_torch, 4, memory, in_parts), expected, strict=True):
-        assert found == same
-        assert memory or group == "ProcessGroup"
 
 
 def test_messages_are_the_same_over_torch_distributed() -> None:
     sizes = ((0, 1, 64, 1000, 70_000), (3, 0, 65, 7, 100), (1 << 20, 8, 9 << 20, 10, 11))
     wanted = [Exchange(sizes, ((1, 2, 1), (1, 1, 2), (2, 1, 0))), Exchange(sizes, ((0, 0, 0),) * 3)]
-    assert on_ranks(over_torch, 3, False, make_exchanges, wanted) == [([], "ProcessGroup")] * 3
+    assert on_ranks(over_gloo, 3, wanted) == [([], "ProcessGroup")] * 3
