@@ -103,9 +103,9 @@ class WavefrontPart(Part):
         if x is not None and x.dim() != 3:
             raise ValueError(f"the recurrent layers get {x.dim()} dimensions, and need time, rows and features: 3")
         x = x.transpose(0, 1) if x is not None and rows_first else x
-        shape = self._told_shape(x)
+        *shape, length = self._told_shape(x)
         begun = cut.evaluate(graphs.begun, graphs.hx, graphs, known, None)
-        ran = Ran(chunks(shape[0], self._chunk or self._length(*shape)), x)
+        ran = Ran(chunks(shape[0], length), x)
         leaves = self._zeros(shape[1]) if begun is None else tuple(tree.tensors(begun))
         for number in self._numbers:
             y = self._run_layer(number, shape, leaves, ran, training=training)
@@ -122,15 +122,15 @@ class WavefrontPart(Part):
             carried = cut.evaluate(graphs.ended, graphs.state, graphs, known, (None, self._as_state(ran.ended)))
         return outputs, carried, ran
 
-    def _told_shape(self, x: Tensor | None) -> tuple[int, int]:
-        """Time and rows, which the first rank knows."""
-        shape = torch.tensor([0, 0] if x is None else x.shape[:2], dtype=torch.int64)
+    def _told_shape(self, x: Tensor | None) -> list[int]:
+        """Time, rows and the length of a chunk, which the first rank knows."""
+        known = [0, 0, 0] if x is None else [*x.shape[:2], self._chunk or self._length(*x.shape[:2])]
+        told = torch.tensor(known, dtype=torch.int64)
         if self._rank > 0:
-            self._group.receive(shape, self._rank - 1).wait()
+            self._group.receive(told, self._rank - 1).wait()
         if self._rank + 1 < self._ranks:
-            self._sent.append(self._group.send(shape, self._rank + 1))
-        time, rows = shape.tolist()
-        return time, rows
+            self._sent.append(self._group.send(told, self._rank + 1))
+        return [int(number) for number in told]
 
     def _length(self, time: int, rows: int) -> int:
         short = all(isinstance(own, LSTMLayer) for own in self._layers.values())
@@ -152,7 +152,7 @@ class WavefrontPart(Part):
         return kept
 
     def _run_layer(
-        self, number: int, shape: tuple[int, int], begun: tuple[Tensor, ...], ran: Ran, *, training: bool
+        self, number: int, shape: list[int], begun: tuple[Tensor, ...], ran: Ran, *, training: bool
     ) -> Tensor:
         """The layer's outputs, sent on chunk by chunk."""
         own, is_last = self._layers[number], number == self._many - 1
