@@ -1,0 +1,104 @@
+"""wavefront_parallel: each worker holds layers of a recurrent net, and works one chunk of time behind the layer below.
+
+Papers: Appleyard, Kocisky and Blunsom, "Optimizing Performance of Recurrent Neural Networks on GPUs", 2016 (the
+wavefront over layers and time); Wu et al., "Google's Neural Machine Translation System", 2016 (a layer a device);
+Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC 2021 (a device takes every n-th
+layer, so that the ends are short).
+
+::
+
+    layer 1  rank 1            0  1  2  3 | loss |  3  2  1  0             gradients of layer 1's weights, update
+    layer 0  rank 0         0  1  2  3                 3  2  1  0          of layer 0's
+                            forward, chunk by chunk    backward, in reverse
+
+Exact: state and gradient go from chunk to chunk as from moment to moment. What comes before the recurrent layers is on
+the first layer's worker, what comes after them (and the loss) on the last one's.
+
+Price, with L layers on n workers, T moments in chunks of k: ``t = t_step / n * (1 + (n - 1) / n * k n / (L T) * 2 / 3)
++ t_before + t_after + 2 (L - 1) B T H / bandwidth + 2 L T / (n k) * latency``. A third of the work, the gradients of
+the weights, keeps nobody waiting.
+
+Wins with two or more layers of about the same size, over long sequences: no batch is cut, so each product keeps all
+its rows, and no weight travels. Loses where there are fewer layers than workers, where what comes before or after
+(a large vocabulary) outweighs a layer, and to data_parallel at large batches, where rows are work enough for all.
+
+A worker's death loses nothing on one host, but for a carried state: every worker keeps its part in memory that outlives
+it, and the step under way is made again. Elsewhere, and with carry=, the run goes back to its last checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import nn
+
+from apportion.parallel.carry import Carry
+from apportion.parallel.one_device import reference
+from apportion.parallel.recurrent_cut import cut
+from apportion.parallel.split import Alike, MakePart, Part, SplitStep
+from apportion.parallel.wavefront import WavefrontPart
+from apportion.strategy import State, Step, Strategy
+from apportion.workload import Workload
+from apportion.world import World
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class WavefrontParallel(Strategy):
+    """Each worker computes layers of a recurrent net, chunk by chunk in time."""
+
+    survives = True
+
+    chunk: int | None = None
+    """Moments that go from layer to layer at once; None: by a rule (``recurrent_layer.chunk_length``)."""
+
+    def __post_init__(self) -> None:
+        if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
+            raise ValueError(f"chunk={self.chunk!r} must be a whole number of at least 1, or None for the rule")
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def build(self, workload: Workload, world: World) -> Step:
+        _refuse(workload, world)
+
+        def part(world: World) -> MakePart:
+            return lambda model, inputs: self._part(model, inputs, workload, world)
+
+        return SplitStep(workload, world, part(world), again=part)
+
+    def _part(self, model: nn.Module, inputs: Any, workload: Workload, world: World) -> Part:
+        found = cut(model, inputs, carries=workload.carry is not None)
+        layers = found.net.num_layers
+        if layers < world.size:
+            raise ValueError(
+                f"{found.path or type(model).__name__} has num_layers={layers}, and each of {world.size} workers "
+                f"holds one at least: use workers<={layers}, or data_parallel"
+            )
+        if world.size == 1:
+            return Alike(model)
+        seen = Carry(workload.carry, world.device, workload.dtype) if workload.carry is not None else None
+        return WavefrontPart(found, world.group(), self.chunk, seen)
+
+    def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
+        return reference(workload)
+
+
+def _refuse(workload: Workload, world: World) -> None:
+    if world.device.type != "cpu":
+        raise ValueError(
+            f"device={world.device.type!r}: on a GPU, cuDNN runs the wavefront inside of nn.LSTM; use data_parallel, "
+            'or device="cpu"'
+        )
+    if workload.precision not in ("float32", "float64"):
+        raise ValueError(
+            f"precision={workload.precision!r} has the recurrent kernel choose a type for each operation: "
+            'use precision="float32", or data_parallel'
+        )
+    if workload.update is not None:
+        raise ValueError(
+            "update= asks for the gradient of a loss that only the last worker computes: use data_parallel"
+        )
