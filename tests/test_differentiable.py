@@ -9,7 +9,9 @@ import torch
 from ranks import on_ranks
 from torch import Tensor
 
-from apportion.comm.differentiable import gather_rows
+from apportion.comm.differentiable import (
+    all_gather, copy_to, gather_from, gather_rows, reduce_from, reduce_scatter, scatter_to,
+)  # fmt: skip
 from apportion.comm.message import broadcast_message, broadcast_tensors
 from apportion.world import World
 
@@ -64,6 +66,70 @@ def numeric_gradient(world: World) -> bool:
 
 def test_the_gradient_is_that_of_finite_differences() -> None:
     assert on_ranks(numeric_gradient, 3) == [True] * 3
+
+# Every function by torch's own gradcheck: each rank differentiates the same whole function, in lockstep
+
+
+def checked(world: World, which: str, sizes: tuple[int, ...], dim: int) -> bool:
+    """Of one value that is a function of every rank's inputs, which all ranks know."""
+    group, rank = world.group(), world.rank
+    generator = torch.Generator().manual_seed(7)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    def shape(rows: int) -> tuple[int, ...]:
+        return (rows, 2) if dim == 0 else (2, rows)
+
+    whole, own = shape(sum(sizes)), shape(sizes[rank])
+    weights = [random(*whole) for _ in range(group.size)]
+
+    def local(x: Tensor) -> Tensor:
+        """A function that differs between ranks, and uses its argument twice."""
+        weight = weights[rank].view(-1)[: x.numel()].view(x.shape)
+        return (torch.tanh(x * weight) * x).sum()
+
+    def alike(x: Tensor) -> Tensor:
+        return (torch.tanh(x * weights[0]) * x).sum()
+
+    def parts_of(flat: Tensor) -> Tensor:
+        """This rank's part, out of all ranks' parts one behind the other."""
+        start = sum(sizes[:rank]) * 2
+        return copy_to(flat, group)[start : start + sizes[rank] * 2].view(own)
+
+    def each_whole(stack: Tensor) -> Tensor:
+        return copy_to(stack, group)[rank]
+
+    functions: dict[str, tuple[Any, Tensor]] = {
+        "copy_to": (lambda x: reduce_from(local(copy_to(x, group)), group), random(*whole)),
+        "reduce_from": (lambda x: alike(reduce_from(each_whole(x), group)), random(group.size, *whole)),
+        "scatter_to": (lambda x: reduce_from(local(scatter_to(x, group, dim, sizes)), group), random(*whole)),
+        "gather_from": (lambda x: alike(gather_from(parts_of(x), group, dim, sizes)), random(sum(sizes) * 2)),
+        "all_gather": (
+            lambda x: reduce_from(local(all_gather(parts_of(x), group, dim, sizes)), group), random(sum(sizes) * 2),
+        ),
+        "reduce_scatter": (
+            lambda x: reduce_from(local(reduce_scatter(each_whole(x), group, dim, sizes)), group),
+            random(group.size, *whole),
+        ),
+    }  # fmt: skip
+    function, x = functions[which]
+    twice = lambda x: function(x) + 0.5 * function(x)  # noqa: E731
+    return torch.autograd.gradcheck(twice, (x.requires_grad_(),))
+
+
+SIZES = [(2, 2), (3, 1), (0, 2), (1, 1, 1), (2, 0, 1), (0, 0, 2)]
+FUNCTIONS = ["copy_to", "reduce_from", "scatter_to", "gather_from", "all_gather", "reduce_scatter"]
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_function_has_the_gradient_of_finite_differences(sizes: tuple[int, ...], dim: int) -> None:
+    assert on_ranks(all_checked, len(sizes), FUNCTIONS, sizes, dim) == [[]] * len(sizes)
+
+
+def all_checked(world: World, names: list[str], sizes: tuple[int, ...], dim: int) -> list[str]:
+    return [name for name in names if not checked(world, name, sizes, dim)]
 
 
 TYPES = ("float64", "float32", "bfloat16", "float16", "bool", "int64", "int16", "uint8", "complex64")

@@ -28,22 +28,26 @@ def evaluate(
     every: Mapping[str, Any] = evaluation.metrics
     objects = {name: make() for name, make in every.items() if _is_factory(make)}
     sums = torch.zeros(len(means) + 1, dtype=torch.float64)
-    shard = DataShard(group.rank, group.size)
+    seen = False
+    shard = DataShard() if step.whole else DataShard(group.rank, group.size)
     for number in range(len(source)):
         batch = source.at(number, shard)
         outputs = step.predict(batch)
         if outputs is not None:
             values = [float(metric(outputs, batch.targets)) for metric in means.values()]
             sums += torch.tensor([*(v * len(batch) for v in values), float(len(batch))], dtype=torch.float64)
-        if objects:
+            seen = True
+        if objects and not step.whole:
             _feed(objects, outputs, batch, group, step.device)
+        elif outputs is not None:
+            _update(objects, outputs, batch.targets)
         beat()
-    sums = sums.to(step.device)
+    computed = [float(metric.compute()) if seen or not step.whole else 0.0 for metric in objects.values()]
+    sums = torch.cat([sums, torch.tensor(computed if step.whole else [], dtype=torch.float64)]).to(step.device)
     group.all_reduce(sums).wait()
     totals = sums.tolist()
-    results = {name: total / totals[-1] for name, total in zip(means, totals, strict=False)}
-    for name, metric in objects.items():
-        results[name] = float(metric.compute())
+    results = {name: total / totals[len(means)] for name, total in zip(means, totals, strict=False)}
+    results |= zip(objects, totals[len(means) + 1 :] if step.whole else computed, strict=True)
     return {name: results[name] for name in evaluation.metrics}
 
 
@@ -63,6 +67,10 @@ def _feed(objects: Mapping[str, Any], outputs: Any, batch: Batch, group: Group, 
         outputs, targets = _whole(outputs, batch, group, device)
     else:
         targets = batch.targets
+    _update(objects, outputs, targets)
+
+
+def _update(objects: Mapping[str, Any], outputs: Any, targets: Any) -> None:
     for metric in objects.values():
         metric.update(outputs, targets)
 

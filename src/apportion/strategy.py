@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
+from apportion.fingerprint import fingerprint
 from apportion.values import Value
 from apportion.workload import Workload
 from apportion.world import World
@@ -82,6 +83,8 @@ class Step(ABC):
     lockstep: bool = True
     """Do all ranks make the same steps together? False: each goes its own way, no step waits for another rank, and
     rank 0 alone evaluates and saves (``predict`` and ``state_dict`` are called by it alone)."""
+    whole: bool = False
+    """Does every rank take whole batches, of which one rank has the outputs? So it is where the network is split."""
 
     @property
     @abstractmethod
@@ -148,6 +151,15 @@ class Step(ABC):
     @abstractmethod
     def spent(self) -> Mapping[str, float]:
         """Seconds so far in ``loading``, ``waiting`` (in collectives) and ``updating``; the rest is computing."""
+
+    @property
+    def parameters(self) -> int:
+        """How many the plain model has."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def fingerprint(self, workload: Workload) -> dict[str, Any]:
+        """What a run that goes on from this one's checkpoints must have in common with it; as plain JSON."""
+        return fingerprint(workload, self.model, self.optimizers, self.source.deal.examples)
 
     def held(self) -> Held:
         """Where the weights, optimizer slots and buffers are in memory, now."""

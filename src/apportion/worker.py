@@ -25,7 +25,7 @@ from apportion.comm.group import Alone
 from apportion.errors import CheckpointError, MembershipChanged
 from apportion.evaluate import evaluate
 from apportion.event import Event
-from apportion.fingerprint import check_fingerprint, fingerprint
+from apportion.fingerprint import check_fingerprint
 from apportion.job import Job
 from apportion.meter import Meter
 from apportion.parallel.recovery import broadcast_state
@@ -147,9 +147,8 @@ class _Run:
     def _open_evaluation(self) -> Batches | None:
         if self.workload.evaluation is None:
             return None
-        source = Batches.of_evaluation(
-            self.workload, device=self.step.device, dtype=self.source.dtype, rank=self.world.rank
-        )
+        rank = 0 if self.step.whole else self.world.rank  # who loads the same batch draws the same numbers for it
+        source = Batches.of_evaluation(self.workload, device=self.step.device, dtype=self.source.dtype, rank=rank)
         source.load_ahead(self.job.loaders)
         return source
 
@@ -161,7 +160,7 @@ class _Run:
             return
         state = None
         if self.directory is not None:
-            mark = fingerprint(self.workload, self.step.model, self.step.optimizers, self.source.deal.examples)
+            mark = self.step.fingerprint(self.workload)
             if self.job.resume and (self.directory.steps() or not self._started(mark)):
                 state = self.directory.resume(mark)
             elif not self.job.resume:
@@ -198,7 +197,7 @@ class _Run:
             workers=self.world.size,
             threads=torch.get_num_threads(),
             device=str(self.step.device.type),
-            parameters=sum(p.numel() for p in self.step.model.parameters()),
+            parameters=self.step.parameters,
             examples=self.source.deal.examples,
             batch_size=self.workload.batch_size,
             steps=steps,

@@ -24,6 +24,13 @@ def broadcast_message(message: Any, group: Group, *, source: int = 0, device: to
     return json.loads(buffer.cpu().numpy().tobytes())
 
 
+def gather_messages(message: Any, group: Group, *, device: torch.device | None = None) -> list[Any]:
+    """Every rank's message (plain JSON), in rank order."""
+    data = np.frombuffer(json.dumps(message).encode(), dtype=np.uint8).copy()
+    rows = group.all_gather_rows(torch.from_numpy(data).to(device or "cpu"))
+    return [json.loads(row.cpu().numpy().tobytes()) for row in rows]
+
+
 def broadcast_tensors(
     tensors: dict[str, Tensor] | None, group: Group, *, source: int = 0, device: torch.device | None = None
 ) -> dict[str, Tensor]:

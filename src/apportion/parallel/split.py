@@ -1,0 +1,346 @@
+"""A network of which every rank has a part: what the strategies that cut a model build on.
+
+::
+
+    plain model --part()--> this rank's part: a module that holds pieces of the plain tensors, under their plain names
+
+    backward   the part runs the whole batch, with the other ranks' parts; gradients of its pieces are left in p.grad
+    sums       partial gradients (a weight that several ranks use) are added up over those that hold it
+    clip       by the norm of the whole gradient: each element is counted by one owner
+    update     every rank updates its own pieces; the optimizer was made for the plain model, and its groups kept
+    state      put together from the owners, tensor by tensor: the plain model's keys, whole tensors
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)  # fmt: skip
+
+from apportion.batch import Batch, Batches
+from apportion.comm.message import broadcast_tensors, gather_messages
+from apportion.deal import DataShard
+from apportion.parallel.gradients import GradientSum
+from apportion.parallel.pieces import Layout, Piece
+from apportion.parallel.plain_model import PlainModel
+from apportion.parallel.replica import Replica, seed_everything
+from apportion.plain import from_plain, to_plain
+from apportion.strategy import State, Step
+from apportion.workload import Workload
+from apportion.world import World
+
+__all__ = ["Alike", "Part", "Piece", "SplitStep"]
+
+ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop)
+"""Optimizers that update each weight by itself, so that a slice needs nothing of the others."""
+BY_PARAMETER = (*ELEMENTWISE, Adafactor, SparseAdam, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []))
+"""Those that update each parameter by itself, so that a stage needs nothing of the others."""
+
+
+class Part(ABC):
+    """One rank's part of a network, and how it is run."""
+
+    model: nn.Module
+    """Its parameters and buffers, under their plain names."""
+    pieces: Mapping[str, Piece]
+    """By plain name; a name that is missing: whole, held by every rank that has it, its gradient alike everywhere."""
+    alike: ClassVar[bool] = False
+    """Do all ranks compute the same outputs and the same loss? Then they draw the same random numbers, too."""
+
+    @abstractmethod
+    def backward(self, replica: Replica, batch: Batch) -> Tensor | None:
+        """Of a whole global batch: sets ``p.grad`` of its own parameters; the batch's mean loss (detached), None where
+        only another rank knows it. What is not needed of the batch is not to be touched: it loads when it is."""
+
+    @abstractmethod
+    def predict(self, replica: Replica, batch: Batch) -> Any | None:
+        """Outputs of the whole batch in evaluation mode; None where another rank has them."""
+
+    def close(self) -> None:  # noqa: B027 (nothing to let go of is the common case)
+        """Let go of what it holds."""
+
+
+class Alike(Part):
+    """Every rank calls ``model`` on the whole batch and computes the loss alike: its layers do the dividing."""
+
+    alike = True
+
+    def __init__(self, model: nn.Module, pieces: Mapping[str, Piece] | None = None) -> None:
+        self.model, self.pieces = model, pieces or {}
+
+    def backward(self, replica: Replica, batch: Batch) -> Tensor:
+        with replica.autocast():
+            loss = replica.loss(replica.outputs(batch), batch.targets)
+        replica.backward(loss, 1.0)
+        return loss.detach()
+
+    def predict(self, replica: Replica, batch: Batch) -> Any:
+        return replica.predict(batch)
+
+
+@final
+class SplitStep(Step):
+    """One update of a network that the ranks hold in parts.
+
+    ``part``: given the plain model, seeded, and the inputs of a batch, this rank's part; it may take the model's own
+    tensors, and change it.
+    """
+
+    whole = True
+
+    def __init__(self, workload: Workload, world: World, part: Callable[[nn.Module, Any], Part]) -> None:
+        _refuse(workload)
+        self.rank, self.device = world.rank, world.device
+        self._workload, self._world, self._group = workload, world, world.group()
+        dtype = torch.float64 if workload.precision == "float64" else None
+        # Rank 0's draws everywhere: whoever loads a batch loads the same one.
+        self.source = Batches(workload, device=world.device, dtype=dtype, rank=0)
+        self.data_shard = DataShard()
+        seed_everything(workload.seed)
+        plain = workload.model().to(device=world.device, dtype=dtype)
+        self._plain = PlainModel(plain, workload, len(self.source.dataset))  # type: ignore[arg-type]
+        made = workload.optimizer(list(plain.named_parameters()))
+        self._part = part(plain, self.source.at(0, self.data_shard).inputs)
+        if workload.update is not None and not self._part.alike:
+            raise ValueError(
+                "update= asks for the gradient of a loss that only one of the ranks computes: use data_parallel"
+            )
+        del plain
+        self._replica = Replica(
+            self._own_workload(made), rank=0 if self._part.alike else world.rank, device=world.device
+        )
+        self.model, self.optimizers = self._replica.model, self._replica.optimizers
+        for p, name in self._replica.names.items():
+            self._replica.names[p] = self._plain.first[name]
+        self._layout = Layout.of(gather_messages(self._told_pieces(), self._group, device=world.device))
+        self._refuse_optimizers()
+        self._counted = self._layout.owned(world.rank)
+        self._sums = self._make_sums()
+        self._replica.start_schedules(self.source.total)
+        self._loss: Tensor | None = None
+
+    def _own_workload(self, made: Optimizer | Mapping[str, Optimizer]) -> Workload:
+        """The workload of this rank's part. Clipping is between the sums and the update."""
+        for owner, optimizer in ({"": made} if isinstance(made, Optimizer) else made).items():
+            self._plain.move(owner, optimizer, self._part.model, self._part.pieces)
+        self._plain.forget()
+        model = self._part.model
+        return replace(self._workload, model=lambda: model, optimizer=lambda _: made, clip_grad_norm=None)
+
+    def _told_pieces(self) -> dict[str, Any]:
+        """This rank's pieces by the plain names that parameters go by first; what no piece says is whole."""
+        told: dict[str, Any] = {}
+        for key, tensor in self.model.state_dict().items():
+            assert key in self._plain.first, f"{key} is no tensor of the plain model"
+            given, name = self._part.pieces.get(key), self._plain.first[key]
+            piece = given or Piece(tuple(tensor.shape))
+            assert piece.shape == self._plain.shapes[key], f"{key} is {self._plain.shapes[key]}, not {piece.shape}"
+            assert piece.held == tensor.shape, f"the piece of {key} is {piece.held}, not {tuple(tensor.shape)}"
+            if given is not None or name not in told:
+                told[name] = piece.plain()
+        return told
+
+    def _refuse_optimizers(self) -> None:
+        holders = self._layout.holders.values()
+        cut = any(piece.index is not None for held in holders for _, piece in held)
+        spread = cut or any(len(held) < self._group.size for held in holders)
+        known = ELEMENTWISE if cut else BY_PARAMETER
+        for name, optimizer in self.optimizers.items():
+            kind = type(optimizer)
+            if name in self._replica.searching:
+                raise ValueError(f"{kind.__name__} evaluates the loss several times an update: use map_reduce")
+            if spread and kind not in known:
+                raise ValueError(
+                    f"{kind.__name__} is not known to update each {'weight' if cut else 'parameter'} by itself, and no "
+                    f"rank has all of them: use one of {', '.join(k.__name__ for k in known)}, or data_parallel"
+                )
+
+    def _make_sums(self) -> dict[str | None, GradientSum]:
+        """Of the partial gradients: of all, or with ``update`` of one optimizer's at a time."""
+        plain, own = self._plain, {name: p for p, name in self._replica.names.items()}
+        found: dict[str | None, GradientSum] = {}
+        for scope in [None] if self._workload.update is None else list(self.optimizers):
+            terms, sparse = [], []
+            for name, piece, ranks in self._layout.sums():
+                if name in plain.trained and scope in (None, plain.trained[name]):
+                    # Who does not hold it adds nothing.
+                    terms.append(own[name] if self.rank in ranks else _nothing(piece, plain.dtypes[name], self.device))
+                    sparse += terms[-1:] if name in plain.sparse else []
+            if terms:
+                found[scope] = GradientSum(terms, self._group, sparse=sparse)
+        return found
+
+    @property
+    def done(self) -> int:
+        return self._replica.step
+
+    def predict(self, batch: Batch) -> Any | None:
+        outputs = self._part.predict(self._replica, batch)
+        return outputs if self.rank == 0 or not self._part.alike else None
+
+    def backward(self, batch: Batch) -> Tensor | None:
+        self._replica.reseed(batch.step)
+        self._loss = self._part.backward(self._replica, batch)
+        return self._loss
+
+    def update(self) -> Mapping[str, Tensor]:
+        loss, self._loss = self._loss, None
+        loss = self._finish(None, loss)
+        assert loss is not None, "update() follows backward()"
+        for name in self.optimizers:
+            self._replica.apply(name)
+        self._replica.commit()
+        return {"loss": loss}
+
+    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
+        self._replica.gradient(loss, 1.0, optimizer)
+        self._finish(optimizer, loss.detach())
+        self._replica.apply(optimizer)
+        return loss.detach()
+
+    def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
+        if self._workload.update is None:
+            self.backward(batch)
+            return self.update()
+        self._replica.reseed(batch.step)
+        with self._replica.autocast():
+            values = self._workload.update(self, batch)
+        self._replica.commit()
+        return {name: value.detach() for name, value in values.items()}
+
+    @torch.no_grad()
+    def _finish(self, scope: str | None, loss: Tensor | None) -> Tensor | None:
+        """Whole gradients in ``p.grad`` of one optimizer's parameters or of all, clipped; the loss, on every rank.
+        All that an update waits for."""
+        if scope in self._sums:
+            self._sums[scope](None, 0.0)
+        largest = self._workload.clip_grad_norm
+        if largest is None and self._part.alike:
+            return loss
+        gradients = [(p, p.grad) for p in self._replica.trainable(scope) if p.grad is not None]
+        tail = torch.zeros(3, dtype=torch.float64, device=self.device)
+        if loss is not None:
+            tail[0], tail[1] = loss, 1.0
+        if largest is not None:
+            counted = [g for p, g in gradients if self._replica.names[p] in self._counted]
+            norms = [torch.linalg.vector_norm(g).double() for g in counted]
+            tail[2] = torch.stack(norms).square().sum() if norms else 0.0
+        self._group.all_reduce(tail).wait()
+        if largest is not None:
+            scale = (largest / (tail[2].sqrt() + 1e-6)).clamp(max=1.0)
+            for _, gradient in gradients:
+                gradient.mul_(scale.to(gradient.dtype))
+        return (tail[0] / tail[1]).to(self._workload.dtype) if tail[1] else None
+
+    # State
+
+    def state_dict(self) -> State:
+        own = self._replica.state()
+        if self._group.size == 1:
+            return own
+        mine = {"model": {self._plain.first[k]: t for k, t in own.model.items()}, "optimizer": own.optimizer}
+        whole = {part: self._gathered(tensors) for part, tensors in mine.items()}
+        model: dict[str, Tensor] = {}
+        for key in self._plain.first:
+            tensor = whole["model"][self._plain.first[key]]
+            model[key] = tensor if key == self._plain.first[key] else tensor.clone()
+        told = gather_messages(own.settings.get("slots"), self._group, device=self.device)
+        settings = own.settings | ({"slots": _merged(told)} if any(told) else {})
+        return replace(own, model=model, optimizer=whole["optimizer"], settings=settings)
+
+    def _gathered(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors by name, of every rank's pieces."""
+        owned = {key: t.contiguous() for key, t in mine.items() if self._parameter(key) in self._counted}
+        whole: dict[str, Tensor] = {}
+        for rank in range(self._group.size):
+            mine_now = owned if rank == self.rank else None
+            received = broadcast_tensors(mine_now, self._group, source=rank, device=self.device)
+            for key, tensor in received.items():
+                piece = dict(self._layout.owners(self._parameter(key)))[rank]
+                if piece.index is None or piece.held != tensor.shape:  # a slot of another shape is the parameter's
+                    whole.setdefault(key, tensor)
+                    continue
+                if key not in whole:
+                    whole[key] = tensor.new_empty(piece.shape)
+                piece.put(tensor, whole[key])
+        return whole
+
+    def _parameter(self, key: str) -> str:
+        """Whose tensor it is: a name of the model's, or a slot's."""
+        if key in self._layout.holders:
+            return key
+        name = key.rpartition("/")[0]
+        found = (name.removeprefix(f"{owner}/") for owner in self.optimizers if not owner or name.startswith(owner))
+        return next(n for n in found if n in self._layout.holders)
+
+    def load_state_dict(self, state: State) -> None:
+        model = {key: self._own(self._plain.first[key], state.model[key]) for key in self.model.state_dict()}
+        optimizer = {key: self._own(self._parameter(key), t) for key, t in state.optimizer.items()}
+        own = replace(state, model=model, optimizer={k: t for k, t in optimizer.items() if t is not None})
+        self._replica.load(own, slice(0, self._workload.batch_size))
+
+    def _own(self, name: str, whole: Tensor) -> Any:
+        """This rank's piece of a tensor or a slot; None where it has none."""
+        piece = dict(self._layout.holders[name]).get(self.rank)
+        if piece is None or whole.shape != piece.shape:
+            return None if piece is None else whole
+        return piece.of(whole)
+
+    def fingerprint(self, workload: Workload) -> dict[str, Any]:
+        return self._plain.fingerprint(self.optimizers)
+
+    @property
+    def parameters(self) -> int:
+        return self._plain.parameters
+
+    def spent(self) -> Mapping[str, float]:
+        return {"loading": self.source.seconds, "waiting": self._group.waited, "updating": self._replica.seconds}
+
+    def close(self) -> None:
+        self._part.close()
+
+
+def _nothing(piece: Piece, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """A parameter that takes no memory."""
+    return nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(piece.held))
+
+
+def _merged(told: list[Any]) -> Any:
+    """What the ranks' optimizers keep that is no tensor, by optimizer and parameter."""
+    merged: dict[str, dict[str, Any]] = {}
+    for owners in (from_plain(part) for part in told if part):
+        for owner, slots in owners.items():
+            merged[owner] = {**slots, **merged.get(owner, {})}
+    return to_plain(merged, "optimizer")
+
+
+def _refuse(workload: Workload) -> None:
+    for given, why in (
+        (workload.compile, "compile=True would compile a network that waits for other ranks: use compile=False, or"),
+        (
+            workload.precision == "float16",
+            'precision="float16" scales the loss by what whole gradients overflow at: use "bfloat16", or',
+        ),
+    ):
+        if given:
+            raise ValueError(f"{why} data_parallel")
