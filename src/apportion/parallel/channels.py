@@ -31,7 +31,7 @@ Take = Callable[[str, int, Sequence[int] | None], Tensor]
 """This rank's slice of a layer's "weight" or "bias": which dimension, which positions. None: all, as on every rank."""
 
 
-def conv(  # noqa: PLR0913 (what a convolution is of)
+def conv(
     holding: Holding, x: Tensor | Strip, shape: torch.Size, bias: bool, settings: Conv, take: Take
 ) -> Tensor | Strip | None:
     """A convolution with weights of this shape; None where it has too few channels for the ranks."""
@@ -121,5 +121,3 @@ def prelu(holding: Holding, layer: nn.PReLU, x: Strip) -> Strip:
         return x.like(functional.prelu(x.own, holding.use(layer.weight)))
     weight = holding.part(layer, "weight", 0, positions(strip(x.bounds, holding.group.rank)))
     return x.like(functional.prelu(x.own, weight))
-
-

@@ -27,9 +27,7 @@ def ask_all_ranks(layer: _BatchNorm, attendance: Attendance) -> None:
     use_whole_batch(layer, attendance)
 
 
-def group_norm(  # noqa: PLR0913 (what the layer has)
-    x: Strip, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
-) -> Strip:
+def group_norm(x: Strip, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group) -> Strip:
     """GroupNorm; InstanceNorm has a group for each channel."""
     own = x.own
     y = _normalised(own, own.shape[0] * groups, eps, group)
@@ -39,9 +37,7 @@ def group_norm(  # noqa: PLR0913 (what the layer has)
     return x.like(y)
 
 
-def layer_norm(  # noqa: PLR0913 (what the layer has)
-    x: Strip, dims: int, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
-) -> Strip:
+def layer_norm(x: Strip, dims: int, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group) -> Strip:
     """LayerNorm over the last ``dims`` dimensions, of which one is cut; the weights are of its shape."""
     y = _normalised(x.own, x.own.shape[: x.own.dim() - dims].numel(), eps, group)
     start, n = x.bounds[group.rank], x.own.shape[x.dim]

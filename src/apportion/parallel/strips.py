@@ -1,7 +1,7 @@
 """Which rows of an image each rank has, and which it needs: exact whole-number arithmetic, nothing else.
 
-An image of ``length`` rows lies on the ranks in strips, one after the other: ``bounds`` has a number more than there are
-ranks, and rank r has the rows bounds[r] to bounds[r + 1] - 1. Rows are those of any dimension that is cut.
+An image of ``length`` rows lies on the ranks in strips, one after the other: ``bounds`` has a number more than there
+are ranks, and rank r has the rows bounds[r] to bounds[r + 1] - 1. Rows are those of any dimension that is cut.
 
 ::
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from apportion.deal import DataShard
@@ -32,7 +33,7 @@ def equal(length: int, ranks: int) -> Bounds:
 
 def sizes(bounds: Bounds) -> list[int]:
     """Rows of each rank."""
-    return [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [stop - start for start, stop in pairwise(bounds)]
 
 
 class Rows(NamedTuple):

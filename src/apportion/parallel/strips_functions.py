@@ -20,25 +20,36 @@ from apportion.parallel.strips_tensor import Strip, fetched, gathered, moved, no
 Call = Callable[[Holding, Any, tuple[Any, ...], Mapping[str, Any]], Any]
 """(holding, the function as it stands in the model, its arguments): strips among them, and what comes out."""
 
-_NAMES = """abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or
-bitwise_xor ceil clamp clamp_max clamp_min clip copysign cos cosh deg2rad div divide eq erf erfc exp exp2 expm1 floor
-floor_divide fmod frac ge greater gt hypot isfinite isinf isnan ldexp le lerp less lgamma log log10 log1p log2 logaddexp
-logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mul multiply nan_to_num ne neg
-negative positive pow rad2deg reciprocal relu remainder round rsqrt rsub sgn sigmoid sign sin sinc sinh softplus sqrt
-square sub subtract tan tanh true_divide trunc where xlogy zeros_like ones_like""".split()
-_METHODS = """bfloat16 bool clone contiguous detach double float half int long to type type_as""".split()
-_ACTIVATIONS = """celu elu gelu glu_ hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu
-sigmoid silu softplus softshrink softsign tanh tanhshrink threshold""".split()
-_OPERATORS = """abs add and_ eq floordiv ge gt inv invert le lt mod mul ne neg or_ pos pow sub truediv xor iadd isub imul
-itruediv ipow""".split()
+_NAMES = """
+abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor
+ceil clamp clamp_max clamp_min clip copysign cos cosh deg2rad div divide eq erf erfc exp exp2 expm1 floor floor_divide
+fmod frac ge greater gt hypot isfinite isinf isnan ldexp le lerp less lgamma log log10 log1p log2 logaddexp logical_and
+logical_not logical_or logical_xor logit lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative positive
+pow rad2deg reciprocal relu remainder round rsqrt rsub sgn sigmoid sign sin sinc sinh sqrt square sub subtract tan tanh
+true_divide trunc where xlogy zeros_like ones_like
+"""
+_METHODS = "bfloat16 bool clone contiguous detach double float half int long to type type_as fill_ zero_ copy_"
+_ACTIVATIONS = """
+celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu sigmoid silu softplus
+softshrink softsign tanh tanhshrink threshold
+"""
+_OPERATORS = """
+abs add and_ eq floordiv ge gt inv invert le lt mod mul ne neg or_ pos pow sub truediv xor iadd isub imul itruediv ipow
+"""
 
 
 def _elementwise_calls() -> set[Any]:
-    places = ((torch, _NAMES), (functional, _ACTIVATIONS), (operator, _OPERATORS))
-    calls: set[Any] = {getattr(place, name) for place, names in places for name in names if hasattr(place, name)}
-    calls |= {getattr(torch, f"{name}_") for name in _NAMES if hasattr(torch, f"{name}_")}
-    calls |= {getattr(functional, f"{name}_") for name in _ACTIVATIONS if hasattr(functional, f"{name}_")}
-    return calls | {*_NAMES, *(f"{name}_" for name in _NAMES), *_METHODS, "fill_", "zero_", "copy_"}
+    names, activations = _NAMES.split(), _ACTIVATIONS.split()
+    calls: set[Any] = {getattr(operator, name) for name in _OPERATORS.split()}
+    for place, known in ((torch, names), (functional, activations)):
+        both = [*known, *(f"{name}_" for name in known)]
+        calls |= {getattr(place, name) for name in both if hasattr(place, name)}
+    return calls | {*names, *(f"{name}_" for name in names), *_METHODS.split()}
+
+
+def arguments(names: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+    """By name."""
+    return defaults | dict(zip(names.split(), args, strict=False)) | dict(kwargs)
 
 
 def elementwise(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
@@ -102,8 +113,8 @@ def shape(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[st
 
 def flatten(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
     """``flatten(x, 1)``: put off until someone needs it."""
-    x, start, end = (*args, *(kwargs.get(name, d) for name, d in (("start_dim", 0), ("end_dim", -1))))[:3]
-    start = kwargs.get("start_dim", start)
+    given = arguments("input start_dim end_dim", args, kwargs, start_dim=0, end_dim=-1)
+    x, start, end = given["input"], given["start_dim"], given["end_dim"]
     dims = len(x.shape)
     if start % dims != 1 or end % dims != dims - 1:
         raise ValueError(f"flatten({start}, {end}) of {x.held()} would mix rows of several ranks: flatten from 1 on")
@@ -160,8 +171,7 @@ def take(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str
 
 def pad(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
     """``functional.pad``."""
-    names = ("input", "pad", "mode", "value")
-    given = {"mode": "constant", "value": None, **dict(zip(names, args, strict=False)), **kwargs}
+    given = arguments("input pad mode value", args, kwargs, mode="constant", value=None)
     return padded_by(holding, given["input"], list(given["pad"]), given["mode"], given["value"] or 0.0)
 
 
@@ -177,7 +187,7 @@ def padded_by(holding: Holding, x: Strip, pairs: list[int], mode: str, value: fl
         else:
             fill = {"value": value} if mode == "constant" else {}
             x = x.like(functional.pad(x.own, rest[: _shortest(rest, mode, x.own.dim())], mode=mode, **fill))
-    return padded(x, *pair, holding.group, mode=mode, value=value) if any(pair) else x
+    return padded(x, pair[0], pair[1], holding.group, mode=mode, value=value) if any(pair) else x
 
 
 def _shortest(pairs: list[int], mode: str, dims: int) -> int:
@@ -198,7 +208,7 @@ def concatenate(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapp
 def chunk(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Strip]:
     """``chunk`` and ``split`` along a dimension that is not cut."""
     x, many = args[:2] if len(args) > 1 else (args[0], next(v for n, v in kwargs.items() if n != "dim"))
-    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    dim: int = args[2] if len(args) > 2 else kwargs.get("dim", 0)
     if x.flat or dim % x.own.dim() in (x.dim, 0):
         raise ValueError(f"{x.held()} would be taken apart along dimension {dim}, across ranks")
     return [x.like(part) for part in function_of(call)(x.own, many, dim=dim)]
@@ -206,7 +216,9 @@ def chunk(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[st
 
 def softmax(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
     """Along a dimension that is not cut."""
-    x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
+    given = arguments("input dim", args, kwargs, dim=None)
+    x: Strip = given["input"]
+    dim = given["dim"]
     if dim is None or x.flat or dim % x.own.dim() == x.dim:
         raise ValueError(f"it looks along the dimension of {x.held()}")
     return x.like(function_of(call)(x.own, dim=dim))
@@ -214,8 +226,7 @@ def softmax(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[
 
 def mean(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip | Tensor:
     """``mean`` and ``sum``: over the dimension that is cut it is a sum over the ranks, which all of them have then."""
-    names = ("input", "dim", "keepdim", "dtype")
-    given = {"dim": None, "keepdim": False, **dict(zip(names, args, strict=False)), **kwargs}
+    given = arguments("input dim keepdim dtype", args, kwargs, dim=None, keepdim=False)
     x, keep, averaged = given["input"], given["keepdim"], _name(call) == "mean"
     if given.get("dtype") is not None:
         raise ValueError("its dtype= is not known on a strip: convert the tensor first")
@@ -234,14 +245,13 @@ def mean(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str
 
 def dropout(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
     """With the draws of the whole image, of which each rank takes its rows: those of one device."""
-    names = ("input", "p", "training", "inplace")
-    default = {"p": 0.5, "training": True}
-    given = default | dict(zip(names, args, strict=False)) | kwargs
-    x, p = given["input"], given["p"]
+    given = arguments("input p training inplace", args, kwargs, p=0.5, training=True)
+    x: Strip = given["input"]
+    p = given["p"]
     if not given["training"] or p == 0.0:
         return x.like(x.own * 1.0) if not x.flat else x
     whole = list(Strip(x.own, x.dim, x.bounds).shape)
-    if call is not functional.dropout:  # whole channels
+    if _name(call) in ("dropout1d", "dropout2d", "dropout3d"):  # whole channels
         whole[2:] = [1] * (len(whole) - 2)
     mask = call(torch.ones(whole, dtype=x.own.dtype, device=x.own.device), p, True)
     if mask.shape[x.dim] == x.length:
@@ -262,7 +272,7 @@ def _unflat(x: Strip) -> Strip:
 
 
 def _name(call: Any) -> str:
-    return call if isinstance(call, str) else str(call.__name__)
+    return str(call if isinstance(call, str) else call.__name__)
 
 
 def known_calls() -> dict[Any, Call]:

@@ -131,7 +131,7 @@ def rows_of(tensor: Tensor, dim: int, positions: Sequence[int]) -> Tensor:
     """The elements at these positions of a dimension."""
     if isinstance(positions, range) and positions.step == 1:
         return tensor.narrow(dim, positions.start, len(positions))
-    return tensor.index_select(dim, torch.tensor(positions, device=tensor.device))
+    return tensor.index_select(dim, torch.tensor(positions, dtype=torch.int64, device=tensor.device))
 
 
 def positions(rows: Rows) -> range:

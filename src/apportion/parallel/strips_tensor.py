@@ -82,7 +82,7 @@ def fetched(x: Strip, wanted: tuple[Rows, ...], group: Group) -> Tensor:
     plan = halo_of(x.bounds, wanted)
     start = strip(x.bounds, group.rank).start
     if not plan.nothing:
-        own = halo(own.contiguous(), group, x.dim, plan.before, plan.after)
+        own = halo(own.contiguous(), group, x.dim, plan.before, plan.after, sizes=sizes(x.bounds))
         start -= plan.before[group.rank]
     if rows.n <= 0:
         return own.narrow(x.dim, 0, 0)
