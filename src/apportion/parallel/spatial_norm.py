@@ -30,7 +30,7 @@ def ask_all_ranks(layer: _BatchNorm, attendance: Attendance) -> None:
 def group_norm(x: Strip, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group) -> Strip:
     """GroupNorm; InstanceNorm has a group for each channel."""
     own = x.own
-    y = _normalised(own, own.shape[0] * groups, eps, group)
+    y = _normalised(x, own.shape[0] * groups, eps, group)
     for p, combine in ((weight, torch.mul), (bias, torch.add)):
         if p is not None:
             y = combine(y, p.view(-1, *[1] * (own.dim() - 2)))
@@ -39,7 +39,7 @@ def group_norm(x: Strip, groups: int, weight: Tensor | None, bias: Tensor | None
 
 def layer_norm(x: Strip, dims: int, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group) -> Strip:
     """LayerNorm over the last ``dims`` dimensions, of which one is cut; the weights are of its shape."""
-    y = _normalised(x.own, x.own.shape[: x.own.dim() - dims].numel(), eps, group)
+    y = _normalised(x, x.own.shape[: x.own.dim() - dims].numel(), eps, group)
     start, n = x.bounds[group.rank], x.own.shape[x.dim]
     for p, combine in ((weight, torch.mul), (bias, torch.add)):
         if p is not None:
@@ -47,8 +47,11 @@ def layer_norm(x: Strip, dims: int, weight: Tensor | None, bias: Tensor | None, 
     return x.like(y)
 
 
-def _normalised(own: Tensor, rows: int, eps: float, group: Group) -> Tensor:
+def _normalised(x: Strip, rows: int, eps: float, group: Group) -> Tensor:
     """As so many rows of values, each with the mean 0 and the variance 1 over all ranks."""
+    own = x.own
+    if x.shape.numel() == rows:  # each is its own mean
+        return own * 0.0
     matrix = own.reshape(1, rows, own.numel() // rows)
     y, *_ = _Normalize.apply(matrix, None, None, eps, group, own.numel() > 0)
     return y.view(own.shape)  # type: ignore[no-any-return]

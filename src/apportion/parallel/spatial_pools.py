@@ -109,7 +109,7 @@ def adaptive_pool(x: Strip, output_size: Any, kind: str, group: Group) -> Strip 
     given = output_size if isinstance(output_size, Sequence) else [output_size] * dims
     target = [x.own.shape[d + 2] if n is None else int(n) for d, n in enumerate(given)]
     function: Any = _ADAPTIVE[kind][dims - 1]
-    many = length if given[at] is None else target[at]
+    many = target[at] = length if given[at] is None else target[at]
     if many == 1:
         return _to_one(x, target, kind, group)
     made = equal(many, group.size)
@@ -176,4 +176,7 @@ def local_response_norm(x: Strip, settings: tuple[int, float, float, float], gro
 def pixel_shuffle(x: Strip, factor: int) -> Strip:
     """Each pixel becomes a square of them."""
     made = tuple(n * factor for n in x.bounds)
+    if not x.own.numel():
+        shape = [x.own.shape[0], x.own.shape[1] // factor**2, *(n * factor for n in x.own.shape[2:])]
+        return Strip(nothing(shape, x.own), x.dim, made)
     return Strip(functional.pixel_shuffle(x.own, factor), x.dim, made)
