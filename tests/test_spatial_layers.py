@@ -253,6 +253,6 @@ def test_a_layer_on_strips_is_the_layer(kind: str, data: st.DataObject, ranks: i
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))
-@given(data=st.data(), ranks=st.integers(2, 5))
+@given(data=st.data(), ranks=st.integers(2, 4))
 def test_many_layers_on_strips(kind: str, data: st.DataObject, ranks: int) -> None:
     compare([data.draw(KINDS[kind]().filter(Case.works)) for _ in range(2 * CASES)], ranks)

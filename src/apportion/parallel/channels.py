@@ -37,7 +37,13 @@ def conv(
     """A convolution with weights of this shape; None where it has too few channels for the ranks."""
     group, outputs, inputs = holding.group, shape[0], shape[1] * settings.groups
     if settings.groups > 1:
+        holding.grouped = True
         if settings.groups < group.size:
+            if holding.split == "group":
+                raise ValueError(
+                    f"groups={settings.groups} cannot be shared by {group.size} workers: "
+                    f'use workers<={settings.groups}, or split="channel"'
+                )
             return None
         towers = equal(settings.groups, group.size)
         seen: Bounds = tuple(n * shape[1] for n in towers)

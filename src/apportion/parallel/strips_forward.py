@@ -82,6 +82,8 @@ class StripForward:
             raise ValueError(
                 "the network has no convolution or pooling over images: there is nothing to cut; use data_parallel"
             )
+        if self._holding.split == "group" and not self._holding.grouped:
+            raise ValueError('the network has no convolution with groups: use split="channel", or data_parallel')
         pieces = self._holding.cut()
         for layer in dict.fromkeys(self._holding.norms):
             ask_all_ranks(layer, self._holding.attendance)
@@ -139,7 +141,10 @@ class StripForward:
                 )
             return _CALLS[target](self._holding, target, args, kwargs)
         except ValueError as error:
-            raise ValueError(f'{_place(node)} cannot be cut (split="{self._holding.split}"): {error}') from error
+            if not self._holding.planning:
+                raise
+            cure = "" if "use " in str(error) else f"; use {OTHERS}"
+            raise ValueError(f'{_place(node)} cannot be cut (split="{self._holding.split}"): {error}{cure}') from error
 
     def _known_layer(self, name: str, layer: nn.Module) -> Layer:
         """What is done instead of the layer, where it is one of torch's as it was made."""

@@ -224,16 +224,19 @@ def softmax(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[
     return x.like(function_of(call)(x.own, dim=dim))
 
 
-def mean(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip | Tensor:
+def mean(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """``mean`` and ``sum``: over the dimension that is cut it is a sum over the ranks, which all of them have then."""
     given = arguments("input dim keepdim dtype", args, kwargs, dim=None, keepdim=False)
     x, keep, averaged = given["input"], given["keepdim"], _name(call) == "mean"
     if given.get("dtype") is not None:
         raise ValueError("its dtype= is not known on a strip: convert the tensor first")
-    if x.flat:
-        raise ValueError(f"{x.held()} was flattened: take the mean over the image instead")
     dims = x.own.dim()
     asked = range(dims) if given["dim"] in (None, (), []) else given["dim"]
+    if x.flat:
+        if asked not in (1, -1, (1,), [1], (-1,), [-1]):
+            raise ValueError(f"{x.held()} was flattened: only the mean over all of it is known")
+        y = mean(holding, call, (Strip(x.own, x.dim, x.bounds), range(1, dims)), {})
+        return y.unsqueeze(1) if keep else y
     over = sorted({d % dims for d in (asked if not isinstance(asked, int) else (asked,))})
     if x.dim not in over:
         y = function_of(call)(x.own, over, keepdim=keep)

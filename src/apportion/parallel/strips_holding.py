@@ -38,6 +38,8 @@ class Holding:
     """Parameters that are used on strips: each rank's gradient is a term of a sum."""
     alike: set[str] = field(default_factory=set)
     """Parameters that every rank uses on the same values."""
+    grouped: bool = False
+    """Has it a convolution with groups?"""
     norms: list[_BatchNorm] = field(default_factory=list)
     """Those whose statistics are of all ranks."""
 
