@@ -47,7 +47,7 @@ MEASUREMENTS = {
     "conv_height": Twins(
         "5 convolutions of 3x3 at 256x256, batch 2, conv_parallel on 2 ranks against two plain copies at once",
         [str(HERE / "ours.py"), WORKLOAD, "conv_parallel", "2", "memory"],
-        [str(HERE / "peers" / "twin.py"), WORKLOAD, "2"],
+        [str(HERE / "peers" / "twin.py"), WORKLOAD],
         ranks=2,
     )
 }
