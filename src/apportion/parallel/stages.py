@@ -1,0 +1,271 @@
+"""A network in stages, one a rank: each computes some consecutive calls, and hands on what later ones use.
+
+::
+
+    stage 0        stage 1            stage 2
+    conv ---- h -> conv - g ------- -> add(g, h) -> loss
+         \\--- h ---------- h ------ /                          a skip connection travels through the stages between
+
+    backward, from the last to the first: the gradients of what was handed on, h's from both of its users
+
+Arguments of the network and weights do not travel: each stage that uses an argument loads it itself, and a weight that
+several stages use is held by all of them, which sum its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from apportion import tree
+from apportion.batch import Batch
+from apportion.comm.group import Alone
+from apportion.comm.message import broadcast_message
+from apportion.graph import Unfollowed, follow, names
+from apportion.parallel.cuts import balanced, calls, changing_buffers, measured, named
+from apportion.parallel.loss_share import LossShare
+from apportion.parallel.passes import Ends, Passes
+from apportion.parallel.pieces import Piece
+from apportion.parallel.replica import Replica
+from apportion.parallel.split import Part
+from apportion.parallel.stage_graph import StageGraph, adopt_the_rest, prove, terms, used
+from apportion.parallel.turns import turns
+from apportion.workload import Workload
+from apportion.world import World
+
+
+def staged(
+    workload: Workload,
+    world: World,
+    *,
+    microbatches: int = 1,
+    schedule: str = "gpipe",
+    cuts: Sequence[str] | None = None,
+    recompute: bool = False,
+) -> Callable[[nn.Module, Any], Part]:
+    """What makes this rank's part of a model: a stage of it, or where there is one rank all of it."""
+    if cuts is not None and len(cuts) != world.size - 1:
+        raise ValueError(
+            f"cuts={tuple(cuts)} make {len(cuts) + 1} stages, and there are {world.size} workers: use "
+            f"workers={len(cuts) + 1}, or name {world.size - 1} layers"
+        )
+    if world.size > 1 and workload.carry is not None:
+        raise ValueError(
+            "a recurrent state that is carried would go back from the last stage to the first: use wavefront_parallel, "
+            "or data_parallel"
+        )
+
+    def make(model: nn.Module, inputs: Any) -> Part:
+        if world.size == 1:
+            return InParts(model, inputs, microbatches)
+        return Stages(
+            model, inputs, world, microbatches=microbatches, schedule=schedule, cuts=cuts, recompute=recompute
+        )
+
+    return make
+
+
+@final
+class InParts(Part):
+    """The only stage: the whole model, of one micro-batch after the other."""
+
+    alike = True
+
+    def __init__(self, model: nn.Module, inputs: Any, microbatches: int) -> None:
+        if microbatches > 1:
+            _refuse_state(model, changing_buffers(model, tree.rows(inputs, slice(0, 2))), microbatches)
+        self.model, self._microbatches = model, microbatches
+        self.pieces: Mapping[str, Piece] = {}
+
+    def backward(self, replica: Replica, batch: Batch) -> Tensor:
+        share, losses = LossShare(replica, Alone()), []
+        total = share.total(batch)
+        for part in batch.parts(self._microbatches):
+            loss, weight = share(part, own=True, total=total)
+            replica.backward(loss, weight)
+            losses.append(loss.detach() * weight)
+        return sum(losses[1:], losses[0])
+
+    def predict(self, replica: Replica, batch: Batch) -> Any:
+        return replica.predict(batch)
+
+
+@final
+class Stages(Part):
+    """This rank's stage of a network, and how micro-batches pass through it."""
+
+    def __init__(  # noqa: PLR0913 (what a pipeline has)
+        self,
+        model: nn.Module,
+        inputs: Any,
+        world: World,
+        *,
+        microbatches: int,
+        schedule: str,
+        cuts: Sequence[str] | None,
+        recompute: bool,
+    ) -> None:
+        self._world, self._rank, self._size, self._group = world, world.rank, world.size, world.group()
+        self._microbatches, self._schedule, self._recompute = microbatches, schedule, recompute
+        self.most_in_flight = 0
+        """Micro-batches whose activations this stage has kept at once."""
+        stateful = changing_buffers(model, tree.rows(inputs, slice(0, 2)))
+        if microbatches > 1 or recompute:
+            _refuse_state(model, stateful, microbatches)
+        graph = _followed(model)
+        at = self._cut(model, graph, inputs, stateful, cuts)
+        bounds = [0, *at, len(calls(graph))]
+        self.cuts = tuple(names(graph)[calls(graph)[i]] for i in at)
+        """The layers that the stages after the first begin with."""
+        if self._rank == 0:
+            prove(model, graph, bounds, self._sample(inputs))
+        self._arguments = graph
+        self._training = StageGraph(model, graph, bounds, self._rank)
+        self._evaluation = self._for_evaluation(model, graph, at)
+        self.model = self._training.module
+        self._trained = [module for module in self.model.modules() if module.training]
+        self.pieces = terms(model, graph, bounds, self.model)
+        if self._rank == 0:
+            adopt_the_rest(self.model, model, graph)
+        self.ends = Ends.of(self._group, world.device)
+
+    def _cut(
+        self, model: nn.Module, graph: fx.Graph, inputs: Any, stateful: Sequence[str], cuts: Sequence[str] | None
+    ) -> list[int]:
+        """Measured by rank 0 alone: all ranks cut at the same places."""
+        told: Any = None
+        own = [names(graph)[node] for node in calls(graph)]
+        if self._rank == 0:
+            known = Known(self._world)
+            at = known.read()
+            if at is None:
+                places = measured(model, graph, self._sample(inputs), stateful)
+                at = named(places, cuts) if cuts is not None else balanced(places, self._size)
+                known.write(at)
+            told = {"calls": own, "at": at}
+        told = broadcast_message(told, self._group)
+        assert told["calls"] == own, "every rank follows the same network"
+        return [int(i) for i in told["at"]]
+
+    def _sample(self, inputs: Any) -> Any:
+        """A micro-batch of them."""
+        return tree.rows(inputs, slice(0, -(-tree.length(inputs) // self._microbatches)))
+
+    def _for_evaluation(self, model: nn.Module, graph: fx.Graph, at: Sequence[int]) -> StageGraph:
+        """The same stage of the network as it is evaluated: its own graph, where the forward asks ``self.training``."""
+        with _evaluating([module for module in model.modules() if module.training]):
+            evaluated = _followed(model)
+        if str(evaluated) == str(graph):
+            return self._training
+        begins, found = [calls(graph)[i].name for i in at], [node.name for node in calls(evaluated)]
+        other = used(model, calls(evaluated)) - used(model, calls(graph))
+        if other or any(name not in found for name in begins):
+            raise ValueError(
+                f"{type(model).__name__} calls other layers in evaluation than in training, which no stage "
+                "has, or which one begins with: give cuts= at layers that both have, or use data_parallel"
+            )
+        return StageGraph(model, evaluated, [0, *map(found.index, begins), len(found)], self._rank)
+
+    # Training
+
+    def backward(self, replica: Replica, batch: Batch) -> Tensor | None:
+        parts = batch.parts(self._microbatches)
+        passes = Passes(self.run, self.ends, replica, batch, parts)
+        for kind, number in turns(self._schedule, self._rank, self._size, len(parts)):
+            if kind == "forward":
+                passes.forward(number)
+            else:
+                passes.backward(number)
+        self.most_in_flight = max(self.most_in_flight, passes.most)
+        self.ends.finish()
+        return passes.loss
+
+    def run(self, received: Sequence[Any], batch: Batch) -> Any:
+        """The stage's forward pass: what it hands on, or the outputs of the network."""
+        given = self._training.takes(self._arguments, batch)
+        if not self._recompute:
+            return self.model(*given, *received)
+
+        def again(*values: Any) -> Any:  # on copies: what is written to in place is not what it begins with again
+            return self.model(*tree.map_tensors(Tensor.clone, values))
+
+        return checkpoint(again, *given, *received, use_reentrant=False)
+
+    # Evaluation
+
+    @torch.no_grad()
+    def predict(self, replica: Replica, batch: Batch) -> Any | None:
+        received = self.ends.before.receive() if self.ends.before is not None else []
+        with _evaluating(self._trained), replica.autocast():
+            found = self._evaluation.module(*self._evaluation.takes(self._arguments, batch), *received)
+        if self.ends.after is None:
+            return found
+        self.ends.after.send(found)
+        self.ends.after.finish()
+        return None
+
+
+class Known:
+    """Where a run has cut the network: whoever comes in a lost worker's place cuts it there, too."""
+
+    def __init__(self, world: World) -> None:
+        self._memory = None
+        if world.members is not None and world.size == world.local_size:
+            self._memory = world.shared(f"cuts/{world.size}", 8 * (world.size + 1))
+
+    def read(self) -> list[int] | None:
+        if self._memory is None:
+            return None
+        many, *at = self._memory.cast("q")
+        return at[: many - 1] if many else None
+
+    def write(self, at: Sequence[int]) -> None:
+        if self._memory is not None:
+            words = self._memory.cast("q")
+            for i, place in enumerate(at, 1):
+                words[i] = place
+            words[0] = len(at) + 1  # last: it is all there
+
+
+@contextmanager
+def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = True
+
+
+def _followed(model: nn.Module) -> fx.Graph:
+    try:
+        return follow(model)
+    except Unfollowed as error:
+        raise ValueError(
+            f"{error}; so it cannot be cut into stages: put what decides or changes into a module of its own, "
+            "or use data_parallel"
+        ) from error
+
+
+def _refuse_state(model: nn.Module, stateful: Sequence[str], microbatches: int) -> None:
+    """What a forward pass over parts of the batch, or a second one, would make another network of."""
+    what = f"microbatches={microbatches}" if microbatches > 1 else "recompute=True"
+    why = "give {} the statistics of a part of the batch" if microbatches > 1 else "have {} see every batch twice"
+    for name, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
+            raise ValueError(
+                f"{what} would {why.format(name)}: use {what.split('=')[0]}={1 if microbatches > 1 else False}, "
+                "layer_placement, data_parallel, or a normalisation that looks at one example (GroupNorm, LayerNorm)"
+            )
+    if stateful:
+        raise ValueError(
+            f"{what} would change the buffer {stateful[0]} more than once a step: use "
+            f"{what.split('=')[0]}={1 if microbatches > 1 else False}, layer_placement, or data_parallel"
+        )
