@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import networks
 import pytest
+import seats
 import torch
 from networks import momentum, numbers, tabular, workload
 from ranks import by_value, on_ranks
@@ -19,7 +19,6 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Workload
-from apportion.address import load_workload
 from apportion.parallel.one_device import OneDeviceStep
 from apportion.strategies.conv_parallel import ConvParallel
 from apportion.world import World
@@ -108,7 +107,8 @@ def towers() -> nn.Module:
 
 def along() -> nn.Module:
     return nn.Sequential(
-        nn.Conv1d(2, 4, 5, padding=2, padding_mode="circular"), nn.BatchNorm1d(4), nn.ReLU(), nn.AvgPool1d(2, ceil_mode=True),
+        nn.Conv1d(2, 4, 5, padding=2, padding_mode="circular"), nn.BatchNorm1d(4), nn.ReLU(),
+        nn.AvgPool1d(2, ceil_mode=True),
         nn.Conv1d(4, 4, 3, groups=2), nn.SiLU(), nn.AdaptiveMaxPool1d(1), nn.Flatten(), nn.Linear(4, 3),
     )  # fmt: skip
 
@@ -198,6 +198,24 @@ def test_dropout_draws_what_one_device_draws() -> None:
         alone = on_ranks(losses, 1, made)[0]
         for told in on_ranks(losses, 3, made):
             assert told == pytest.approx(alone, rel=1e-12)
+
+
+@pytest.mark.parametrize("split", ["height", "channel"])
+def test_a_killed_worker_changes_nothing(split: Any) -> None:
+    made = workload(normalised, tabular(6, 2, 11, 9), 6, optimizer=adam, steps=60)
+    killed = seats.kills(3, 60, 2, seed=5)
+    with by_value(networks), by_value(sys.modules[__name__]):
+        outcome = seats.on_seats(seats.train, 2, ConvParallel(split=split), made, killed=killed)
+    assert outcome.kills == 3
+    step = OneDeviceStep(made, torch.device("cpu"))
+    while (batch := step.take()) is not None:
+        step(batch)
+    expected = dict(step.state_dict().tensors())
+    for state, _ in outcome.results:
+        assert state.step == 60
+        found = dict(state.tensors())
+        assert found.keys() == expected.keys()
+        assert all((found[name] - t).abs().max() <= EXACT for name, t in expected.items())
 
 
 # What is refused
@@ -301,7 +319,7 @@ def test_a_split_that_there_is_not_is_refused() -> None:
 def test_groups_that_are_fewer_than_the_workers_are_refused() -> None:
     made = workload(towers, tabular(4, 3, 13, 11), 4)
     with (
-        pytest.raises(ValueError, match="4 cannot be cut .*groups=2 cannot be shared by 3 workers: use workers<=2"),
+        pytest.raises(ValueError, match=r"4 cannot be cut .*groups=2 cannot be shared by 3 workers: use workers<=2"),
         by_value(networks),
         by_value(sys.modules[__name__]),
     ):

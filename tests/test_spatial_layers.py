@@ -1,4 +1,4 @@
-"""Layers on strips of an image against torch's own on the whole image: outputs and every gradient, on real processes."""
+"""Layers on strips of an image against torch's own on the whole: outputs and every gradient, on real processes."""
 
 from __future__ import annotations
 
@@ -211,10 +211,16 @@ def norms(draw: st.DrawFn) -> Case:
         arguments = (shape[draw(st.integers(1, dims + 1)) :],)
     elif kind == "Instance":
         options = {"affine": draw(st.booleans())}
-    name = {"Batch": f"BatchNorm{dims}d", "Group": "GroupNorm", "Instance": f"InstanceNorm{dims}d", "Layer": "LayerNorm"}
+    name = {
+        "Batch": f"BatchNorm{dims}d",
+        "Group": "GroupNorm",
+        "Instance": f"InstanceNorm{dims}d",
+        "Layer": "LayerNorm",
+    }
     if kind == "Response":
         return Case("LocalResponseNorm", (draw(st.integers(1, 5)),), {"alpha": 0.5}, shape, dim, cuts)
-    return Case(name[kind], arguments, options, shape, dim, cuts)
+    name = f"{kind}Norm" + (f"{dims}d" if kind in ("Batch", "Instance") else "")
+    return Case(name, arguments, options, shape, dim, cuts)
 
 
 @st.composite

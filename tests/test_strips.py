@@ -81,7 +81,7 @@ def test_the_number_of_outputs_is_torchs(window: Window, length: int, after: int
 
 
 @given(st.integers(1, 20), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2), st.booleans(), st.booleans())
-def test_pooling_windows_are_torchs(  # noqa: PLR0913 (what pooling has)
+def test_pooling_windows_are_torchs(
     length: int, kernel: int, stride: int, padding: int, ceil: bool, padded: bool
 ) -> None:
     padding = min(padding, kernel // 2)
@@ -123,7 +123,7 @@ def test_a_halo_reaches_from_the_own_rows_to_those_that_are_wanted(window: Windo
         own = strip(bounds, rank)
         there = range(own.start - plan.before[rank], own.stop + plan.after[rank])
         assert set(range(*rows)) <= set(there)
-        assert 0 <= there.start
+        assert there.start >= 0
         assert there.stop <= bounds[-1]
 
 
@@ -138,9 +138,7 @@ def test_own_rows_and_edges_together_are_the_convolution(window: Window, bounds:
     image, weights = [row + 1 for row in range(length)], [7 * j + 1 for j in range(window.kernel)]
 
     def convolved(rows: dict[int, int], starts: list[int]) -> list[int]:
-        return [
-            sum(w * rows.get(start + j * window.dilation, 0) for j, w in enumerate(weights)) for start in starts
-        ]
+        return [sum(w * rows.get(start + j * window.dilation, 0) for j, w in enumerate(weights)) for start in starts]
 
     for rank, inside in enumerate(found):
         own, outputs = strip(bounds, rank), strip(made, rank)
@@ -155,7 +153,8 @@ def test_own_rows_and_edges_together_are_the_convolution(window: Window, bounds:
             assert place == first
             assert starts[edge.outputs.stop - 1] + window.extent - starts[edge.outputs.start] == edge.length
             added = convolved(
-                {row: image[row] for row in range(first, first + edge.rows)}, starts[edge.outputs.start : edge.outputs.stop]
+                {row: image[row] for row in range(first, first + edge.rows)},
+                starts[edge.outputs.start : edge.outputs.stop],
             )
             for at, value in zip(range(*edge.outputs), added, strict=True):
                 result[at] += value

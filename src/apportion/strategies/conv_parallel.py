@@ -39,10 +39,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
-from torch import nn
-
 from apportion.parallel.one_device import reference
-from apportion.parallel.split import Alike, SplitStep
+from apportion.parallel.split import Alike, MakePart, SplitStep
 from apportion.parallel.strips_forward import cut_network
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
@@ -55,6 +53,8 @@ SPLITS = ("height", "width", "channel", "group")
 @dataclass(frozen=True, repr=False)
 class ConvParallel(Strategy):
     """Each worker computes a part of every image, or of its channels."""
+
+    survives = True
 
     split: Literal["height", "width", "channel", "group"] = "height"
     """What is divided: rows, columns, channels, or the groups of grouped convolutions."""
@@ -73,12 +73,12 @@ class ConvParallel(Strategy):
                 "a recurrent state that is carried goes with the rows of a batch, which conv_parallel does not divide: "
                 "use data_parallel, or wavefront_parallel"
             )
+        return SplitStep(workload, world, self._part(world), again=self._part)
+
+    def _part(self, world: World) -> MakePart:
+        """What makes a rank's part of the plain model, in this world."""
         group = world.group()
-
-        def part(model: nn.Module, sample: Any) -> Alike:
-            return Alike(model, cut_network(model, sample, group, self.split))
-
-        return SplitStep(workload, world, part)
+        return lambda model, sample: Alike(model, cut_network(model, sample, group, self.split))
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return reference(workload)
