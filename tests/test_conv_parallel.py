@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Workload
+from apportion.address import load_workload
 from apportion.parallel.one_device import OneDeviceStep
 from apportion.strategies.conv_parallel import ConvParallel
 from apportion.world import World
@@ -150,6 +152,25 @@ def everything() -> list[object]:
 @pytest.mark.parametrize(("name", "split", "workers"), everything())
 def test_whole_networks_equal_one_device(name: str, split: Any, workers: int) -> None:
     prove(NETWORKS[name][0](), ConvParallel(split=split), workers)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("split", ["height", "channel"])
+@pytest.mark.parametrize("name", ["cifar10", "resnet20_cifar10"])
+def test_the_examples_equal_one_device(name: str, split: Any) -> None:
+    example = load_workload(str(EXAMPLES / f"{name}.py") + ":workload")
+    images = torch.randint(0, 256, (25, 3, 32, 32), generator=torch.Generator().manual_seed(0))
+    made = replace(
+        example,
+        data=lambda: TensorDataset(images.float(), networks.classes(25, 10)),
+        batch_size=8,
+        evaluation=None,
+        steps=8,
+        precision="float64",
+    )
+    with by_value(sys.modules[example.optimizer.__module__]):
+        prove(made, ConvParallel(split=split), 2)
 
 
 # What a rank holds
