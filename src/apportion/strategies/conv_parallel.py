@@ -1,0 +1,84 @@
+"""conv_parallel: every image, or its channels, divided among the ranks; each computes its part of every layer.
+
+Papers: Dryden et al., "Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism", IPDPS 2019
+(height and width); Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks", 2012 (two
+towers of channels); Hewett and Grady, "A Linear Algebraic Approach to Model Parallelism in Deep Learning", 2020 (the
+halo exchange and its adjoint).
+
+::
+
+    split="height"   rank 0  [ rows 0..H/2  ] conv [ . . . ] conv [ . . ] pool \\
+                                  | halo |          | halo |                    sum -> linear, loss: alike on each rank
+                     rank 1  [ rows H/2..H  ] conv [ . . . ] conv [ . . ] pool /
+    "channel"        filters divided, then what they look at divided, in turn: one sum every two convolutions
+    "group"          filters divided; a grouped convolution, whose groups the ranks share, needs nothing of the others
+
+Every rank has the whole batch. A rank computes those rows of each layer's output whose middle it has, and gets the few
+rows that it needs besides from its neighbours, while it computes the rest. Batch normalisation takes its statistics
+over all of the image. Where the image becomes a vector, each rank keeps those columns of the first Linear that look at
+its part, and the outputs are added up; what follows is computed alike.
+
+Exact. What a layer, or a line of ``forward``, would need of other ranks is computed from whole numbers before anything
+runs; what is not known to be right on a part of an image is refused by name.
+
+Price, height: ``t = t_compute / n + sum over convolutions of 2 (latency + (k - 1) * B * C * W * bytes / bandwidth)``
+and the sum of the weights' gradients, ``2 * bytes(weights) / bandwidth``; each rank holds all weights, and 1/n of the
+activations. Channel: ``t = t_compute / n + 4 sum over every second convolution of B * C * H * W * bytes / bandwidth``,
+1/n of the weights, and of every second activation.
+
+Wins where the images are large and the batch is small: one image, of which a single rank could not hold the
+activations. Loses where the batch can be divided instead (data_parallel sends only the weights' gradient, once a step),
+and where images shrink to few rows a rank.
+
+A worker's death loses the step under way: a replacement gets the state after the last update, and all go on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+from apportion.parallel.one_device import reference
+from apportion.parallel.split import Alike, MakePart, SplitStep
+from apportion.parallel.strips_forward import cut_network
+from apportion.strategy import State, Step, Strategy
+from apportion.workload import Workload
+from apportion.world import World
+
+SPLITS = ("height", "width", "channel", "group")
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class ConvParallel(Strategy):
+    """Each worker computes a part of every image, or of its channels."""
+
+    survives = True
+
+    split: Literal["height", "width", "channel", "group"] = "height"
+    """What is divided: rows, columns, channels, or the groups of grouped convolutions."""
+
+    def __post_init__(self) -> None:
+        if self.split not in SPLITS:
+            raise ValueError(f"split={self.split!r} must be one of {', '.join(map(repr, SPLITS))}")
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def build(self, workload: Workload, world: World) -> Step:
+        if workload.carry is not None:
+            raise ValueError(
+                "a recurrent state that is carried goes with the rows of a batch, which conv_parallel does not divide: "
+                "use data_parallel, or wavefront_parallel"
+            )
+        return SplitStep(workload, world, self._part(world), again=self._part)
+
+    def _part(self, world: World) -> MakePart:
+        """What makes a rank's part of the plain model, in this world."""
+        group = world.group()
+        return lambda model, sample: Alike(model, cut_network(model, sample, group, self.split))
+
+    def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
+        return reference(workload)
