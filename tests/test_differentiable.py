@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from ranks import on_ranks
 from torch import Tensor
 
-from apportion.comm.differentiable import gather_rows
+from apportion.comm.differentiable import (
+    all_gather, copy_to, finish_halo, gather_from, gather_rows, halo, received, reduce_from, reduce_scatter,
+    scatter_to, sent, start_halo,
+)  # fmt: skip
 from apportion.comm.message import broadcast_message, broadcast_tensors
 from apportion.world import World
 
@@ -64,6 +70,234 @@ def numeric_gradient(world: World) -> bool:
 
 def test_the_gradient_is_that_of_finite_differences() -> None:
     assert on_ranks(numeric_gradient, 3) == [True] * 3
+
+
+# Every function by torch's own gradcheck: each rank differentiates the same whole function, in lockstep
+
+
+def checked(world: World, which: str, sizes: tuple[int, ...], dim: int) -> bool:
+    """Of one value that is a function of every rank's inputs, which all ranks know."""
+    group, rank = world.group(), world.rank
+    generator = torch.Generator().manual_seed(7)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    def shape(rows: int) -> tuple[int, ...]:
+        return (rows, 2) if dim == 0 else (2, rows)
+
+    whole, own = shape(sum(sizes)), shape(sizes[rank])
+    weights = [random(*whole) for _ in range(group.size)]
+
+    def local(x: Tensor) -> Tensor:
+        """A function that differs between ranks, and uses its argument twice."""
+        weight = weights[rank].view(-1)[: x.numel()].view(x.shape)
+        return (torch.tanh(x * weight) * x).sum()
+
+    def alike(x: Tensor) -> Tensor:
+        return (torch.tanh(x * weights[0]) * x).sum()
+
+    def parts_of(flat: Tensor) -> Tensor:
+        """This rank's part, out of all ranks' parts one behind the other."""
+        start = sum(sizes[:rank]) * 2
+        return copy_to(flat, group)[start : start + sizes[rank] * 2].view(own)
+
+    def each_whole(stack: Tensor) -> Tensor:
+        return copy_to(stack, group)[rank]
+
+    functions: dict[str, tuple[Any, Tensor]] = {
+        "copy_to": (lambda x: reduce_from(local(copy_to(x, group)), group), random(*whole)),
+        "reduce_from": (lambda x: alike(reduce_from(each_whole(x), group)), random(group.size, *whole)),
+        "scatter_to": (lambda x: reduce_from(local(scatter_to(x, group, dim, sizes)), group), random(*whole)),
+        "gather_from": (lambda x: alike(gather_from(parts_of(x), group, dim, sizes)), random(sum(sizes) * 2)),
+        "all_gather": (
+            lambda x: reduce_from(local(all_gather(parts_of(x), group, dim, sizes)), group), random(sum(sizes) * 2),
+        ),
+        "reduce_scatter": (
+            lambda x: reduce_from(local(reduce_scatter(each_whole(x), group, dim, sizes)), group),
+            random(group.size, *whole),
+        ),
+    }  # fmt: skip
+    function, x = functions[which]
+    twice = lambda x: function(x) + 0.5 * function(x)  # noqa: E731
+    return torch.autograd.gradcheck(twice, (x.requires_grad_(),))
+
+
+SIZES = [(2, 2), (3, 1), (0, 2), (1, 1, 1), (2, 0, 1), (0, 0, 2)]
+FUNCTIONS = ["copy_to", "reduce_from", "scatter_to", "gather_from", "all_gather", "reduce_scatter"]
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_function_has_the_gradient_of_finite_differences(sizes: tuple[int, ...], dim: int) -> None:
+    assert on_ranks(all_checked, len(sizes), FUNCTIONS, sizes, dim) == [[]] * len(sizes)
+
+
+def all_checked(world: World, names: list[str], sizes: tuple[int, ...], dim: int) -> list[str]:
+    return [name for name in names if not checked(world, name, sizes, dim)]
+
+
+# Halos
+
+
+@dataclass(frozen=True)
+class Around:
+    """Every rank's rows, and how many more each wants."""
+
+    sizes: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    def of(self, rank: int) -> slice:
+        start = sum(self.sizes[:rank])
+        return slice(start - self.before[rank], start + self.sizes[rank] + self.after[rank])
+
+
+@st.composite
+def arounds(draw: Any, ranks: int) -> Around:
+    sizes = draw(st.lists(st.integers(0, 4), min_size=ranks, max_size=ranks))
+    starts = [sum(sizes[:rank]) for rank in range(ranks)]
+    before = [draw(st.integers(0, start)) for start in starts]
+    after = [draw(st.integers(0, sum(sizes) - start - size)) for start, size in zip(starts, sizes, strict=True)]
+    return Around(tuple(sizes), tuple(before), tuple(after))
+
+
+def coupled(x: Tensor, rank: int, dim: int) -> Tensor:
+    """A function of neighbouring rows, which differs between ranks."""
+    return (torch.tanh(x.cumsum(dim)) * (x + 0.1 * rank)).sum()
+
+
+def with_halos(world: World, cases: list[Around], dim: int, halves: bool) -> list[str]:
+    """What is wrong, in values or gradients, against slices of the whole."""
+    group, rank, wrong = world.group(), world.rank, []
+    for case in cases:
+        shape = [2, 3, 2]
+        shape[dim] = sum(case.sizes)
+        whole = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
+        lengths = [slice(None)] * 3
+        start = sum(case.sizes[:rank])
+        lengths[dim] = slice(start, start + case.sizes[rank])
+        own = whole.detach()[tuple(lengths)].clone().requires_grad_()
+        if halves:
+            x, started = start_halo(own, group, dim, case.before, case.after, sizes=case.sizes)
+            inside = coupled(x, 5, dim)
+            rows_before, rows_after = finish_halo(started)
+            found = torch.cat([rows_before, x, rows_after], dim)
+        else:
+            found = halo(own, group, dim, case.before, case.after)
+            inside = coupled(own, 5, dim)
+        (coupled(found, rank, dim) + inside).backward()
+        parts = [list(lengths) for _ in case.sizes]
+        total = whole.new_zeros(())
+        for other, part in enumerate(parts):
+            first = sum(case.sizes[:other])
+            part[dim] = slice(first, first + case.sizes[other])
+            total = total + coupled(whole[tuple(part)], 5, dim)
+            part[dim] = case.of(other)
+            total = total + coupled(whole[tuple(part)], other, dim)
+        total.backward()
+        assert whole.grad is not None
+        assert own.grad is not None
+        if not torch.equal(found, whole[tuple(parts[rank])]):
+            wrong.append(f"{case}: rows")
+        if not torch.allclose(own.grad, whole.grad[tuple(lengths)], rtol=1e-12, atol=1e-13):
+            wrong.append(f"{case}: gradients")
+    return wrong
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_halo_is_a_slice_of_the_whole_in_values_and_gradients(ranks: int, halves: bool, data: Any) -> None:
+    """Over several ranks too, and where ranks have no rows."""
+    cases = data.draw(st.lists(arounds(ranks), min_size=8, max_size=15))
+    dim = data.draw(st.sampled_from([0, 1, 2, -2]))
+    assert on_ranks(with_halos, ranks, cases, dim % 3, halves) == [[]] * ranks
+
+
+def refused(world: World, around: Around) -> str:
+    try:
+        halo(torch.zeros(around.sizes[world.rank], 2), world.group(), 0, around.before, around.after)
+    except ValueError as error:
+        return str(error)
+    return "sent"
+
+
+def test_rows_before_the_first_are_refused_on_every_rank() -> None:
+    for told in on_ranks(refused, 2, Around((2, 3), (1, 0), (0, 0))):
+        assert told == (
+            "halo: rank 0 has rows 0..1 of 5 and wants before=1, after=0: at most 0 lie before and 3 after; pad at the "
+            "border instead"
+        )
+
+
+# Messages
+
+
+def through_stages(world: World, depth: int) -> list[Tensor]:
+    """Each rank is a stage; a second message takes the same way, and one skips all stages between."""
+    group, rank = world.group(), world.rank
+    weight = torch.linspace(-1, 1, 9, dtype=torch.float64).view(3, 3).requires_grad_()
+    x = torch.linspace(0, 1, 6, dtype=torch.float64).view(2, 3).requires_grad_()
+    like, last = torch.empty(2, 3, dtype=torch.float64), world.size - 1
+    loss = x.new_zeros(())
+    for number in range(depth):
+        come = (x * (number + 1)) if rank == 0 else received(like, group, rank - 1)
+        made = torch.tanh(come @ weight) + come
+        if rank == last:
+            skipped = received(like, group, 0) if last else x.sin()
+            loss = loss + (made * skipped).sum()
+            continue
+        loss = loss + sent(made, group, rank + 1)
+        if rank == 0:
+            loss = loss + sent(x.sin(), group, last)
+    loss.backward()
+    assert weight.grad is not None
+    return [loss.detach(), weight.grad, x.grad if x.grad is not None else x.new_zeros(())]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_take_the_way_of_the_messages_back(ranks: int) -> None:
+    x = torch.linspace(0, 1, 6, dtype=torch.float64).view(2, 3).requires_grad_()
+    weights = [torch.linspace(-1, 1, 9, dtype=torch.float64).view(3, 3).requires_grad_() for _ in range(ranks)]
+    loss = x.new_zeros(())
+    for number in range(3):
+        made = x * (number + 1)
+        for weight in weights:
+            made = torch.tanh(made @ weight) + made
+        loss = loss + (made * x.sin()).sum()
+    loss.backward()
+    answers = on_ranks(through_stages, ranks, 3)
+    torch.testing.assert_close(answers[-1][0], loss.detach())
+    torch.testing.assert_close(answers[0][2], x.grad)
+    for (_, found, _), weight in zip(answers, weights, strict=True):
+        torch.testing.assert_close(found, weight.grad)
+
+
+def without_gradient(world: World) -> list[float]:
+    """What nobody differentiates sends one message; what only one side differentiates sends its gradient all the
+    same, so the next message finds its own."""
+    group, found = world.group(), []
+    with torch.no_grad():
+        if world.rank == 0:
+            sent(torch.ones(2), group, 1)
+            sent(torch.arange(3), group, 1)
+        else:
+            found += [received(torch.empty(2), group, 0).sum().item()]
+            found += [float(received(torch.empty(3, dtype=torch.int64), group, 0).sum())]
+    if world.rank == 0:
+        sent(torch.full((2,), 3.0), group, 1).backward()
+        into = torch.zeros(1)
+        group.receive(into, 1).wait()
+        return [into.item()]
+    (received(torch.empty(2), group, 0) * 2.0).sum().backward()
+    group.send(torch.tensor([7.0]), 0).wait()
+    return found
+
+
+def test_messages_without_gradients_and_gradients_that_nobody_needs_keep_the_order() -> None:
+    assert on_ranks(without_gradient, 2) == [[7.0], [2.0, 3.0]]
 
 
 TYPES = ("float64", "float32", "bfloat16", "float16", "bool", "int64", "int16", "uint8", "complex64")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, final
 
 import networks
@@ -13,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import by_value, on_ranks
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
@@ -20,9 +24,8 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Evaluation, Policy, Workload, accuracy
-from apportion.batch import Batch, Batches
+from apportion.batch import Batch
 from apportion.comm.group import Group
-from apportion.evaluate import evaluate
 from apportion.launch.local import Local
 from apportion.parallel.one_device import reference
 from apportion.parallel.pieces import Layout
@@ -34,6 +37,7 @@ from apportion.strategy import State, Step, Strategy
 from apportion.world import World
 
 EXACT = 1e-10
+pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
 
 
 class _Summed(Function):
@@ -109,7 +113,11 @@ class Rows(Part):
                 loss = replica.loss(replica.model(batch.inputs[rows]), batch.targets[rows])
                 replica.backward(loss, (rows.stop - rows.start) / len(batch))
             with torch.no_grad():
-                return replica.loss(replica.model(batch.inputs), batch.targets) if self.world.rank else None
+                return (
+                    replica.loss(replica.model(batch.inputs), batch.targets)
+                    if self.world.rank == self.world.size - 1
+                    else None
+                )
 
     def predict(self, replica: Replica, batch: Batch) -> Any | None:
         return replica.predict(batch) if self.world.rank == self.world.size - 1 else None
@@ -334,15 +342,154 @@ def test_ties_carried_states_and_several_optimizers_go_on_under_another_split(na
     assert_same_journey(networks.cases[name](7), journey)
 
 
-def test_a_run_resumes_under_another_split_and_its_model_loads(tmp_path: Any) -> None:
+def test_a_run_resumes_under_another_split_and_is_measured_as_one_device_is(tmp_path: Path) -> None:
     """Through checkpoints: the fingerprint is the plain model's."""
-    workload = mlp(optimizer=lambda p: torch.optim.Adam(p, lr=0.01), schedule=OPTIMIZERS["one_cycle"]["schedule"])
-    here = sys.modules[__name__]
-    with by_value(networks), by_value(here):
-        for strategy, workers, resume in ((Split("sliced"), 2, False), (InHalves(), 1, None), (Split("rows"), 2, True)):
-            if resume is None:
-                continue
-            launcher = Local(workers=workers, threads=1)
-            run = tmp_path / "run"
-            policy = Policy(checkpoint_every="2 steps")
-            apportion.train(workload, strategy, launcher=launcher, run_dir=run, resume=resume, policy=policy, steps=8)
+    held_out = TensorDataset(networks.numbers(9, 10, seed=8), networks.classes(9, 3, seed=9))
+    evaluation = Evaluation(data=lambda: held_out, metrics={"accuracy": accuracy, "order": Order}, batch_size=4)
+    workload = mlp(optimizer=lambda p: torch.optim.Adam(p, lr=0.01), evaluation=evaluation)
+    policy = Policy(checkpoint_every="2 steps")
+
+    def trained(name: str, strategy: Strategy, workers: int, **options: Any) -> apportion.Event:
+        launcher = Local(workers=workers, threads=1)
+        return apportion.train(
+            workload, strategy, launcher=launcher, run_dir=tmp_path / name, policy=policy, **options
+        )  # fmt: skip
+
+    with by_value(networks), by_value(sys.modules[__name__]):
+        expected = trained("whole", SingleDevice(), 1)
+        trained("run", Split("sliced"), 2, steps=4)
+        found = trained("run", Split("rows"), 2, resume=True)
+    for left, right in zip(saved(tmp_path / "run"), saved(tmp_path / "whole"), strict=True):
+        assert left.keys() == right.keys()
+        assert all((left[key].double() - right[key].double()).abs().max() <= EXACT for key in right)
+    assert found.data["metrics"] == pytest.approx(expected.data["metrics"], rel=1e-12)
+    assert found.data["metrics"]["order"] > 0
+
+
+def saved(run_dir: Path) -> list[dict[str, Tensor]]:
+    folder = run_dir / "checkpoints" / "latest"
+    return [load_file(folder / f"{part}.safetensors") for part in ("model", "optimizer")]
+
+
+class Order:
+    """Sees every row, in order."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        assert len(outputs) == len(targets)
+        self.seen += targets.tolist()
+
+    def compute(self) -> float:
+        return float(sum(place * value for place, value in enumerate(self.seen)))
+
+
+def test_the_start_of_a_run_tells_the_plain_models_parameters(tmp_path: Path) -> None:
+    with by_value(networks), by_value(sys.modules[__name__]):
+        launcher = Local(workers=3, threads=1)
+        started = next(iter(apportion.run(mlp(), Split("sliced"), launcher=launcher, run_dir=tmp_path)))
+    assert started.data["parameters"] == 10 * 16 + 16 + 16 * 3 + 3
+
+
+def told(world: World, strategy: Strategy, workload: Workload) -> list[float]:
+    step = strategy.build(workload, world)
+    assert step.data_shard is not None
+    return [step(step.source.at(n, step.data_shard))["loss"].item() for n in range(4)]
+
+
+@pytest.mark.parametrize("strategy", [InHalves(), Split("whole")])
+def test_the_loss_is_told_on_every_rank(strategy: Strategy) -> None:
+    with by_value(networks):
+        (alone,) = on_ranks(told, 1, SingleDevice(), tied())
+        for losses in on_ranks(told, 2, strategy, tied()):
+            assert losses == pytest.approx(alone, rel=1e-12)
+
+
+def test_bfloat16_differs_by_its_own_rounding() -> None:
+    made = mlp()
+    narrow = lambda: TensorDataset(*(t.float() if t.is_floating_point() else t for t in made.data().tensors))  # type: ignore[attr-defined] # noqa: E731
+    with by_value(networks), by_value(sys.modules[__name__]):
+        proof = apportion.check(replace(made, data=narrow, precision="bfloat16"), Split("rows"), workers=2, steps=5)
+    assert proof.holds
+    assert proof.rounds[1].worst.relative < 3e-2
+
+
+# What goes wrong
+
+
+def refused(workload: Workload, strategy: Strategy, rule: str, workers: int = 2) -> None:
+    with pytest.raises(ValueError, match=rule), by_value(networks), by_value(sys.modules[__name__]):
+        apportion.check(workload, strategy, workers=workers, steps=1)
+
+
+class Own(torch.optim.SGD):
+    """Who knows what it looks at."""
+
+
+def test_what_cannot_be_split_is_refused_with_the_rule_and_the_cure() -> None:
+    lbfgs = lambda p: torch.optim.LBFGS([q for _, q in p])  # noqa: E731
+    adafactor = lambda p: torch.optim.Adafactor([q for _, q in p])  # noqa: E731
+    own = lambda p: Own([q for _, q in p], lr=0.1)  # noqa: E731
+    refused(mlp(optimizer=lbfgs), Split("sliced"), "LBFGS evaluates the loss several times an update: use map_reduce")
+    refused(mlp(optimizer=adafactor), Split("sliced"), "Adafactor is not known to update each weight.*data_parallel")
+    refused(mlp(optimizer=own), Split("disordered"), "Own is not known to update each weight.*data_parallel")
+    refused(networks.cases["two_optimizers"](7), Split("rows"), "update= asks for the gradient.*use data_parallel")
+    with pytest.raises(ValueError, match=r'float16" scales the loss.*use "bfloat16", or data_parallel'):
+        Split().build(mlp(precision="float16"), World())
+    with pytest.raises(ValueError, match="use compile=False, or data_parallel"):
+        Split().build(mlp(compile=True), World())
+    prove(mlp(optimizer=own), Split("whole"), 2)
+
+
+# Pieces, by themselves
+
+lengths = st.integers(1, 7)
+
+
+@st.composite
+def divided(draw: Any) -> tuple[tuple[int, ...], list[Piece]]:
+    """A tensor's shape, and pieces that cover it once: along each dimension its positions are dealt out."""
+    shape = draw(st.lists(lengths, min_size=1, max_size=3).map(tuple))
+    dealt = []
+    for length in shape:
+        many = draw(st.integers(1, 3))
+        owner = draw(st.lists(st.integers(0, many - 1), min_size=length, max_size=length))
+        order = draw(st.permutations(range(length)))
+        dealt.append([[at for at in order if owner[at] == part] for part in range(many)])
+    kept = draw(st.integers(1, len(shape)))
+    return shape, [Piece(shape, index) for index in itertools.product(*dealt[:kept])]
+
+
+@given(divided(), st.randoms())
+def test_pieces_put_together_are_the_whole(case: tuple[tuple[int, ...], list[Piece]], random: Any) -> None:
+    shape, pieces = case
+    whole = torch.randn(shape)
+    found = torch.full(shape, torch.nan)
+    told = [{"w": Piece.from_plain(json.loads(json.dumps(p.plain()))).plain()} for p in pieces * 2]
+    layout = Layout.of(told)
+    for rank, piece in layout.owners("w"):
+        assert rank < len(pieces), "the lower of two that have the same"
+        held = piece.of(whole)
+        assert held.shape == piece.held
+        piece.put(held, found)
+    assert torch.equal(found, whole)
+    assert sum(p.numel for _, p in layout.owners("w")) == whole.numel()
+
+
+def test_who_sums_with_whom() -> None:
+    half, all_of_it = Piece((4, 2), (range(2),), partial=True), Piece((4, 2), partial=True)
+    other = Piece((4, 2), ([3, 2],), partial=True)
+    told = [{"a": half, "b": all_of_it}, {"a": other}, {"a": half, "c": Piece((1,))}, {"a": other, "b": all_of_it}]
+    layout = Layout.of([{name: piece.plain() for name, piece in rank.items()} for rank in told])
+    found = [(name, ranks) for name, _, ranks in layout.sums()]
+    assert found == [("a", [0, 2]), ("a", [1, 3]), ("b", [0, 3])]
+    assert [rank for rank, _ in layout.owners("a")] == [0, 1]
+    assert layout.owned(0) == {"a", "b"}
+    assert layout.owned(3) == set()
+
+
+def test_a_tensor_that_no_rank_has_whole_is_a_defect() -> None:
+    layout = Layout.of([{"a": Piece((4,), (range(2),)).plain()}])
+    with pytest.raises(AssertionError, match="hold 2 elements of a, which has 4"):
+        layout.owners("a")

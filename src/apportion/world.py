@@ -5,18 +5,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
+from apportion.comm import link
 from apportion.comm.channel import Channel
-from apportion.comm.group import Alone, Group
+from apportion.comm.group import Alone, Group, Waits
 from apportion.comm.host_memory import host_memory, is_faster, shared_memory
 from apportion.comm.membership import Membership
 from apportion.comm.shared_memory import SharedMemory, nbytes
 from apportion.cores import usable_cores
 from apportion.errors import ApportionError
+
+if TYPE_CHECKING:
+    from apportion.comm.process_group import ProcessGroup
 
 REJOIN_SECONDS = 120.0
 """For a supervisor to seat a replacement."""
@@ -47,6 +52,13 @@ class World:
     """How many there are."""
     members: Membership | None = field(default=None, repr=False, compare=False)
     """Who is in the run, where workers may be replaced."""
+    outer: World | None = field(default=None, repr=False, compare=False)
+    """The world that this is a part of, made by ``split``."""
+    name: str = ""
+    """Of a part: its axis and its ranks in the outer world, as ``pipe/0,2``."""
+    all_waits: Waits = field(default_factory=Waits, repr=False, compare=False)
+    _parts: dict[str, World] = field(default_factory=dict, repr=False, compare=False)
+    _axes: dict[str, World] = field(default_factory=dict, repr=False, compare=False)
     _groups: dict[str, Group] = field(default_factory=dict, repr=False, compare=False)
     _memories: dict[str, memoryview] = field(default_factory=dict, repr=False, compare=False)
     _asked: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
@@ -93,6 +105,8 @@ class World:
         process writes any more to what the world shares; leaves the groups."""
         if self.members is None:
             raise ValueError("rejoin() needs a supervisor that replaces workers: start the run with local()")
+        if self.outer is not None:
+            raise ValueError(f"{self.name} is a part of a world: rejoin() that, and split it again")
         self.close()
         place = self.members.rejoin(self.seat, REJOIN_SECONDS)
         return replace(
@@ -102,6 +116,9 @@ class World:
             local_rank=place.rank,
             local_size=place.size,
             generation=place.generation,
+            all_waits=Waits(),
+            _parts={},
+            _axes={},
             _groups={},
             _asked={},  # whoever had not built its step yet builds it anew, in the memory that the others have
         )
@@ -111,21 +128,84 @@ class World:
         if self.members is not None:
             self.members.check(self.generation)
 
+    def split(self, axis: str, ranks: Sequence[Sequence[int]]) -> World:
+        """The part of this world that this rank belongs to, as a world of its own: its rank there is its place in its
+        list, its memory and its groups are those of its ranks alone. Called by all ranks, with the same lists, which
+        hold every rank once; the same again gives the same part. ``group(axis)`` is its group from then on.
+        """
+        if axis == "world" or "/" in axis or not axis:
+            raise ValueError(f'axis={axis!r} must be a name without "/", and not "world", which is all ranks')
+        if sorted(rank for part in ranks for rank in part) != list(range(self.size)):
+            raise ValueError(f"ranks={[list(part) for part in ranks]} must hold each of {self.size} ranks once")
+        own = next(list(part) for part in ranks if self.rank in part)
+        name = f"{axis}/{','.join(map(str, own))}"
+        if name not in self._parts:
+            self._parts[name] = self._part(name, own)
+        self._axes[axis] = self._parts[name]
+        return self._parts[name]
+
+    def _part(self, name: str, ranks: list[int]) -> World:
+        rank, size, on_one_host = ranks.index(self.rank), len(ranks), self.local_size == self.size
+        part = replace(
+            self,
+            rank=rank,
+            size=size,
+            local_rank=rank if on_one_host else self.local_rank,
+            local_size=size if on_one_host else self.local_size,
+            seat=rank,
+            seats=size,
+            outer=self,
+            name=name,
+            _parts={},
+            _axes={},
+            _groups={},
+            _memories={},
+            _asked={},
+        )
+        if size > 1 and not self._is_supervised_memory():  # made together: the order is the same on all ranks
+            part._groups["world"] = self._connect_part(part, ranks)
+        return part
+
+    def _connect_part(self, part: World, ranks: list[int]) -> Group:
+        from apportion.comm.process_group import ProcessGroup
+
+        whole: Group | None = self.group()
+        if isinstance(whole, SharedMemory):
+            whole = whole.under
+        assert isinstance(whole, ProcessGroup)
+        return part._fastest(whole.part(ranks))
+
     def group(self, axis: str = "world") -> Group:
-        """The collectives among the ranks along an axis of the mesh; connected on first use, by all of them."""
+        """The collectives among the ranks of this world, or of this rank's part along an axis that ``split`` has made;
+        connected on first use, by all of them."""
+        if axis in self._axes:
+            return self._axes[axis].group()
+        if axis != "world":
+            known = ", ".join(map(repr, ("world", *self._axes)))
+            raise ValueError(f"axis={axis!r} is unknown: this world has {known}; split() makes others")
         if axis not in self._groups:
-            self._groups[axis] = self._connect(axis)
+            self._groups[axis] = self._connect()
         return self._groups[axis]
 
-    def _connect(self, axis: str) -> Group:
-        if axis != "world":
-            raise ValueError(f"axis={axis!r} is unknown: this world has one axis, 'world'")
+    def _is_supervised_memory(self) -> bool:
+        return self.device.type == "cpu" and self.channel is not None and self.local_size == self.size
+
+    def _connect(self) -> Group:
         if self.size == 1:
-            return Alone()
-        if self.device.type == "cpu" and self.channel is not None and self.local_size == self.size:
-            memory = self.shared(f"group/{axis}", nbytes(self.seats))
+            alone = Alone()
+            alone.all_waits = self.all_waits
+            return alone
+        if self._is_supervised_memory():
+            name = self.another("group") if self.outer is not None else "group/world"
             return SharedMemory(
-                memory, self.rank, self.size, generation=self.generation, check=self.check, spins=self.has_cores()
+                self.shared(name, nbytes(self.seats)),
+                self.rank,
+                self.size,
+                generation=self.generation,
+                check=self.check,
+                spins=self.has_cores(),
+                all_waits=self.all_waits,
+                links=lambda source, to: self.shared(f"{name}/{source}-{to}", link.nbytes),
             )
         # torch.distributed takes long to import and a world of one does not need it.
         from apportion.comm.process_group import ProcessGroup
@@ -137,6 +217,11 @@ class World:
             local_size=self.local_size,
             watched=self.channel is not None,
         )
+        group.all_waits = self.all_waits
+        return self._fastest(group)
+
+    def _fastest(self, group: ProcessGroup) -> Group:
+        """The group, or the memory that its ranks share where nobody hands it out, whichever is the faster."""
         if self.device.type == "cpu" and self.channel is None and self.local_size == self.size:
             found = host_memory(group, spins=self.has_cores())
             if found is not None and is_faster(found, group):
@@ -146,13 +231,15 @@ class World:
 
     def has_cores(self) -> bool:
         """Has every process of this host a core of its own, so that it may look for the others without sleeping?"""
+        if self.outer is not None:
+            return self.outer.has_cores()
         return self.local_size * torch.get_num_threads() <= usable_cores()
 
     def shared(self, name: str, nbytes: int) -> memoryview:
         """Memory that every rank of this host sees. Zeroed when first asked for; the same name gives the same memory.
         The supervisor owns it, and it outlives any rank; without a supervisor all ranks ask for it together."""
         if self.channel is not None:
-            return self.channel.shared(name, nbytes)
+            return self._named(name, nbytes)
         if name not in self._memories:
             memory = shared_memory(self.group(), nbytes) if self.local_size == self.size else None
             if memory is None:
@@ -160,13 +247,21 @@ class World:
             self._memories[name] = memory
         return self._memories[name]
 
+    def _named(self, name: str, nbytes: int) -> memoryview:
+        if self.outer is not None:
+            return self.outer._named(f"{self.name}/{name}", nbytes)
+        assert self.channel is not None
+        return self.channel.shared(name, nbytes)
+
     def another(self, name: str) -> str:
         """The name with how often it was asked for here: what is built again does not find what it left behind."""
         self._asked[name] = self._asked.get(name, -1) + 1
         return f"{name}/{self._asked[name]}"
 
     def close(self) -> None:
-        """Leave the groups."""
+        """Leave the groups, and those of the parts."""
+        for part in self._parts.values():
+            part.close()
         for group in self._groups.values():
             group.close()
         self._groups.clear()

@@ -1,7 +1,31 @@
-"""Collectives that gradients flow through, each with its adjoint."""
+"""Collectives and messages that gradients flow through, each with its adjoint.
+
+Shoeybi et al., "Megatron-LM", 2019, section 3 (``copy_to`` and ``reduce_from`` are its f and g); the adjoints of the
+others as Hewett and Grady, "A Linear Algebraic Approach to Model Parallelism in Deep Learning", 2020, derive them.
+
+::
+
+                      forward                          backward
+    copy_to           x                                sum over the ranks
+    reduce_from       sum over the ranks               gradient
+    scatter_to        this rank's part                 all parts
+    gather_from       all parts                        this rank's part of a gradient that is alike on all ranks
+    all_gather        all parts                        this rank's part of the sum over the ranks
+    reduce_scatter    this rank's part of the sum      all parts
+    halo              neighbours' rows around x        the rows' gradients, added where they came from
+    sent, received    a message                        its gradient, the other way
+
+The rule that all of them need: every rank of the group calls the same functions in the same order, and whatever they
+return takes part in what ``backward`` is called on, on every rank or on none. Autograd runs the functions of a graph
+in the reverse of the order in which they were called, so the backward passes meet each other in one order too; there
+is no other that two ranks could take. A rank whose part is empty calls them like the others.
+
+``dim`` is the dimension that is divided, ``sizes`` the length of every rank's part of it; 0 is a length.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,27 +34,211 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from apportion.comm.group import Group
+from apportion.comm.halo import Reach, StartedHalo, finish, start, with_halo, without_halo
+
+Map = Callable[[Tensor], Tensor]
 
 
-class _GatherRows(Function):
+class _Linear(Function):
+    """A linear map over the ranks, and its adjoint."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Group) -> Tensor:
-        parts = group.all_gather_rows(rows)
-        ctx.own = sum(len(p) for p in parts[: group.rank]), len(rows)
-        return torch.cat(parts)
+    def forward(ctx: Any, x: Tensor, there: Map, back: Map) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        start, length = ctx.own
-        return gradient[start : start + length].contiguous(), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
+
+
+def _linear(x: Tensor, there: Map, back: Map) -> Tensor:
+    mapped: Tensor = _Linear.apply(x, there, back)
+    return mapped
 
 
 def gather_rows(rows: Tensor, group: Group) -> Tensor:
-    """Every rank's rows (dimension 0, which may differ between ranks), in rank order.
+    """``gather_from`` of dimension 0 where the ranks do not know each other's number of rows."""
+    counts = group.all_gather(torch.tensor([len(rows)], device=rows.device)).flatten().tolist()
+    return gather_from(rows, group, 0, counts)
 
-    For a function that every rank computes alike on the gathered rows: its gradient is already whole on each rank,
-    so the adjoint takes this rank's rows of it and sends nothing.
+
+def copy_to(x: Tensor, group: Group) -> Tensor:
+    """x, which is the same on every rank and goes into something else on each: its gradient is the sum of theirs."""
+    return x if group.size == 1 else _linear(x, lambda x: x.view_as(x), group.total)
+
+
+def reduce_from(x: Tensor, group: Group) -> Tensor:
+    """The sum of every rank's x, on all of them, for what they then compute alike."""
+    return x if group.size == 1 else _linear(x, group.total, lambda gradient: gradient)
+
+
+def scatter_to(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+    """This rank's part of x, which is the same on every rank."""
+    parts = _Parts("scatter_to", x, group, dim, sizes, length=sum(sizes))
+    return _linear(x, parts.own, parts.gathered)
+
+
+def gather_from(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+    """All parts, for what every rank computes alike on them: their gradient is whole on each rank, and this one takes
+    its part of it."""
+    parts = _Parts("gather_from", x, group, dim, sizes, length=sizes[group.rank])
+    return _linear(x, parts.gathered, parts.own)
+
+
+def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+    """All parts, for what each rank computes differently on them: the gradient of this rank's is the sum of what all
+    ranks have for it."""
+    parts = _Parts("all_gather", x, group, dim, sizes, length=sizes[group.rank])
+    return _linear(x, parts.gathered, parts.own_sum)
+
+
+def reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+    """This rank's part of the sum of every rank's x."""
+    parts = _Parts("reduce_scatter", x, group, dim, sizes, length=sum(sizes))
+    return _linear(x, parts.own_sum, parts.gathered)
+
+
+def halo(
+    x: Tensor,
+    group: Group,
+    dim: int,
+    before: Sequence[int],
+    after: Sequence[int],
+    *,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """This rank's rows of dimension ``dim`` with those around them: the ``before[rank]`` rows that lie before them and
+    the ``after[rank]`` behind, of however many ranks these are. The rows of all ranks lie one behind the other, in rank
+    order; none may be wanted before the first or behind the last of all.
+
+    Only ranks that hold what another wants send anything. ``sizes``: every rank's rows; None: they tell each other.
     """
-    gathered: Tensor = _GatherRows.apply(rows, group)
-    return gathered
+    reach = _reach(x, group, dim, before, after, sizes)
+    return _linear(x, lambda x: with_halo(x, group, reach), lambda gradient: without_halo(gradient, group, reach))
+
+
+def start_halo(
+    x: Tensor,
+    group: Group,
+    dim: int,
+    before: Sequence[int],
+    after: Sequence[int],
+    *,
+    sizes: Sequence[int] | None = None,
+) -> tuple[Tensor, StartedHalo]:
+    """``halo`` in two halves: what is computed between them on the x that this returns (on that one: its gradient
+    waits for the others' as late as it can) runs while the rows are on their way. Halos are finished in the order in
+    which they were started. ::
+
+        x, started = start_halo(x, group, dim, before, after)
+        inside = f(x)
+        rows_before, rows_after = finish_halo(started)
+    """
+    return start(x, group, _reach(x, group, dim, before, after, sizes))
+
+
+def finish_halo(started: StartedHalo) -> tuple[Tensor, Tensor]:
+    """The rows before and the rows after; of no rows, where none were wanted."""
+    return finish(started)
+
+
+def sent(x: Tensor, group: Group, to: int) -> Tensor:
+    """Send x to a rank that calls ``received``. What this returns is a zero whose ``backward`` waits for x's gradient
+    from there: add it to what backward is called on, or call it on this. x stays as it is until then."""
+    with_gradient = torch.is_grad_enabled() and x.is_floating_point()
+    if with_gradient and not x.requires_grad:  # the other side cannot know: it sends a gradient, and here it ends
+        x = x.detach().requires_grad_()
+    shape, kept = x.shape, []
+
+    def there(x: Tensor) -> Tensor:
+        kept.append(group.send(x.contiguous(), to))
+        return x.new_zeros(())
+
+    def back(zero: Tensor) -> Tensor:
+        kept.pop().wait()
+        gradient = zero.new_empty(shape)
+        group.receive(gradient, to).wait()
+        return gradient
+
+    return _linear(x, there, back)
+
+
+def received(like: Tensor, group: Group, source: int) -> Tensor:
+    """What a rank has ``sent``, of the shape and type of ``like`` (which may be a meta tensor's ``empty_like``, and is
+    not read). Its gradient goes back there, also where nothing there needs it: it has to take part in what backward is
+    called on."""
+
+    def there(start: Tensor) -> Tensor:
+        x = torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
+        group.receive(x, source).wait()
+        return x
+
+    def back(gradient: Tensor) -> Tensor:
+        group.send(gradient.contiguous(), source)
+        return gradient.new_empty(0)
+
+    start = torch.empty(0, dtype=like.dtype, device=like.device, requires_grad=like.is_floating_point())
+    return _linear(start, there, back)
+
+
+class _Parts:
+    """A dimension divided among the ranks."""
+
+    def __init__(self, name: str, x: Tensor, group: Group, dim: int, sizes: Sequence[int], *, length: int) -> None:
+        if len(sizes) != group.size:
+            raise ValueError(f"{name}: sizes={list(sizes)} must have one length for each of {group.size} ranks")
+        if x.shape[dim] != length:
+            raise ValueError(
+                f"{name}: x has length {x.shape[dim]} in dimension {dim} on rank {group.rank}, "
+                f"and sizes={list(sizes)} say {length}"
+            )
+        self._group, self._dim, self._sizes = group, dim % x.dim(), list(sizes)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """A copy of this rank's part."""
+        rank = self._group.rank
+        part = whole.narrow(self._dim, sum(self._sizes[:rank]), self._sizes[rank])
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """All parts."""
+        shape = list(own.shape)
+        shape[self._dim] = sum(self._sizes)
+        whole = own.new_empty(shape)
+        parts = whole.split_with_sizes(self._sizes, self._dim)
+        if all(part.is_contiguous() for part in parts):
+            self._group.gather_parts(own.contiguous(), parts)
+            return whole
+        received = [part.new_empty(part.shape) for part in parts]
+        self._group.gather_parts(own.contiguous(), received)
+        return torch.cat(received, self._dim)
+
+    def own_sum(self, whole: Tensor) -> Tensor:
+        """This rank's part of the sum over the ranks."""
+        group = self._group
+        parts = whole.split_with_sizes(self._sizes, self._dim)
+        most = max(part.numel() for part in parts)
+        own = whole.new_empty(parts[group.rank].shape)
+        if not most:
+            return own
+        if len(set(self._sizes)) == 1 and whole.is_contiguous() and parts[0].is_contiguous():
+            group.reduce_scatter(whole.view(group.size, most), own.view(-1))
+            return own
+        rows, sums = whole.new_zeros((group.size, most)), whole.new_empty(most)
+        for row, part in zip(rows, parts, strict=True):
+            row[: part.numel()].view(part.shape).copy_(part)
+        group.reduce_scatter(rows, sums)
+        return own.copy_(sums[: own.numel()].view(own.shape))
+
+
+def _reach(
+    x: Tensor, group: Group, dim: int, before: Sequence[int], after: Sequence[int], sizes: Sequence[int] | None
+) -> Reach:
+    rows = x.shape[dim]
+    if sizes is None:
+        sizes = group.all_gather(torch.tensor([rows], device=x.device)).flatten().tolist()
+    if sizes[group.rank] != rows:
+        raise ValueError(f"halo: x has {rows} rows on rank {group.rank}, and sizes={list(sizes)} say otherwise")
+    return Reach.of(tuple(sizes), tuple(before), tuple(after), group.rank, dim % x.dim())

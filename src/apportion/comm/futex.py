@@ -70,3 +70,11 @@ def fence() -> None:
         for _ in range(2):
             with _fence:
                 pass
+
+
+def full_fence() -> None:
+    """``fence``, and what is read after is not older than what was written before: who says that it sleeps and then
+    looks once more is woken by whoever writes and then looks for sleepers. No processor keeps that order by itself."""
+    for _ in range(2):
+        with _fence:
+            pass

@@ -1,9 +1,10 @@
-"""The collectives of some ranks, whatever carries them."""
+"""The collectives of some ranks and their messages to each other, whatever carries them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -11,11 +12,38 @@ from torch import Tensor
 
 
 class Work(ABC):
-    """A collective under way."""
+    """A collective or a message under way."""
 
     @abstractmethod
     def wait(self) -> None:
         """Block until the result is there. PeerLost where a rank is gone or the deadline has passed."""
+
+
+class Waits:
+    """What one process waits for, in whichever of its groups: the groups of a world and of its parts share this."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.word: Any = None
+        self.moving: dict[int, Callable[[], bool]] = {}
+        """What goes on in pieces while this process waits for something else; each says whether it goes on. By the
+        identity of what it is of."""
+
+    def begin(self) -> None:
+        """Asleep from here on, for who watches from outside."""
+        if self.word is not None:
+            self.word[0] = 1
+
+    def end(self) -> None:
+        if self.word is not None:
+            self.word[0] = 0
+
+    def move_on(self) -> bool:
+        """Do what can be done of the messages under way; are there any left?"""
+        for key, move in list(self.moving.items()):
+            if not move():
+                self.moving.pop(key, None)
+        return bool(self.moving)
 
 
 class Group(ABC):
@@ -25,12 +53,23 @@ class Group(ABC):
     rank: int
     size: int
     waits: deque[tuple[float, float]]
-    """(began, ended) of every blocking wait since someone last cleared the list, in time.perf_counter() seconds:
-    comparable between the ranks of one host. The oldest are dropped."""
-    waited: float
-    """Seconds blocked in all."""
-    waiting: Any = None
-    """One word of memory that is 1 while this rank waits for others, for who watches from outside."""
+    """(began, ended) of every wait in a collective since someone last cleared the list, in time.perf_counter()
+    seconds: comparable between the ranks of one host. The oldest are dropped."""
+    all_waits: Waits
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this process was blocked in all, in any group of its world."""
+        return self.all_waits.seconds
+
+    @property
+    def waiting(self) -> Any:
+        """One word of memory that is 1 while this process waits for others, for who watches from outside."""
+        return self.all_waits.word
+
+    @waiting.setter
+    def waiting(self, word: Any) -> None:
+        self.all_waits.word = word
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Work:
@@ -43,6 +82,23 @@ class Group(ABC):
     @abstractmethod
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
         """The source's tensor, in place, everywhere. Blocks."""
+
+    @abstractmethod
+    def reduce_scatter(self, rows: Tensor, into: Tensor) -> None:
+        """Of every rank's ``rows`` (size, n): the sum over the ranks of those with this rank's number, into (n).
+        Blocks."""
+
+    @abstractmethod
+    def send(self, tensor: Tensor, to: int) -> Work:
+        """A message to another rank; the tensor (contiguous) is theirs until ``wait`` returns.
+
+        Messages of a pair arrive in the order in which they were sent. Some MiB are under way without anyone who
+        receives them; what is more goes on while this rank waits for something else, or in ``wait``.
+        """
+
+    @abstractmethod
+    def receive(self, into: Tensor, source: int) -> Work:
+        """The next message of that rank, which has this size: ``into`` (contiguous) is filled when ``wait`` returns."""
 
     @abstractmethod
     def barrier(self) -> None:
@@ -64,6 +120,29 @@ class Group(ABC):
         gathered = self.all_gather(padded.view(torch.uint8)).view(tensor.dtype)
         return [part[:count] for part, count in zip(gathered.unbind(0), counts, strict=True)]
 
+    def total(self, tensor: Tensor) -> Tensor:
+        """A new tensor: the sum over the ranks. Blocks."""
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self.all_reduce(total).wait()
+        return total
+
+    def gather_parts(self, own: Tensor, parts: Sequence[Tensor]) -> None:
+        """Every rank's ``own`` into its number of ``parts``, of which each may have a size of its own (or none); all
+        are contiguous. Blocks."""
+        most = max(part.numel() for part in parts)
+        if not most:
+            return
+        padded = own.new_zeros(most)
+        padded[: own.numel()] = own.detach().view(-1)
+        gathered = self.all_gather(padded.view(torch.uint8)).view(own.dtype)
+        for part, row in zip(parts, gathered, strict=True):
+            part.view(-1).copy_(row[: part.numel()])
+
+    def _other(self, rank: int) -> int:
+        if rank == self.rank or not 0 <= rank < self.size:
+            raise ValueError(f"rank {self.rank} of {self.size} sends to and receives from other ranks, not rank {rank}")
+        return rank
+
 
 class _Done(Work):
     def wait(self) -> None:
@@ -75,7 +154,7 @@ class Alone(Group):
     """A group of one: every collective is the identity."""
 
     def __init__(self) -> None:
-        self.rank, self.size, self.waits, self.waited = 0, 1, deque(), 0.0
+        self.rank, self.size, self.waits, self.all_waits = 0, 1, deque(), Waits()
 
     def all_reduce(self, tensor: Tensor) -> Work:
         return DONE
@@ -85,6 +164,18 @@ class Alone(Group):
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
         pass
+
+    def reduce_scatter(self, rows: Tensor, into: Tensor) -> None:
+        into.copy_(rows[0])
+
+    def gather_parts(self, own: Tensor, parts: Sequence[Tensor]) -> None:
+        parts[0].copy_(own)
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        raise ValueError("a group of one has no other rank to send to")
+
+    def receive(self, into: Tensor, source: int) -> Work:
+        raise ValueError("a group of one has no other rank to receive from")
 
     def barrier(self) -> None:
         pass

@@ -20,10 +20,11 @@ import time
 import numpy as np
 import torch
 
+from apportion.comm import link
 from apportion.comm.channel import memory_file
 from apportion.comm.group import Group
 from apportion.comm.message import broadcast_message
-from apportion.comm.shared_memory import DEADLINE_SECONDS, SharedMemory, nbytes
+from apportion.comm.shared_memory import DEADLINE_SECONDS, SharedMemory, links_in, nbytes
 
 MEASURED_BYTES = 64 << 10, 1 << 20
 """Of the messages that two groups are compared with."""
@@ -36,8 +37,14 @@ def host_memory(group: Group, *, spins: bool = True, deadline: float = DEADLINE_
 
     ``spins``: has every rank a core of its own? ``deadline``: seconds that a rank may keep the others waiting.
     """
-    memory = shared_memory(group, nbytes(group.size))
-    return None if memory is None else SharedMemory(memory, group.rank, group.size, spins=spins, deadline=deadline)
+    size = nbytes(group.size)
+    memory = shared_memory(group, size + group.size**2 * link.nbytes)
+    if memory is None:
+        return None
+    return SharedMemory(
+        memory[:size], group.rank, group.size,
+        spins=spins, deadline=deadline, all_waits=group.all_waits, links=links_in(memory[size:], group.size),
+    )  # fmt: skip
 
 
 def shared_memory(group: Group, size: int) -> memoryview | None:

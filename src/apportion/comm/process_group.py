@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, final
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from apportion.comm.group import Group, Work
+from apportion.comm.group import DONE, Group, Waits, Work
 from apportion.errors import ApportionError, PeerLost
 
 DEADLINE_SECONDS = 300.0
@@ -34,24 +35,28 @@ _meetings = itertools.count()
 
 @final
 class _Pending(Work):
-    __slots__ = ("_group", "_work")
+    __slots__ = ("_collective", "_group", "_work")
 
-    def __init__(self, work: Any, group: ProcessGroup) -> None:
-        self._work, self._group = work, group
+    def __init__(self, work: Any, group: ProcessGroup, *, collective: bool = True) -> None:
+        self._work, self._group, self._collective = work, group, collective
 
     def wait(self) -> None:
-        self._group._wait(self._work)
+        self._group._wait(self._work, collective=self._collective)
+
+    def is_through(self) -> bool:
+        return bool(self._work.is_completed())
 
 
 @final
 class ProcessGroup(Group):
-    """All ranks of the default group of torch.distributed."""
+    """The ranks of a group of torch.distributed. ``owned``: it ends with this."""
 
-    def __init__(self, process_group: dist.ProcessGroup, *, owned: bool) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, *, owned: bool, all_waits: Waits | None = None) -> None:
         self._pg, self._owned = process_group, owned
         self.rank, self.size = process_group.rank(), process_group.size()
         self.waits: deque[tuple[float, float]] = deque(maxlen=_KEPT_WAITS)
-        self.waited = 0.0
+        self.all_waits = Waits() if all_waits is None else all_waits
+        self._sends: deque[_Pending] = deque()  # gloo gives up what nobody keeps
 
     @classmethod
     def connect(
@@ -91,6 +96,12 @@ class ProcessGroup(Group):
         assert dist.group.WORLD is not None
         return cls(dist.group.WORLD, owned=True)
 
+    def part(self, ranks: Sequence[int]) -> ProcessGroup:
+        """Some of these ranks, in this order; called by them alone."""
+        of_default = [dist.get_global_rank(self._pg, rank) for rank in ranks]
+        made = dist.new_group(of_default, use_local_synchronization=True, sort_ranks=False)
+        return ProcessGroup(made, owned=True, all_waits=self.all_waits)
+
     def all_reduce(self, tensor: Tensor) -> Work:
         return _Pending(self._start(self._pg.allreduce, [tensor]), self)
 
@@ -104,6 +115,34 @@ class ProcessGroup(Group):
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
         self._wait(self._start(self._pg.broadcast, tensor, source))
 
+    def reduce_scatter(self, rows: Tensor, into: Tensor) -> None:
+        # gloo sums in an order of its own, which need not be that of the ranks.
+        theirs = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        own, got = rows.contiguous().view(-1), theirs.view(-1)
+        self._wait(self._start(self._pg.alltoall_base, got, own, [], []))
+        torch.sum(theirs, 0, out=into)
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        assert tensor.is_contiguous(), "what is sent is contiguous"
+        self._other(to)
+        work = self._message(self._pg.send, tensor, to)
+        while self._sends and self._sends[0].is_through():
+            self._sends.popleft()
+        if isinstance(work, _Pending):
+            self._sends.append(work)
+        return work
+
+    def receive(self, into: Tensor, source: int) -> Work:
+        assert into.is_contiguous(), "what is received into is contiguous"
+        self._other(source)
+        return self._message(self._pg.recv, into, source)
+
+    def _message(self, way: Any, tensor: Tensor, rank: int) -> Work:
+        if not tensor.numel():
+            return DONE
+        # As bytes: no backend knows every type.
+        return _Pending(self._start(way, [tensor.detach().view(-1).view(torch.uint8)], rank, 0), self, collective=False)
+
     def barrier(self) -> None:
         self._wait(self._start(self._pg.barrier))
 
@@ -113,20 +152,19 @@ class ProcessGroup(Group):
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, work: Any, *, collective: bool = True) -> None:
         began = time.perf_counter()
-        if self.waiting is not None:
-            self.waiting[0] = 1
+        self.all_waits.begin()
         try:
             work.wait()
         except RuntimeError as error:
             raise self._lost(error) from error
         finally:
-            if self.waiting is not None:
-                self.waiting[0] = 0
-        ended = time.perf_counter()
-        self.waits.append((began, ended))
-        self.waited += ended - began
+            self.all_waits.end()
+            ended = time.perf_counter()
+            self.all_waits.seconds += ended - began
+        if collective:
+            self.waits.append((began, ended))
 
     def _lost(self, error: RuntimeError) -> PeerLost:
         first = str(error).splitlines()[0] if str(error) else "no message"
@@ -134,7 +172,8 @@ class ProcessGroup(Group):
 
     def close(self) -> None:
         if self._owned and dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group(self._pg)
+        self._owned = False
 
 
 def _say_waiting(rank: int, size: int, where: str) -> None:

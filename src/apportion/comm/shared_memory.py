@@ -15,18 +15,20 @@ gloo sends the same through TCP, also on one host.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor
 
-from apportion.comm.futex import Word, fence, sleep_on, wake
-from apportion.comm.group import DONE, Group, Work
+from apportion.comm import link
+from apportion.comm.futex import Word, fence, full_fence, sleep_on, wake
+from apportion.comm.group import DONE, Group, Waits, Work
+from apportion.comm.link import Receiver, Sender
 from apportion.errors import PeerLost
 
 LINE = 64
@@ -38,6 +40,8 @@ SPIN_SECONDS = 0.0002
 than most waits."""
 SLEEP_SECONDS = 0.01
 """Between two looks at what may have ended the wait."""
+NAP_SECONDS = 0.0005
+"""The same, while messages are under way that only this process moves on."""
 LOOK_SECONDS = 1.0
 """Between two looks whether the others live, where no supervisor does that."""
 DEADLINE_SECONDS = 300.0
@@ -49,8 +53,23 @@ _HALF = 1 << 31
 
 
 def nbytes(ranks: int) -> int:
-    """Of the memory of a group."""
+    """Of the memory of a group, for its collectives."""
     return ranks * LINE + 2 * ranks * PIECE
+
+
+Links = Callable[[int, int], memoryview]
+"""The memory of the messages of one rank to another."""
+
+
+def links_in(memory: memoryview, ranks: int) -> Links:
+    """One memory divided among all pairs: ``ranks * ranks * link.nbytes``, of which only those that are used are
+    touched."""
+
+    def part(source: int, to: int) -> memoryview:
+        start = (source * ranks + to) * link.nbytes
+        return memory[start : start + link.nbytes]
+
+    return part
 
 
 @final
@@ -71,6 +90,7 @@ class Meeting:
         check: Callable[[], None] | None = None,
         spins: bool = True,
         deadline: float = DEADLINE_SECONDS,
+        all_waits: Waits | None = None,
     ) -> None:
         words = [
             [Word.from_buffer(memory, at * LINE + 4 * word) for word in (_SEQUENCE, _GENERATION, _PID)]
@@ -83,8 +103,7 @@ class Meeting:
         self._look = min(LOOK_SECONDS, deadline)
         self.number = 0
         self.waits: deque[tuple[float, float]] = deque(maxlen=_KEPT_WAITS)
-        self.waited = 0.0
-        self.waiting: ctypes.Array[ctypes.c_int64] | None = None
+        self.all_waits = Waits() if all_waits is None else all_waits
         own, mark, pid = words[rank]
         mark.value = -1  # whoever still looks for the number of an older generation does not find one
         fence()
@@ -110,7 +129,7 @@ class Meeting:
         fence()
         ended = time.perf_counter()
         self.waits.append((began, ended))
-        self.waited += ended - began
+        self.all_waits.seconds += ended - began
 
     def __call__(self) -> None:
         self.arrive()
@@ -128,26 +147,42 @@ class Meeting:
         while time.perf_counter() < spin_until:
             if self._is_there(sequence, generation):
                 return
-        if self.waiting is not None:
-            self.waiting[0] = 1
-        try:
-            self._sleep_until_there(rank, sequence, generation, began)
-        finally:
-            if self.waiting is not None:
-                self.waiting[0] = 0
+        self._sleep_until(lambda: self._is_there(sequence, generation), rank, sequence, began)
 
-    def _sleep_until_there(self, rank: int, sequence: Word, generation: Word, began: float) -> None:
+    def until(self, rank: int, word: Word, asleep: Word, holds: Callable[[], bool]) -> None:
+        """Until a condition holds that may come true when another rank changes a word, of which it wakes only who says
+        that it sleeps."""
+        began = time.perf_counter()
+        spin_until, seen = began + self._spin, word.value
+        try:
+            while time.perf_counter() < spin_until:
+                if holds():
+                    return
+                if word.value != seen:  # it is at work
+                    spin_until, seen = time.perf_counter() + self._spin, word.value
+            asleep.value = 1
+            full_fence()
+            self._sleep_until(holds, rank, word, time.perf_counter())
+        finally:
+            asleep.value = 0
+            self.all_waits.seconds += time.perf_counter() - began
+
+    def _sleep_until(self, holds: Callable[[], bool], rank: int, word: Word, began: float) -> None:
         look = began + self._look
-        while True:
-            seen = sequence.value
-            if self._is_there(sequence, generation):
-                return
-            if self._check is not None:
-                self._check()
-            elif time.perf_counter() > look:
-                look = time.perf_counter() + self._look
-                self._look_after(rank, began)
-            sleep_on(sequence, seen, SLEEP_SECONDS)
+        self.all_waits.begin()
+        try:
+            while True:
+                seen = word.value
+                if holds():
+                    return
+                if self._check is not None:
+                    self._check()
+                elif time.perf_counter() > look:
+                    look = time.perf_counter() + self._look
+                    self._look_after(rank, began)
+                sleep_on(word, seen, NAP_SECONDS if self.all_waits.move_on() else SLEEP_SECONDS)
+        finally:
+            self.all_waits.end()
 
     def _look_after(self, rank: int, began: float) -> None:
         pid = self._lines[rank][_PID].value
@@ -182,50 +217,55 @@ class SharedMemory(Group):
         check: Callable[[], None] | None = None,
         spins: bool = True,
         deadline: float = DEADLINE_SECONDS,
+        all_waits: Waits | None = None,
+        links: Links | None = None,
     ) -> None:
-        self.rank, self.size = rank, size
-        self.meeting = Meeting(memory, rank, size, generation=generation, check=check, spins=spins, deadline=deadline)
+        self.rank, self.size, self._generation, self._links = rank, size, generation, links
+        self.all_waits = Waits() if all_waits is None else all_waits
+        self.meeting = Meeting(
+            memory, rank, size,
+            generation=generation, check=check, spins=spins, deadline=deadline, all_waits=self.all_waits,
+        )  # fmt: skip
         # The lines have a place of their own in every generation, also of a smaller group: no slot was ever there.
         lines = memory.nbytes // nbytes(1) * LINE
         slots = torch.frombuffer(memory, dtype=torch.uint8, count=2 * size * PIECE, offset=lines)
         self._slots = slots.view(2, size, PIECE)
         self._turn = 0
         self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
+        self._senders: dict[int, Sender] = {}
+        self._receivers: dict[int, Receiver] = {}
 
     @property
     def waits(self) -> deque[tuple[float, float]]:  # type: ignore[override]
         return self.meeting.waits
 
-    @property
-    def waited(self) -> float:  # type: ignore[override]
-        return self.meeting.waited
-
-    @property
-    def waiting(self) -> ctypes.Array[ctypes.c_int64] | None:
-        return self.meeting.waiting
-
-    @waiting.setter
-    def waiting(self, word: ctypes.Array[ctypes.c_int64] | None) -> None:
-        self.meeting.waiting = word
-
     def all_reduce(self, tensor: Tensor) -> Work:
-        self._sum(tensor, None)
+        flat = tensor.detach().view(-1)
+        self._sum(flat, flat)
         return DONE
+
+    def total(self, tensor: Tensor) -> Tensor:
+        total = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        self._sum(tensor.detach().reshape(-1), total.view(-1))
+        return total
 
     def mean(self, tensor: Tensor) -> None:
         """``all_reduce`` with the mean instead of the sum, at the same price. Blocks."""
-        self._sum(tensor, 1.0 / self.size)
-
-    def _sum(self, tensor: Tensor, weight: float | None) -> None:
         flat = tensor.detach().view(-1)
+        self._sum(flat, flat, 1.0 / self.size)
+
+    def _sum(self, flat: Tensor, into: Tensor, weight: float | None = None) -> None:
         n = PIECE // flat.element_size()
-        for piece in flat.split(n) if flat.numel() > n else (flat,):
+        for start in range(0, flat.numel(), n) if flat.numel() > n else (0,):
+            whole = flat.numel() <= n
+            piece, sums = (flat, into) if whole else (flat[start : start + n], into[start : start + n])
             slots = self._put(piece, weight)
             if self.size == 1:
+                sums.copy_(slots[0])
                 continue
-            torch.add(slots[0], slots[1], out=piece)
+            torch.add(slots[0], slots[1], out=sums)
             for slot in slots[2:]:
-                piece.add_(slot)
+                sums.add_(slot)
 
     def _put(self, piece: Tensor, weight: float | None = None) -> list[Tensor]:
         """Every rank's piece, weighted, in rank order, once all have written theirs."""
@@ -283,10 +323,43 @@ class SharedMemory(Group):
             if self.rank != source:
                 piece.copy_(slots[source])
 
+    def gather_parts(self, own: Tensor, parts: Sequence[Tensor]) -> None:
+        flat, flats = own.detach().view(-1), [part.view(-1) for part in parts]
+        n = PIECE // flat.element_size()
+        for start in range(0, max(part.numel() for part in flats), n):
+            slots = self._of(flat.dtype, n)
+            piece = flat[start : start + n]
+            slots[self.rank][: piece.numel()].copy_(piece)
+            self.meeting()
+            for part, slot in zip(flats, slots, strict=True):
+                piece = part[start : start + n]
+                if piece.numel():
+                    piece.copy_(slot[: piece.numel()])
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        if to not in self._senders:
+            wait = partial(self.meeting.until, self._other(to))
+            self._senders[to] = Sender(self._link(self.rank, to), self._generation, self.all_waits, wait)
+        return self._senders[to].send(tensor)
+
+    def receive(self, into: Tensor, source: int) -> Work:
+        if source not in self._receivers:
+            wait = partial(self.meeting.until, self._other(source))
+            self._receivers[source] = Receiver(self._link(source, self.rank), self._generation, self.all_waits, wait)
+        return self._receivers[source].receive(into)
+
+    def _link(self, source: int, to: int) -> memoryview:
+        assert self._links is not None, "this group was made without memory for messages"
+        return self._links(source, to)
+
     def barrier(self) -> None:
         self.meeting()
 
     def close(self) -> None:
+        for end in (*self._senders.values(), *self._receivers.values()):
+            self.all_waits.moving.pop(id(end), None)
+        self._senders.clear()
+        self._receivers.clear()
         self._views.clear()
         if self.under is not None:
             self.under.close()

@@ -24,7 +24,7 @@ class PlainModel:
         """Every key of the state, and the name that its parameter goes by first."""
         self.shapes = {key: tuple(t.shape) for key, t in state.items()}
         self.dtypes = {key: t.dtype for key, t in state.items()}
-        self.parameters = sum(p.numel() for p in firsts)
+        self.parameters: int = sum(p.numel() for p in firsts)
         self.sparse = {
             firsts[m.weight]
             for m in model.modules()
