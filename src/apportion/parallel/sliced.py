@@ -70,13 +70,13 @@ def plan(model: nn.Module, inputs: Any, workload: Workload, *, min_width: int, w
     linear, pairs = _linear(model, layers, attention)
     tied = {id(p) for p, held in _owners(model) if len(held) > 1}
     single = {name for name in linear if id(layers[name].weight) not in tied}
-    traced = sliced_graph.graphs(model)
-    pairs += sliced_graph.pairs(model, traced, single)
+    traced = sliced_graph.trace(model)
+    pairs += sliced_graph.pairs(traced, single, seen)
     paired = {name for pair in pairs for name in (*pair.columns, pair.row)}
     alone = [name for name in linear if name not in paired and min(_shape(layers[name])) >= min_width]
     embeddings = [n for n, m in layers.items() if sliced_embedding.can_be_sliced(m) and min(_shape(m)) >= min_width]
     known = cross_entropy_of(workload.loss) is not None
-    output = sliced_graph.output(traced, set(alone), seen.dims, carried=bool(state)) if known else None
+    output = sliced_graph.output(traced, set(alone), seen, carried=bool(state)) if known else None
     recurrent = [n for n, m in layers.items() if sliced_recurrent.can_be_sliced(m) and n not in seen.packed]
     return Plan(tuple(pairs), tuple(alone), output, tuple(embeddings), tuple(attention), tuple(recurrent))
 

@@ -63,6 +63,8 @@ class Look:
     """Dimensions of a layer's output."""
     packed: set[str] = field(default_factory=set)
     """Layers that were given packed sequences."""
+    within: dict[str, set[str]] = field(default_factory=dict)
+    """The layers inside of which a layer was called, each time."""
 
 
 def look(model: nn.Module, inputs: Any, *state: Any) -> Look:
@@ -71,6 +73,8 @@ def look(model: nn.Module, inputs: Any, *state: Any) -> Look:
     names = {module: name for name, module in model.named_modules()}
 
     def begin(module: nn.Module, given: tuple[Any, ...]) -> None:
+        inside = {names[outer] for outer in running}
+        found.within[names[module]] = found.within.get(names[module], inside) & inside
         running.append(module)
         if any(isinstance(x, PackedSequence) for x in given):
             found.packed.add(names[module])
@@ -124,46 +128,94 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
             buffer.copy_(kept)
 
 
-def graphs(model: nn.Module) -> list[fx.Graph]:
-    """As it trains, and as it evaluates; none where the flow depends on the data."""
+@dataclass(frozen=True)
+class Traced:
+    """The graphs of a network, or of one layer of it: as it trains, and as it evaluates."""
+
+    name: str
+    model: nn.Module
+    graphs: tuple[fx.Graph, ...]
+
+    def plain(self, target: Any) -> str:
+        """What the network calls a layer."""
+        return f"{self.name}.{target}" if self.name else str(target)
+
+
+class _Tracer(fx.Tracer):
+    trace_asserts = True
+
+
+_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
+
+
+@contextmanager
+def _factories_traced() -> Iterator[None]:
+    """Tensors that are made in a size of the traced ones become nodes, too."""
+
+    def traced(function: Any) -> Any:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            proxies = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, fx.Proxy)]
+            if not proxies:
+                return function(*args, **kwargs)
+            return proxies[0].tracer.create_proxy("call_function", function, args, kwargs)
+
+        return make
+
+    originals = {name: getattr(torch, name) for name in _FACTORIES}
+    for name, original in originals.items():
+        setattr(torch, name, traced(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch, name, original)
+
+
+def trace(model: nn.Module, name: str = "") -> list[Traced]:
+    """The network's graphs; where its flow depends on the data, those of the layers that it is made of."""
     training = [module for module in model.modules() if module.training]
     try:
-        found = [fx.Tracer().trace(model)]
-        for module in training:
-            module.training = False
-        return [*found, fx.Tracer().trace(model)]
+        with _factories_traced():
+            trains = _Tracer().trace(model)
+            for module in training:
+                module.training = False
+            return [Traced(name, model, (trains, _Tracer().trace(model)))]
     except Exception:  # whatever the network's own code raises at a stand-in for a tensor
-        return []
+        pass
     finally:
         for module in training:
             module.training = True
+    inside = ((f"{name}.{child}" if name else child, module) for child, module in model.named_children())
+    return [found for child, module in inside if not _is_torchs(module) for found in trace(module, child)]
 
 
-def pairs(model: nn.Module, traced: Sequence[fx.Graph], candidates: set[str]) -> list[Pair]:
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential)
+
+
+def pairs(traced: Sequence[Traced], candidates: set[str], seen: Look) -> list[Pair]:
     """Of these Linear layers, in order of execution; each is in one pair at most."""
     found: list[Pair] = []
     taken: set[str] = set()
-    for row in _called(traced[0], candidates) if traced else []:
-        each = [_pair(model, graph, row, candidates - taken) for graph in traced]
-        first = each[0]
-        if first is not None and row not in taken and all(pair == first for pair in each):
-            found.append(first)
-            taken |= {*first.columns, row}
+    for part in traced:
+        calls = (n for n in part.graphs[0].nodes if n.op == "call_module")
+        for row in dict.fromkeys(part.plain(call.target) for call in calls):
+            free = {name for name in candidates - taken if part.name in seen.within.get(name, (part.name,))}
+            each = [_pair(part, graph, row, free) for graph in part.graphs if row in free]
+            if each and each[0] is not None and all(pair == each[0] for pair in each):
+                found.append(each[0])
+                taken |= {*each[0].columns, row}
     return found
 
 
-def _called(graph: fx.Graph, names: set[str]) -> list[str]:
-    return list(dict.fromkeys(str(n.target) for n in graph.nodes if n.op == "call_module" and n.target in names))
+def _calls(part: Traced, graph: fx.Graph, name: str) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_module" and part.plain(node.target) == name]
 
 
-def _calls(graph: fx.Graph, name: str) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "call_module" and node.target == name]
-
-
-def _pair(model: nn.Module, graph: fx.Graph, row: str, candidates: set[str]) -> Pair | None:
+def _pair(part: Traced, graph: fx.Graph, row: str, candidates: set[str]) -> Pair | None:
     region: set[fx.Node] = set()
     sources: set[fx.Node] = set()
-    rows = _calls(graph, row)
+    rows = _calls(part, graph, row)
     waiting: list[Any] = [call.args[0] if len(call.args) == 1 and not call.kwargs else None for call in rows]
     while waiting:
         node = waiting.pop()
@@ -171,26 +223,27 @@ def _pair(model: nn.Module, graph: fx.Graph, row: str, candidates: set[str]) -> 
             continue
         if not isinstance(node, fx.Node):
             return None
-        if node.op == "call_module" and node.target in candidates and node.target != row:
+        if node.op == "call_module" and part.plain(node.target) in candidates - {row}:
             sources.add(node)
-        elif _elementwise(model, node):
+        elif _elementwise(part, node):
             region.add(node)
             waiting += node.all_input_nodes
         else:
             return None
-    columns = {str(node.target) for node in sources}
+    columns = {part.plain(node.target) for node in sources}
     closed = all(user in region or user in rows for node in region | sources for user in node.users)
-    dropouts = {str(n.target) for n in region if n.op == "call_module" and isinstance(_at(model, n), nn.Dropout)}
+    between = [node for node in region if node.op == "call_module"]
+    dropouts = {part.plain(n.target) for n in between if isinstance(_at(part, n), nn.Dropout)}
     inside = region | sources
-    every = all(call in inside for name in columns | dropouts for call in _calls(graph, name))
-    widths = {_at(model, node).out_features for node in sources}  # a width of 1 would be broadcast
+    every = all(call in inside for name in columns | dropouts for call in _calls(part, graph, name))
+    widths = {_at(part, node).out_features for node in sources}  # a width of 1 would be broadcast
     if not (columns and closed and every and len(widths) == 1):
         return None
     return Pair(tuple(sorted(columns)), row, tuple(sorted(dropouts)))
 
 
-def _at(model: nn.Module, node: fx.Node) -> nn.Module:
-    return model.get_submodule(str(node.target))
+def _at(part: Traced, node: fx.Node) -> nn.Module:
+    return part.model.get_submodule(str(node.target))
 
 
 def is_elementwise(function: Any) -> bool:
@@ -200,21 +253,22 @@ def is_elementwise(function: Any) -> bool:
     return function in _FUNCTIONS
 
 
-def _elementwise(model: nn.Module, node: fx.Node) -> bool:
+def _elementwise(part: Traced, node: fx.Node) -> bool:
     if node.op == "call_module":
-        return is_elementwise(_at(model, node))
+        return is_elementwise(_at(part, node))
     return (node.op == "call_function" and node.target in _FUNCTIONS) or (
         node.op == "call_method" and node.target in _NAMES
     )
 
 
-def output(traced: Sequence[fx.Graph], candidates: set[str], dims: dict[str, int], *, carried: bool) -> str | None:
+def output(traced: Sequence[Traced], candidates: set[str], seen: Look, *, carried: bool) -> str | None:
     """The Linear layer whose outputs are the network's, its classes in dimension 1 as cross-entropy has them."""
-    found = {_output(graph, candidates, dims, carried=carried) for graph in traced}
+    whole = [part for part in traced if not part.name]
+    found = {_output(part, graph, candidates, seen.dims, carried=carried) for part in whole for graph in part.graphs}
     return found.pop() if len(found) == 1 else None
 
 
-def _output(graph: fx.Graph, candidates: set[str], dims: dict[str, int], *, carried: bool) -> str | None:
+def _output(part: Traced, graph: fx.Graph, candidates: set[str], dims: dict[str, int], *, carried: bool) -> str | None:
     node: Any = next(n for n in graph.nodes if n.op == "output").args[0]
     if carried:
         node = node[0] if isinstance(node, tuple) else None
@@ -225,7 +279,7 @@ def _output(graph: fx.Graph, candidates: set[str], dims: dict[str, int], *, carr
     if not isinstance(node, fx.Node) or node.op != "call_module" or node.target not in candidates:
         return None
     name = str(node.target)
-    if len(node.users) != 1 or len(_calls(graph, name)) != 1 or name not in dims:
+    if len(node.users) != 1 or len(_calls(part, graph, name)) != 1 or name not in dims:
         return None
     place: int | None = dims[name] - 1
     many = dims[name]

@@ -106,7 +106,7 @@ def _of_classes(targets: Tensor, own: slice, classes: int, options: CrossEntropy
     whole, spread = weights * (1 - smoothing), None
     if smoothing:
         total = float(classes) if weight is None else weight.sum()
-        whole = whole + (smoothing / classes * total) * kept
+        whole = whole + smoothing / classes * total * kept.to(rows.dtype)
         share = rows.new_ones(own.stop - own.start) if weight is None else weight[own]
         spread = share * (smoothing / classes)
     place = targets - own.start

@@ -62,6 +62,11 @@ class TensorParallel(Strategy):
         return True
 
     def build(self, workload: Workload, world: World) -> Step:
+        if workload.update is not None:
+            raise ValueError(
+                "update= calls the network as it likes, which shows only as it runs, and slices are found before: use "
+                "loss=, or data_parallel"
+            )
         return SplitStep(workload, world, lambda model, inputs: self._part(workload, world.group(), model, inputs))
 
     def _part(self, workload: Workload, group: Group, model: nn.Module, inputs: Any) -> SlicedModel:
