@@ -232,19 +232,17 @@ def test_a_state_goes_on_in_other_slices_and_in_none(name: str) -> None:
 
 def test_the_metrics_and_the_checkpoint_are_those_of_one_device(tmp_path: Any) -> None:
     held_out = TensorDataset(networks.classes(9, 11, 5, seed=4), networks.classes(9, 11, 5, seed=5))
-    evaluation = Evaluation(
-        data=lambda: held_out, metrics={"loss": F.cross_entropy, "accuracy": accuracy}, batch_size=4
-    )
+    metrics = {"loss": F.cross_entropy, "accuracy": accuracy}
+    evaluation = Evaluation(data=lambda: held_out, metrics=metrics, batch_size=4)
     workload = replace(transformer(), evaluation=evaluation)
     found = {}
     for name, strategy, workers in (("one", "single_device", 1), ("many", EVERYTHING, 2)):
         with by_value(networks), by_value(sys.modules[__name__]):
-            trained = apportion.train(
-                workload, strategy, launcher=Local(workers=workers, threads=1, device="cpu"), run_dir=tmp_path / name
-            )
-        found[name] = trained.metrics
+            launcher = Local(workers=workers, threads=1, device="cpu")
+            trained = apportion.train(workload, strategy, launcher=launcher, run_dir=tmp_path / name)
+        found[name] = trained.data["metrics"]
     assert found["many"] == pytest.approx(found["one"], rel=1e-9)
-    one, many = (apportion.load(tmp_path / name, workload).state_dict() for name in found)
+    one, many = (apportion.load(tmp_path / name, model=lambda: Transformer().double()).state_dict() for name in found)
     assert one.keys() == many.keys()
     assert all(torch.allclose(many[key], t, atol=EXACT) for key, t in one.items())
 

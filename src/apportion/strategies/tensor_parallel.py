@@ -36,6 +36,7 @@ from typing import Any, final
 from torch import nn
 
 from apportion.comm.group import Group
+from apportion.parallel.fused import run_fused
 from apportion.parallel.one_device import reference
 from apportion.parallel.sliced import Plan, SlicedModel, plan
 from apportion.parallel.split import SplitStep
@@ -67,7 +68,10 @@ class TensorParallel(Strategy):
                 "update= calls the network as it likes, which shows only as it runs, and slices are found before: use "
                 "loss=, or data_parallel"
             )
-        return SplitStep(workload, world, lambda model, inputs: self._part(workload, world.group(), model, inputs))
+        step = SplitStep(workload, world, lambda model, inputs: self._part(workload, world.group(), model, inputs))
+        for optimizer in step.optimizers.values():
+            run_fused(optimizer)
+        return step
 
     def _part(self, workload: Workload, group: Group, model: nn.Module, inputs: Any) -> SlicedModel:
         found = Plan()

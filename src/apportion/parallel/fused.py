@@ -1,0 +1,41 @@
+"""An optimizer's update in one pass over each slice, with torch's fused kernels.
+
+A rank of a sliced network updates its own part alone, so this is all of its work: what remains is memory bandwidth, and
+a fused kernel reads and writes every number once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+_KINDS = (SGD, Adam, AdamW, Adagrad)
+
+
+def run_fused(optimizer: Optimizer) -> None:
+    """From now on its steps are fused, where it has a kernel and its groups do not ask for another one. Between steps
+    the groups are as they were written: how a step is computed is no part of a state."""
+    if type(optimizer) in _KINDS:
+        chosen: list[dict[str, Any]] = []
+        optimizer.register_step_pre_hook(lambda *_: _choose(optimizer, chosen))
+        optimizer.register_step_post_hook(lambda *_: _restore(chosen))
+
+
+def _choose(optimizer: Optimizer, chosen: list[dict[str, Any]]) -> None:
+    chosen.clear()
+    for group in optimizer.param_groups:
+        free = group.get("fused") is None and group.get("foreach") is None
+        if free and not group["differentiable"] and not isinstance(group["lr"], Tensor) and _suited(group["params"]):
+            group["fused"] = True
+            chosen.append(group)
+
+
+def _suited(parameters: list[Any]) -> bool:
+    return all(p.is_floating_point() and (p.grad is None or not p.grad.is_sparse) for p in parameters)
+
+
+def _restore(chosen: list[dict[str, Any]]) -> None:
+    for group in chosen:
+        group["fused"] = None
