@@ -162,16 +162,15 @@ class SlicedModel(Alike):
         self._output: Any = model.get_submodule(plan.output) if plan.output is not None else None
 
     def backward(self, replica: Replica, batch: Batch) -> Tensor:
-        if self._output is None:
-            return super().backward(replica, batch)
         with replica.autocast():
-            loss = self.loss(lambda: replica.outputs(batch), batch.targets)
+            loss = self.loss(replica, lambda: replica.outputs(batch), batch.targets)
         replica.backward(loss, 1.0)
         return loss.detach()
 
-    def loss(self, outputs: Callable[[], Tensor], targets: Tensor) -> Tensor:
-        """The cross-entropy of logits that stay in slices."""
-        assert self._cross_entropy is not None
+    def loss(self, replica: Replica, outputs: Callable[[], Any], targets: Any) -> Tensor:
+        """The mean loss, of logits that stay in slices where it can take them so."""
+        if self._output is None or self._cross_entropy is None:
+            return replica.loss(outputs(), targets)
         self._output.gathers = False
         try:
             logits = outputs()
