@@ -75,7 +75,11 @@ class InPlace(Named):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.features(x).flatten(1)
-        return self.classifier[2:](F.relu_(self.classifier[0](h)))
+        first, _, *rest = self.classifier
+        h = first(h.mul_(2.0))
+        for layer in rest:
+            h = layer(h)
+        return h
 
 
 def images(batch_size: int, last: int = 1) -> Callable[[], TensorDataset]:
@@ -222,11 +226,10 @@ def test_a_state_goes_on_in_other_parts_and_in_none() -> None:
 
 def test_the_metrics_are_those_of_one_device() -> None:
     held_out = TensorDataset(networks.numbers(9, 2, 6, 6, seed=4), networks.classes(9, 3, seed=5))
-    evaluation = Evaluation(
-        data=lambda: held_out, metrics={"loss": F.cross_entropy, "accuracy": accuracy}, batch_size=4
-    )
+    metrics = {"loss": F.cross_entropy, "accuracy": accuracy}
+    evaluation = Evaluation(data=lambda: held_out, metrics=metrics, batch_size=4)
     found = []
-    for strategy, workers in (("single_device", 1), ("hybrid_parallel", 3)):
+    for strategy, workers in (("single_device", 1), ("hybrid_parallel", 2)):
         with by_value(networks), by_value(sys.modules[__name__]):
             launcher = Local(workers=workers, threads=1, device="cpu")
             trained = apportion.train(replace(workload(), evaluation=evaluation), strategy, launcher=launcher)
@@ -279,15 +282,24 @@ class Again(nn.Module):
         return self.out(self.mix(torch.relu(self.mix(self.conv(x).flatten(1)))))
 
 
+class Twice(Again):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mix(x.flatten(2)[:, :, :16]).unflatten(2, (4, 4))
+        return self.out(self.conv(h).flatten(1).repeat(1, 4)) + self.mix.weight[:3, 0]
+
+
 REFUSALS: list[tuple[Callable[[], Workload], dict[str, Any], str]] = [
     (lambda: networks.cases["mlp"](7), {}, "Sequential calls no layer that can be sliced after a convolution"),
-    (lambda: workload(Undecided), {}, "the flow of Undecided depends on its data"),
+    (lambda: workload(Undecided), {}, "Undecided has no graph that could be cut"),
     (lambda: workload(Counts), {}, "a int goes into classifier.0"),
     (workload, {"data": "feature"}, "data='feature' is no layer of Named, which has features, classifier"),
     (workload, {"tensor": "head"}, "tensor='head' is no layer of Named"),
     (workload, {"data": "classifier", "tensor": "features"}, "classifier.0 comes after features"),
-    (workload, {"tensor": "features"}, "no layer that can be sliced under features"),
+    (workload, {"tensor": "features"}, "features.0 comes after features"),
     (lambda: workload(Again), {"tensor": "out", "data": "mix"}, ""),
+    (lambda: workload(Again), {"tensor": "mix"}, ""),
+    (lambda: workload(Twice), {}, "mix.weight is used before and after the exchange"),
+    (lambda: workload(), {"tensor": "classifier.3"}, ""),
     (lambda: workload(count=None), {"exchange": "rotate"}, "couples examples"),
     (lambda: workload(batch_size=1), {}, "batch_size=1 cannot feed 2 workers"),
     (lambda: networks.cases["two_optimizers"](7), {}, "update= calls the network"),

@@ -102,13 +102,14 @@ class Exchanging(SlicedModel):
         own = [value.detach().contiguous() for value in values]
         for rank, given in rotation(own, [share.stop - share.start for share in shares], self._group):
             weight = self._terms(batch.targets, shares[rank]) / total
-            if not weight:  # a mean of nothing is a NaN
-                continue
             leaves = [t.requires_grad_(v.requires_grad) for t, v in zip(given, values, strict=True)]
             with replica.autocast():
                 copies = [leaf.clone() for leaf in leaves]  # what the back does in place, it does to them
                 outputs = partial(self._trains.back, *copies)
-                loss = self.loss(replica, outputs, tree.rows(batch.targets, shares[rank]))
+                # Of no terms the mean is a NaN, and 0 times NaN is one too: zero, through the same layers.
+                loss = (
+                    self.loss(replica, outputs, tree.rows(batch.targets, shares[rank])) if weight else _zero(outputs())
+                )
             replica.backward(loss, weight)
             mean += loss.detach() * weight
             if rank == self._group.rank:
@@ -130,3 +131,7 @@ class Exchanging(SlicedModel):
         with evaluating(self.model), replica.autocast():
             values, shares = self._front(self._evaluates, batch)
             return self._evaluates.back(*self._gathered(values, shares))
+
+
+def _zero(outputs: Any) -> Tensor:
+    return torch.stack([(t * 0.0).sum() for t in tree.tensors(outputs) if t.is_floating_point()]).sum()

@@ -95,8 +95,8 @@ class HybridParallel(Strategy):
         traced = [part for part in trace(model) if not part.name]
         if not traced:
             raise ValueError(
-                f"the flow of {type(model).__name__} depends on its data, so it has no graph that could be cut: use "
-                "data_parallel or tensor_parallel"
+                f"{type(model).__name__} has no graph that could be cut: its flow depends on the data, or it makes "
+                "layers as it runs; use data_parallel or tensor_parallel"
             )
         back = self._sliced_names(model, traced[0].graphs[0])
         trains, evaluates = (cut(model, g, lambda name: _under(name, back)) for g in traced[0].graphs)
