@@ -13,8 +13,18 @@ from ranks import on_ranks
 from torch import Tensor
 
 from apportion.comm.differentiable import (
-    all_gather, copy_to, finish_halo, gather_from, gather_rows, halo, received, reduce_from, reduce_scatter,
-    scatter_to, sent, start_halo,
+    all_gather,
+    copy_to,
+    finish_halo,
+    gather_from,
+    gather_rows,
+    halo,
+    received,
+    reduce_from,
+    reduce_scatter,
+    scatter_to,
+    sent,
+    start_halo,
 )  # fmt: skip
 from apportion.comm.message import broadcast_message, broadcast_tensors
 from apportion.world import World

@@ -2,57 +2,536 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from ranks import on_ranks
+from seats import Kill, kills, on_seats
 from torch import Tensor
 
-from apportion.comm.group import Group
-from apportion.comm.link import PIECE, RING
+from apportion.comm import shared_memory
+from apportion.comm.group import DONE, Alone, Group, Waits
+from apportion.comm.link import LINE, PIECE, RING, Receiver, Sender, nbytes
+from apportion.comm.membership import Membership
+from apportion.comm.process_group import ProcessGroup
+from apportion.comm.shared_memory import SharedMemory, links_in
+from apportion.errors import MembershipChanged, PeerLost
 from apportion.world import World
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 
 
 def made(seed: int, nbytes: int) -> Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-# The order of what a rank does is drawn: sends and receives of every pair mixed.
+# Messages of every size in every order
 
 
-def exchange(world: World, sizes: list[list[int]], mixed: list[int], group: Group | None = None) -> bool:
-    """Every rank sends every other the messages of these sizes, in order, and receives theirs; is all of it right?"""
-    group = world.group() if group is None else group
-    others = [rank for rank in range(group.size) if rank != group.rank]
-    sends = [(to, i) for i in range(len(sizes[0])) for to in others]
-    works, expected, receives = [], [], []
-    for turn, (to, i) in enumerate(sends):
-        message = made(1000 * group.rank + 10 * to + i, sizes[group.rank][i])
-        works.append(group.send(message, to))
-        if mixed[turn % len(mixed)]:
-            into = torch.zeros(sizes[to][i], dtype=torch.uint8)
-            receives.append((group.receive(into, to), into))
-            expected.append(made(1000 * to + 10 * group.rank + i, sizes[to][i]))
-            if mixed[turn % len(mixed)] > 1:
-                receives[-1][0].wait()
-        else:
-            receives.append((None, torch.zeros(sizes[to][i], dtype=torch.uint8)))
-            expected.append(made(1000 * to + 10 * group.rank + i, sizes[to][i]))
-    return finished(group, sends, works, receives) and all(
-        torch.equal(into, message) for (_, into), message in zip(receives, expected, strict=True)
+@dataclass(frozen=True)
+class Exchange:
+    """Messages of these sizes from every rank to every other. ``orders``: when each rank begins to receive and when it
+    waits, by turns: 0 at the end; 1 begins now, waits at the end; 2 now."""
+
+    sizes: tuple[tuple[int, ...], ...]
+    orders: tuple[tuple[int, ...], ...]
+
+    def on(self, group: Group) -> list[str]:
+        """What did not arrive as it was sent."""
+        others = [rank for rank in range(group.size) if rank != group.rank]
+        turns = [(other, number) for number in range(len(self.sizes[0])) for other in others]
+        sending, receiving = [], []
+        late = False
+        for turn, (other, number) in enumerate(turns):
+            sending.append(group.send(self.message(group.rank, other, number), other))
+            order = self.orders[group.rank][turn % len(self.orders[0])]
+            late = late or not order  # whose message waits, all others wait behind it
+            into = torch.zeros(self.sizes[other][number], dtype=torch.uint8)
+            receiving.append((None if late else group.receive(into, other), into))
+            if order == 2 and not late:
+                receiving[-1][0].wait()
+        for (other, _), (work, into) in zip(turns, receiving, strict=True):
+            (work or group.receive(into, other)).wait()
+        for work in reversed(sending):
+            work.wait()
+        return [
+            f"message {number} of rank {other}"
+            for (other, number), (_, into) in zip(turns, receiving, strict=True)
+            if not torch.equal(into, self.message(other, group.rank, number))
+        ]
+
+    def message(self, source: int, to: int, number: int) -> Tensor:
+        return made(10_000 * source + 100 * to + number, self.sizes[source][number])
+
+
+@st.composite
+def exchanges(draw: Any, ranks: int) -> Exchange:
+    size = st.one_of(
+        st.integers(0, 300),
+        st.builds(lambda pieces, more: pieces * PIECE + more, st.integers(1, 3), st.integers(-LINE - 1, LINE + 1)),
+        st.sampled_from([RING - LINE, RING - LINE + 1, RING, RING + PIECE]),
     )
+    many = draw(st.integers(1, 6))
+    sizes = tuple(tuple(draw(size) for _ in range(many)) for _ in range(ranks))
+    orders = tuple(tuple(draw(st.lists(st.integers(0, 2), min_size=3, max_size=3))) for _ in range(ranks))
+    return Exchange(sizes, orders)
 
 
-def finished(group: Group, sends: Any, works: Any, receives: Any) -> bool:
-    for (to, _), (work, into) in zip(sends, receives, strict=True):
-        (work or group.receive(into, to)).wait()
-    for work in works:
+def make_exchanges(world: World, wanted: list[Exchange]) -> list[str]:
+    group = world.group()
+    return [f"{one}: {wrong}" for one in wanted for wrong in one.on(group)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_every_message_arrives_as_it_was_sent_whatever_is_waited_for_first(ranks: int, data: Any) -> None:
+    """Also where all send more than may be under way before anyone receives."""
+    wanted = data.draw(st.lists(exchanges(ranks), min_size=3, max_size=6))
+    assert on_ranks(make_exchanges, ranks, wanted) == [[]] * ranks
+
+
+def of_every_type(world: World) -> list[bool]:
+    group, other, right = world.group(), 1 - world.rank, []
+    for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
+        for shape in ((3, 5), (), (0, 4)):
+            sends = (torch.arange(15.0)[: max(1, math.prod(shape))] % 3 * (world.rank + 1)).to(dtype)
+            sends = sends.new_empty(shape) if not math.prod(shape) else sends.view(shape)
+            wanted = (torch.arange(15.0)[: max(1, math.prod(shape))] % 3 * (other + 1)).to(dtype)
+            into = torch.empty(shape, dtype=dtype)
+            group.send(sends, other).wait()
+            group.receive(into, other).wait()
+            right.append(torch.equal(into.view(-1), wanted[: into.numel()]))
+    return right
+
+
+def test_messages_of_every_type_arrive() -> None:
+    for right in on_ranks(of_every_type, 2):
+        assert right == [True] * 15
+
+
+# What waits meanwhile
+
+
+def send_and_meet(world: World, through: str) -> list[bool]:
+    """Rank 0 sends more than may be under way and waits for something else, rank 1 receives first."""
+    parts = world.split("pair", [[0, 1], [2]])
+    world.group().barrier()
+    message = made(1, 3 * RING)
+    if world.rank == 0:
+        work = parts.group().send(message, 1)
+        if through == "a message":
+            world.group().receive(torch.empty(1), 2).wait()
+    elif world.rank == 1:
+        into = torch.empty_like(message)
+        parts.group().receive(into, 0).wait()
+        if through == "a message":
+            world.group().send(torch.ones(1), 2).wait()
+    elif through == "a message":
+        world.group().receive(torch.empty(1), 1).wait()
+        world.group().send(torch.ones(1), 0).wait()
+    world.group().barrier()
+    if world.rank == 0:
         work.wait()
-    return True
+    return [torch.equal(into, message)] if world.rank == 1 else []
 
 
-def test_it() -> None:
-    sizes = [[0, 1, 64, 1000, PIECE, 3 * PIECE + 5], [3, 0, 65, RING // 2, 7, 100], [RING + 77, 8, 9, 10, 11, 12]]
-    assert on_ranks(exchange, 3, sizes, [1]) == [True] * 3
+@pytest.mark.parametrize("through", ["a barrier", "a message"])
+def test_a_large_message_goes_on_while_its_sender_waits_in_another_group(through: str) -> None:
+    assert on_ranks(send_and_meet, 3, through) == [[], [True], []]
+
+
+def in_a_circle(world: World) -> bool:
+    """Each waits for the rank before it, and has asked for what the rank behind it sends: that has to be taken in for
+    the circle to move."""
+    group, rank = world.group(), world.rank
+    before, behind = (rank - 1) % 3, (rank + 1) % 3
+    large = torch.empty(2 * RING, dtype=torch.uint8)
+    taking = group.receive(large, behind)
+    giving = group.send(made(rank, 2 * RING), before)
+    if rank == 0:
+        giving.wait()
+        group.send(torch.ones(1), behind).wait()
+    small = torch.empty(1)
+    group.receive(small, before).wait()
+    if rank != 0:
+        giving.wait()
+        group.send(torch.ones(1), behind).wait()
+    giving.wait()
+    taking.wait()
+    return torch.equal(large, made(behind, 2 * RING))
+
+
+def test_what_is_to_be_received_is_taken_in_while_something_else_is_waited_for() -> None:
+    assert on_ranks(in_a_circle, 3) == [True] * 3
+
+
+def disagree(world: World) -> str:
+    if world.rank == 0:
+        world.group().send(torch.zeros(3), 1).wait()
+        return ""
+    try:
+        world.group().receive(torch.zeros(4), 0).wait()
+    except AssertionError as error:
+        return str(error)
+    return "received"
+
+
+def test_a_message_of_another_size_than_is_received_is_an_error() -> None:
+    said = on_ranks(disagree, 2)[1]
+    assert said.startswith("a message of 12 bytes was sent and one of 16 bytes is received: the ranks do not agree")
+
+
+def to_itself(world: World) -> list[str]:
+    told = []
+    for rank in (world.rank, 2, -1):
+        for call in (world.group().send, world.group().receive):
+            with pytest.raises(ValueError, match="other ranks") as raised:
+                call(torch.zeros(1), rank)
+            told.append(str(raised.value))
+    return told
+
+
+def test_messages_go_to_other_ranks() -> None:
+    assert on_ranks(to_itself, 2)[1][0] == "rank 1 of 2 sends to and receives from other ranks, not rank 1"
+    with pytest.raises(ValueError, match="a group of one has no other rank to send to"):
+        Alone().send(torch.zeros(1), 0)
+
+
+# The ring
+
+
+def ends(sent: int = 0) -> tuple[Sender, Receiver, memoryview]:
+    """Both ends in one process; as if so many lines had gone through."""
+    memory = memoryview(mmap.mmap(-1, nbytes))
+
+    def wait(word: Any, asleep: Any, holds: Any) -> None:
+        assert holds(), "it would wait for ever"
+
+    sender, receiver = Sender(memory, 0, Waits(), wait), Receiver(memory, 0, Waits(), wait)
+    for end in (sender, receiver):
+        end._lines = end._base = end._own.value = sent
+    return sender, receiver, memory
+
+
+@pytest.mark.parametrize("sent", [2**31 - 50_000, 2**32 - 50_000, 2**32 - 1])
+def test_the_count_of_lines_may_wrap_around(sent: int) -> None:
+    sender, receiver, _ = ends(sent)
+    for number in range(40):
+        message, into = made(number, PIECE + 777 * number), torch.zeros(PIECE + 777 * number, dtype=torch.uint8)
+        sender.send(message).wait()
+        receiver.receive(into).wait()
+        assert torch.equal(into, message)
+
+
+def test_a_place_where_the_ring_once_began_anew_is_a_line_like_others_later() -> None:
+    """The count comes back to it after 2**32 lines; between two messages that are both under way, nothing begins."""
+    sender, receiver, _ = ends(5)
+    sender._begins.value = 5 + 2
+    for number in range(3):
+        sender.send(made(number, LINE))
+    for number in range(3):
+        into = torch.zeros(LINE, dtype=torch.uint8)
+        receiver.receive(into).wait()
+        assert torch.equal(into, made(number, LINE))
+
+
+def touched(memory: memoryview) -> int:
+    """Bytes of it that are not zero as they were, in pages."""
+    pages = np.frombuffer(memory, dtype=np.uint8)[: nbytes // 4096 * 4096].reshape(-1, 4096)
+    return int(pages.any(1).sum()) * 4096
+
+
+def test_no_more_memory_is_touched_than_was_under_way() -> None:
+    sender, receiver, memory = ends()
+    message, into = torch.full((1 << 20,), 1, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
+    for _ in range(50):
+        sender.send(message).wait()
+        receiver.receive(into).wait()
+    assert 1 << 20 <= touched(memory) <= (1 << 20) + PIECE + 8192
+    for _ in range(7):
+        assert sender.send(message) is DONE
+    assert sender.send(message) is not DONE, "it is full"
+    assert touched(memory) > 7 << 20
+    for _ in range(8):
+        receiver.receive(into).wait()
+        sender._push()
+
+
+def nap_and_send(world: World, rounds: int) -> float:
+    """The longest round trip. Nobody looks again by itself for seconds: whoever is not woken shows."""
+    shared_memory.SLEEP_SECONDS = shared_memory.NAP_SECONDS = 5.0
+    group, naps, longest = world.group(), random.Random(world.rank), 0.0
+    group.meeting._spin = 0.0
+    into, message = torch.empty(8), torch.zeros(8)
+    large, larger = torch.empty(RING), torch.zeros(RING)  # floats: four times what may be under way
+    for number in range(rounds):
+        for _ in range(naps.choice((0, 0, 0, 10, 100, 1000))):
+            pass
+        began = time.perf_counter()
+        a, b = (large, larger) if number % 2000 == 0 else (into, message)
+        if world.rank == 0:
+            group.send(b, 1).wait()
+            group.receive(a, 1).wait()
+        else:
+            group.receive(a, 0).wait()
+            group.send(b, 0).wait()
+        longest = max(longest, time.perf_counter() - began)
+    return longest
+
+
+@pytest.mark.parametrize("rounds", [8_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_no_wake_up_of_a_message_is_lost(rounds: int) -> None:
+    assert max(on_ranks(nap_and_send, 2, rounds)) < 3.0
+
+
+def wait_long(world: World) -> float:
+    """Processor seconds of the wait for a message."""
+    group, into = world.group(), torch.empty(1)
+    group.barrier()
+    began = time.process_time()
+    if world.rank == 0:
+        time.sleep(1.0)
+        group.send(into, 1).wait()
+    else:
+        group.receive(into, 0).wait()
+    return time.process_time() - began
+
+
+def test_who_waits_for_a_message_sleeps() -> None:
+    assert max(on_ranks(wait_long, 2)) < 0.1
+
+
+# Parts of a world
+
+
+def in_parts(world: World) -> list[Any]:
+    """A mesh of 2 x 2, a part of a part, and the whole."""
+    across = world.split("tensor", [[0, 1], [2, 3]])
+    along = world.split("pipe", [[2, 0], [1, 3]])  # 2 comes first
+    found: list[Any] = []
+    for part in (across, along, along.split("one", [[0], [1]])):
+        total = torch.tensor([10.0**world.rank])
+        part.group().all_reduce(total).wait()
+        found.append((part.rank, part.size, total.item()))
+    assert world.group("tensor") is across.group()
+    assert world.split("tensor", [[0, 1], [2, 3]]) is across
+    total = torch.tensor([10.0**world.rank])
+    world.group().all_reduce(total).wait()
+    along.group().send(total * along.rank, 1 - along.rank).wait()
+    along.group().receive(total, 1 - along.rank).wait()
+    return [*found, total.item()]
+
+
+def test_parts_of_a_world_have_ranks_and_collectives_of_their_own() -> None:
+    assert on_ranks(in_parts, 4) == [
+        [(0, 2, 11.0), (1, 2, 101.0), (0, 1, 1.0), 0.0],
+        [(1, 2, 11.0), (0, 2, 1010.0), (0, 1, 10.0), 1111.0],
+        [(0, 2, 1100.0), (0, 2, 101.0), (0, 1, 100.0), 1111.0],
+        [(1, 2, 1100.0), (1, 2, 1010.0), (0, 1, 1000.0), 0.0],
+    ]
+
+
+def over_torch(world: World, memory: bool, function: Any, *arguments: Any) -> tuple[Any, str]:
+    """The function where nobody hands out memory; ``memory``: the ranks may find some of their own."""
+    own = World.from_env(device="cpu")
+    own = own if memory else replace(own, local_size=1)  # as if each were on a host of its own
+    found = function(own, *arguments)
+    group = type(own.group()).__name__
+    own.close()
+    assert not dist.is_initialized()
+    return found, group
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_parts_of_a_world_are_the_same_over_torch_distributed(memory: bool) -> None:
+    expected = on_ranks(in_parts, 4)
+    for (found, group), same in zip(on_ranks(over_torch, 4, memory, in_parts), expected, strict=True):
+        assert found == same
+        assert memory or group == "ProcessGroup"
+
+
+def test_messages_are_the_same_over_torch_distributed() -> None:
+    sizes = ((0, 1, 64, 1000, 70_000), (3, 0, 65, 7, 100), (1 << 20, 8, 9 << 20, 10, 11))
+    wanted = [Exchange(sizes, ((1, 2, 1), (1, 1, 2), (2, 1, 0))), Exchange(sizes, ((0, 0, 0),) * 3)]
+    assert on_ranks(over_torch, 3, False, make_exchanges, wanted) == [([], "ProcessGroup")] * 3
+
+
+# Ranks that die
+
+
+def after_a_death(world: World, sends: bool) -> list[Any]:
+    """This process and a child of it exchange messages; the child sends one more, and is killed."""
+    memory = memoryview(mmap.mmap(-1, shared_memory.nbytes(2) + 4 * nbytes))
+    links = links_in(memory[shared_memory.nbytes(2) :], 2)
+    child = os.fork()
+    group = SharedMemory(memory[: shared_memory.nbytes(2)], int(child == 0), 2, links=links)
+    other, small = 1 - group.rank, torch.zeros(1)
+    group.send(small, other)
+    group.receive(small, other).wait()
+    if child == 0:
+        group.send(torch.ones(1), other)
+        group.barrier()
+        while True:
+            signal.pause()
+    group.barrier()
+    os.kill(child, signal.SIGKILL)
+    group.receive(small, other).wait()
+    assert small.item() == 1.0, "what was sent before is there"
+    began = time.perf_counter()
+    try:
+        (group.send(torch.zeros(RING), other) if sends else group.receive(small, other)).wait()
+    except PeerLost as error:
+        return [str(error).replace(str(child), "PID"), time.perf_counter() - began]
+    finally:
+        os.waitpid(child, 0)
+    return ["nobody was missed", 0.0]
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_killed_rank_ends_a_wait_for_a_message_in_about_a_second_and_is_named(sends: bool) -> None:
+    ((said, seconds),) = on_ranks(after_a_death, 1, sends)
+    assert said == "rank 0 lost rank 1: its process PID has ended"
+    assert seconds < 2.0
+
+
+def with_deadline(world: World) -> SharedMemory:
+    links = links_in(world.shared("links", 4 * nbytes), 2)
+    return SharedMemory(world.shared("meet", shared_memory.nbytes(2)), world.rank, 2, links=links, deadline=0.5)
+
+
+def waits_in_vain(world: World) -> list[float]:
+    group, seconds = with_deadline(world), []
+    for call in (group.receive, group.send) if world.rank == 0 else ():
+        began = time.perf_counter()
+        with pytest.raises(PeerLost, match="rank 0 has waited 0 s for rank 1"):
+            call(torch.zeros(RING), 1).wait()
+        seconds.append(time.perf_counter() - began)
+    world.group().barrier()
+    return seconds
+
+
+def test_a_message_that_never_comes_and_one_that_nobody_takes_end_at_the_deadline() -> None:
+    seconds, _ = on_ranks(waits_in_vain, 2)
+    assert len(seconds) == 2
+    assert all(0.5 <= s < 2.0 for s in seconds)
+
+
+def takes_its_time(world: World) -> float:
+    """The wait of rank 0 for the last of its messages to be taken, of which rank 1 takes one at a time."""
+    group, message = with_deadline(world), torch.zeros(1 << 20, dtype=torch.uint8)
+    if world.rank == 1:
+        for _ in range(14):
+            time.sleep(0.2)
+            group.receive(message, 0).wait()
+        return 0.0
+    works = [group.send(message, 1) for _ in range(14)]
+    began = time.perf_counter()
+    works[-1].wait()
+    return time.perf_counter() - began
+
+
+def test_a_rank_that_is_slow_but_at_work_may_take_longer_than_the_deadline() -> None:
+    assert on_ranks(takes_its_time, 2)[0] > 1.0
+
+
+def until_changed(world: World, sends: bool) -> float:
+    """Rank 1 changes the membership while rank 0 waits for it: when it was changed, or when that was noticed."""
+    members = Membership(world.shared("page", Membership.nbytes(2)), 2)
+    group = replace(world, members=members).group()
+    group.barrier()
+    if world.rank == 1:
+        time.sleep(0.3)  # rank 0 is well asleep
+        changed = time.perf_counter()
+        members.open_change()
+        return changed
+    try:
+        (group.send(torch.zeros(RING), 1) if sends else group.receive(torch.zeros(1), 1)).wait()
+    except MembershipChanged:
+        return time.perf_counter()
+    raise AssertionError("nobody came, and yet the wait has ended")
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_change_of_the_membership_ends_the_wait_for_a_message_within_tens_of_milliseconds(sends: bool) -> None:
+    noticed, changed = on_ranks(until_changed, 2, sends)
+    assert 0.0 <= noticed - changed < 0.08
+
+
+def lost_over_torch(world: World) -> str:
+    group = ProcessGroup.connect(rank=world.rank, size=2, device=world.device, local_size=2)
+    group.barrier()
+    if world.rank == 1:
+        dist.destroy_process_group()  # its sockets close, as those of a process that dies
+        return ""
+    try:
+        group.receive(torch.zeros(1), 1).wait()
+    except PeerLost as error:
+        return str(error)
+    return "received"
+
+
+def test_a_lost_rank_ends_the_wait_for_a_message_of_gloo() -> None:
+    assert on_ranks(lost_over_torch, 2)[0].startswith("rank 0 lost another rank in a collective: ")
+
+
+# Workers that are killed and replaced
+
+
+def rounds(world: World, progress: Any, many: int) -> int:
+    """Each round, messages go round a ring, and two parts sum what they have. Survivors and replacements agree on the
+    round by what the supervisor's memory says."""
+    while True:
+        try:
+            return _rounds(world, progress, many)
+        except MembershipChanged:
+            while True:
+                try:
+                    world = world.rejoin()
+                    break
+                except MembershipChanged:
+                    pass
+
+
+def _rounds(world: World, progress: Any, many: int) -> int:
+    size = world.size
+    part = world.split("part", [list(range(0, size, 2)), list(range(1, size, 2))])
+    done = torch.tensor([int(progress[world.seat])])
+    first = int(world.group().all_gather(done).min())
+    large = torch.empty(300_000)
+    for number in range(first, many):
+        world.check()
+        large.fill_(number * 10 + world.rank)
+        work = world.group().send(large, (world.rank + 1) % size)
+        came = torch.empty_like(large)
+        world.group().receive(came, (world.rank - 1) % size).wait()
+        work.wait()
+        assert came.eq(number * 10 + (world.rank - 1) % size).all(), "a message of another round or generation"
+        total = torch.tensor([float(number)])
+        part.group().all_reduce(total).wait()
+        assert total.item() == number * part.size, "a sum of another round or generation"
+        if part.size > 1:
+            part.group().send(total, 1 - part.rank)
+            part.group().receive(total, 1 - part.rank).wait()
+        world.group().barrier()
+        progress[world.seat] = number + 1
+    world.group().barrier()
+    return many
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_after_a_kill_messages_and_parts_go_on_among_those_who_are_there(replaced: bool) -> None:
+    many = kills(12, 400, 4, seed=3) if replaced else [Kill(40, 0.001, 2)]
+    outcome = on_seats(rounds, 4, 400, killed=many, replaced=replaced)
+    assert outcome.kills == len(many)
+    assert outcome.changes >= (5 if replaced else 1)

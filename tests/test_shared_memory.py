@@ -459,6 +459,15 @@ class Slow(Group):
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
         self._group.broadcast(tensor, source=source)
 
+    def reduce_scatter(self, rows: Tensor, into: Tensor) -> None:
+        self._group.reduce_scatter(rows, into)
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        return self._group.send(tensor, to)
+
+    def receive(self, into: Tensor, source: int) -> Work:
+        return self._group.receive(into, source)
+
     def barrier(self) -> None:
         self._group.barrier()
 

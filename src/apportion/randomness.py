@@ -29,7 +29,7 @@ def without_dropout() -> Iterator[set[str]]:
         return pass_on
 
     def attention(*arguments: Any, **options: Any) -> Any:
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         options = {**dict(zip(names, arguments, strict=False)), **options}
         if options.get("dropout_p", 0.0) > 0:
             used.add(f"attention(dropout_p={options['dropout_p']:g})")

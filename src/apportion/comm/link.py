@@ -6,8 +6,9 @@
     receiver            | header | piece -> tensor         the tail follows
 
 A message is written as far as there is room, without waiting for whoever receives it; a large one streams through in
-pieces that stay in cache. Memory is touched as far as it is used. Both ends count lines of 64 bytes; each belongs to
-a generation, and what the ends of an older one have left is nobody's message.
+pieces that stay in cache. Where the receiver has taken everything, the sender begins at the ring's start again, so
+no more memory is touched than was ever under way. Both ends count lines of 64 bytes; each belongs to a generation, and
+what the ends of an older one have left is nobody's message.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ PIECE = 256 << 10
 """Bytes that are published at once: with the receiver's it fits a core's second-level cache."""
 _LINES = RING // LINE
 _MASK = (1 << 32) - 1
-_COUNT, _GENERATION, _ASLEEP = 0, 1, 2
+_HOT = PIECE // LINE
+"""Lines that small messages go through before they begin again."""
+_COUNT, _GENERATION, _ASLEEP, _BASE = 0, 1, 2, 3
 _HEADS = 2 * LINE
 
 nbytes = _HEADS + RING
@@ -47,7 +50,9 @@ class _End:
         self.word, self._others_mark, self._other_sleeps = words[1 - own]
         self._memory, self._generation = memory, generation
         self._ring = ctypes.addressof(ctypes.c_char.from_buffer(memory, _HEADS))
-        self.lines = 0
+        self._begins = Word.from_buffer(memory, 4 * _BASE)
+        """The count at which the ring was last begun anew; the sender writes it."""
+        self._lines = self._base = 0
         mark.value = -1  # whoever still looks for the count of an older generation does not find one
         fence()
         self._own.value = 0
@@ -62,9 +67,14 @@ class _End:
         fence()
         return self.word.value
 
+    def _span(self, most: int, lines: int) -> tuple[int, int]:
+        """(address, bytes) of what is next, of so many bytes and lines."""
+        at = (self._lines - self._base) % _LINES
+        return self._ring + at * LINE, min(most, PIECE, lines * LINE, (_LINES - at) * LINE)
+
     def _publish(self) -> None:
         fence()
-        self._own.value = self.lines
+        self._own.value = self._lines
         full_fence()
         if self._other_sleeps.value:
             wake(self._own)
@@ -109,18 +119,17 @@ class Sender(_End):
         while self._queue:
             tensor = self._queue[0]
             size = tensor.nbytes
-            room = _LINES - ((self.lines - self._others()) & _MASK)
+            room = _LINES - ((self._lines - self._others()) & _MASK)
             if room == 0:
                 break
             if self._written < 0:
-                self._begin(size)
+                self._begin(size, is_empty=room == _LINES)
                 room -= 1
-            at = self.lines % _LINES
-            n = min(size - self._written, PIECE, room * LINE, (_LINES - at) * LINE)
+            at, n = self._span(size - self._written, room)
             if n:
-                ctypes.memmove(self._ring + at * LINE, tensor.data_ptr() + self._written, n)
+                ctypes.memmove(at, tensor.data_ptr() + self._written, n)
                 self._written += n
-                self.lines += -(-n // LINE)
+                self._lines += -(-n // LINE)
             self._publish()
             if self._written == size:
                 self._queue.popleft()
@@ -128,10 +137,15 @@ class Sender(_End):
                 self._through += 1
         return len(self._queue)
 
-    def _begin(self, size: int) -> None:
-        at = self._ring + self.lines % _LINES * LINE
+    def _begin(self, size: int, *, is_empty: bool) -> None:
+        if is_empty and self._lines - self._base >= _HOT:
+            self._base = self._lines
+            self._begins.value = self._lines
+        elif self._begins.value & _MASK == self._lines & _MASK:  # of a ring begun long ago
+            self._begins.value = self._lines - 1
+        at, _ = self._span(LINE, 1)
         ctypes.c_int64.from_address(at).value = size
-        self.lines += 1
+        self._lines += 1
         self._written = 0
 
 
@@ -172,7 +186,7 @@ class Receiver(_End):
     def _pull(self) -> None:
         """Read what there is."""
         while self._queue:
-            there = (self._others() - self.lines) & _MASK
+            there = (self._others() - self._lines) & _MASK
             if there == 0:
                 break
             fence()
@@ -181,12 +195,11 @@ class Receiver(_End):
             if self._read < 0:
                 self._begin(size)
                 there -= 1
-            at = self.lines % _LINES
-            n = min(size - self._read, PIECE, there * LINE, (_LINES - at) * LINE)
+            at, n = self._span(size - self._read, there)
             if n:
-                ctypes.memmove(into.data_ptr() + self._read, self._ring + at * LINE, n)
+                ctypes.memmove(into.data_ptr() + self._read, at, n)
                 self._read += n
-                self.lines += -(-n // LINE)
+                self._lines += -(-n // LINE)
             self._publish()
             if self._read == size:
                 self._queue.popleft()
@@ -194,13 +207,16 @@ class Receiver(_End):
                 self._through += 1
 
     def _begin(self, size: int) -> None:
-        sent = ctypes.c_int64.from_address(self._ring + self.lines % _LINES * LINE).value
+        if self._begins.value & _MASK == self._lines & _MASK:
+            self._base = self._lines
+        at, _ = self._span(LINE, 1)
+        sent = ctypes.c_int64.from_address(at).value
         if sent != size:
             raise AssertionError(
                 f"a message of {sent} bytes was sent and one of {size} bytes is received: the ranks do not agree on "
                 "the order of their messages, or on a shape or type"
             )
-        self.lines += 1
+        self._lines += 1
         self._read = 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
+import queue
 import socket
 import struct
 import sys
@@ -27,6 +28,8 @@ DEADLINE_SECONDS = 300.0
 WATCHED_SECONDS = 86400.0
 """Under a supervisor, which sees every rank's progress, finds a late one much sooner, and knows a long wait (a large
 last checkpoint) from a late rank."""
+BUFFERED_BYTES = 8 << 20
+"""Of messages that are under way without anyone who receives them."""
 PATIENCE_SECONDS = 10.0
 """Of meeting, before a rank says that it waits."""
 _KEPT_WAITS = 8192
@@ -41,10 +44,44 @@ class _Pending(Work):
         self._work, self._group, self._collective = work, group, collective
 
     def wait(self) -> None:
-        self._group._wait(self._work, collective=self._collective)
+        if self._work is not None:  # gloo would wait for a second message
+            work, self._work = self._work, None
+            self._group._wait(work, collective=self._collective)
 
+    @property
     def is_through(self) -> bool:
-        return bool(self._work.is_completed())
+        return self._work is None
+
+
+class _Buffered:
+    """Messages that are copies, of which nobody waits for the end but a thread: gloo tells it no other way."""
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[tuple[Any, int]] = queue.SimpleQueue()
+        self._taken = self._through = 0
+        self.error: RuntimeError | None = None
+        threading.Thread(target=self._follow, name="sends", daemon=True).start()
+
+    def add(self, work: Any, nbytes: int) -> None:
+        self._taken += nbytes
+        self._works.put((work, nbytes))
+
+    @property
+    def nbytes(self) -> int:
+        """Under way."""
+        return self._taken - self._through
+
+    def _follow(self) -> None:
+        while (given := self._works.get())[0] is not None:
+            try:
+                given[0].wait()
+            except RuntimeError as error:
+                self.error = error
+                return
+            self._through += given[1]
+
+    def close(self) -> None:
+        self._works.put((None, 0))
 
 
 @final
@@ -56,7 +93,8 @@ class ProcessGroup(Group):
         self.rank, self.size = process_group.rank(), process_group.size()
         self.waits: deque[tuple[float, float]] = deque(maxlen=_KEPT_WAITS)
         self.all_waits = Waits() if all_waits is None else all_waits
-        self._sends: deque[_Pending] = deque()  # gloo gives up what nobody keeps
+        self._buffered: _Buffered | None = None
+        self._sends: list[_Pending] = []  # gloo gives up what nobody keeps
 
     @classmethod
     def connect(
@@ -125,23 +163,31 @@ class ProcessGroup(Group):
     def send(self, tensor: Tensor, to: int) -> Work:
         assert tensor.is_contiguous(), "what is sent is contiguous"
         self._other(to)
-        work = self._message(self._pg.send, tensor, to)
-        while self._sends and self._sends[0].is_through():
-            self._sends.popleft()
-        if isinstance(work, _Pending):
-            self._sends.append(work)
+        if self._buffered is None:
+            self._buffered = _Buffered()
+        if self._buffered.error is not None:
+            raise self._lost(self._buffered.error)
+        size = tensor.nbytes
+        if not size:
+            return DONE
+        # gloo sends when the other side receives: a copy can wait for that, as in shared memory.
+        if tensor.device.type == "cpu" and self._buffered.nbytes + size <= BUFFERED_BYTES:
+            self._buffered.add(self._message(self._pg.send, tensor.clone(), to), size)
+            return DONE
+        work = _Pending(self._message(self._pg.send, tensor, to), self, collective=False)
+        self._sends = [*(work for work in self._sends if not work.is_through), work]
         return work
 
     def receive(self, into: Tensor, source: int) -> Work:
         assert into.is_contiguous(), "what is received into is contiguous"
         self._other(source)
-        return self._message(self._pg.recv, into, source)
-
-    def _message(self, way: Any, tensor: Tensor, rank: int) -> Work:
-        if not tensor.numel():
+        if not into.numel():
             return DONE
+        return _Pending(self._message(self._pg.recv, into, source), self, collective=False)
+
+    def _message(self, way: Any, tensor: Tensor, rank: int) -> Any:
         # As bytes: no backend knows every type.
-        return _Pending(self._start(way, [tensor.detach().view(-1).view(torch.uint8)], rank, 0), self, collective=False)
+        return self._start(way, [tensor.detach().view(-1).view(torch.uint8)], rank, 0)
 
     def barrier(self) -> None:
         self._wait(self._start(self._pg.barrier))
@@ -171,6 +217,9 @@ class ProcessGroup(Group):
         return PeerLost(f"rank {self.rank} lost another rank in a collective: {first}")
 
     def close(self) -> None:
+        if self._buffered is not None:
+            self._buffered.close()
+            self._buffered = None
         if self._owned and dist.is_initialized():
             dist.destroy_process_group(self._pg)
         self._owned = False

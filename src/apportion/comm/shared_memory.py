@@ -168,13 +168,15 @@ class Meeting:
             self.all_waits.seconds += time.perf_counter() - began
 
     def _sleep_until(self, holds: Callable[[], bool], rank: int, word: Word, began: float) -> None:
-        look = began + self._look
+        look, before = began + self._look, word.value
         self.all_waits.begin()
         try:
             while True:
                 seen = word.value
                 if holds():
                     return
+                if seen != before:  # it is late, but at work
+                    began, before = time.perf_counter(), seen
                 if self._check is not None:
                     self._check()
                 elif time.perf_counter() > look:

@@ -43,20 +43,10 @@ class Kept:
     def write(self, state: State) -> None:
         """From now on this is the state."""
         assert not state.carry, "the rows of a recurrent state are a rank's own"
-        tensors = list(_places(state))
-        places = [[part, name, str(t.dtype).removeprefix("torch."), list(t.shape), at] for part, name, t, at in tensors]
-        head = json.dumps({"step": state.step, "settings": state.settings, "tensors": places}).encode()
-        begin = _rounded(_LENGTH_BYTES + len(head))
-        end = max((at + _nbytes(t) for _, _, t, at in tensors), default=0)
-        # L-BFGS keeps more from step to step. In powers of two, what it has grown out of is less than what it uses.
-        nbytes = 1 << (begin + end).bit_length()
         number = self._head[_COMMIT] + 1
-        memory = self._memory(number % 2, nbytes)
-        ctypes.c_int64.from_buffer(memory).value = len(head)
-        memory[_LENGTH_BYTES : _LENGTH_BYTES + len(head)] = head
-        for _, _, tensor, at in tensors:
-            _view(memory, tensor.dtype, tensor.shape, begin + at).copy_(tensor)
-        self._head[_NBYTES + number % 2] = nbytes
+        packed = Packed(state)
+        packed.write(self._memory(number % 2, packed.nbytes))
+        self._head[_NBYTES + number % 2] = packed.nbytes
         fence()
         self._head[_COMMIT] = number
 
@@ -66,17 +56,44 @@ class Kept:
         if not number:
             return None
         fence()
-        memory = self._memory(number % 2, self._head[_NBYTES + number % 2])
-        length = ctypes.c_int64.from_buffer(memory).value
-        head = json.loads(bytes(memory[_LENGTH_BYTES : _LENGTH_BYTES + length]))
-        begin = _rounded(_LENGTH_BYTES + length)
-        found: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
-        for part, name, dtype, shape, at in head["tensors"]:
-            found[part][name] = _view(memory, getattr(torch, dtype), shape, begin + at).clone()
-        return State(step=head["step"], settings=head["settings"], **found)
+        return unpacked(self._memory(number % 2, self._head[_NBYTES + number % 2]))[0]
 
     def _memory(self, version: int, nbytes: int) -> memoryview:
         return self._world.shared(f"kept/{version}/{nbytes}", nbytes)
+
+
+class Packed:
+    """How a state lies in memory; with it goes whatever plain JSON is to be found there."""
+
+    def __init__(self, state: State, beside: Any = None) -> None:
+        self._tensors = list(_places(state))
+        places = [
+            [part, name, str(t.dtype).removeprefix("torch."), list(t.shape), at] for part, name, t, at in self._tensors
+        ]
+        head = {"step": state.step, "settings": state.settings, "tensors": places, "beside": beside}
+        self._head = json.dumps(head).encode()
+        self._begin = _rounded(_LENGTH_BYTES + len(self._head))
+        end = max((at + _nbytes(t) for _, _, t, at in self._tensors), default=0)
+        # L-BFGS keeps more from step to step. In powers of two, what it has grown out of is less than what it uses.
+        self.nbytes = 1 << (self._begin + end).bit_length()
+
+    def write(self, memory: memoryview) -> None:
+        """Into so many bytes."""
+        ctypes.c_int64.from_buffer(memory).value = len(self._head)
+        memory[_LENGTH_BYTES : _LENGTH_BYTES + len(self._head)] = self._head
+        for _, _, tensor, at in self._tensors:
+            _view(memory, tensor.dtype, tensor.shape, self._begin + at).copy_(tensor)
+
+
+def unpacked(memory: memoryview) -> tuple[State, Any]:
+    """A copy of the state that lies there, and what is beside it."""
+    length = ctypes.c_int64.from_buffer(memory).value
+    head = json.loads(bytes(memory[_LENGTH_BYTES : _LENGTH_BYTES + length]))
+    begin = _rounded(_LENGTH_BYTES + length)
+    found: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+    for part, name, dtype, shape, at in head["tensors"]:
+        found[part][name] = _view(memory, getattr(torch, dtype), shape, begin + at).clone()
+    return State(step=head["step"], settings=head["settings"], **found), head["beside"]
 
 
 def _places(state: State) -> Iterator[tuple[str, str, Tensor, int]]:

@@ -37,6 +37,18 @@ class PlainModel:
         self._mark = fingerprint(workload, model, {}, examples)
         self._groups: dict[str, list[int]] = {}
 
+    def pieces(self, model: nn.Module, given: Mapping[str, Piece]) -> dict[str, Any]:
+        """A part's pieces as JSON, by the plain names that parameters go by first; what none is given of is whole."""
+        told: dict[str, Any] = {}
+        for key, tensor in model.state_dict().items():
+            assert key in self.first, f"{key} is no tensor of the plain model"
+            piece, name = given.get(key) or Piece(tuple(tensor.shape)), self.first[key]
+            assert piece.shape == self.shapes[key], f"{key} is {self.shapes[key]}, not {piece.shape}"
+            assert piece.held == tensor.shape, f"the piece of {key} is {piece.held}, not {tuple(tensor.shape)}"
+            if key in given or name not in told:
+                told[name] = piece.plain()
+        return told
+
     def move(self, owner: str, optimizer: Optimizer, model: nn.Module, pieces: Mapping[str, Piece]) -> None:
         """Give an optimizer that was made for the plain model the part's parameters instead; the groups stay, also
         those that are empty then."""

@@ -38,13 +38,15 @@ from torch.optim import (
 )  # fmt: skip
 
 from apportion.batch import Batch, Batches
-from apportion.comm.message import broadcast_tensors, gather_messages
+from apportion.comm.message import gather_messages
 from apportion.deal import DataShard
+from apportion.errors import StateLost
 from apportion.parallel.gradients import GradientSum
+from apportion.parallel.kept_parts import KeptParts, whole
 from apportion.parallel.pieces import Layout, Piece
 from apportion.parallel.plain_model import PlainModel
 from apportion.parallel.replica import Replica, seed_everything
-from apportion.plain import from_plain, to_plain
+from apportion.parallel.spread import Spread
 from apportion.strategy import State, Step
 from apportion.workload import Workload
 from apportion.world import World
@@ -55,6 +57,9 @@ ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAda
 """Optimizers that update each weight by itself, so that a slice needs nothing of the others."""
 BY_PARAMETER = (*ELEMENTWISE, Adafactor, SparseAdam, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []))
 """Those that update each parameter by itself, so that a stage needs nothing of the others."""
+
+
+MakePart = Callable[[nn.Module, Any], "Part"]
 
 
 class Part(ABC):
@@ -103,41 +108,62 @@ class SplitStep(Step):
     """One update of a network that the ranks hold in parts.
 
     ``part``: given the plain model, seeded, and the inputs of a batch, this rank's part; it may take the model's own
-    tensors, and change it.
+    tensors, and change it. ``again(world)``: the same in another world, where the loss of a worker is survived.
     """
 
     whole = True
 
-    def __init__(self, workload: Workload, world: World, part: Callable[[nn.Module, Any], Part]) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        world: World,
+        part: MakePart,
+        *,
+        again: Callable[[World], MakePart] | None = None,
+    ) -> None:
         _refuse(workload)
-        self.rank, self.device = world.rank, world.device
-        self._workload, self._world, self._group = workload, world, world.group()
+        self._workload, self._again = workload, again
         dtype = torch.float64 if workload.precision == "float64" else None
         # Rank 0's draws everywhere: whoever loads a batch loads the same one.
         self.source = Batches(workload, device=world.device, dtype=dtype, rank=0)
         self.data_shard = DataShard()
+        self._sample = self.source.at(0, self.data_shard).inputs
+        self._build(world, part)
+        if world.members is None:
+            self._sample = None
+
+    def _build(self, world: World, part: MakePart) -> None:
+        """Everything that depends on who else there is, as it is before the first update. Called by all ranks."""
+        workload = self._workload
+        self.rank, self.device = world.rank, world.device
+        self._group, self._built = world.group(), world.generation
         seed_everything(workload.seed)
-        plain = workload.model().to(device=world.device, dtype=dtype)
+        plain = workload.model().to(device=world.device, dtype=self.source.dtype)
         self._plain = PlainModel(plain, workload, len(self.source.dataset))  # type: ignore[arg-type]
         made = workload.optimizer(list(plain.named_parameters()))
-        self._part = part(plain, self.source.at(0, self.data_shard).inputs)
+        self._part = part(plain, self._sample)
         if workload.update is not None and not self._part.alike:
             raise ValueError(
                 "update= asks for the gradient of a loss that only one of the ranks computes: use data_parallel"
             )
         del plain
-        self._replica = Replica(
-            self._own_workload(made), rank=0 if self._part.alike else world.rank, device=world.device
-        )
+        rank = 0 if self._part.alike else world.rank
+        self._replica = Replica(self._own_workload(made), rank=rank, device=world.device)
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
         for p, name in self._replica.names.items():
             self._replica.names[p] = self._plain.first[name]
-        self._layout = Layout.of(gather_messages(self._told_pieces(), self._group, device=world.device))
+        pieces = self._plain.pieces(self.model, self._part.pieces)
+        self._layout = Layout.of(gather_messages(pieces, self._group, device=world.device))
+        self._spread = Spread(self._plain, self._layout, pieces, world.rank, list(self.optimizers))
         self._refuse_optimizers()
         self._counted = self._layout.owned(world.rank)
+        self._others: list[nn.Parameter] = []
+        """What other ranks sum, of which there is nothing here."""
         self._sums = self._make_sums()
         self._replica.start_schedules(self.source.total)
         self._loss: Tensor | None = None
+        survives = self._again is not None and world.members is not None and world.size == world.local_size
+        self._kept = KeptParts(world) if survives else None
 
     def _own_workload(self, made: Optimizer | Mapping[str, Optimizer]) -> Workload:
         """The workload of this rank's part. Clipping is between the sums and the update."""
@@ -146,19 +172,6 @@ class SplitStep(Step):
         self._plain.forget()
         model = self._part.model
         return replace(self._workload, model=lambda: model, optimizer=lambda _: made, clip_grad_norm=None)
-
-    def _told_pieces(self) -> dict[str, Any]:
-        """This rank's pieces by the plain names that parameters go by first; what no piece says is whole."""
-        told: dict[str, Any] = {}
-        for key, tensor in self.model.state_dict().items():
-            assert key in self._plain.first, f"{key} is no tensor of the plain model"
-            given, name = self._part.pieces.get(key), self._plain.first[key]
-            piece = given or Piece(tuple(tensor.shape))
-            assert piece.shape == self._plain.shapes[key], f"{key} is {self._plain.shapes[key]}, not {piece.shape}"
-            assert piece.held == tensor.shape, f"the piece of {key} is {piece.held}, not {tuple(tensor.shape)}"
-            if given is not None or name not in told:
-                told[name] = piece.plain()
-        return told
 
     def _refuse_optimizers(self) -> None:
         holders = self._layout.holders.values()
@@ -185,6 +198,7 @@ class SplitStep(Step):
                 if name in plain.trained and scope in (None, plain.trained[name]):
                     # Who does not hold it adds nothing.
                     terms.append(own[name] if self.rank in ranks else _nothing(piece, plain.dtypes[name], self.device))
+                    self._others += terms[-1:] if self.rank not in ranks else []
                     sparse += terms[-1:] if name in plain.sparse else []
             if terms:
                 found[scope] = GradientSum(terms, self._group, sparse=sparse)
@@ -209,8 +223,12 @@ class SplitStep(Step):
         assert loss is not None, "update() follows backward()"
         for name in self.optimizers:
             self._replica.apply(name)
-        self._replica.commit()
+        self._commit()
         return {"loss": loss}
+
+    def _commit(self) -> None:
+        self._replica.commit()
+        self._keep()
 
     def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
         self._replica.gradient(loss, 1.0, optimizer)
@@ -225,7 +243,7 @@ class SplitStep(Step):
         self._replica.reseed(batch.step)
         with self._replica.autocast():
             values = self._workload.update(self, batch)
-        self._replica.commit()
+        self._commit()
         return {name: value.detach() for name, value in values.items()}
 
     @torch.no_grad()
@@ -234,8 +252,12 @@ class SplitStep(Step):
         All that an update waits for."""
         if scope in self._sums:
             self._sums[scope](None, 0.0)
+            for p in self._others:
+                p.grad = None
         largest = self._workload.clip_grad_norm
         if largest is None and self._part.alike:
+            if self._kept is not None:  # nobody is two updates ahead of another
+                self._group.barrier()
             return loss
         gradients = [(p, p.grad) for p in self._replica.trainable(scope) if p.grad is not None]
         tail = torch.zeros(3, dtype=torch.float64, device=self.device)
@@ -255,56 +277,37 @@ class SplitStep(Step):
     # State
 
     def state_dict(self) -> State:
-        own = self._replica.state()
-        if self._group.size == 1:
-            return own
-        mine = {"model": {self._plain.first[k]: t for k, t in own.model.items()}, "optimizer": own.optimizer}
-        whole = {part: self._gathered(tensors) for part, tensors in mine.items()}
-        model: dict[str, Tensor] = {}
-        for key in self._plain.first:
-            tensor = whole["model"][self._plain.first[key]]
-            model[key] = tensor if key == self._plain.first[key] else tensor.clone()
-        told = gather_messages(own.settings.get("slots"), self._group, device=self.device)
-        settings = own.settings | ({"slots": _merged(told)} if any(told) else {})
-        return replace(own, model=model, optimizer=whole["optimizer"], settings=settings)
-
-    def _gathered(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors by name, of every rank's pieces."""
-        owned = {key: t.contiguous() for key, t in mine.items() if self._parameter(key) in self._counted}
-        whole: dict[str, Tensor] = {}
-        for rank in range(self._group.size):
-            mine_now = owned if rank == self.rank else None
-            received = broadcast_tensors(mine_now, self._group, source=rank, device=self.device)
-            for key, tensor in received.items():
-                piece = dict(self._layout.owners(self._parameter(key)))[rank]
-                if piece.index is None or piece.held != tensor.shape:  # a slot of another shape is the parameter's
-                    whole.setdefault(key, tensor)
-                    continue
-                if key not in whole:
-                    whole[key] = tensor.new_empty(piece.shape)
-                piece.put(tensor, whole[key])
-        return whole
-
-    def _parameter(self, key: str) -> str:
-        """Whose tensor it is: a name of the model's, or a slot's."""
-        if key in self._layout.holders:
-            return key
-        name = key.rpartition("/")[0]
-        found = (name.removeprefix(f"{owner}/") for owner in self.optimizers if not owner or name.startswith(owner))
-        return next(n for n in found if n in self._layout.holders)
+        return self._spread.gathered(self._replica.state(), self._group, self.device)
 
     def load_state_dict(self, state: State) -> None:
-        model = {key: self._own(self._plain.first[key], state.model[key]) for key in self.model.state_dict()}
-        optimizer = {key: self._own(self._parameter(key), t) for key, t in state.optimizer.items()}
-        own = replace(state, model=model, optimizer={k: t for k, t in optimizer.items() if t is not None})
-        self._replica.load(own, slice(0, self._workload.batch_size))
+        named = replace(state, model={key: state.model[key] for key in self.model.state_dict()})
+        self._replica.load(self._spread.own(named), slice(0, self._workload.batch_size))
+        self._keep()
 
-    def _own(self, name: str, whole: Tensor) -> Any:
-        """This rank's piece of a tensor or a slot; None where it has none."""
-        piece = dict(self._layout.holders[name]).get(self.rank)
-        if piece is None or whole.shape != piece.shape:
-            return None if piece is None else whole
-        return piece.of(whole)
+    def _keep(self) -> None:
+        """The state as it is now outlives this process."""
+        if self._kept is None:
+            return
+        replica = self._replica
+        model = {self._plain.first[k]: t.detach() for k, t in self.model.state_dict().items()}
+        own = State(step=replica.step, model=model, optimizer=dict(replica.slots()), settings=replica.settings())
+        self._kept.write(own, self._spread.pieces)
+
+    def rejoin(self, world: World) -> None:
+        if self._again is None:
+            return super().rejoin(world)
+        if self._workload.carry is not None:
+            raise StateLost("the recurrent state of a rank's rows died with it")
+        if self._built != world.generation:  # who has come anew has just built
+            self._part.close()
+            self._build(world, self._again(world))
+        assert self._kept is not None
+        found = whole(self._kept.versions())
+        if found is None:
+            raise StateLost("no update had been kept by all ranks")
+        parts = self._kept.read(found)
+        self._group.barrier()  # nobody writes while another still looks
+        self.load_state_dict(self._spread.together(parts))
 
     def fingerprint(self, workload: Workload) -> dict[str, Any]:
         return self._plain.fingerprint(self.optimizers)
@@ -323,15 +326,6 @@ class SplitStep(Step):
 def _nothing(piece: Piece, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """A parameter that takes no memory."""
     return nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(piece.held))
-
-
-def _merged(told: list[Any]) -> Any:
-    """What the ranks' optimizers keep that is no tensor, by optimizer and parameter."""
-    merged: dict[str, dict[str, Any]] = {}
-    for owners in (from_plain(part) for part in told if part):
-        for owner, slots in owners.items():
-            merged[owner] = {**slots, **merged.get(owner, {})}
-    return to_plain(merged, "optimizer")
 
 
 def _refuse(workload: Workload) -> None:

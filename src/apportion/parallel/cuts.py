@@ -1,0 +1,198 @@
+"""Where a network is cut into stages: between layers, so that the slowest stage is as fast as can be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from apportion import tree
+from apportion.graph import arguments, names
+from apportion.network import undisturbed
+
+SECONDS_PER_BYTE = 1 / 2e9
+"""Of what goes from stage to stage: a copy into shared memory and one out of it, there and back."""
+SECONDS_PER_MESSAGE = 1e-4
+RUNS = 3
+"""That a layer's time is the shortest of; one more comes before them."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """The calls of a network in order, and what a cut before each of them costs."""
+
+    names: tuple[str, ...]
+    """Of the calls."""
+    seconds: tuple[float, ...]
+    """Forward and backward, of a micro-batch."""
+    crossing: tuple[float | None, ...]
+    """Seconds that a micro-batch takes from one stage to the next, where the next begins with this call; None: no cut
+    can be there. The first is 0."""
+
+
+def balanced(places: Places, stages: int) -> list[int]:
+    """The calls that the stages after the first begin with: the longest stage is as short as can be, what it sends and
+    receives included; of equals, the one that sends least in all. Dynamic programming over (stages, calls)."""
+    n = len(places.seconds)
+    at = [0, *(i for i in range(1, n) if places.crossing[i] is not None), n]
+    if len(at) - 1 < stages:
+        raise ValueError(
+            f"the network can be cut into {len(at) - 1} stages at most, and there are {stages} workers: "
+            f"use workers<={len(at) - 1}"
+        )
+    upto = [0.0]
+    for seconds in places.seconds:
+        upto.append(upto[-1] + seconds)
+    cross = [*(c or 0.0 for c in places.crossing), 0.0]
+    # best[i]: (longest stage, sent in all, cuts) with the first stages ending before at[i].
+    best: list[tuple[float, float, tuple[int, ...]] | None] = [(0.0, 0.0, ())] + [None] * (len(at) - 1)
+    for stage in range(stages):
+        following: list[tuple[float, float, tuple[int, ...]] | None] = [None] * len(at)
+        for j in range(stage + 1, len(at) - (stages - stage - 1)):
+            for i in range(stage, j):
+                before = best[i]
+                if before is None:
+                    continue
+                begin, end = at[i], at[j]
+                longest = max(before[0], upto[end] - upto[begin] + cross[begin] + cross[end])
+                found = (longest, before[1] + cross[end], (*before[2], begin))
+                if following[j] is None or found[:2] < following[j][:2]:  # type: ignore[index]
+                    following[j] = found
+        best = following
+    assert best[-1] is not None
+    return list(best[-1][2][1:])
+
+
+def named(places: Places, cuts: Sequence[str]) -> list[int]:
+    """The calls that these layers begin with: modules by their path, functions as ``trace`` names them."""
+    found: list[int] = []
+    for cut in cuts:
+        at = next((i for i, name in enumerate(places.names) if name == cut or name.startswith(f"{cut}.")), None)
+        if at is None:
+            known = ", ".join(n for n, c in zip(places.names[1:], places.crossing[1:], strict=True) if c is not None)
+            raise ValueError(f"cuts={tuple(cuts)}: {cut!r} is no layer of the network; a stage may begin with {known}")
+        if at == 0 or places.crossing[at] is None or at in found or at < max(found, default=0):
+            why = (
+                "the first stage begins with it" if at == 0 else "a layer with a state of its own is used on both sides"
+            )
+            why = "the cuts are not in the order of the layers" if at in found or at < max(found, default=0) else why
+            raise ValueError(f"cuts={tuple(cuts)}: no stage can begin with {cut!r}, since {why}")
+        found.append(at)
+    return found
+
+
+def calls(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that compute; the others (arguments, weights, what is returned) are where they are needed."""
+    return [node for node in graph.nodes if node.op.startswith("call_")]
+
+
+def crossing_values(graph: fx.Graph, at: int) -> list[fx.Node]:
+    """What calls before this one have computed and calls from it on, or the caller, use."""
+    order = {node: i for i, node in enumerate(calls(graph))}
+    last = len(order)
+    return [n for n, i in order.items() if i < at and any(order.get(user, last) >= at for user in n.users)]
+
+
+def changing_buffers(model: nn.Module, inputs: Any) -> list[str]:
+    """The buffers that a forward pass in training changes: the state of a layer that sees parts of a batch."""
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    with undisturbed(model):
+        tree.call(model, inputs)
+        now = dict(model.named_buffers())
+        return [name for name, b in before.items() if now[name].shape != b.shape or not torch.equal(now[name], b)]
+
+
+def measured(model: nn.Module, graph: fx.Graph, inputs: Any, stateful: Sequence[str]) -> Places:
+    """The calls of a graph, timed on these inputs. ``stateful``: buffers that a call changes; all that use the module
+    of one have to be in one stage."""
+    order = calls(graph)
+    with undisturbed(model), torch.enable_grad():
+        timer = _Timer(model, graph)
+        for _ in range(RUNS + 1):
+            timer.again()
+            timer.run(*arguments(graph, inputs))
+    for p in model.parameters():
+        p.grad = None
+    named = names(graph)
+    crossing: list[float | None] = [0.0]
+    for at in range(1, len(order)):
+        values = crossing_values(graph, at)
+        can = all(timer.bytes[v] is not None for v in values) and not _divides(model, order, at, stateful)
+        nbytes = sum(timer.bytes[v] or 0 for v in values)
+        crossing.append(SECONDS_PER_MESSAGE + nbytes * SECONDS_PER_BYTE if can else None)
+    return Places(tuple(named[n] for n in order), tuple(timer.seconds[n] for n in order), tuple(crossing))
+
+
+def _divides(model: nn.Module, order: Sequence[fx.Node], at: int, stateful: Sequence[str]) -> bool:
+    """Would a cut there put a changing buffer into two stages?"""
+
+    def touched(nodes: Sequence[fx.Node]) -> set[int]:
+        return {id(b) for node in nodes for name, b in used_tensors(model, node) if name in stateful}
+
+    return bool(touched(order[:at]) & touched(order[at:]))
+
+
+def used_tensors(model: nn.Module, node: fx.Node) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers that a call uses, by name."""
+    if node.op == "call_module":
+        path = str(node.target)
+        module = model.get_submodule(path)
+        found: list[tuple[str, Tensor]] = [*module.named_parameters(remove_duplicate=False)]
+        found += module.named_buffers(remove_duplicate=False)
+        return [(f"{path}.{name}", t) for name, t in found]
+    return [(str(n.target), _attribute(model, str(n.target))) for n in node.all_input_nodes if n.op == "get_attr"]
+
+
+def _attribute(model: nn.Module, path: str) -> Any:
+    owner, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(owner), name)
+
+
+class _Timer(fx.Interpreter):
+    """Runs a graph call by call, each forward and backward."""
+
+    def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
+        super().__init__(model, graph=graph)
+        self.seconds: dict[fx.Node, float] = {}
+        self.bytes: dict[fx.Node, int | None] = {}
+        """Of what a call gives; None: not a tree of tensors and numbers."""
+        self._runs = 0
+
+    def again(self) -> None:
+        self._runs += 1
+
+    def run_node(self, n: fx.Node) -> Any:
+        if not n.op.startswith("call_"):
+            return super().run_node(n)
+        args, kwargs = tree.map_tensors(_own, self.fetch_args_kwargs_from_env(n))
+        began = time.perf_counter()
+        result = getattr(self, n.op)(n.target, args, kwargs)
+        outputs = tree.tensors(result)
+        with_gradient = [t for t in outputs if t.requires_grad]
+        if with_gradient:
+            torch.autograd.backward(with_gradient, [torch.ones_like(t) for t in with_gradient])
+        seconds = time.perf_counter() - began
+        self.seconds[n] = seconds if self._runs <= 2 else min(seconds, self.seconds[n])
+        self.bytes[n] = sum(t.nbytes for t in outputs) if can_travel(result) else None
+        return tree.map_tensors(Tensor.detach, result)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A tensor that may be written to and has a gradient, as inside a network."""
+    return tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor
+
+
+def can_travel(value: Any) -> bool:
+    """Is it a tree of dense tensors and plain numbers?"""
+    leaves = pytree.tree_leaves(tuple(value) if isinstance(value, torch.Size) else value)
+    return all(
+        leaf.layout == torch.strided
+        if isinstance(leaf, Tensor)
+        else leaf is None or isinstance(leaf, int | float | bool)
+        for leaf in leaves
+    )

@@ -1,0 +1,60 @@
+"""layer_placement: each worker has some consecutive layers; a batch goes through them one worker after the other.
+
+Papers: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012 (DistBelief's model parallelism); Sutskever,
+Vinyals and Le, "Sequence to Sequence Learning with Neural Networks", NIPS 2014 (a layer of an LSTM on each GPU).
+
+::
+
+    rank 0   F . . . . B          forward of its layers, on the whole batch; then it waits
+    rank 1   . F . . B .
+    rank 2   . . F B . .          loss, backward
+
+Exact: every layer sees the whole batch, also batch normalisation and losses that couple examples. Layers are divided
+so that each worker's take as long as another's, measured once; ``cuts`` names the layers that workers begin with.
+
+Price: ``t = t_compute(B) + 2 (n - 1) * (bytes(activations at a cut) / bandwidth + latency) + max t_update``: only one
+worker computes at a time. Memory for each worker: its layers' weights, gradients, slots and activations.
+
+Wins when the network fits no worker, and micro-batches are not to be had (batch normalisation). Loses otherwise:
+pipeline_parallel keeps the same workers busy, and n workers here are never faster than one.
+
+A worker's death loses nothing on one host: every worker keeps its part in memory that outlives it, and the others and
+its replacement go on from the last update. Elsewhere the run ends, and resumes from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+from apportion.parallel.one_device import reference
+from apportion.parallel.split import MakePart, SplitStep
+from apportion.parallel.stages import staged
+from apportion.strategy import State, Step, Strategy
+from apportion.workload import Workload
+from apportion.world import World
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class LayerPlacement(Strategy):
+    """Each worker computes some consecutive layers, one worker after the other."""
+
+    survives = True
+
+    cuts: tuple[str, ...] | None = None
+    """The layers that the workers after the first begin with, by their path; None: so that all take equally long."""
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def build(self, workload: Workload, world: World) -> Step:
+        def part(world: World) -> MakePart:
+            return staged(workload, world, cuts=self.cuts)
+
+        return SplitStep(workload, world, part(world), again=part)
+
+    def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
+        return reference(workload)

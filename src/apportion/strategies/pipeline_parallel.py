@@ -1,0 +1,96 @@
+"""pipeline_parallel: each worker has some consecutive layers; micro-batches follow each other through them.
+
+Papers: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019;
+Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, and "Memory-Efficient
+Pipeline-Parallel DNN Training", ICML 2021 (1F1B with a flush, which is the one here).
+
+::
+
+    gpipe                                          1f1b
+    rank 0   F0 F1 F2 F3 .. .. B3 B2 B1 B0 U       F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3 U
+    rank 1   .. F0 F1 F2 F3 B3 B2 B1 B0 .. U       .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 .. U
+    rank 2   .. .. F0 F1 F2 ...                    .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. .. U
+
+Exact: gradients of the micro-batches are added up, each loss weighted by its share of the terms, and there is one
+update a batch. Layers are divided so that the slowest stage is as fast as can be, by times measured once
+(``parallel/cuts.py``); ``cuts`` names the layers that workers begin with.
+
+Price, with m micro-batches and n stages: ``t = (m + n - 1) * (max t_stage(B / m) + messages) + max t_update``: the
+share (n - 1) / (m + n - 1) of the time is waiting. Memory for each worker: its layers' weights, gradients and slots,
+and the activations of m micro-batches (gpipe), or of n - stage at most (1f1b); with ``recompute`` of each only what
+came in, for a second forward pass.
+
+Wins when the network fits no worker and its layers are alike: little goes over the wire, and only to the next rank.
+Loses when one layer takes most of the time, or when micro-batches get too small to compute well.
+
+A worker's death loses nothing on one host: every worker keeps its part in memory that outlives it, and the others and
+its replacement go on from the last update. Elsewhere the run ends, and resumes from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+from apportion.parallel.one_device import reference
+from apportion.parallel.split import MakePart, SplitStep
+from apportion.parallel.stages import staged
+from apportion.parallel.turns import SCHEDULES
+from apportion.strategy import State, Step, Strategy
+from apportion.workload import Workload
+from apportion.world import World
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class PipelineParallel(Strategy):
+    """Each worker computes some consecutive layers, of one micro-batch after the other."""
+
+    survives = True
+
+    stages: int | None = None
+    """How many there are, one a worker; None: as many as workers."""
+    microbatches: int = 8
+    """Parts of a batch that follow each other; a batch of fewer examples has as many parts as examples."""
+    schedule: str = "1f1b"
+    """"gpipe", or "1f1b": the same result with fewer activations kept."""
+    cuts: tuple[str, ...] | None = None
+    """The layers that the workers after the first begin with, by their path; None: so that all take equally long."""
+    recompute: bool = False
+    """Compute the activations again in the backward pass, instead of keeping them: half as much again to compute."""
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f'schedule={self.schedule!r} must be "gpipe" or "1f1b"')
+        if not isinstance(self.microbatches, int) or self.microbatches < 1:
+            raise ValueError(f"microbatches={self.microbatches!r} must be a whole number of at least 1")
+        if self.stages is not None and (not isinstance(self.stages, int) or self.stages < 1):
+            raise ValueError(f"stages={self.stages!r} must be a whole number of at least 1, or None")
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def build(self, workload: Workload, world: World) -> Step:
+        if self.stages not in (None, world.size):
+            raise ValueError(
+                f"stages={self.stages} needs as many workers, and there are {world.size}: use workers={self.stages}, "
+                "or hybrid_parallel to have several pipelines"
+            )
+        if self.microbatches > 1 and workload.count is None:
+            raise ValueError(
+                f"microbatches={self.microbatches} would cut the batch under a loss that couples examples: "
+                "use microbatches=1, or layer_placement"
+            )
+
+        def part(world: World) -> MakePart:
+            return staged(
+                workload, world,
+                microbatches=self.microbatches, schedule=self.schedule, cuts=self.cuts, recompute=self.recompute,
+            )  # fmt: skip
+
+        return SplitStep(workload, world, part(world), again=part)
+
+    def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
+        return reference(workload)
