@@ -6,15 +6,31 @@ a fused kernel reads and writes every number once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from apportion.workload import Parameters, Workload
+
 _KINDS = (SGD, Adam, AdamW, Adagrad)
 
 
-def run_fused(optimizer: Optimizer) -> None:
+def with_fused_updates(workload: Workload) -> Workload:
+    """The same, its optimizers run fused."""
+
+    def made(parameters: Parameters) -> Optimizer | Mapping[str, Optimizer]:
+        optimizers = workload.optimizer(parameters)
+        for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers.values():
+            _run_fused(optimizer)
+        return optimizers
+
+    return replace(workload, optimizer=made)
+
+
+def _run_fused(optimizer: Optimizer) -> None:
     """From now on its steps are fused, where it has a kernel and its groups do not ask for another one. Between steps
     the groups are as they were written: how a step is computed is no part of a state."""
     if type(optimizer) in _KINDS:

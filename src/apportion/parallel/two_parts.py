@@ -38,22 +38,41 @@ class Parts:
 def cut(model: nn.Module, graph: fx.Graph, is_back: Callable[[str], bool]) -> Parts:
     """``is_back``: of a layer's name. What depends on such a layer is in the back."""
     back: set[fx.Node] = set()
+    fixed = _fixed(graph)
     for node in graph.nodes:
         begins = node.op == "call_module" and is_back(str(node.target))
         if begins or node.op == "output" or any(given in back for given in node.all_input_nodes):
             back.add(node)
-    weights = {node for node in graph.nodes if node.op == "get_attr"}
-    back -= weights  # they are where they are used
-    front = set(graph.nodes) - back - weights
+    back -= fixed
+    front = set(graph.nodes) - back - fixed
     crossing = [node for node in graph.nodes if node in front and any(user in back for user in node.users)]
     return Parts(
-        front=fx.GraphModule(model, _front(graph, front | weights, crossing)),
-        back=fx.GraphModule(model, _back(graph, back | weights, crossing)),
+        front=fx.GraphModule(model, _front(graph, _with_fixed(front, fixed), crossing)),
+        back=fx.GraphModule(model, _back(graph, _with_fixed(back, fixed), crossing)),
         front_calls=_calls(front),
         back_calls=_calls(back),
-        front_uses=_uses(model, front),
-        back_uses=_uses(model, back),
+        front_uses=_uses(model, _with_fixed(front, fixed)),
+        back_uses=_uses(model, _with_fixed(back, fixed)),
     )
+
+
+def _fixed(graph: fx.Graph) -> set[fx.Node]:
+    """What depends on no inputs: weights, and what is made of them; it is wherever it is used."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        made = node.op in ("get_attr", "call_function", "call_method")
+        if made and all(given in found for given in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _with_fixed(nodes: set[fx.Node], fixed: set[fx.Node]) -> set[fx.Node]:
+    found, waiting = set(nodes), list(nodes)
+    while waiting:
+        needed = [given for given in waiting.pop().all_input_nodes if given in fixed and given not in found]
+        found.update(needed)
+        waiting += needed
+    return found
 
 
 def _calls(nodes: Iterable[fx.Node]) -> frozenset[str]:
@@ -65,11 +84,10 @@ def _uses(model: nn.Module, nodes: Iterable[fx.Node]) -> frozenset[nn.Parameter]
     for node in nodes:
         if node.op == "call_module":
             found |= set(model.get_submodule(str(node.target)).parameters())
-        for given in node.all_input_nodes:
-            if given.op == "get_attr":
-                owner, _, name = str(given.target).rpartition(".")
-                value = getattr(model.get_submodule(owner), name)
-                found |= {value} if isinstance(value, nn.Parameter) else set()
+        elif node.op == "get_attr":
+            owner, _, name = str(node.target).rpartition(".")
+            value = getattr(model.get_submodule(owner), name)
+            found |= {value} if isinstance(value, nn.Parameter) else set()
     return frozenset(found)
 
 

@@ -23,7 +23,8 @@ tensor_parallel's sums.
 Wins where a network is what the paper is about: many more weights after the convolutions than in them, as in AlexNet
 and VGG. Loses to data_parallel where the convolutions have most of the weights (ResNets), and to threads on one host.
 
-A worker's death: its slices of the fully connected layers die with it.
+A worker's death loses nothing on one host: every worker keeps its part in memory that outlives it, and the others and
+its replacement go on from the last update. Elsewhere the run ends, and resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from torch.nn.modules.conv import _ConvNd
 
 from apportion.comm.group import Group
 from apportion.parallel.exchanging import Exchanging, evaluating
-from apportion.parallel.fused import run_fused
+from apportion.parallel.fused import with_fused_updates
 from apportion.parallel.one_device import reference
 from apportion.parallel.sliced import Plan, plan
 from apportion.parallel.sliced_graph import trace
-from apportion.parallel.split import SplitStep
+from apportion.parallel.split import MakePart, SplitStep
 from apportion.parallel.two_parts import Parts, cut, what_crosses
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
@@ -55,6 +56,8 @@ _SLICED = (nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.RNNBase)
 @dataclass(frozen=True, repr=False)
 class HybridParallel(Strategy):
     """Each worker computes a share of the examples in the first layers, and a slice of the last ones."""
+
+    survives = True
 
     data: str | None = None
     """The name under which the data parallel layers are, as ``features``; None: whatever comes before the others."""
@@ -86,10 +89,11 @@ class HybridParallel(Strategy):
                 raise ValueError(f"{why} data_parallel")
         if self.exchange == "rotate" and workload.count is None:
             raise ValueError('exchange="rotate" would cut the batch under a loss that couples examples: use "all"')
-        step = SplitStep(workload, world, lambda model, inputs: self._part(workload, world.group(), model, inputs))
-        for optimizer in step.optimizers.values():
-            run_fused(optimizer)
-        return step
+
+        def part(world: World) -> MakePart:
+            return lambda model, inputs: self._part(workload, world.group(), model, inputs)
+
+        return SplitStep(with_fused_updates(workload), world, part(world), again=part)
 
     def _part(self, workload: Workload, group: Group, model: nn.Module, inputs: Any) -> Exchanging:
         traced = [part for part in trace(model) if not part.name]

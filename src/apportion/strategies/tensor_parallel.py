@@ -24,7 +24,8 @@ Wins over data_parallel where the weights are many and the batch is small: what 
 the weights. Loses on convolutions, on large batches, between hosts (two messages a pair), and on recurrent layers,
 whose ranks meet at every time step.
 
-A worker's death: its slices die with it.
+A worker's death loses nothing on one host: every worker keeps its slices in memory that outlives it, and the others and
+its replacement go on from the last update. Elsewhere the run ends, and resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from typing import Any, final
 from torch import nn
 
 from apportion.comm.group import Group
-from apportion.parallel.fused import run_fused
+from apportion.parallel.fused import with_fused_updates
 from apportion.parallel.one_device import reference
 from apportion.parallel.sliced import Plan, SlicedModel, plan
-from apportion.parallel.split import SplitStep
+from apportion.parallel.split import MakePart, SplitStep
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
 from apportion.world import World
@@ -49,6 +50,8 @@ from apportion.world import World
 @dataclass(frozen=True, repr=False)
 class TensorParallel(Strategy):
     """Each worker holds a slice of every layer and computes it for every example."""
+
+    survives = True
 
     min_width: int = 32
     """A Linear or an embedding that is no part of a pair is sliced where both its sides are at least this wide: what
@@ -68,10 +71,11 @@ class TensorParallel(Strategy):
                 "update= calls the network as it likes, which shows only as it runs, and slices are found before: use "
                 "loss=, or data_parallel"
             )
-        step = SplitStep(workload, world, lambda model, inputs: self._part(workload, world.group(), model, inputs))
-        for optimizer in step.optimizers.values():
-            run_fused(optimizer)
-        return step
+
+        def part(world: World) -> MakePart:
+            return lambda model, inputs: self._part(workload, world.group(), model, inputs)
+
+        return SplitStep(with_fused_updates(workload), world, part(world), again=part)
 
     def _part(self, workload: Workload, group: Group, model: nn.Module, inputs: Any) -> SlicedModel:
         found = Plan()
