@@ -137,6 +137,7 @@ SHAPES: dict[str, Callable[[], Workload]] = {
     ),
     "more_ranks_than_rows": lambda: workload(batch_size=3),
     "cnn": lambda: networks.cases["cnn"](61),
+    "channels_last": lambda: networks.cases["batch_norm_channels_last"](10),
 }
 
 
@@ -263,9 +264,24 @@ class Undecided(Named):
         return super().forward(x * 2 if bool(x.sum() > 0) else x)
 
 
-class Late(Named):
+class Tallies(Named):
+    """A graph would not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.features(x).mean()
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+class Remembers(Named):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return super().forward(x) / self.calls
 
 
 class Counts(Named):
@@ -291,6 +307,8 @@ class Twice(Again):
 REFUSALS: list[tuple[Callable[[], Workload], dict[str, Any], str]] = [
     (lambda: networks.cases["mlp"](7), {}, "Sequential calls no layer that can be sliced after a convolution"),
     (lambda: workload(Undecided), {}, "Undecided has no graph that could be cut"),
+    (lambda: workload(Tallies), {}, "Tallies has no graph that could be cut"),
+    (lambda: workload(Remembers), {}, "Remembers has no graph that could be cut"),
     (lambda: workload(Counts), {}, "a int goes into classifier.0"),
     (workload, {"data": "feature"}, "data='feature' is no layer of Named, which has features, classifier"),
     (workload, {"tensor": "head"}, "tensor='head' is no layer of Named"),

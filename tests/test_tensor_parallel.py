@@ -110,6 +110,7 @@ def test_equals_one_device(name: str, optimizer: Any, workers: int) -> None:
 ALWAYS = (
     "cnn", "batch_norm_1d_without_length", "counted_tokens", "tied_weights", "clipped", "dict_inputs", "carried_state",
     "frozen_and_unused_parameters", "parameter_groups", "class_weights", "coupled_examples", "two_optimizers",
+    "buffers",
 )  # fmt: skip
 REFUSED = {
     "two_optimizers": "update= calls the network",

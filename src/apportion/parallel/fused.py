@@ -43,13 +43,20 @@ def _choose(optimizer: Optimizer, chosen: list[dict[str, Any]]) -> None:
     chosen.clear()
     for group in optimizer.param_groups:
         free = group.get("fused") is None and group.get("foreach") is None
-        if free and not group["differentiable"] and not isinstance(group["lr"], Tensor) and _suited(group["params"]):
+        plain = not group["differentiable"] and not isinstance(group["lr"], Tensor)
+        if free and plain and _suited(optimizer, group["params"]):
             group["fused"] = True
             chosen.append(group)
 
 
-def _suited(parameters: list[Any]) -> bool:
-    return all(p.is_floating_point() and (p.grad is None or not p.grad.is_sparse) for p in parameters)
+def _suited(optimizer: Optimizer, parameters: list[Any]) -> bool:
+    """The kernels go through memory in its order, whatever the strides say; and SGD's wants momentum for all or none of
+    the weights, which one that is used for the first time does not have."""
+    used = [p for p in parameters if p.grad is not None]
+    begun = {bool(optimizer.state.get(p)) for p in used}
+    return len(begun) < 2 and all(
+        p.is_floating_point() and not p.grad.is_sparse and p.is_contiguous() and p.grad.is_contiguous() for p in used
+    )
 
 
 def _restore(chosen: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ a weight outside of its layer (a norm, a product by hand) needs it whole.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,16 +116,33 @@ class _Uses(TorchFunctionMode):
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """What a forward pass changes is as it was: buffers and random numbers."""
-    held = ((module, name, b) for module in model.modules() for name, b in module._buffers.items())
+def _unchanged(model: nn.Module) -> Iterator[Callable[[], bool]]:
+    """What running it changes is as it was: buffers, numbers and random draws. Gives what says whether anything has
+    changed, but for draws."""
+    modules = list(model.modules())
+    held = ((module, name, b) for module in modules for name, b in module._buffers.items())
     buffers = [(module, name, b, b.clone()) for module, name, b in held if b is not None]
+    plain = [(module, _plain(module)) for module in modules]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+
+    def changed() -> bool:
+        same = all(module._buffers[name] is b and torch.equal(b, kept) for module, name, b, kept in buffers)
+        return not same or any(_plain(module) != before for module, before in plain)
+
     with torch.no_grad(), torch.random.fork_rng(devices):
-        yield
-        for module, name, buffer, kept in buffers:
-            module._buffers[name] = buffer
-            buffer.copy_(kept)
+        try:
+            yield changed
+        finally:
+            for module, name, buffer, kept in buffers:
+                module._buffers[name] = buffer
+                buffer.copy_(kept)
+            for module, before in plain:
+                module.__dict__.update(before)
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """What a layer has that is a number or a word."""
+    return {name: value for name, value in module.__dict__.items() if isinstance(value, bool | int | float | str)}
 
 
 @dataclass(frozen=True)
@@ -135,6 +152,8 @@ class Traced:
     name: str
     model: nn.Module
     graphs: tuple[fx.Graph, ...]
+    pure: bool
+    """Does running it change nothing but its outputs? A graph leaves out what else it does (a counter of its own)."""
 
     def plain(self, target: Any) -> str:
         """What the network calls a layer."""
@@ -175,11 +194,14 @@ def trace(model: nn.Module, name: str = "") -> list[Traced]:
     """The network's graphs; where its flow depends on the data, those of the layers that it is made of."""
     training = [module for module in model.modules() if module.training]
     try:
-        with _factories_traced():
+        with _factories_traced(), _unchanged(model) as changed:
             trains = _Tracer().trace(model)
             for module in training:
                 module.training = False
-            return [Traced(name, model, (trains, _Tracer().trace(model)))]
+            graphs = trains, _Tracer().trace(model)
+            for module in training:
+                module.training = True
+            return [Traced(name, model, graphs, not changed())]
     except Exception:  # whatever the network's own code raises at a stand-in for a tensor
         pass
     finally:

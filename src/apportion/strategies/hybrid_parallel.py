@@ -96,11 +96,11 @@ class HybridParallel(Strategy):
         return SplitStep(with_fused_updates(workload), world, part(world), again=part)
 
     def _part(self, workload: Workload, group: Group, model: nn.Module, inputs: Any) -> Exchanging:
-        traced = [part for part in trace(model) if not part.name]
+        traced = [part for part in trace(model) if not part.name and part.pure]
         if not traced:
             raise ValueError(
                 f"{type(model).__name__} has no graph that could be cut: its flow depends on the data, or it makes "
-                "layers as it runs; use data_parallel or tensor_parallel"
+                "layers or changes buffers of its own as it runs; use data_parallel or tensor_parallel"
             )
         back = self._sliced_names(model, traced[0].graphs[0])
         trains, evaluates = (cut(model, g, lambda name: _under(name, back)) for g in traced[0].graphs)
