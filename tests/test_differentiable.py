@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -308,6 +308,19 @@ def without_gradient(world: World) -> list[float]:
 
 def test_messages_without_gradients_and_gradients_that_nobody_needs_keep_the_order() -> None:
     assert on_ranks(without_gradient, 2) == [[7.0], [2.0, 3.0]]
+
+
+def over_gloo(world: World, sizes: tuple[int, ...], cases: list[Around]) -> tuple[list[str], list[str], str]:
+    own = replace(World.from_env(device="cpu"), local_size=1)  # as if each were on a host of its own
+    wrong = all_checked(own, FUNCTIONS, sizes, 1), with_halos(own, cases, 1, False) + with_halos(own, cases, 1, True)
+    group = type(own.group()).__name__
+    own.close()
+    return *wrong, group
+
+
+def test_every_function_is_the_same_over_torch_distributed() -> None:
+    cases = [Around((2, 0, 3), (0, 2, 1), (1, 1, 0)), Around((1, 1, 2), (0, 1, 2), (3, 2, 0))]
+    assert on_ranks(over_gloo, 3, (2, 0, 1), cases) == [([], [], "ProcessGroup")] * 3
 
 
 TYPES = ("float64", "float32", "bfloat16", "float16", "bool", "int64", "int16", "uint8", "complex64")

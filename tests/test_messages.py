@@ -18,10 +18,9 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import on_ranks
-from seats import Kill, kills, on_seats
 from torch import Tensor
 
-from apportion.comm import shared_memory
+from apportion.comm import meeting, shared_memory
 from apportion.comm.group import DONE, Alone, Group, Waits
 from apportion.comm.link import LINE, PIECE, RING, Receiver, Sender, nbytes
 from apportion.comm.membership import Membership
@@ -270,7 +269,7 @@ def test_no_more_memory_is_touched_than_was_under_way() -> None:
 
 def nap_and_send(world: World, rounds: int) -> float:
     """The longest round trip. Nobody looks again by itself for seconds: whoever is not woken shows."""
-    shared_memory.SLEEP_SECONDS = shared_memory.NAP_SECONDS = 5.0
+    meeting.SLEEP_SECONDS = meeting.NAP_SECONDS = 5.0
     group, naps, longest = world.group(), random.Random(world.rank), 0.0
     group.meeting._spin = 0.0
     into, message = torch.empty(8), torch.zeros(8)
@@ -310,61 +309,6 @@ def wait_long(world: World) -> float:
 
 def test_who_waits_for_a_message_sleeps() -> None:
     assert max(on_ranks(wait_long, 2)) < 0.1
-
-
-# Parts of a world
-
-
-def in_parts(world: World) -> list[Any]:
-    """A mesh of 2 x 2, a part of a part, and the whole."""
-    across = world.split("tensor", [[0, 1], [2, 3]])
-    along = world.split("pipe", [[2, 0], [1, 3]])  # 2 comes first
-    found: list[Any] = []
-    for part in (across, along, along.split("one", [[0], [1]])):
-        total = torch.tensor([10.0**world.rank])
-        part.group().all_reduce(total).wait()
-        found.append((part.rank, part.size, total.item()))
-    assert world.group("tensor") is across.group()
-    assert world.split("tensor", [[0, 1], [2, 3]]) is across
-    total = torch.tensor([10.0**world.rank])
-    world.group().all_reduce(total).wait()
-    along.group().send(total * along.rank, 1 - along.rank).wait()
-    along.group().receive(total, 1 - along.rank).wait()
-    return [*found, total.item()]
-
-
-def test_parts_of_a_world_have_ranks_and_collectives_of_their_own() -> None:
-    assert on_ranks(in_parts, 4) == [
-        [(0, 2, 11.0), (1, 2, 101.0), (0, 1, 1.0), 0.0],
-        [(1, 2, 11.0), (0, 2, 1010.0), (0, 1, 10.0), 1111.0],
-        [(0, 2, 1100.0), (0, 2, 101.0), (0, 1, 100.0), 1111.0],
-        [(1, 2, 1100.0), (1, 2, 1010.0), (0, 1, 1000.0), 0.0],
-    ]
-
-
-def over_torch(world: World, memory: bool, function: Any, *arguments: Any) -> tuple[Any, str]:
-    """The function where nobody hands out memory; ``memory``: the ranks may find some of their own."""
-    own = World.from_env(device="cpu")
-    own = own if memory else replace(own, local_size=1)  # as if each were on a host of its own
-    found = function(own, *arguments)
-    group = type(own.group()).__name__
-    own.close()
-    assert not dist.is_initialized()
-    return found, group
-
-
-@pytest.mark.parametrize("memory", [False, True])
-def test_parts_of_a_world_are_the_same_over_torch_distributed(memory: bool) -> None:
-    expected = on_ranks(in_parts, 4)
-    for (found, group), same in zip(on_ranks(over_torch, 4, memory, in_parts), expected, strict=True):
-        assert found == same
-        assert memory or group == "ProcessGroup"
-
-
-def test_messages_are_the_same_over_torch_distributed() -> None:
-    sizes = ((0, 1, 64, 1000, 70_000), (3, 0, 65, 7, 100), (1 << 20, 8, 9 << 20, 10, 11))
-    wanted = [Exchange(sizes, ((1, 2, 1), (1, 1, 2), (2, 1, 0))), Exchange(sizes, ((0, 0, 0),) * 3)]
-    assert on_ranks(over_torch, 3, False, make_exchanges, wanted) == [([], "ProcessGroup")] * 3
 
 
 # Ranks that die
@@ -485,53 +429,15 @@ def test_a_lost_rank_ends_the_wait_for_a_message_of_gloo() -> None:
     assert on_ranks(lost_over_torch, 2)[0].startswith("rank 0 lost another rank in a collective: ")
 
 
-# Workers that are killed and replaced
+def over_gloo(world: World, wanted: list[Exchange]) -> tuple[list[str], str]:
+    own = replace(World.from_env(device="cpu"), local_size=1)  # as if each were on a host of its own
+    found = make_exchanges(own, wanted)
+    group = type(own.group()).__name__
+    own.close()
+    return found, group
 
 
-def rounds(world: World, progress: Any, many: int) -> int:
-    """Each round, messages go round a ring, and two parts sum what they have. Survivors and replacements agree on the
-    round by what the supervisor's memory says."""
-    while True:
-        try:
-            return _rounds(world, progress, many)
-        except MembershipChanged:
-            while True:
-                try:
-                    world = world.rejoin()
-                    break
-                except MembershipChanged:
-                    pass
-
-
-def _rounds(world: World, progress: Any, many: int) -> int:
-    size = world.size
-    part = world.split("part", [list(range(0, size, 2)), list(range(1, size, 2))])
-    done = torch.tensor([int(progress[world.seat])])
-    first = int(world.group().all_gather(done).min())
-    large = torch.empty(300_000)
-    for number in range(first, many):
-        world.check()
-        large.fill_(number * 10 + world.rank)
-        work = world.group().send(large, (world.rank + 1) % size)
-        came = torch.empty_like(large)
-        world.group().receive(came, (world.rank - 1) % size).wait()
-        work.wait()
-        assert came.eq(number * 10 + (world.rank - 1) % size).all(), "a message of another round or generation"
-        total = torch.tensor([float(number)])
-        part.group().all_reduce(total).wait()
-        assert total.item() == number * part.size, "a sum of another round or generation"
-        if part.size > 1:
-            part.group().send(total, 1 - part.rank)
-            part.group().receive(total, 1 - part.rank).wait()
-        world.group().barrier()
-        progress[world.seat] = number + 1
-    world.group().barrier()
-    return many
-
-
-@pytest.mark.parametrize("replaced", [True, False])
-def test_after_a_kill_messages_and_parts_go_on_among_those_who_are_there(replaced: bool) -> None:
-    many = kills(12, 400, 4, seed=3) if replaced else [Kill(40, 0.001, 2)]
-    outcome = on_seats(rounds, 4, 400, killed=many, replaced=replaced)
-    assert outcome.kills == len(many)
-    assert outcome.changes >= (5 if replaced else 1)
+def test_messages_are_the_same_over_torch_distributed() -> None:
+    sizes = ((0, 1, 64, 1000, 70_000), (3, 0, 65, 7, 100), (1 << 20, 8, 9 << 20, 10, 11))
+    wanted = [Exchange(sizes, ((1, 2, 1), (1, 1, 2), (2, 1, 0))), Exchange(sizes, ((0, 0, 0),) * 3)]
+    assert on_ranks(over_gloo, 3, wanted) == [([], "ProcessGroup")] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -14,19 +15,23 @@ from typing import Any
 import networks
 import pytest
 import torch
-from ranks import by_value
+from ranks import by_value, on_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Workload, supervisor
 from apportion.crew import Crew
 from apportion.launch.local import Local
+from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.layer_placement import LayerPlacement
 from apportion.strategies.pipeline_parallel import PipelineParallel
-from apportion.strategy import Strategy
+from apportion.strategies.single_device import SingleDevice
+from apportion.strategy import State, Strategy
 from apportion.verbs import train as verb
+from apportion.world import World
 
 EXACT = 1e-10
 pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
@@ -137,7 +142,7 @@ CASES: dict[str, Callable[[], Workload]] = {
     "attending_adam": lambda: attending(**adam),
     "recurrent": lambda: recurrent(**adam),
     "tied": lambda: networks.cases["tied_weights"](7),
-    "counted": lambda: networks.cases["counted_tokens_without_norm"](7),
+    "counted": lambda: networks.cases["counted_tokens_without_norm"](61),
     "masked": lambda: replace(networks.cases["a_shard_without_loss_terms"](3), model=networks.PlainTokens),
     "unused": lambda: networks.cases["parameters_without_optimizer"](7),
     "dict_inputs": lambda: networks.cases["dict_inputs"](7),
@@ -182,6 +187,235 @@ def test_it_is_the_network_of_one_device_at_any_number_of_workers(workers: int, 
     model = lambda: Normalised()  # noqa: E731
     prove(workload(model, (2, 4, 4), 6, **options), LayerPlacement(), workers, 8)
     prove(workload(perceptron, (10,), 61, **options), PipelineParallel(), workers, 8)
+
+
+# What a network may have
+
+
+class Modes(nn.Module):
+    """Computes otherwise in evaluation, with the same layers; dropout as a function (which would draw other numbers
+    than one device: 0)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(10, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(torch.tanh(self.first(x)), 0.0, self.training)
+        h = self.second(h)
+        if not self.training:
+            h = 2 * h
+        return self.out(h)
+
+
+def frozen() -> nn.Module:
+    model = perceptron()
+    model[0].requires_grad_(False)
+    model[4].requires_grad_(False)
+    model.register_parameter("unused", nn.Parameter(torch.ones(2)))
+    model.register_buffer("kept", torch.ones(3))
+    return model
+
+
+def test_frozen_layers_and_weights_that_nothing_uses_are_somebodys_all_the_same() -> None:
+    """The first stage has nothing to learn; weight decay moves what has no gradient nowhere."""
+    prove(workload(frozen, (10,), clip_grad_norm=0.1), PipelineParallel(cuts=("1", "3"), microbatches=2), 3)
+
+
+def test_batch_normalisation_that_is_frozen_may_be_cut() -> None:
+    prove(networks.cases["batch_norm_frozen"](7), PipelineParallel(microbatches=3), 2)
+
+
+@pytest.mark.parametrize("name", ["augmented", "draws_in_the_data", "own_collate", "class_weights", "parameter_groups"])
+def test_data_and_losses_of_all_kinds_go_through_a_pipeline(name: str) -> None:
+    """Two stages at most: some of these networks have no third layer."""
+    prove(networks.cases[name](7), PipelineParallel(microbatches=2), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("name", ["perceptron", "adam", "skipping", "attending_adam", "recurrent"])
+def test_every_schedule_at_every_size(name: str, workers: int, microbatches: int, schedule: str) -> None:
+    prove(CASES[name](), PipelineParallel(schedule=schedule, microbatches=microbatches), workers, 8)
+
+
+def test_bfloat16_differs_by_its_own_rounding() -> None:
+    made = workload(perceptron, (10,), 61)
+    narrow = lambda: TensorDataset(*(t.float() if t.is_floating_point() else t for t in made.data().tensors))  # type: ignore[attr-defined] # noqa: E731
+    with by_value(networks), by_value(sys.modules[__name__]):
+        proof = apportion.check(
+            replace(made, data=narrow, precision="bfloat16"), PipelineParallel(microbatches=3), workers=2, steps=5
+        )
+    assert proof.holds
+    assert proof.rounds[1].worst.relative < 3e-2
+
+
+def predicted(world: World, strategy: Strategy, given: Workload) -> tuple[list[float], Any]:
+    """The losses told; the outputs of a batch in evaluation."""
+    step = strategy.build(given, world)
+    assert step.data_shard is not None
+    losses = [step(step.source.at(n, step.data_shard))["loss"].item() for n in range(4)]
+    before = dict(step.state_dict().tensors())
+    outputs = step.predict(step.source.at(4, step.data_shard))
+    assert all(torch.equal(t, before[name]) for name, t in step.state_dict().tensors())
+    return losses, outputs
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers"), [(LayerPlacement(), 3), (PipelineParallel(microbatches=3), 2), (PipelineParallel(), 1)]
+)
+@pytest.mark.parametrize("name", ["skipping", "counted", "modes", "normalised"])
+def test_losses_and_predictions_are_those_of_one_device(name: str, strategy: Strategy, workers: int) -> None:
+    cases = {
+        **CASES,
+        "modes": lambda: workload(Modes, (10,)),
+        "normalised": lambda: workload(Normalised, (2, 4, 4)),
+    }
+    if name == "normalised" and strategy != LayerPlacement():
+        return
+    if name == "counted":
+        workers = min(workers, 2)
+    with by_value(networks):
+        ((losses, outputs),) = on_ranks(predicted, 1, SingleDevice(), cases[name]())
+        answers = on_ranks(predicted, workers, strategy, cases[name]())
+    assert all(told == pytest.approx(losses, rel=1e-11) for told, _ in answers)
+    (found,) = [outputs for _, outputs in answers if outputs is not None]
+    assert torch.allclose(found, outputs, rtol=1e-11)
+
+
+# The state
+
+
+def go_on(world: World, strategy: Strategy, given: Workload, state: State | None, steps: int) -> State:
+    step = strategy.build(given, world)
+    if state is not None:
+        step.load_state_dict(state)
+    for n in range(step.done, step.done + steps):
+        assert step.data_shard is not None
+        step(step.source.at(n, step.data_shard))
+    return step.state_dict()
+
+
+@pytest.mark.parametrize("name", ["attending", "adam", "normalised"])
+def test_a_state_goes_on_under_other_strategies_and_other_cuts(name: str) -> None:
+    cases = {**CASES, "normalised": lambda: workload(Normalised, (2, 4, 4))}
+    given = cases[name]()
+    other = LayerPlacement() if name == "normalised" else PipelineParallel(microbatches=3)
+    journey: list[tuple[Strategy, int, int]] = [
+        (other, 2, 2), (DataParallel(), 2, 1), (other, 4, 2), (SingleDevice(), 1, 1), (LayerPlacement(), 3, 1),
+    ]  # fmt: skip
+    with by_value(networks):
+        (whole,) = on_ranks(go_on, 1, SingleDevice(), given, None, 7)
+        state = None
+        for strategy, workers, steps in journey:
+            states = on_ranks(go_on, workers, strategy, given, state, steps)
+            state = states[-1]
+            for rank in states:
+                assert all(torch.equal(a, b) for (_, a), (_, b) in zip(rank.tensors(), state.tensors(), strict=True))
+    assert state is not None
+    found, expected = dict(state.tensors()), dict(whole.tensors())
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert (found[key].double() - tensor.double()).abs().max() <= EXACT, key
+    assert state.settings == whole.settings
+
+
+# Memory
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(96, 96), nn.Tanh())), nn.Linear(96, 3))
+
+
+def held(world: World, strategy: Strategy) -> tuple[int, int, int]:
+    """Bytes held, the tensors of a weight's size that live in this process, micro-batches in flight."""
+    step: Any = strategy.build(workload(wide, (96,), 16, **adam), world)
+    for n in range(2):
+        step(step.source.at(n, step.data_shard))
+    gc.collect()
+    found = [t for t in gc.get_objects() if isinstance(t, Tensor) and t.shape == (96, 96)]
+    return step.held().own, len({t.data_ptr() for t in found}), getattr(step._part, "most_in_flight", 0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_stage_holds_its_own_layers_alone_and_as_many_micro_batches_as_its_schedule_says(schedule: str) -> None:
+    strategy = PipelineParallel(schedule=schedule, microbatches=8, cuts=("4", "8"))
+    with by_value(networks):
+        ((whole, _, _),) = on_ranks(held, 1, PipelineParallel(microbatches=8))
+        answers = on_ranks(held, 3, strategy)
+    assert sum(own for own, _, _ in answers) == whole
+    assert [weights for _, weights, _ in answers] == [6, 6, 6], "two layers, and Adam's two slots of each"
+    assert [flight for _, _, flight in answers] == ([8, 8, 8] if schedule == "gpipe" else [3, 2, 1])
+
+
+# What goes wrong
+
+
+def refused(given: Workload, strategy: Strategy, rule: str, workers: int = 2) -> None:
+    with pytest.raises(ValueError, match=rule), by_value(networks), by_value(sys.modules[__name__]):
+        apportion.check(given, strategy, workers=workers, steps=1)
+
+
+class Undecided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if bool((x > 0).any()) else self.layer(-x)
+
+
+class Elsewhere(nn.Module):
+    """Evaluated by a layer that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.other = nn.Linear(10, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.second(h) if self.training else self.other(h)
+
+
+class Own(torch.optim.SGD):
+    """Who knows what it looks at."""
+
+
+def test_what_cannot_be_cut_is_refused_with_the_layer_the_reason_and_the_cure() -> None:
+    cut, cases = PipelineParallel(microbatches=2), networks.cases
+    refused(cases["batch_norm_2d"](7), cut, "microbatches=2 would give 1 the statistics of a part.*=1.*Group")
+    refused(cases["coupled_examples"](7), cut, "under a loss that couples examples: use microbatches=1, or layer")
+    refused(
+        cases["carried_state"](7), cut, "would go back from the last stage.*use wavefront_parallel, or data_parallel"
+    )
+    refused(cases["two_optimizers"](7), LayerPlacement(), "update= asks for the gradient.*use data_parallel")
+    refused(cases["buffers"](7), LayerPlacement(), "the forward of Counting cannot be followed.*changes its own calls")
+    refused(workload(Undecided, (10,)), cut, "the forward of Undecided cannot.*control flow; so it cannot be cut")
+    refused(workload(Elsewhere, (10,)), LayerPlacement(), "Elsewhere calls other layers in evaluation.*or use data")
+    refused(cases["mlp"](7), cut, r"into 3 stages at most, and there are 4 workers: use workers<=3", 4)
+    refused(workload(perceptron, (10,)), LayerPlacement(cuts=("9",)), "'9' is no layer of the network; a stage may")
+    own = lambda p: Own([q for _, q in p], lr=0.1)  # noqa: E731
+    refused(workload(perceptron, (10,), optimizer=own), cut, "Own is not known to update each parameter by itself, and")
+    tall = PipelineParallel(recompute=True, microbatches=1)
+    refused(cases["batch_norm_2d"](7), tall, "recompute=True would have 1 see every batch twice: use recompute=False")
+
+
+def test_parameters_that_do_not_fit_each_other_are_refused() -> None:
+    mlp = networks.cases["mlp"](7)
+    with pytest.raises(ValueError, match=r'schedule=\'zigzag\' must be "gpipe" or "1f1b"'):
+        PipelineParallel(schedule="zigzag")
+    for name in ("microbatches", "stages"):
+        with pytest.raises(ValueError, match=f"{name}=0 must be a whole number of at least 1"):
+            PipelineParallel(**{name: 0})
+    with pytest.raises(ValueError, match="stages=3 needs as many workers, and there are 2: use workers=3"):
+        PipelineParallel(stages=3).build(mlp, World(size=2))
+    with pytest.raises(ValueError, match=r"make 3 stages, and there are 2 workers: use workers=3, or name 1 layers"):
+        LayerPlacement(cuts=("1", "2")).build(mlp, World(size=2))
+    with pytest.raises(ValueError, match="microbatches=2 would give 1 the statistics of a part"):
+        PipelineParallel(microbatches=2).build(networks.cases["batch_norm_2d"](7), World())
 
 
 # A worker's death

@@ -22,13 +22,14 @@ from hypothesis import strategies as st
 from ranks import on_ranks
 from torch import Tensor
 
-from apportion.comm import shared_memory
+from apportion.comm import meeting as meeting_file
 from apportion.comm.futex import Word, sleep_on
 from apportion.comm.group import Group, Work
 from apportion.comm.host_memory import host_memory, is_faster
+from apportion.comm.meeting import Meeting
 from apportion.comm.membership import Membership
 from apportion.comm.process_group import ProcessGroup
-from apportion.comm.shared_memory import PIECE, Meeting, SharedMemory, nbytes
+from apportion.comm.shared_memory import PIECE, SharedMemory, nbytes
 from apportion.errors import MembershipChanged, PeerLost
 from apportion.world import World
 
@@ -43,7 +44,8 @@ DTYPES = [
 
 @dataclass(frozen=True)
 class Call:
-    """A collective on made tensors. ``extra``: the rows that each rank has besides, for ``all_gather_rows``."""
+    """A collective on made tensors. ``extra``: the rows that each rank has besides, for ``all_gather_rows`` and
+    ``gather_parts``."""
 
     kind: str
     dtype: torch.dtype
@@ -52,17 +54,18 @@ class Call:
     extra: tuple[int, ...]
     seed: int
 
-    def tensor(self, rank: int) -> Tensor:
-        rows = (self.extra[rank],) if self.kind == "all_gather_rows" else ()
+    def tensor(self, rank: int, size: int) -> Tensor:
+        rows = (self.extra[rank],) if self.kind in ("all_gather_rows", "gather_parts") else ()
+        rows = (size,) if self.kind == "reduce_scatter" else rows
         made = torch.randn((*rows, *self.shape), generator=torch.Generator().manual_seed(self.seed * 8 + rank))
         return (made > 0) if self.dtype == torch.bool else (made * 9).to(self.dtype)
 
-    def by_hand(self, size: int) -> list[Tensor]:
-        """What every rank must have."""
-        parts = [self.tensor(rank) for rank in range(size)]
+    def by_hand(self, size: int, own: int = 0) -> list[Tensor]:
+        """What every rank must have; this one, where they differ."""
+        parts = [self.tensor(rank, size) for rank in range(size)]
         if self.kind == "all_gather":
             return [torch.stack(parts)]
-        if self.kind == "all_gather_rows":
+        if self.kind in ("all_gather_rows", "gather_parts"):
             return parts
         if self.kind == "broadcast":
             return [parts[self.source % size]]
@@ -71,10 +74,25 @@ class Call:
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
-        return [total]
+        return [total[own] if self.kind == "reduce_scatter" else total]
 
     def on(self, group: Group) -> list[Tensor]:
-        tensor = self.tensor(group.rank)
+        tensor = self.tensor(group.rank, group.size)
+        if self.kind == "total":
+            same = tensor.clone()
+            total = group.total(tensor)
+            assert torch.equal(tensor.view(-1), same.view(-1)), "what is summed stays"
+            return [total]
+        if self.kind == "gather_parts":
+            parts = [torch.empty((rows, *self.shape), dtype=self.dtype) for rows in self.extra[: group.size]]
+            group.gather_parts(tensor, parts)
+            return parts
+        if self.kind == "reduce_scatter":
+            into = torch.empty(self.shape, dtype=self.dtype)
+            group.reduce_scatter(
+                tensor.view(group.size, -1) if tensor.numel() else tensor.view(group.size, 0), into.view(-1)
+            )
+            return [into]
         if self.kind == "all_gather":
             return [group.all_gather(tensor)]
         if self.kind == "all_gather_rows":
@@ -98,9 +116,14 @@ def digest(tensors: list[Tensor]) -> str:
     return told.hexdigest()
 
 
+KINDS = [
+    "all_reduce", "total", "mean", "all_gather", "all_gather_rows", "gather_parts", "reduce_scatter", "broadcast",
+]  # fmt: skip
+
+
 @st.composite
 def calls(draw: Any) -> Call:
-    kind = draw(st.sampled_from(["all_reduce", "mean", "all_gather", "all_gather_rows", "broadcast"]))
+    kind = draw(st.sampled_from(KINDS))
     dtype = draw(st.sampled_from([d for d in DTYPES if d.is_floating_point] if kind == "mean" else DTYPES))
     whole = PIECE // dtype.itemsize
     near = st.builds(lambda pieces, more: max(0, pieces * whole + more), st.integers(0, 2), st.integers(-2, 2))
@@ -110,7 +133,7 @@ def calls(draw: Any) -> Call:
         st.just(()),
         st.lists(st.integers(0, 7), min_size=2, max_size=3).map(tuple),
     )
-    if kind == "all_gather_rows":
+    if kind in ("all_gather_rows", "gather_parts"):
         shapes = st.lists(st.integers(0, 100), max_size=2).map(tuple)
     most = draw(st.sampled_from([0, 1, 40]))
     extra = tuple(draw(st.lists(st.integers(0, most), min_size=5, max_size=5)))
@@ -127,8 +150,8 @@ def make_calls(world: World, wanted: list[Call]) -> list[str]:
 @given(wanted=st.lists(calls(), min_size=10, max_size=25))
 def test_every_collective_gives_the_same_bits_as_by_hand_on_every_rank(size: int, wanted: list[Call]) -> None:
     """One after another, so that each finds the slots as the one before has left them."""
-    expected = [digest(call.by_hand(size)) for call in wanted]
     for rank, found in enumerate(on_ranks(make_calls, size, wanted)):
+        expected = [digest(call.by_hand(size, rank)) for call in wanted]
         differing = [call for call, a, b in zip(wanted, found, expected, strict=True) if a != b]
         assert not differing, f"rank {rank}: {differing}"
 
@@ -196,7 +219,7 @@ def test_the_number_of_meetings_may_wrap_around(start: int) -> None:
 
 def nap_and_meet(world: World, meetings: int) -> float:
     """The longest wait. Nobody looks again by itself for seconds: whoever is not woken shows."""
-    shared_memory.SLEEP_SECONDS = 5.0
+    meeting_file.SLEEP_SECONDS = 5.0
     meeting = Meeting(world.shared("naps", nbytes(world.size)), world.rank, world.size, spins=False)
     naps = random.Random(world.rank)
     for _ in range(meetings):

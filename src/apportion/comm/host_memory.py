@@ -23,8 +23,9 @@ import torch
 from apportion.comm import link
 from apportion.comm.channel import memory_file
 from apportion.comm.group import Group
+from apportion.comm.meeting import DEADLINE_SECONDS
 from apportion.comm.message import broadcast_message
-from apportion.comm.shared_memory import DEADLINE_SECONDS, SharedMemory, links_in, nbytes
+from apportion.comm.shared_memory import SharedMemory, links_in, nbytes
 
 MEASURED_BYTES = 64 << 10, 1 << 20
 """Of the messages that two groups are compared with."""

@@ -48,7 +48,7 @@ class Outlet:
             self._last = spec, plain
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.numel():
-                self._post(leaf.detach().reshape(-1).view(torch.uint8), works)
+                self._post(leaf.detach().contiguous().view(-1).view(torch.uint8), works)
         self._under_way.append(works)
         if len(self._under_way) > UNDER_WAY:
             self._wait()

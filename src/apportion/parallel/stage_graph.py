@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -26,16 +26,16 @@ class StageGraph:
         order, last = calls(graph), number == len(bounds) - 2
         own = order[bounds[number] : bounds[number + 1]]
         (output,) = (node for node in graph.nodes if node.op == "output")
-        used = {source for node in (*own, *((output,) if last else ())) for source in node.all_input_nodes}
+        needed = {source for node in (*own, *((output,) if last else ())) for source in node.all_input_nodes}
         holders = [node for node in graph.nodes if node.op == "placeholder"]
         new, place = fx.Graph(), dict[fx.Node, fx.Node]()
-        self._takes = [i for i, node in enumerate(holders) if node in used]
+        self._takes = [i for i, node in enumerate(holders) if node in needed]
         for i in self._takes:
             place[holders[i]] = new.placeholder(str(holders[i].target))
         for node in crossing_values(graph, bounds[number]) if number else ():
             place[node] = new.placeholder(f"received_{node.name}")
         for node in graph.nodes:
-            if node.op == "get_attr" and node in used:
+            if node.op == "get_attr" and node in needed:
                 place[node] = new.get_attr(str(node.target))
         for node in own:
             place[node] = new.node_copy(node, place.__getitem__)
@@ -61,27 +61,29 @@ def _keep_what_persists(module: nn.Module, keys: set[str]) -> None:
                 owner._non_persistent_buffers_set.add(name)
 
 
+def used(model: nn.Module, nodes: Iterable[fx.Node]) -> set[int]:
+    """The parameters and buffers of some calls, by identity."""
+    return {id(t) for node in nodes for _, t in used_tensors(model, node)}
+
+
 def terms(model: nn.Module, graph: fx.Graph, bounds: Sequence[int], module: nn.Module) -> dict[str, Piece]:
     """The stage's parameters that other stages use, too: here is one term of their gradient."""
     order = calls(graph)
-    stages = [
-        {id(t) for node in order[begin:end] for _, t in used_tensors(model, node)}
-        for begin, end in itertools.pairwise(bounds)
-    ]
+    stages = [used(model, order[begin:end]) for begin, end in itertools.pairwise(bounds)]
     return {
         name: Piece(tuple(p.shape), partial=True)
         for name, p in module.named_parameters(remove_duplicate=False)
-        if sum(id(p) in used for used in stages) > 1
+        if sum(id(p) in held for held in stages) > 1
     }
 
 
 def adopt_the_rest(module: nn.Module, model: nn.Module, graph: fx.Graph) -> None:
     """Weights and buffers that no call uses are somebody's, too."""
-    used = {id(t) for node in calls(graph) for _, t in used_tensors(model, node)}
+    held = used(model, calls(graph))
     tensors: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     for key in model.state_dict():
-        if id(tensors[key]) in used:
+        if id(tensors[key]) in held:
             continue
         owner, (*path, name) = module, key.split(".")
         for step in path:

@@ -20,7 +20,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
@@ -29,15 +28,15 @@ from apportion.batch import Batch
 from apportion.comm.group import Alone
 from apportion.comm.message import broadcast_message
 from apportion.graph import Unfollowed, follow, names
-from apportion.parallel.cuts import Places, balanced, calls, changing_buffers, measured, named
+from apportion.parallel.cuts import balanced, calls, changing_buffers, measured, named
 from apportion.parallel.loss_share import LossShare
-from apportion.parallel.passing import Inlet, Outlet
+from apportion.parallel.passes import Ends, Passes
 from apportion.parallel.pieces import Piece
 from apportion.parallel.replica import Replica
 from apportion.parallel.split import Part
-from apportion.parallel.stage_graph import StageGraph, adopt_the_rest, prove, terms
+from apportion.parallel.stage_graph import StageGraph, adopt_the_rest, prove, terms, used
 from apportion.parallel.turns import turns
-from apportion.workload import Workload, examples
+from apportion.workload import Workload
 from apportion.world import World
 
 
@@ -56,6 +55,8 @@ def staged(
             f"cuts={tuple(cuts)} make {len(cuts) + 1} stages, and there are {world.size} workers: use "
             f"workers={len(cuts) + 1}, or name {world.size - 1} layers"
         )
+    if world.size > 1 and workload.update is not None:
+        raise ValueError("update= asks for the gradient of a loss that only the last stage has: use data_parallel")
     if world.size > 1 and workload.carry is not None:
         raise ValueError(
             "a recurrent state that is carried would go back from the last stage to the first: use wavefront_parallel, "
@@ -112,7 +113,7 @@ class Stages(Part):
         cuts: Sequence[str] | None,
         recompute: bool,
     ) -> None:
-        self._rank, self._size, self._group = world.rank, world.size, world.group()
+        self._world, self._rank, self._size, self._group = world, world.rank, world.size, world.group()
         self._microbatches, self._schedule, self._recompute = microbatches, schedule, recompute
         self.most_in_flight = 0
         """Micro-batches whose activations this stage has kept at once."""
@@ -134,30 +135,25 @@ class Stages(Part):
         self.pieces = terms(model, graph, bounds, self.model)
         if self._rank == 0:
             adopt_the_rest(self.model, model, graph)
-        self._open()
-
-    def _open(self) -> None:
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        first, last = self._rank == 0, self._rank == self._size - 1
-        self.before = None if first else Inlet(self._group, self._rank - 1, device)
-        self.after = None if last else Outlet(self._group, self._rank + 1)
-        self.gradients_in = None if last else Inlet(self._group, self._rank + 1, device)
-        self.gradients_out = None if first else Outlet(self._group, self._rank - 1)
+        self.ends = Ends.of(self._group, world.device)
 
     def _cut(
         self, model: nn.Module, graph: fx.Graph, inputs: Any, stateful: Sequence[str], cuts: Sequence[str] | None
     ) -> list[int]:
         """Measured by rank 0 alone: all ranks cut at the same places."""
-        if self._size == 1:
-            return []
         told: Any = None
+        own = [names(graph)[node] for node in calls(graph)]
         if self._rank == 0:
-            places = measured(model, graph, self._sample(inputs), stateful)
-            told = [places.names, places.seconds, places.crossing]
-        found = Places(*map(tuple, broadcast_message(told, self._group)))
-        own = tuple(names(graph)[node] for node in calls(graph))
-        assert found.names == own, "every rank follows the same network"
-        return named(found, cuts) if cuts is not None else balanced(found, self._size)
+            known = Known(self._world)
+            at = known.read()
+            if at is None:
+                places = measured(model, graph, self._sample(inputs), stateful)
+                at = named(places, cuts) if cuts is not None else balanced(places, self._size)
+                known.write(at)
+            told = {"calls": own, "at": at}
+        told = broadcast_message(told, self._group)
+        assert told["calls"] == own, "every rank follows the same network"
+        return [int(i) for i in told["at"]]
 
     def _sample(self, inputs: Any) -> Any:
         """A micro-batch of them."""
@@ -170,10 +166,11 @@ class Stages(Part):
         if str(evaluated) == str(graph):
             return self._training
         begins, found = [calls(graph)[i].name for i in at], [node.name for node in calls(evaluated)]
-        if any(name not in found for name in begins):
+        other = used(model, calls(evaluated)) - used(model, calls(graph))
+        if other or any(name not in found for name in begins):
             raise ValueError(
-                f"{type(model).__name__} calls other layers in evaluation than in training, and a stage begins with "
-                "one of them: give cuts= at layers that both have, or use data_parallel"
+                f"{type(model).__name__} calls other layers in evaluation than in training, which no stage "
+                "has, or which one begins with: give cuts= at layers that both have, or use data_parallel"
             )
         return StageGraph(model, evaluated, [0, *map(found.index, begins), len(found)], self._rank)
 
@@ -181,16 +178,14 @@ class Stages(Part):
 
     def backward(self, replica: Replica, batch: Batch) -> Tensor | None:
         parts = batch.parts(self._microbatches)
-        passes = _Passes(self, replica, batch, parts)
+        passes = Passes(self.run, self.ends, replica, batch, parts)
         for kind, number in turns(self._schedule, self._rank, self._size, len(parts)):
             if kind == "forward":
                 passes.forward(number)
             else:
                 passes.backward(number)
         self.most_in_flight = max(self.most_in_flight, passes.most)
-        for outlet in (self.after, self.gradients_out):
-            if outlet is not None:
-                outlet.finish()
+        self.ends.finish()
         return passes.loss
 
     def run(self, received: Sequence[Any], batch: Batch) -> Any:
@@ -208,98 +203,36 @@ class Stages(Part):
 
     @torch.no_grad()
     def predict(self, replica: Replica, batch: Batch) -> Any | None:
-        received = self.before.receive() if self.before is not None else []
+        received = self.ends.before.receive() if self.ends.before is not None else []
         with _evaluating(self._trained), replica.autocast():
             found = self._evaluation.module(*self._evaluation.takes(self._arguments, batch), *received)
-        if self.after is None:
+        if self.ends.after is None:
             return found
-        self.after.send(found)
-        self.after.finish()
+        self.ends.after.send(found)
+        self.ends.after.finish()
         return None
 
 
-class _Passes:
-    """The passes of one batch's micro-batches through a stage."""
+class Known:
+    """Where a run has cut the network: whoever comes in a lost worker's place cuts it there, too."""
 
-    def __init__(self, stages: Stages, replica: Replica, batch: Batch, parts: Sequence[Batch]) -> None:
-        self._stages, self._replica, self._batch, self._parts = stages, replica, batch, parts
-        self._kept: dict[int, tuple[list[_Arrival], Any]] = {}
-        self.loss: Tensor | None = None
-        self.most = 0
+    def __init__(self, world: World) -> None:
+        self._memory = None
+        if world.members is not None and world.size == world.local_size:
+            self._memory = world.shared(f"cuts/{world.size}", 8 * (world.size + 1))
 
-    def forward(self, number: int) -> None:
-        stages, part = self._stages, self._parts[number]
-        received = stages.before.receive() if stages.before is not None else []
-        arrivals: list[_Arrival] = []
-        values = [tree.map_tensors(lambda t: _arrived(t, arrivals), value) for value in received]
-        with self._replica.autocast():
-            found = stages.run(values, part)
-            kept: Any = self._weighted_loss(found, part) if stages.after is None else None
-        if stages.after is not None:
-            stages.after.send(found)
-            kept = [t for t in tree.tensors(found) if t.requires_grad]
-        self._kept[number] = arrivals, kept
-        self.most = max(self.most, len(self._kept))
+    def read(self) -> list[int] | None:
+        if self._memory is None:
+            return None
+        many, *at = self._memory.cast("q")
+        return at[: many - 1] if many else None
 
-    def backward(self, number: int) -> None:
-        stages = self._stages
-        arrivals, kept = self._kept.pop(number)
-        if stages.gradients_in is None:
-            self._replica.backward(*kept)
-        else:
-            pairs = [(t, g) for t, g in zip(kept, stages.gradients_in.receive(), strict=True) if g is not None]
-            if pairs:
-                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-        del kept
-        if stages.gradients_out is not None:
-            stages.gradients_out.send([arrival.gradient for arrival in arrivals])
-
-    def _weighted_loss(self, outputs: Any, part: Batch) -> tuple[Tensor, float]:
-        """The mean loss of a micro-batch, and its share of the terms of the batch."""
-        count = self._replica.workload.count
-        if count is None:
-            loss, weight = self._replica.loss(outputs, part.targets), 1.0
-        elif terms := part.count:
-            total = float(part.size) if count is examples else self._batch.count
-            loss, weight = self._replica.loss(outputs, part.targets), terms / total
-        else:  # a mean of nothing is a NaN: zero, through the same layers
-            zeros = [(t * 0.0).sum() for t in tree.tensors(outputs) if t.is_floating_point()]
-            loss, weight = torch.stack(zeros).sum(), 0.0
-        share = loss.detach() * weight
-        self.loss = share if self.loss is None else self.loss + share
-        return loss, weight
-
-
-class _Arrival:
-    """A tensor from the stage before, and its gradient once there is one."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
-        self.gradient: Tensor | None = None
-
-
-class _Arrive(Function):
-    """What has arrived, as the result of a function: unlike a leaf it may be written to in place."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, arrival: _Arrival) -> Tensor:
-        ctx.arrival, tensor, arrival.tensor = arrival, arrival.tensor, None
-        assert tensor is not None
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        ctx.arrival.gradient = gradient
-        return None, None
-
-
-def _arrived(tensor: Tensor, arrivals: list[_Arrival]) -> Tensor:
-    if not tensor.requires_grad:
-        return tensor
-    arrivals.append(_Arrival(tensor.requires_grad_(False)))
-    anchor = torch.empty((), device=tensor.device, requires_grad=True)
-    arrived: Tensor = _Arrive.apply(anchor, arrivals[-1])
-    return arrived
+    def write(self, at: Sequence[int]) -> None:
+        if self._memory is not None:
+            words = self._memory.cast("q")
+            for i, place in enumerate(at, 1):
+                words[i] = place
+            words[0] = len(at) + 1  # last: it is all there
 
 
 @contextmanager

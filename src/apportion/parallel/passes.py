@@ -1,0 +1,133 @@
+"""The passes of micro-batches through one stage: what comes in, what is handed on, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from apportion import tree
+from apportion.batch import Batch
+from apportion.comm.group import Group
+from apportion.parallel.passing import Inlet, Outlet
+from apportion.parallel.replica import Replica
+from apportion.workload import examples
+
+Run = Callable[[Sequence[Any], Batch], Any]
+"""(what has come in, micro-batch) -> what is handed on; of the last stage the network's outputs."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Between a stage and the ones before and after it: values forward, their gradients back. None: there is none."""
+
+    before: Inlet | None
+    after: Outlet | None
+    gradients_in: Inlet | None
+    gradients_out: Outlet | None
+
+    @classmethod
+    def of(cls, group: Group, device: torch.device) -> Ends:
+        """Of the stage that a rank is."""
+        first, last = group.rank == 0, group.rank == group.size - 1
+        return cls(
+            None if first else Inlet(group, group.rank - 1, device),
+            None if last else Outlet(group, group.rank + 1),
+            None if last else Inlet(group, group.rank + 1, device),
+            None if first else Outlet(group, group.rank - 1),
+        )
+
+    def finish(self) -> None:
+        """Until what was sent needs nobody's help any more."""
+        for outlet in (self.after, self.gradients_out):
+            if outlet is not None:
+                outlet.finish()
+
+
+@final
+class Passes:
+    """The passes of one batch's micro-batches through a stage."""
+
+    def __init__(self, run: Run, ends: Ends, replica: Replica, batch: Batch, parts: Sequence[Batch]) -> None:
+        self._run, self._ends, self._replica, self._batch, self._parts = run, ends, replica, batch, parts
+        self._kept: dict[int, tuple[list[_Arrival], Any]] = {}
+        self.loss: Tensor | None = None
+        self.most = 0
+
+    def forward(self, number: int) -> None:
+        ends, part = self._ends, self._parts[number]
+        received = ends.before.receive() if ends.before is not None else []
+        arrivals: list[_Arrival] = []
+        values = [tree.map_tensors(lambda t: _arrived(t, arrivals), value) for value in received]
+        with self._replica.autocast():
+            found = self._run(values, part)
+            kept: Any = self._weighted_loss(found, part) if ends.after is None else None
+        if ends.after is not None:
+            ends.after.send(found)
+            kept = [t for t in tree.tensors(found) if t.requires_grad]
+        self._kept[number] = arrivals, kept
+        self.most = max(self.most, len(self._kept))
+
+    def backward(self, number: int) -> None:
+        ends = self._ends
+        arrivals, kept = self._kept.pop(number)
+        if ends.gradients_in is None:
+            self._replica.backward(*kept)
+        else:
+            pairs = [(t, g) for t, g in zip(kept, ends.gradients_in.receive(), strict=True) if g is not None]
+            if pairs:
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        del kept
+        if ends.gradients_out is not None:
+            ends.gradients_out.send([arrival.gradient for arrival in arrivals])
+
+    def _weighted_loss(self, outputs: Any, part: Batch) -> tuple[Tensor, float]:
+        """The mean loss of a micro-batch, and its share of the terms of the batch."""
+        count = self._replica.workload.count
+        if count is None:
+            loss, weight = self._replica.loss(outputs, part.targets), 1.0
+        elif terms := part.count:
+            total = float(part.size) if count is examples else self._batch.count
+            loss, weight = self._replica.loss(outputs, part.targets), terms / total
+        else:  # a mean of nothing is a NaN: zero, through the same layers
+            zeros = [(t * 0.0).sum() for t in tree.tensors(outputs) if t.is_floating_point()]
+            loss, weight = torch.stack(zeros).sum(), 0.0
+        share = loss.detach() * weight
+        self.loss = share if self.loss is None else self.loss + share
+        return loss, weight
+
+
+class _Arrival:
+    """A tensor from the stage before, and its gradient once there is one."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.gradient: Tensor | None = None
+
+
+class _Arrive(Function):
+    """What has arrived, as the result of a function: unlike a leaf it may be written to in place."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, arrival: _Arrival) -> Tensor:
+        ctx.arrival, tensor, arrival.tensor = arrival, arrival.tensor, None
+        assert tensor is not None
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        ctx.arrival.gradient = gradient
+        return None, None
+
+
+def _arrived(tensor: Tensor, arrivals: list[_Arrival]) -> Tensor:
+    if not tensor.requires_grad:
+        return tensor
+    arrivals.append(_Arrival(tensor.requires_grad_(False)))
+    anchor = torch.empty((), device=tensor.device, requires_grad=True)
+    arrived: Tensor = _Arrive.apply(anchor, arrivals[-1])
+    return arrived

@@ -1,0 +1,279 @@
+"""What pipelines are made of, by itself: where to cut, in which order to compute, and stages that are the network."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import networks
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import by_value, on_ranks
+from torch import Tensor, nn
+
+from apportion import tree
+from apportion.graph import follow
+from apportion.parallel.cuts import Places, balanced, calls, changing_buffers, measured, named
+from apportion.parallel.kept_parts import Version, whole
+from apportion.parallel.passing import Inlet, Outlet
+from apportion.parallel.stage_graph import StageGraph, prove, terms
+from apportion.parallel.turns import in_flight, turns
+from apportion.world import World
+
+# Where to cut
+
+seconds = st.floats(0.0, 9.0).map(lambda x: round(x, 1))
+
+
+def cost(places: Places, at: Sequence[int]) -> tuple[float, float]:
+    """(the longest stage, sent in all)."""
+    bounds, cross = [0, *at, len(places.seconds)], [*(c or 0.0 for c in places.crossing), 0.0]
+    longest = max(sum(places.seconds[a:b]) + cross[a] + cross[b] for a, b in itertools.pairwise(bounds))
+    return longest, sum(cross[a] for a in at)
+
+
+@given(st.data(), st.integers(1, 8), st.integers(1, 4))
+def test_no_other_cuts_have_a_faster_slowest_stage(data: Any, n: int, stages: int) -> None:
+    times = data.draw(st.lists(seconds, min_size=n, max_size=n))
+    crossing = [0.0, *data.draw(st.lists(st.none() | seconds, min_size=n - 1, max_size=n - 1))]
+    places = Places(tuple(map(str, range(n))), tuple(times), tuple(crossing))
+    possible = [i for i in range(1, n) if crossing[i] is not None]
+    every = list(itertools.combinations(possible, stages - 1))
+    if not every:
+        with pytest.raises(ValueError, match=f"into {len(possible) + 1} stages at most.*use workers<="):
+            balanced(places, stages)
+        return
+    found = balanced(places, stages)
+    assert tuple(found) in every
+    assert cost(places, found)[0] == pytest.approx(min(cost(places, at)[0] for at in every))
+
+
+def test_cuts_are_named_by_layers_and_wrong_ones_are_refused() -> None:
+    places = Places(("embed", "a.0.conv", "a.0.bn", "b.conv", "add"), (1.0,) * 5, (0.0, 1.0, None, 1.0, 1.0))
+    assert named(places, ("a.0", "b")) == [1, 3]
+    assert named(places, ("add",)) == [4]
+    with pytest.raises(ValueError, match=r"'c' is no layer.*a stage may begin with a.0.conv, b.conv, add"):
+        named(places, ("c",))
+    with pytest.raises(ValueError, match="not in the order of the layers"):
+        named(places, ("b", "a"))
+    with pytest.raises(ValueError, match="not in the order of the layers"):
+        named(places, ("b", "b"))
+    with pytest.raises(ValueError, match="the first stage begins with it"):
+        named(places, ("embed",))
+    with pytest.raises(ValueError, match="a state of its own"):
+        named(places, ("a.0.bn",))
+
+
+def test_a_normalisation_that_is_called_twice_stays_in_one_stage() -> None:
+    model, x = networks.Twice().double(), networks.numbers(5, 6)
+    assert changing_buffers(model, x) == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    places = measured(model, follow(model), x, changing_buffers(model, x))
+    can = [name for name, c in zip(places.names, places.crossing, strict=True) if c is not None]
+    assert places.names == ("first", "norm", "relu", "second", "norm#2", "relu_1", "last")
+    assert can == ["first", "norm", "relu_1", "last"]
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert all(s > 0 for s in places.seconds)
+
+
+# In which order to compute
+
+sizes = st.integers(1, 6)
+
+
+@given(sizes, st.integers(1, 12), st.sampled_from(["gpipe", "1f1b"]))
+def test_every_schedule_computes_every_micro_batch_and_no_stage_waits_for_ever(
+    stages: int, microbatches: int, schedule: str
+) -> None:
+    orders = [turns(schedule, stage, stages, microbatches) for stage in range(stages)]
+    every = {(kind, m) for kind in ("forward", "backward") for m in range(microbatches)}
+    assert all(len(order) == len(every) and set(order) == every for order in orders)
+    # Forward passes arrive in the order in which they are sent, and so do gradients.
+    for one, other in itertools.pairwise(orders):
+        for kind in ("forward", "backward"):
+            assert [m for k, m in one if k == kind] == [m for k, m in other if k == kind]
+    done: set[tuple[int, str, int]] = set()
+    at = [0] * stages
+    while any(at[s] < len(orders[s]) for s in range(stages)):
+        before = sum(at)
+        for s in range(stages):
+            while at[s] < len(orders[s]):
+                kind, m = orders[s][at[s]]
+                needs = (s - 1, kind, m) if kind == "forward" else (s + 1, kind, m)
+                own = kind == "forward" or (s, "forward", m) in done
+                if not own or (0 <= needs[0] < stages and needs not in done):
+                    break
+                done.add((s, kind, m))
+                at[s] += 1
+        assert sum(at) > before, "nobody can go on"
+
+
+@given(sizes, st.integers(1, 12))
+def test_1f1b_keeps_as_many_as_there_are_stages_to_the_last_and_gpipe_all(stages: int, microbatches: int) -> None:
+    for stage in range(stages):
+        assert in_flight(turns("1f1b", stage, stages, microbatches)) == min(stages - stage, microbatches)
+        assert in_flight(turns("gpipe", stage, stages, microbatches)) == microbatches
+
+
+# Stages are the network
+
+
+class Random(nn.Module):
+    """Layers that take sums of any of the values before them, some in place, some layers called more than once."""
+
+    def __init__(self, plan: list[tuple[int, list[int], bool]]) -> None:
+        super().__init__()
+        self.plan = plan
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = [x]
+        for layer, sources, in_place in self.plan:
+            h = self.layers[layer](sum(values[i % len(values)] for i in sources) * self.scale)
+            if in_place:
+                h += values[sources[0] % len(values)]
+            values.append(torch.tanh(h))
+        return values[-1] + values[len(values) // 2]
+
+
+plans = st.lists(
+    st.tuples(st.integers(0, 2), st.lists(st.integers(0, 9), min_size=1, max_size=3), st.booleans()),
+    min_size=1, max_size=5,
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=40)
+@given(plans, st.data())
+def test_stages_cut_anywhere_give_the_networks_outputs_and_gradients(plan: Any, data: Any) -> None:
+    torch.manual_seed(0)
+    model = Random(plan).double()
+    graph, x = follow(model), torch.randn(3, 4, dtype=torch.float64)
+    n = len(calls(graph))
+    at = sorted(data.draw(st.sets(st.integers(1, n - 1), max_size=3))) if n > 1 else []
+    bounds = [0, *at, n]
+    prove(model, graph, bounds, x)
+    expected = model(x)
+    wanted = torch.autograd.grad(expected.square().sum(), list(model.parameters()), allow_unused=True)
+    stages = [StageGraph(model, graph, bounds, number) for number in range(len(bounds) - 1)]
+    values: Any = []
+    for stage in stages:
+        values = stage.module(*stage.of(graph, x), *values)
+    assert torch.equal(values, expected)
+    found = torch.autograd.grad(values.square().sum(), list(model.parameters()), allow_unused=True)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.allclose(a, b, rtol=1e-12, atol=1e-14)
+    for stage in stages:
+        shared = terms(model, graph, bounds, stage.module)
+        for name, p in stage.module.named_parameters():
+            holders = sum(any(p is q for q in other.module.parameters()) for other in stages)
+            assert (name in shared) == (holders > 1)
+
+
+def test_what_a_stage_does_not_have_is_not_in_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    graph = follow(model)
+    first, last = (StageGraph(model, graph, [0, 2, 4], number) for number in range(2))
+    assert list(first.module.state_dict()) == ["0.weight", "0.bias"]
+    assert {key.partition(".")[0] for key in last.module.state_dict()} == {"2", "3"}
+    assert first.module.get_parameter("0.weight") is model[0].weight
+
+
+class Alias(nn.Module):
+    """Writes in place to a view of what is used again: in stages the two are apart."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * 1.0
+        view = h.view(-1)
+        view.add_(1.0)
+        return h * 2.0
+
+
+class Unseen(nn.Module):
+    """The graph has an addition here, and not that it is in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * 1.0
+        view = h.view(-1)
+        view += 1.0
+        return h * 2.0
+
+
+def test_stages_that_would_not_be_the_network_are_refused() -> None:
+    model, x = Alias(), torch.ones(2, 3)
+    graph = follow(model)
+    assert [node.name for node in calls(graph)] == ["mul", "view", "add_", "mul_1"]
+    prove(model, graph, [0, 3, 4], x)
+    with pytest.raises(ValueError, match=r"in stages Alias does not give what it gives whole.*cuts= elsewhere"):
+        prove(model, graph, [0, 2, 4], x)
+    graph = follow(Unseen())
+    with pytest.raises(ValueError, match="in stages Unseen does not give what it gives whole"):
+        prove(Unseen(), graph, [0, 1, len(calls(graph))], x)
+
+
+# Messages
+
+
+def passed(world: World, rounds: list[list[Any]]) -> list[list[Any]]:
+    """Rank 0 sends, rank 1 sends back what it got."""
+    group = world.group()
+    outlet, inlet = Outlet(group, 1 - world.rank), Inlet(group, 1 - world.rank, world.device)
+    got = []
+    for values in rounds:
+        if world.rank == 0:
+            outlet.send(values)
+        got.append(inlet.receive())
+        if world.rank == 1:
+            outlet.send(got[-1])
+    outlet.finish()
+    return got
+
+
+def test_trees_of_tensors_and_numbers_arrive_as_they_were_sent() -> None:
+    a = torch.randn(3, 5, dtype=torch.float64)
+    rounds: list[list[Any]] = [
+        [a, {"mask": a > 0, "n": 3}],
+        [a * 2, {"mask": a < 0, "n": 3}],
+        [a * 2, {"mask": a < 0, "n": 4}],
+        [(a.bfloat16(), None, 2.5), torch.zeros(0, 3), torch.tensor(7)],
+        [a.t(), torch.Size([2, 3]), True],
+        [],
+        [torch.randn(1 << 18), a[:, 1:2]],
+        [torch.ones(2, requires_grad=True), torch.ones(2)],
+    ]
+    with by_value(networks):
+        for got in on_ranks(passed, 2, rounds):
+            for found, expected in zip(got, rounds, strict=True):
+                assert len(found) == len(expected)
+                pairs = list(zip(tree.tensors(found), tree.tensors(expected), strict=True))
+                assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in pairs)
+                assert [x.requires_grad for x, _ in pairs] == [y.requires_grad for _, y in pairs]
+            assert (got[1][1]["n"], got[2][1]["n"]) == (3, 4)
+            assert got[3][0][1:] == (None, 2.5)
+            assert (got[4][1], got[4][2]) == ((2, 3), True)
+
+
+# What is kept
+
+
+def version(seat: int, step: int, rank: int, *, generation: int = 0, size: int = 2) -> Version:
+    return Version(seat, step % 2, step, generation, rank, size, 64)
+
+
+def test_the_latest_step_that_all_ranks_have_kept_is_gone_on_from() -> None:
+    assert whole([]) is None
+    assert whole([version(0, 4, 0)]) is None
+    both = [version(0, 3, 0), version(1, 3, 1)]
+    assert whole([*both, version(0, 4, 0)]) == both
+    assert whole([*both, version(0, 4, 0), version(1, 4, 1)]) == [version(0, 4, 0), version(1, 4, 1)]
+    # A rank of the next generation has kept it, the other has not: it is whole in the one before.
+    assert whole([version(0, 3, 1), version(1, 3, 0), version(0, 3, 0, generation=2)]) == [
+        version(1, 3, 0), version(0, 3, 1),
+    ]  # fmt: skip
+    smaller = version(1, 5, 0, generation=4, size=1)
+    assert whole([*both, smaller]) == [smaller]
