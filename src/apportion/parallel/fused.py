@@ -1,0 +1,64 @@
+"""An optimizer's update in one pass over each slice, with torch's fused kernels.
+
+A rank of a sliced network updates its own part alone, so this is all of its work: what remains is memory bandwidth, and
+a fused kernel reads and writes every number once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from apportion.workload import Parameters, Workload
+
+_KINDS = (SGD, Adam, AdamW, Adagrad)
+
+
+def with_fused_updates(workload: Workload) -> Workload:
+    """The same, its optimizers run fused."""
+
+    def made(parameters: Parameters) -> Optimizer | Mapping[str, Optimizer]:
+        optimizers = workload.optimizer(parameters)
+        for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers.values():
+            _run_fused(optimizer)
+        return optimizers
+
+    return replace(workload, optimizer=made)
+
+
+def _run_fused(optimizer: Optimizer) -> None:
+    """From now on its steps are fused, where it has a kernel and its groups do not ask for another one. Between steps
+    the groups are as they were written: how a step is computed is no part of a state."""
+    if type(optimizer) in _KINDS:
+        chosen: list[dict[str, Any]] = []
+        optimizer.register_step_pre_hook(lambda *_: _choose(optimizer, chosen))
+        optimizer.register_step_post_hook(lambda *_: _restore(chosen))
+
+
+def _choose(optimizer: Optimizer, chosen: list[dict[str, Any]]) -> None:
+    chosen.clear()
+    for group in optimizer.param_groups:
+        free = group.get("fused") is None and group.get("foreach") is None
+        plain = not group["differentiable"] and not isinstance(group["lr"], Tensor)
+        if free and plain and _suited(optimizer, group["params"]):
+            group["fused"] = True
+            chosen.append(group)
+
+
+def _suited(optimizer: Optimizer, parameters: list[Any]) -> bool:
+    """The kernels go through memory in its order, whatever the strides say; and SGD's wants momentum for all or none of
+    the weights, which one that is used for the first time does not have."""
+    used = [p for p in parameters if p.grad is not None]
+    begun = {bool(optimizer.state.get(p)) for p in used}
+    return len(begun) < 2 and all(
+        p.is_floating_point() and not p.grad.is_sparse and p.is_contiguous() and p.grad.is_contiguous() for p in used
+    )
+
+
+def _restore(chosen: list[dict[str, Any]]) -> None:
+    for group in chosen:
+        group["fused"] = None

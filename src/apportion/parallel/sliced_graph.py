@@ -1,0 +1,331 @@
+"""Where a network may be sliced: found from its traced graph, and from a look at one forward pass.
+
+A pair is a Linear (or several, as in a gate) whose outputs go through nothing but element-wise functions, and from
+there into one other Linear and nowhere else. Their weights are used by their own layer alone: what a network does with
+a weight outside of its layer (a norm, a product by hand) needs it whole.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from apportion import tree
+
+# fmt: off
+ELEMENTWISE = frozenset((
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid,
+    nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid, nn.Tanhshrink, nn.Threshold,
+    nn.Hardshrink, nn.Softshrink, nn.Identity, nn.Dropout,
+))
+"""Layers without weights that treat each number by itself."""
+_NAMES = frozenset((
+    "relu", "relu_", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "tanh", "tanh_", "sigmoid",
+    "sigmoid_", "softplus", "softsign", "hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "tanhshrink", "threshold",
+    "mul", "mul_", "add", "add_", "sub", "sub_", "div", "div_", "neg", "square", "abs", "exp", "log", "sqrt", "rsqrt",
+    "pow", "clamp", "clamp_min", "clamp_max", "sin", "cos", "erf", "clone", "contiguous",
+))
+# fmt: on
+_FUNCTIONS = frozenset(
+    {getattr(where, name) for name in _NAMES for where in (torch, functional) if hasattr(where, name)}
+    | {operator.mul, operator.add, operator.sub, operator.truediv, operator.neg, operator.pow}
+    | {operator.imul, operator.iadd, operator.isub, operator.itruediv}
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Linear layers that are cut by columns, and the one that is cut by rows."""
+
+    columns: tuple[str, ...]
+    row: str
+    dropouts: tuple[str, ...] = ()
+    """Dropout layers in between."""
+
+
+@dataclass
+class Look:
+    """What one forward pass did."""
+
+    outside: set[int] = field(default_factory=set)
+    """Parameters (by id) that something else than their own layer used."""
+    dims: dict[str, int] = field(default_factory=dict)
+    """Dimensions of a layer's output."""
+    packed: set[str] = field(default_factory=set)
+    """Layers that were given packed sequences."""
+    within: dict[str, set[str]] = field(default_factory=dict)
+    """The layers inside of which a layer was called, each time."""
+
+
+def look(model: nn.Module, inputs: Any, *state: Any) -> Look:
+    """One forward pass, of which nothing remains."""
+    found, running = Look(), [model]
+    names = {module: name for name, module in model.named_modules()}
+
+    def begin(module: nn.Module, given: tuple[Any, ...]) -> None:
+        inside = {names[outer] for outer in running}
+        found.within[names[module]] = found.within.get(names[module], inside) & inside
+        running.append(module)
+        if any(isinstance(x, PackedSequence) for x in given):
+            found.packed.add(names[module])
+
+    def end(module: nn.Module, given: Any, output: Any) -> None:
+        running.pop()
+        if isinstance(output, Tensor):
+            found.dims[names[module]] = output.dim()
+
+    hooks = [h for m in model.modules() for h in (m.register_forward_pre_hook(begin), m.register_forward_hook(end))]
+    try:
+        with _unchanged(model), _Uses(running, found.outside):
+            tree.call(model, inputs, *state)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+class _Uses(TorchFunctionMode):
+    """Notes the parameters that are used outside of their own layer."""
+
+    def __init__(self, running: Sequence[nn.Module], outside: set[int]) -> None:
+        super().__init__()
+        self._running, self._outside = running, outside
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") not in ("__get__", "size", "dim", "__set__", "is_floating_point", "numel"):
+            used = {id(p) for p in pytree.tree_leaves((args, kwargs)) if isinstance(p, nn.Parameter)}
+            if used:
+                self._outside |= used - self._own()
+        return func(*args, **(kwargs or {}))
+
+    def _own(self) -> set[int]:
+        module = self._running[-1]
+        # A layer of torch's uses its children's weights as it likes; it is sliced as one, or not at all.
+        recurse = type(module).__module__.startswith("torch.nn.")
+        return {id(p) for p in module.parameters(recurse=recurse)}
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[Callable[[], bool]]:
+    """What running it changes is as it was: buffers, numbers and random draws. Gives what says whether anything has
+    changed, but for draws."""
+    modules = list(model.modules())
+    held = ((module, name, b) for module in modules for name, b in module._buffers.items())
+    buffers = [(module, name, b, b.clone()) for module, name, b in held if b is not None]
+    plain = [(module, _plain(module)) for module in modules]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+
+    def changed() -> bool:
+        same = all(module._buffers[name] is b and torch.equal(b, kept) for module, name, b, kept in buffers)
+        return not same or any(_plain(module) != before for module, before in plain)
+
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        try:
+            yield changed
+        finally:
+            for module, name, buffer, kept in buffers:
+                module._buffers[name] = buffer
+                buffer.copy_(kept)
+            for module, before in plain:
+                module.__dict__.update(before)
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """What a layer has that is a number or a word."""
+    return {name: value for name, value in module.__dict__.items() if isinstance(value, bool | int | float | str)}
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The graphs of a network, or of one layer of it: as it trains, and as it evaluates."""
+
+    name: str
+    model: nn.Module
+    graphs: tuple[fx.Graph, ...]
+    pure: bool
+    """Does running it change nothing but its outputs? A graph leaves out what else it does (a counter of its own)."""
+
+    def plain(self, target: Any) -> str:
+        """What the network calls a layer."""
+        return f"{self.name}.{target}" if self.name else str(target)
+
+
+class _Tracer(fx.Tracer):
+    trace_asserts = True
+
+
+_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
+
+
+@contextmanager
+def _factories_traced() -> Iterator[None]:
+    """Tensors that are made in a size of the traced ones become nodes, too."""
+
+    def traced(function: Any) -> Any:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            proxies = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, fx.Proxy)]
+            if not proxies:
+                return function(*args, **kwargs)
+            return proxies[0].tracer.create_proxy("call_function", function, args, kwargs)
+
+        return make
+
+    originals = {name: getattr(torch, name) for name in _FACTORIES}
+    for name, original in originals.items():
+        setattr(torch, name, traced(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch, name, original)
+
+
+def trace(model: nn.Module, name: str = "") -> list[Traced]:
+    """The network's graphs; where its flow depends on the data, those of the layers that it is made of."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        with _factories_traced(), _unchanged(model) as changed:
+            trains = _Tracer().trace(model)
+            for module in training:
+                module.training = False
+            graphs = trains, _Tracer().trace(model)
+            for module in training:
+                module.training = True
+            return [Traced(name, model, graphs, not changed())]
+    except Exception:  # whatever the network's own code raises at a stand-in for a tensor
+        pass
+    finally:
+        for module in training:
+            module.training = True
+    inside = ((f"{name}.{child}" if name else child, module) for child, module in model.named_children())
+    return [found for child, module in inside if not _is_torchs(module) for found in trace(module, child)]
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential)
+
+
+def pairs(traced: Sequence[Traced], candidates: set[str], seen: Look) -> list[Pair]:
+    """Of these Linear layers, in order of execution; each is in one pair at most."""
+    found: list[Pair] = []
+    taken: set[str] = set()
+    for part in traced:
+        calls = (n for n in part.graphs[0].nodes if n.op == "call_module")
+        for row in dict.fromkeys(part.plain(call.target) for call in calls):
+            free = {name for name in candidates - taken if part.name in seen.within.get(name, (part.name,))}
+            each = [_pair(part, graph, row, free) for graph in part.graphs if row in free]
+            if each and each[0] is not None and all(pair == each[0] for pair in each):
+                found.append(each[0])
+                taken |= {*each[0].columns, row}
+    return found
+
+
+def _calls(part: Traced, graph: fx.Graph, name: str) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_module" and part.plain(node.target) == name]
+
+
+def _pair(part: Traced, graph: fx.Graph, row: str, candidates: set[str]) -> Pair | None:
+    region: set[fx.Node] = set()
+    sources: set[fx.Node] = set()
+    rows = _calls(part, graph, row)
+    waiting: list[Any] = [call.args[0] if len(call.args) == 1 and not call.kwargs else None for call in rows]
+    while waiting:
+        node = waiting.pop()
+        if node in region or node in sources:
+            continue
+        if not isinstance(node, fx.Node):
+            return None
+        if node.op == "call_module" and part.plain(node.target) in candidates - {row}:
+            sources.add(node)
+        elif _elementwise(part, node):
+            region.add(node)
+            waiting += node.all_input_nodes
+        else:
+            return None
+    columns = {part.plain(node.target) for node in sources}
+    closed = all(user in region or user in rows for node in region | sources for user in node.users)
+    between = [node for node in region if node.op == "call_module"]
+    dropouts = {part.plain(n.target) for n in between if isinstance(_at(part, n), nn.Dropout)}
+    inside = region | sources
+    every = all(call in inside for name in columns | dropouts for call in _calls(part, graph, name))
+    widths = {_at(part, node).out_features for node in sources}  # a width of 1 would be broadcast
+    if not (columns and closed and every and len(widths) == 1):
+        return None
+    return Pair(tuple(sorted(columns)), row, tuple(sorted(dropouts)))
+
+
+def _at(part: Traced, node: fx.Node) -> nn.Module:
+    return part.model.get_submodule(str(node.target))
+
+
+def is_elementwise(function: Any) -> bool:
+    """A layer or a function that treats each number by itself."""
+    if isinstance(function, nn.Module):
+        return type(function) in ELEMENTWISE and not function._forward_hooks and not function._forward_pre_hooks
+    return function in _FUNCTIONS
+
+
+def _elementwise(part: Traced, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return is_elementwise(_at(part, node))
+    return (node.op == "call_function" and node.target in _FUNCTIONS) or (
+        node.op == "call_method" and node.target in _NAMES
+    )
+
+
+def output(traced: Sequence[Traced], candidates: set[str], seen: Look, *, carried: bool) -> str | None:
+    """The Linear layer whose outputs are the network's, its classes in dimension 1 as cross-entropy has them."""
+    whole = [part for part in traced if not part.name]
+    found = {_output(part, graph, candidates, seen.dims, carried=carried) for part in whole for graph in part.graphs}
+    return found.pop() if len(found) == 1 else None
+
+
+def _output(part: Traced, graph: fx.Graph, candidates: set[str], dims: dict[str, int], *, carried: bool) -> str | None:
+    node: Any = next(n for n in graph.nodes if n.op == "output").args[0]
+    if carried:
+        node = node[0] if isinstance(node, tuple) else None
+    moves: list[fx.Node] = []
+    while isinstance(node, fx.Node) and node.op == "call_method" and len(node.users) == 1:
+        moves.append(node)
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.op != "call_module" or node.target not in candidates:
+        return None
+    name = str(node.target)
+    if len(node.users) != 1 or len(_calls(part, graph, name)) != 1 or name not in dims:
+        return None
+    place: int | None = dims[name] - 1
+    many = dims[name]
+    for move in reversed(moves):
+        place, many = _moved(move, place, many)
+        if place is None:
+            return None
+    return name if place == 1 else None
+
+
+def _moved(node: fx.Node, place: int | None, dims: int) -> tuple[int | None, int]:
+    """Where a dimension goes."""
+    given = [a for a in node.args[1:] if isinstance(a, int)]
+    if place is None or node.kwargs or len(given) != len(node.args) - 1:
+        return None, dims
+    given = [a % dims for a in given]
+    if node.target == "contiguous":
+        return place, dims
+    if node.target == "transpose":
+        a, b = given
+        return {a: b, b: a}.get(place, place), dims
+    if node.target == "permute" and len(given) == dims:
+        return given.index(place), dims
+    if node.target == "flatten" and len(given) == 2 and given[1] < place:
+        merged = given[1] - given[0]
+        return place - merged, dims - merged
+    return None, dims

@@ -1,0 +1,177 @@
+"""hybrid_parallel: convolutions data parallel, fully connected layers sliced.
+
+Paper: Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014. Convolutions have 95 % of
+the computation and 5 % of the weights, large activations; fully connected layers the other way round.
+
+::
+
+                 convolutions           exchange         fully connected
+    rank 0   rows 0..B/2, all weights \\             / all B rows, half of the units \\
+                                        activations                                   sums, as tensor_parallel
+    rank 1   rows B/2..B, all weights /             \\ all B rows, half of the units /
+
+``exchange="all"`` (the paper's scheme a): every rank gets all ranks' activations at once, and computes the fully
+connected layers on the whole batch. ``exchange="rotate"`` (scheme b): on one rank's rows after the other; the next ones
+are under way meanwhile, and activations are there for one share at a time.
+
+Exact: the gradients of the convolutions are summed over ranks, batch normalisation there takes its statistics over all
+of them; the fully connected layers see every row.
+
+Price: ``t = t_conv(B / n) + 2 bytes(conv weights) / bandwidth + t_fc(B) / n + B * features * 4 bytes / bandwidth`` and
+tensor_parallel's sums.
+
+Wins where a network is what the paper is about: many more weights after the convolutions than in them, as in AlexNet
+and VGG. Loses to data_parallel where the convolutions have most of the weights (ResNets), and to threads on one host.
+
+A worker's death loses nothing on one host: every worker keeps its part in memory that outlives it, and the others and
+its replacement go on from the last update. Elsewhere the run ends, and resumes from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from apportion.comm.group import Group
+from apportion.parallel.exchanging import Exchanging, evaluating
+from apportion.parallel.fused import with_fused_updates
+from apportion.parallel.one_device import reference
+from apportion.parallel.sliced import Plan, plan
+from apportion.parallel.sliced_graph import trace
+from apportion.parallel.split import MakePart, SplitStep
+from apportion.parallel.two_parts import Parts, cut, what_crosses
+from apportion.strategy import State, Step, Strategy
+from apportion.workload import Workload
+from apportion.world import World
+
+_SLICED = (nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.RNNBase)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class HybridParallel(Strategy):
+    """Each worker computes a share of the examples in the first layers, and a slice of the last ones."""
+
+    survives = True
+
+    data: str | None = None
+    """The name under which the data parallel layers are, as ``features``; None: whatever comes before the others."""
+    tensor: str | None = None
+    """The name under which the sliced layers are, as ``classifier``; None: what comes after ``data``, or after the last
+    convolution."""
+    exchange: Literal["all", "rotate"] = "all"
+    """Of the activations between them: all ranks' at once, or one rank's after the other."""
+    min_width: int = 32
+    """As tensor_parallel's."""
+
+    def __post_init__(self) -> None:
+        if self.exchange not in ("all", "rotate"):
+            raise ValueError(f'exchange={self.exchange!r} must be "all" or "rotate"')
+        if not isinstance(self.min_width, int) or self.min_width < 1:
+            raise ValueError(f"min_width={self.min_width!r} must be a whole number of at least 1")
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def build(self, workload: Workload, world: World) -> Step:
+        workload.must_feed(world.size)
+        for given, why in (
+            (workload.update is not None, "update= calls the network as it likes, and here its parts are called: use"),
+            (workload.carry is not None, "carry= gives every row a state, and rows do not stay with a rank here: use"),
+        ):
+            if given:
+                raise ValueError(f"{why} data_parallel")
+        if self.exchange == "rotate" and workload.count is None:
+            raise ValueError('exchange="rotate" would cut the batch under a loss that couples examples: use "all"')
+
+        def part(world: World) -> MakePart:
+            return lambda model, inputs: self._part(workload, world.group(), model, inputs)
+
+        return SplitStep(with_fused_updates(workload), world, part(world), again=part)
+
+    def _part(self, workload: Workload, group: Group, model: nn.Module, inputs: Any) -> Exchanging:
+        traced = [part for part in trace(model) if not part.name and part.pure]
+        if not traced:
+            raise ValueError(
+                f"{type(model).__name__} has no graph that could be cut: its flow depends on the data, or it makes "
+                "layers or changes buffers of its own as it runs; use data_parallel or tensor_parallel"
+            )
+        back = self._sliced_names(model, traced[0].graphs[0])
+        trains, evaluates = (cut(model, g, lambda name: _under(name, back)) for g in traced[0].graphs)
+        self._check(model, trains, evaluates, back)
+        with evaluating(model):
+            crossing = what_crosses(evaluates, inputs)
+        if crossing is not None:
+            raise ValueError(
+                f"{crossing} goes into {back[0]}, and only rows of examples can be exchanged: use data_parallel"
+            )
+        found = Plan()
+        for width in (self.min_width, 1):
+            if not found.layers():
+                found = plan(model, inputs, workload, min_width=width, within=back)
+        if not found.layers():
+            raise ValueError(f"there is no layer that can be sliced under {', '.join(back)}: use data_parallel")
+        rotates = self.exchange == "rotate"
+        return Exchanging(model, found, group, workload, trains=trains, evaluates=evaluates, rotates=rotates)
+
+    def _sliced_names(self, model: nn.Module, graph: fx.Graph) -> list[str]:
+        """Names, each of a layer or of what many are under."""
+        for field in ("data", "tensor"):
+            name = getattr(self, field)
+            if name is not None and name not in dict(model.named_modules()):
+                known = ", ".join(child for child, _ in model.named_children())
+                raise ValueError(f"{field}={name!r} is no layer of {type(model).__name__}, which has {known}")
+        if self.tensor is not None:
+            return [self.tensor]
+        calls = [
+            (str(node.target), model.get_submodule(str(node.target)))
+            for node in graph.nodes
+            if node.op == "call_module"
+        ]
+        first = [i for i, (name, m) in enumerate(calls) if self._is_data(name, m)]
+        after = [name for name, m in calls[max(first, default=0) :] if isinstance(m, _SLICED)]
+        if not first or not after:
+            what = "convolution" if self.data is None else f"layer under {self.data!r}"
+            raise ValueError(
+                f"{type(model).__name__} calls no layer that can be sliced after a {what}: say which with tensor=, or "
+                "use data_parallel or tensor_parallel"
+            )
+        return list(dict.fromkeys(after))
+
+    def _is_data(self, name: str, layer: nn.Module) -> bool:
+        return isinstance(layer, _ConvNd) if self.data is None else _under(name, [self.data])
+
+    def _check(self, model: nn.Module, trains: Parts, evaluates: Parts, back: Sequence[str]) -> None:
+        names = {p: name for name, p in model.named_parameters()}
+        for parts in (trains, evaluates):
+            if not any(_under(name, back) for name in parts.back_calls):
+                raise ValueError(f"tensor={back[0]!r} is called nowhere: name what is")
+            late = sorted(n for n in parts.back_calls if self._is_data(n, model.get_submodule(n)))
+            if late:
+                raise ValueError(
+                    f"{late[0]} comes after {back[0]}, and a batch is put together only once: use data_parallel"
+                )
+            both = sorted(names[p] for p in parts.front_uses & parts.back_uses)
+            if both:
+                raise ValueError(
+                    f"{both[0]} is used before and after the exchange: use data_parallel or tensor_parallel"
+                )
+        if self.exchange == "rotate":
+            norms = sorted(n for n in trains.back_calls if isinstance(model.get_submodule(n), _BatchNorm))
+            if norms:
+                raise ValueError(
+                    f'exchange="rotate" would give {norms[0]} the statistics of a part of the batch: use exchange="all"'
+                )
+
+    def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
+        return reference(workload)
+
+
+def _under(name: str, prefixes: Sequence[str]) -> bool:
+    return any(not prefix or name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)

@@ -1,0 +1,101 @@
+"""tensor_parallel: every layer is sliced over the ranks, and every rank works on the whole batch.
+
+Papers: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019
+(pairs, heads, the vocabulary); Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012 (a network partitioned
+over machines).
+
+::
+
+                 Linear by columns     f(.)     Linear by rows
+    rank 0   x --- units 0..H/2 --- element-wise --- term \\
+                                                            sum --- y, on both
+    rank 1   x --- units H/2..H --- element-wise --- term /
+
+Exact: a slice computes what the whole layer would of its units. Attention is cut by heads, an embedding and the output
+layer by vocabulary (cross-entropy then needs three numbers an example instead of the logits), a recurrent layer by
+hidden units. What is not sliced (normalisation, narrow layers, whatever the network does by itself) is computed by
+every rank alike.
+
+Price, for layers of w weights, of which a pair has I inputs and O outputs: ``t = t_compute(B) / n + t_update / n +
+B (I + O) * 4 bytes / bandwidth + 2 messages`` a pair; the first layer sends nothing back. No gradient is exchanged.
+Memory for each rank: ``(weights + gradient + slots) / n``, and whole activations between the slices.
+
+Wins over data_parallel where the weights are many and the batch is small: what is sent grows with the batch, not with
+the weights. Loses on convolutions, on large batches, between hosts (two messages a pair), and on recurrent layers,
+whose ranks meet at every time step.
+
+A worker's death loses nothing on one host: every worker keeps its slices in memory that outlives it, and the others and
+its replacement go on from the last update. Elsewhere the run ends, and resumes from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import nn
+
+from apportion.comm.group import Group
+from apportion.parallel.fused import with_fused_updates
+from apportion.parallel.one_device import reference
+from apportion.parallel.sliced import Plan, SlicedModel, plan
+from apportion.parallel.split import MakePart, SplitStep
+from apportion.strategy import State, Step, Strategy
+from apportion.workload import Workload
+from apportion.world import World
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class TensorParallel(Strategy):
+    """Each worker holds a slice of every layer and computes it for every example."""
+
+    survives = True
+
+    min_width: int = 32
+    """A Linear or an embedding that is no part of a pair is sliced where both its sides are at least this wide: what
+    is narrower costs more to gather than to compute."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.min_width, int) or self.min_width < 1:
+            raise ValueError(f"min_width={self.min_width!r} must be a whole number of at least 1")
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def build(self, workload: Workload, world: World) -> Step:
+        if workload.update is not None:
+            raise ValueError(
+                "update= calls the network as it likes, which shows only as it runs, and slices are found before: use "
+                "loss=, or data_parallel"
+            )
+
+        def part(world: World) -> MakePart:
+            return lambda model, inputs: self._part(workload, world.group(), model, inputs)
+
+        return SplitStep(with_fused_updates(workload), world, part(world), again=part)
+
+    def _part(self, workload: Workload, group: Group, model: nn.Module, inputs: Any) -> SlicedModel:
+        found = Plan()
+        for width in (self.min_width, 1):  # a network of narrow layers alone is sliced all the same
+            if not found.layers():
+                found = plan(model, inputs, workload, min_width=width)
+        if not found.layers():
+            raise ValueError(_nothing(model))
+        return SlicedModel(model, found, group, workload)
+
+    def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
+        return reference(workload)
+
+
+def _nothing(model: nn.Module) -> str:
+    kinds = dict.fromkeys(
+        type(m).__name__ for m in model.modules() if next(m.parameters(recurse=False), None) is not None
+    )
+    return (
+        f"tensor_parallel finds no layer that it can slice (there are {', '.join(kinds) or 'none with weights'}): it "
+        "slices Linear, Embedding, MultiheadAttention, LSTM, GRU and RNN layers whose weights nothing else uses; use "
+        "data_parallel, or conv_parallel for convolutions"
+    )
