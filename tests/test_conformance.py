@@ -25,7 +25,13 @@ from apportion.strategy import State, Strategy
 from apportion.values import find, names
 from apportion.world import World
 
-STRATEGIES = [name for name in names("apportion.strategies") if find(name, "apportion.strategies")().exact]
+SPLITS = (
+    "conv_parallel", "hybrid_parallel", "layer_placement", "pipeline_parallel", "tensor_parallel", "wavefront_parallel",
+)  # fmt: skip
+"""What cuts a network does so to some networks, and refuses the others."""
+STRATEGIES = [
+    name for name in names("apportion.strategies") if find(name, "apportion.strategies")().exact and name not in SPLITS
+]
 """The others are held against references of their own, in their own tests."""
 STEPS = networks.STEPS
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -120,6 +126,46 @@ def test_equals_one_device(name: str, strategy: str, workers: int, batch_size: i
         return
     with pytest.raises(ValueError, match=refusal):
         prove(networks.cases[name](batch_size), strategy, workers)
+
+
+IMAGES = ("cnn", *(f"batch_norm_{kind}" for kind in ("1d", "2d", "3d", "cumulative", "without_weights")),
+          "batch_norm_without_running_statistics", "batch_norm_frozen", "batch_norm_channels_last")  # fmt: skip
+RECURRENT = ("carried_state", "few_lanes")
+_CALLS = ("two_optimizers", "update_with_a_shard_without_loss_terms")
+_UNSEEN = (*_CALLS, *RECURRENT, "buffers", "frozen_and_unused_parameters")
+_WHOLE_BATCH = ("coupled_examples", "counted_tokens", "a_shard_without_loss_terms")
+CAN = {
+    "conv_parallel": IMAGES,
+    "hybrid_parallel": IMAGES,
+    "layer_placement": tuple(name for name in networks.cases if name not in _UNSEEN),
+    "pipeline_parallel": tuple(
+        name
+        for name in networks.cases
+        if name not in (*_UNSEEN, *_WHOLE_BATCH) and (name == "batch_norm_frozen" or not name.startswith("batch_norm_"))
+    ),
+    "tensor_parallel": tuple(name for name in networks.cases if name not in _CALLS),
+    "wavefront_parallel": RECURRENT,
+}
+"""What each of them must be able to cut in two."""
+
+
+def cuts() -> list[object]:
+    made: list[object] = []
+    for strategy in SPLITS:
+        for name in networks.cases:
+            marks = () if name in BOTH else pytest.mark.slow
+            made.append(pytest.param(name, strategy, marks=marks))
+    return made
+
+
+@pytest.mark.parametrize(("name", "strategy"), cuts())
+def test_a_network_that_is_cut_equals_one_device_or_is_refused(name: str, strategy: str) -> None:
+    workload = networks.cases[name](61)
+    if name in CAN[strategy]:
+        assert_exact(prove(workload, strategy, 2))
+        return
+    with pytest.raises(ValueError, match=r"data_parallel|use "):  # the cure
+        prove(workload, strategy, 2)
 
 
 @pytest.mark.parametrize("microbatches", [2, 3, 4])

@@ -25,7 +25,17 @@ from apportion.address import load_workload
 from apportion.batch import Batches
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-NAMES = ("char_rnn", "cifar10", "contrastive", "digits", "embedding_bag", "gan", "lbfgs", "resnet20_cifar10")
+NAMES = (
+    "char_lstm",
+    "char_rnn",
+    "cifar10",
+    "contrastive",
+    "digits",
+    "embedding_bag",
+    "gan",
+    "lbfgs",
+    "resnet20_cifar10",
+)
 
 
 def example(name: str) -> ModuleType:
