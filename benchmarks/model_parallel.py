@@ -1,41 +1,173 @@
-"""Strategies that split a network, against torch's DDP and against all threads of one process.
+"""Strategies that split a network, against what else the same two cores could do with it.
 
     python benchmarks/model_parallel.py --json FILE [--only id,...]
 
 slices_*          the step of a wide MLP, tensor_parallel against DDP over gloo at its best setting (peers/ddp.py), 2
                   processes: examples/s.
 slices_threads_*  the same step against one process with all threads (peers/threads.py): examples/s.
+wave_2x256, ...   LSTM language models (recurrent.py), layers x hidden, wavefront_parallel on 2 workers against twins:
+                  examples/s.
+wave_threads      2x256 against one process with all threads: examples/s.
+conv_height       5 convolutions of 3x3 over images of 256x256, batch 2, conv_parallel on 2 workers against twins:
+                  examples/s.
+hybrid_ddp        an AlexNet, batch 128, hybrid_parallel against DDP, 2 processes: examples/s.
+hybrid_best       the same against the better of one process with all threads and data_parallel: examples/s.
+pipe              8 equal layers, 2 stages, 8 micro-batches, pipeline_parallel against torch.distributed.pipelining over
+                  gloo (peers/pipelining.py), the faster of gpipe and 1f1b on each side: examples/s.
+pipe_bubble       (S - 1) / (M + S - 1), against the part of a stage's time in which it computes nothing.
+
+Twins are two processes of one thread, each with a whole copy of the network and batches of its own (peers/twin.py):
+what they reach together is the most that two cores have to give, since neither ever waits.
 
 A step is forward, loss, backward and update, its batch in memory. Processes have one thread each (but for
-peers/threads.py) and flush denormals. Both sides of a row are warmed up and then run in turn, A B A B, the other one
-parked on a pipe; figures are medians over the rounds, and a ratio above 1 is better than the peer.
+peers/threads.py) and flush denormals. The sides of a row are warmed up and then run in turn, A B A B, the others parked
+on a pipe; figures are medians over the rounds, and a ratio above 1 is better than the peer.
 """
 
 import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
 
-from data_parallel import DDP, MLP10M, OURS, THREADS, Throughput
+from data_parallel import DDP, MLP10M, OURS, ROUND_SECONDS, THREADS, warmed_up
+from parked import Side
 from table import main, measured
 
+HERE = Path(__file__).resolve().parent
+TWIN, PIPELINING = (str(HERE / "peers" / name) for name in ("twin.py", "pipelining.py"))
+ALEXNET, CONV256, DEEP = (f"{HERE / name}.py:workload" for name in ("alexnet", "conv256", "deep_mlp"))
 WIDE = "MLP 3072-2048-2048-10"
+ROUNDS, SECONDS = 21, 60.0
+"""Of slow steps fewer rounds: no row is measured for much longer than this."""
+STAGES, MICROBATCHES = 2, 8
 
 
-def slices(batch_size, peer, options=()):
-    """tensor_parallel on 2 workers against DDP, or against all threads."""
-    against = {DDP: "DDP, 2 processes", THREADS: "one process with all threads"}[peer]
-    return Throughput(
-        f"step of {WIDE}, batch {batch_size}, tensor_parallel against {against}",
-        [OURS, MLP10M, "tensor_parallel", str(batch_size), "memory"],
-        [peer, MLP10M, str(batch_size), *options],
-        ranks=2,
-        peer_ranks=2 if peer == DDP else 1,
-        batch_size=batch_size,
+@dataclass(frozen=True)
+class Other:
+    """One side: its command, its processes, and how many batches they make together in a step."""
+
+    command: tuple[str, ...]
+    ranks: int
+    batches: int = 1
+
+
+@dataclass(frozen=True)
+class Best:
+    """Examples/s of the best of ours against the best of the others, all in turn."""
+
+    what: str
+    ours: tuple[Other, ...]
+    others: tuple[Other, ...]
+    batch_size: int
+    unit: str = "examples/s"
+
+    def measure(self):
+        """(ours, peer, ratio)."""
+        speeds = self.speeds()
+        ours, peer = (max(speeds[side] for side in sides) for sides in (self.ours, self.others))
+        return ours, peer, ours / peer
+
+    def speeds(self):
+        """Examples/s of every side."""
+        sides = (*self.ours, *self.others)
+        with ExitStack() as stack:
+            parked = [stack.enter_context(Side(list(side.command), ranks=side.ranks)) for side in sides]
+            for side in parked:
+                side.wait_until_ready()
+            steps = [max(1, round(ROUND_SECONDS / warmed_up(side))) for side in parked]
+            spent = sum(side.go(n) for side, n in zip(parked, steps, strict=True))
+            rounds = max(3, min(ROUNDS, round(SECONDS / spent)))
+            seconds = [[side.go(n) for side, n in zip(parked, steps, strict=True)] for _ in range(rounds)]
+        return {
+            side: n * side.batches * self.batch_size / median(own)
+            for side, n, own in zip(sides, steps, zip(*seconds, strict=True), strict=True)
+        }
+
+
+def ours(workload, strategy, batch_size):
+    """A strategy of apportion's, on 2 workers."""
+    return Other((OURS, workload, strategy, str(batch_size), "memory"), ranks=2)
+
+
+def ddp(workload, batch_size):
+    return Other((DDP, workload, str(batch_size), "memory"), ranks=2)
+
+
+def threads(workload, batch_size):
+    return Other((THREADS, workload, str(batch_size)), ranks=1)
+
+
+def twins(workload):
+    return Other((TWIN, workload), ranks=2, batches=2)
+
+
+def slices(batch_size, against, other):
+    what = f"step of {WIDE}, batch {batch_size}, tensor_parallel against {against}"
+    return Best(what, (ours(MLP10M, "tensor_parallel", batch_size),), (other(MLP10M, batch_size),), batch_size)
+
+
+def wave(layers, hidden, length, rows, *, against=None):
+    workload = f"{HERE / 'recurrent.py'}:lstm_{layers}x{hidden}"
+    what = f"LSTM {layers}x{hidden}, T {length}, batch {rows}, wavefront_parallel against "
+    what += "twins" if against is None else "one process with all threads"
+    other = twins(workload) if against is None else against(workload, rows)
+    return Best(what, (ours(workload, "wavefront_parallel", rows),), (other,), rows)
+
+
+def pipe(schedules=("gpipe", "1f1b")):
+    return Best(
+        f"8 equal layers, {STAGES} stages, {MICROBATCHES} micro-batches, against torch.distributed.pipelining",
+        tuple(
+            ours(DEEP, f'pipeline_parallel(microbatches={MICROBATCHES}, schedule="{schedule}")', 256)
+            for schedule in schedules
+        ),
+        tuple(Other((PIPELINING, DEEP, schedule), ranks=STAGES) for schedule in schedules),
+        256,
     )
 
 
+@dataclass(frozen=True)
+class Bubble:
+    """What a pipeline leaves unused of the twins' speed, against what its schedule says."""
+
+    what: str
+    unit: str = "of a stage"
+
+    def measure(self):
+        """(ours, promised, ratio)."""
+        promised = (STAGES - 1) / (MICROBATCHES + STAGES - 1)
+        pipeline = Best("", pipe().ours, (twins(DEEP),), 256)
+        speeds = pipeline.speeds()
+        found = 1 - max(speeds[side] for side in pipeline.ours) / speeds[pipeline.others[0]]
+        return found, promised, promised / found
+
+
+HYBRID = ours(ALEXNET, "hybrid_parallel", 128)
 BATCHES = (32, 128, 1024)
 MEASUREMENTS = {
-    **{f"slices_{size}": slices(size, DDP, ["memory"]) for size in BATCHES},
-    **{f"slices_threads_{size}": slices(size, THREADS) for size in BATCHES},
+    **{f"slices_{size}": slices(size, "DDP", ddp) for size in BATCHES},
+    **{f"slices_threads_{size}": slices(size, "one process with all threads", threads) for size in BATCHES},
+    "wave_2x256": wave(2, 256, 128, 32),
+    "wave_4x512": wave(4, 512, 128, 32),
+    "wave_8x256": wave(8, 256, 128, 16),
+    "wave_4x1024": wave(4, 1024, 64, 64),
+    "wave_threads": wave(2, 256, 128, 32, against=threads),
+    "conv_height": Best(
+        "5 convolutions of 3x3 at 256x256, batch 2, conv_parallel against twins",
+        (ours(CONV256, "conv_parallel", 2),),
+        (twins(CONV256),),
+        2,
+    ),
+    "hybrid_ddp": Best("AlexNet, batch 128, hybrid_parallel against DDP", (HYBRID,), (ddp(ALEXNET, 128),), 128),
+    "hybrid_best": Best(
+        "AlexNet, batch 128, hybrid_parallel against the better of data_parallel and all threads",
+        (HYBRID,),
+        (ours(ALEXNET, "data_parallel", 128), threads(ALEXNET, 128)),
+        128,
+    ),
+    "pipe": pipe(),
+    "pipe_bubble": Bubble(f"bubble of {STAGES} stages and {MICROBATCHES} micro-batches, against what is promised"),
 }
 
 if __name__ == "__main__":

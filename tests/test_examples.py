@@ -26,6 +26,7 @@ from apportion.batch import Batches
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NAMES = (
+    "alexnet_cifar10",
     "char_lstm",
     "char_rnn",
     "cifar10",
@@ -35,6 +36,7 @@ NAMES = (
     "gan",
     "lbfgs",
     "resnet20_cifar10",
+    "transformer",
 )
 
 
