@@ -36,8 +36,9 @@ NAMES = [
     "train",
 ]
 VALUES = [
-    "data_parallel", "env", "fully_sharded", "hogwild", "local", "local_sgd", "map_reduce", "parameter_server",
-    "single_device",
+    "conv_parallel", "data_parallel", "env", "fully_sharded", "hogwild", "hybrid_parallel", "layer_placement", "local",
+    "local_sgd", "map_reduce", "parameter_server", "pipeline_parallel", "single_device", "tensor_parallel",
+    "wavefront_parallel",
 ]  # fmt: skip
 HEAVY = ["typer", "rich", "tensorboard", "matplotlib"]
 LIMIT_SECONDS = 0.15

@@ -1,7 +1,7 @@
 """torch.distributed.pipelining over gloo on a chain of layers: one rank, parked. python pipelining.py FILE:NAME KIND
 
 Its stages are equal parts of the chain, one on each rank; eight micro-batches; a fused optimizer; its batches lie in
-memory already. SCHEDULE: gpipe or 1f1b.
+memory already. KIND of schedule: gpipe or 1f1b.
 """
 
 import sys
