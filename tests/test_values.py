@@ -77,7 +77,7 @@ def test_every_file_of_a_folder_is_found_by_its_name() -> None:
     ("text", "told"),
     [
         ("data_paralel", "did you mean data_parallel"),
-        ("zzz", "one of data_parallel, "),
+        ("zzz", "one of conv_parallel, data_parallel, "),
         ("data_parallel(", "does not parse"),
         ("data_parallel(2)", r"given by name, it is written data_parallel\(microbatches=1, shares="),
         ("data_parallel(batches=2)", "has no 'batches': it is written"),
