@@ -125,12 +125,11 @@ def made(
     return Workload(
         model=model,
         data=lambda: TensorDataset(x, y),
-        loss=cross_entropy,
         optimizer=OPTIMIZERS[optimizer],
         batch_size=batch_size,
         steps=7,
         precision="float64",
-        **changes,
+        **{"loss": cross_entropy, **changes},
     )
 
 
@@ -198,6 +197,27 @@ def tied() -> nn.Module:
     net = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 5))
     net[2].weight = net[0].weight
     return net
+
+
+class Gap(nn.Module):
+    """A gap behind each of two factored layers: the middle of all weights may be in it, and a bias follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(48, 35, bias=False), nn.Linear(35, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x[:, :48])))[:, :5]
+
+
+@pytest.mark.parametrize("outputs", range(33, 49))
+def test_what_lies_behind_a_factored_layer(outputs: int) -> None:
+    def network() -> nn.Module:
+        made = Gap()
+        made.first, made.last = nn.Linear(48, 35, bias=False), nn.Linear(35, outputs)
+        return made
+
+    assert_equals_one_device(made(13, "momentum", 4, network), 2)
 
 
 def test_tied_weights() -> None:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.batch import Batch
-from apportion.comm.group import Group
+from apportion.comm.group import Alone, Group
 from apportion.comm.shared_memory import SharedMemory
 from apportion.errors import StateLost
 from apportion.parallel.linear import factored, plain_layers, redirect
@@ -49,7 +49,7 @@ _START, _ROWS, _DENSE = 0, 1, 2
 def unsuited(replica: Replica, world: World) -> str | None:
     """Why the weights cannot lie in shared pages; None where they can."""
     workload = replica.workload
-    if not isinstance(world.group(), SharedMemory):
+    if not isinstance(world.group(), SharedMemory | Alone):  # who is left alone finds what the others have left there
         return "the ranks do not share memory"
     if workload.update is not None or workload.precision == "float16" or workload.compile:
         return "its update is not a single one of plain tensors"
@@ -255,10 +255,10 @@ class SharedUpdate:
         found = []
         for r, region in enumerate(self.layout.regions):
             edges = {0, region.length}
-            for i, start in zip(region.parameters, region.starts, strict=True):
-                end = start + self._parameters[i].numel()
-                if i in self._layer_of:
-                    edges |= {start, end}
+            following = [*region.starts[1:], region.length]
+            for i, start, after in zip(region.parameters, region.starts, following, strict=True):
+                if i in self._layer_of:  # and the gap behind it by itself
+                    edges |= {start, start + self._parameters[i].numel(), after}
                 elif not coalesced:
                     edges |= {start}
             first, last = (min(max(cut - int(ends[r]), 0), region.length) for cut in cuts)
@@ -274,7 +274,9 @@ class SharedUpdate:
             element = wanted - int(ends[r])
             k = region.number_at(element)
             i, start = region.parameters[k], region.starts[k]
-            if i in self._layer_of and element < start + self._parameters[i].numel():
+            if i in self._layer_of:
+                if element >= start + self._parameters[i].numel():  # in the gap after it
+                    return int(ends[r]) + start + self._parameters[i].numel()
                 width = self._parameters[i].shape[1]
                 return int(ends[r]) + start + (element - start + width // 2) // width * width
             step = 64 // region.dtype.itemsize
@@ -481,10 +483,12 @@ class SharedUpdate:
         """What torch's clip_grad_norm_ scales by; each element's square is counted by the rank that owns it."""
         most = self._replica.workload.clip_grad_norm
         assert most is not None
-        self._lines[self._rank, _SQUARES] = math.fsum(float(g.norm(dtype=torch.float64)) ** 2 for g in gradients)
+        norms = [float(g.norm(dtype=torch.float64)) for g in gradients]
+        self._lines[self._rank, _SQUARES] = sum(norm * norm for norm in norms)
         self._group.barrier()
-        norm = math.sqrt(math.fsum(self._lines[rank, _SQUARES] for rank in range(self._size)))
-        return min(1.0, most / (norm + 1e-6))
+        norm = math.sqrt(sum(float(self._lines[rank, _SQUARES]) for rank in range(self._size)))
+        scale = most / (norm + 1e-6)
+        return 1.0 if scale >= 1.0 else scale  # also where it is no number: torch then makes the whole gradient none
 
     # State
 
