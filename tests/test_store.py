@@ -231,6 +231,34 @@ def give_back_and_die(world: World) -> int:
     return len(pushed)
 
 
+def stand_while_pushing(world: World, rounds: int) -> int:
+    """What a checkpoint says of the deal, while another worker takes and pushes: every batch is in the weights or not,
+    and whatever is said to be in the weights is."""
+    shared = Shared()
+
+    def work() -> None:
+        other = shared.seat(1)
+        for _ in range(rounds):
+            other.deal.take(1 << 30)
+            other.deal.note(other.pulled)
+            shared.push(other, 1.0)
+
+    pid, seen = forked(work), 0
+    deadline = time.monotonic() + 50
+    while shared.store.pushes < rounds and time.monotonic() < deadline:
+        done, unpushed = shared.store.deal.standing()
+        weights = shared.store.read().data[0]
+        assert unpushed in ([], [done]), "one worker: what it has taken is the next"
+        assert bool((weights <= -float(done)).all()), "a batch that is said to be in the weights is"
+        seen += done < rounds and done > 0
+    assert ended(pid) == 0
+    return seen
+
+
+def test_a_checkpoint_neither_loses_a_batch_nor_has_it_twice() -> None:
+    assert on_ranks(stand_while_pushing, 1, 3000)[0] > 10
+
+
 def test_no_batch_comes_back_twice() -> None:
     assert on_ranks(give_back_and_die, 1)[0] > 10
 

@@ -92,16 +92,19 @@ class Applying:
             self._apply_locked(push, left, buffers)
 
     def _apply_free(self, push: Push, left: list[int], buffers: Tensor) -> None:
-        """All at once, with nobody asked."""
+        """All at once, with nobody asked. Whoever dies in between has made it: nobody can tell how far it came, and it
+        is not made twice."""
         m, row, shards = self.memory, self.memory.row(push.seat, push.number), self.layout.shards
+        if not left:
+            return
+        for shard in left:
+            version = m.versions[shard].value + 1
+            m.made[row + shard] = m.versions[shard].value = version
         self.update(push, 0, shards, 0)
         if push.pull:
             m.own[self.seat].copy_(m.weights)
         if m.extent.buffers:
             self._update_buffers(push, 0, buffers)
-        for shard in left:
-            version = m.versions[shard].value + 1
-            m.made[row + shard] = m.versions[shard].value = version
 
     def _apply_locked(self, push: Push, left: list[int], buffers: Tensor) -> None:
         at = 0
@@ -135,6 +138,8 @@ class Applying:
             stretch = self.update(push, first, len(seen), copy)
             for at, version in enumerate(seen, row):
                 made[at] = version + 1
+            line[DRAFTS] = 0  # of who was here before
+            fence()
             line[PUSHER], line[NUMBER], line[FIRST], line[SHARDS] = push.seat, push.number, first, len(seen)
             fence()
             line[DRAFTS] = OWN if self._into_own(push) else SCRATCH
@@ -238,13 +243,13 @@ class Applying:
         version.value += 1
 
     def resolve(self, seat: int) -> None:
-        """See to it that nobody needs the drafts any more that who applied that seat's pushes has left."""
+        """See to it that nobody needs the drafts any more that who applied that seat's pushes has left. The record
+        stays: it may be a server's that lives."""
         for line in self.memory.drafts[seat :: self.memory.extent.seats]:
             if line[DRAFTS]:
                 for shard in range(line[FIRST], line[FIRST] + line[SHARDS]):
                     self.take(shard)
                     self._release[shard]()
-                line[DRAFTS] = 0
 
     # Arithmetic
 

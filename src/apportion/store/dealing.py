@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 from apportion.comm.futex import fence, sleep_on, wake
 from apportion.errors import PeerLost
@@ -40,6 +40,9 @@ class Dealing:
         self._line = memory.lines[seat]
         self._capacity = memory.extent.capacity
         self.waited = 0.0
+        self.waiting: Callable[[], Any] = lambda: None
+        """Gives one word of memory that is 1 while this seat waits for others, for who watches from outside and finds
+        who is late; None where nobody does."""
 
     # Batches
 
@@ -95,10 +98,20 @@ class Dealing:
         m, line = self._memory, self._memory.lines[seat]
         return [int(m.entries[seat, entry % self._capacity, TICKET]) for entry in range(line[ENTRIES], line[TAKEN])]
 
+    def standing(self) -> tuple[int, list[int]]:
+        """How many batches are in the weights, and those that were dealt and are not: who reads the weights after this
+        finds all the others in them."""
+        m = self._memory
+        self._lock()
+        try:
+            unpushed = sorted({*m.returned[: m.head[RETURNED]].tolist(), *self._all_opened()})
+            return m.head[DEALT] - len(unpushed), unpushed
+        finally:
+            m.deal.release()
+
     def unpushed(self) -> list[int]:
         """Batches dealt that are not in the weights."""
-        back = self._memory.returned[: self._memory.head[RETURNED]].tolist()
-        return sorted({*back, *self._all_opened()})
+        return self.standing()[1]
 
     def _all_opened(self) -> set[int]:
         return {ticket for seat in range(self._memory.extent.seats) for ticket in self.opened(seat)}
@@ -120,7 +133,8 @@ class Dealing:
             m.deal.release()
 
     def _lock(self) -> None:
-        if self._memory.deal.wait(self._check):
+        failed = self._memory.deal.wait(self._check)
+        if failed and self._memory.deal.is_orphan(failed):
             self._repair()
 
     def _repair(self) -> None:
@@ -139,14 +153,21 @@ class Dealing:
         if until():
             return
         turn, began = self._memory.turn, time.perf_counter()
-        while True:
-            seen = turn.value
-            if until():
-                break
-            self._check()
-            if time.perf_counter() - began > WAIT_SECONDS:
-                raise PeerLost(f"a worker has waited {WAIT_SECONDS:.0f} s for {what()}")
-            sleep_on(turn, seen, LOOK_SECONDS)
+        waiting = self.waiting()
+        if waiting is not None:
+            waiting[0] = 1
+        try:
+            while True:
+                seen = turn.value
+                if until():
+                    break
+                self._check()
+                if waiting is None and time.perf_counter() - began > WAIT_SECONDS:
+                    raise PeerLost(f"a worker has waited {WAIT_SECONDS:.0f} s for {what()}")
+                sleep_on(turn, seen, LOOK_SECONDS)
+        finally:
+            if waiting is not None:
+                waiting[0] = 0
         self.waited += time.perf_counter() - began
 
     def look(self) -> None:
@@ -166,6 +187,10 @@ class Dealing:
         lines = self._memory.lines
         going = [lines[seat][PUSHES] for seat in seats if not lines[seat][ENDED]]
         return self._line[PUSHES] - min(going, default=self._line[PUSHES])
+
+    def begin_rounds(self) -> None:
+        """Ordered: this seat has pulled for no round yet."""
+        self._line[ROUND] = 0
 
     def enter_round(self, number: int) -> None:
         """Ordered: this seat has pulled what the round that begins with this batch is computed on."""

@@ -83,6 +83,7 @@ class DownpourStep(Step):
 
     def _sit(self, world: World) -> None:
         self._world, self.rank = world, world.rank
+        self.store.deal.waiting = lambda: world.group().waiting if world.members is not None else None
         self._entered = False
         if self.store.servers is not None:
             self.store.servers.close()
@@ -121,6 +122,7 @@ class DownpourStep(Step):
         self._worker.move(store.weights)
         self._talk(all(seat in seated for seat in self._servers))
         if self.lockstep:
+            store.deal.begin_rounds()
             world.group().barrier()
             self._base = self._number = store.done
             world.group().barrier()
@@ -285,28 +287,30 @@ class DownpourStep(Step):
 
     def state_dict(self) -> State:
         self._enter()
+        done, unpushed = (self.done, []) if self.lockstep else self.store.deal.standing()
         found = self.store.read()
-        done = self.done
         with self._lock:
             state = self._worker.state(done, found)
         if self.lockstep:
             self._world.group().barrier()  # nobody goes on while another still reads
         else:
-            state.settings["unpushed"] = self.store.deal.unpushed()
+            state.settings["unpushed"] = unpushed
         return state
 
     def committed(self) -> State | None:
         if not self._entered:
             return None
         for _ in range(COMMITTED_TRIES):
-            done = self.store.done
+            still = self.store.still
+            done, unpushed = (self.store.done, []) if self.lockstep else self.store.deal.standing()
             found = self.store.read()
-            if self.lockstep and self.store.done != done:  # in the middle of an update: its end is near
+            # In the middle of an update: its end is near.
+            if self.lockstep and not (still and self.store.still and self.store.done == done):
                 time.sleep(COMMITTED_SECONDS)
                 continue
             with self._lock:
                 state = self._worker.state(done, found)
-            state.settings["unpushed"] = [] if self.lockstep else self.store.deal.unpushed()
+            state.settings["unpushed"] = unpushed
             return state
         return None
 

@@ -63,6 +63,8 @@ class ServerStep(Step):
         # Workers take as long as they like: what they wait for has deadlines of its own.
         while not all(lines[seat][ENDED] for seat in working):
             self._store.deal.look()
+            if self._server.error is not None:
+                raise self._server.error
 
     def _settled(self) -> None:
         self._store.settle(lambda: None, first=False)
@@ -84,8 +86,9 @@ class ServerStep(Step):
 
     def state_dict(self) -> State:
         self._settled()
-        state = self._worker.state(self.done, self._store.read())
-        state.settings["unpushed"] = self._store.deal.unpushed()
+        done, unpushed = self._store.deal.standing()
+        state = self._worker.state(done, self._store.read())
+        state.settings["unpushed"] = unpushed
         return state
 
     def load_state_dict(self, state: State) -> None:

@@ -128,7 +128,7 @@ class Sessions:
         """See ``Servers``."""
         with self._watched():
             for pair, _ in self._each():
-                pair.ask(TELL if self._near else APPLY, int(push.pull))
+                pair.ask(TELL if self._near else APPLY, 2 * push.number + push.pull)
             if self._near:
                 return self._copy_out(pull=push.pull)
             self._take(weights, buffers, whole=push.pull)
@@ -199,6 +199,8 @@ class Server:
         self.port = self._listener.port
         self._stores: dict[int, Store] = {}
         self._threads: dict[int, threading.Thread] = {}
+        self.error: BaseException | None = None
+        """What a thread has died of."""
         self._accept = threading.Thread(target=self._listen, name="parameter server", daemon=True)
         self._accept.start()
 
@@ -216,6 +218,8 @@ class Server:
         try:
             pair = self._listener.meet(name)
         except PeerLost:  # it died on its way in
+            if before is not None:
+                before.join()
             return
         try:
             if before is not None:
@@ -226,6 +230,8 @@ class Server:
                 self._answer(pair, self._stores[seat], *pair.asked())
         except PeerLost:
             pass
+        except BaseException as error:
+            self.error = error
         finally:
             pair.close()
 
@@ -235,8 +241,8 @@ class Server:
             changes = [m.changes[store.seat]] if part.buffers else []
             wait(pair.receive([part.of(m.gradients[store.seat]), *changes]))
         elif what in (APPLY, TELL):
-            push = store.under_way(store.seat, pull=bool(how) and what == APPLY)
-            if push is None:
+            push = store.under_way(store.seat, pull=bool(how % 2) and what == APPLY)
+            if push is None or push.number != how // 2:
                 raise PeerLost("its push was ended by others: it is dead")
             if what == TELL:
                 for first, last in part.chunks():

@@ -249,7 +249,8 @@ class Store:
         line[THEN] = line[TAKEN]
         fence()
         line[STATE] = number
-        return Push(self.seat, number, hyper, used, pull)
+        # With servers, one that was asked before another was lost may still be at it.
+        return Push(self.seat, number, hyper, used, pull, unsure=self.extent.servers > 0)
 
     def _mark_used(self, used: Sequence[bool] | None) -> None:
         m = self.memory
@@ -271,6 +272,11 @@ class Store:
     def apply(self, push: Push, left: list[int]) -> None:
         """To these shards."""
         self.applying.apply(push, left, self.buffers)
+
+    @property
+    def still(self) -> bool:
+        """Is nobody in the middle of a push?"""
+        return not any(line[STATE] for line in self.memory.lines)
 
     # After a death
 

@@ -207,9 +207,9 @@ class HogwildStep(Step):
 
     def state_dict(self) -> State:
         self._enter()
-        found = self._store.read()
-        state = self._worker.state(self.done, found)
-        state.settings["unpushed"] = self._store.deal.unpushed()
+        done, unpushed = self._store.deal.standing()
+        state = self._worker.state(done, self._store.read())
+        state.settings["unpushed"] = unpushed
         return state
 
     def committed(self) -> State | None:
