@@ -168,3 +168,14 @@ def test_what_cannot_be_trained_is_refused_with_the_cure(change: Options, told: 
 def first_step(workload: Workload) -> None:
     step = SingleDevice().build(workload, World())
     step(step.source.at(0))
+
+
+def test_what_a_forward_pass_after_the_last_update_has_made_of_the_buffers_can_be_undone() -> None:
+    step: Any = SingleDevice().build(networks.cases["batch_norm_2d"](8), World())
+    first, second = (step.source.at(n, step.data_shard) for n in range(2))
+    step(first)
+    kept = {name: b.clone() for name, b in step.model.named_buffers()}
+    step.backward(second)
+    assert any(not torch.equal(b, kept[name]) for name, b in step.model.named_buffers())
+    step.replica.roll_back()
+    assert all(torch.equal(b, kept[name]) for name, b in step.model.named_buffers())

@@ -94,6 +94,13 @@ def test_a_lost_peer_waits_for_its_cause_and_is_told_where_none_comes() -> None:
     assert _cause(decided([symptom])) == "rank 0 lost another rank"
 
 
+def test_an_exit_beside_a_loss_is_told() -> None:
+    action = next_action([Began(), Exited(2, 7), Exited(1, -9)], WORKERS, 0.0, survives=True)
+    assert isinstance(action, Stop)
+    assert action.rank == 2
+    assert "exit status 7" in action.cause
+
+
 def test_an_exit_status_waits_for_the_exception_that_may_be_on_its_way() -> None:
     assert isinstance(next_action([Exited(1, 1)], 2, 0.0), GoOn)
     assert "exit status 7 before it was done" in _cause(decided([Exited(1, 7)]))

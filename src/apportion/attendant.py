@@ -11,6 +11,7 @@ from typing import final
 
 from apportion.comm.channel import Message
 from apportion.crew import Crew
+from apportion.errors import ApportionError
 from apportion.happening import Loss
 from apportion.supervise import Action, Finish, GoOn, Replace, Restart, Shrink, Stop
 from apportion.watch import LOOK_SECONDS
@@ -195,7 +196,10 @@ class Attendant:
         self._first_step = self._first_step or now
         if now - self._first_step >= SPARE_SECONDS:
             self._spares_left -= 1
-            crew.prepare_spare()
+            try:
+                crew.prepare_spare()
+            except ApportionError:  # no process is left to be had: the run does without
+                self._spares_left = 0
 
 
 @dataclass(frozen=True)

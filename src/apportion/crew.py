@@ -227,6 +227,8 @@ class Crew:
             for rank in late.ranks:
                 self._processes[self._seats[rank]].kill()
         undead = listened.intersection(lost)
+        for rank in undead:  # also who was found to be lost since the change was opened
+            self._processes[self._seats[rank]].kill()
         if undead and time.monotonic() - self._last > KILL_SECONDS:
             raise WorkerFailed(
                 f"rank {min(undead)} was killed, and has not ended within {KILL_SECONDS:.0f} s: it waits for a "

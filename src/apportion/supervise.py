@@ -153,6 +153,8 @@ def _decide(seen: _Seen, seconds: float, policy: Policy, survives: bool) -> Acti
     if seen.losses:
         if not survives:
             return Stop(seen.losses[0].rank, seen.losses[0].cause + seen.cure)
+        if seen.exits:
+            return Stop(seen.exits[0].rank, death_text(seen.exits[0]))
         if not seen.finished:
             return _with_losses(seen, policy)
     if seen.late is not None:

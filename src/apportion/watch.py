@@ -27,6 +27,8 @@ STOPPED_SECONDS, STOPPED_STEPS = 1.0, 8
 the look that finds it, within 2 s or 10 median steps."""
 SILENT_SECONDS, SILENT_STEPS = 2.0, 10
 """The same for one that does not answer when another is lost, and gets nothing done."""
+SILENT_SLOWEST = 1.5
+"""Or so many of whatever took the longest so far: a batch of an evaluation may take longer than ten steps."""
 _DONE, _WAITING, _STEP, _BEGUN = 0, 1, 2, 3
 
 
@@ -135,7 +137,8 @@ class Watch:
 
     def silence(self) -> Silence:
         """From now on."""
-        patience = FIRST_SECONDS if self._first is None else self._pace(SILENT_SECONDS, SILENT_STEPS)
+        usual = max(self._pace(SILENT_SECONDS, SILENT_STEPS), SILENT_SLOWEST * self._slowest)
+        patience = FIRST_SECONDS if self._first is None else usual
         return Silence(lambda: self._lines, patience, max(patience, self._allowed()))
 
 

@@ -11,6 +11,7 @@ Its heart is three lines, which anyone can copy into a script under torchrun::
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
@@ -294,7 +295,7 @@ class _Run:
         if evaluation is None or self.evaluation is None or not self.evaluates:
             return
         self.metrics = evaluate(self.step, evaluation, self.evaluation, self.group, self._beat)
-        best = self._is_best(evaluation.best)
+        best = self._agree_on_best(self._is_best(evaluation.best))
         if best:
             self._save(best=True)
         if self.world.rank == 0:
@@ -304,6 +305,14 @@ class _Run:
         """Something got done, or is being written: this rank is not late."""
         self.wish.progress[0] += 1
         self.world.check()
+
+    def _agree_on_best(self, best: bool) -> bool:
+        """Rank 0's answer: a replacement does not know how well the network did before it came."""
+        told = torch.tensor([float(best), math.nan if self.best is None else self.best], dtype=torch.float64)
+        told = told.to(self.step.device)
+        self.group.broadcast(told)
+        self.best = None if math.isnan(told[1].item()) else told[1].item()
+        return bool(told[0].item())
 
     def _is_best(self, rule: str | None) -> bool:
         if rule is None:

@@ -20,6 +20,7 @@ def agree(replica: Replica, world: World) -> None:
     """The replica furthest ahead gives the others its state. Called by all ranks of the world, each with a replica that
     is whole: what was begun after its last update is undone."""
     group = world.group()
+    replica.roll_back()
     steps = group.all_gather(torch.tensor([replica.step], device=world.device)).flatten().tolist()
     if replica.carry is not None:
         raise StateLost("the recurrent state of a rank's rows died with it")

@@ -278,6 +278,12 @@ class Replica:
         if self._buffers:
             torch._foreach_copy_(self._committed_buffers, self._buffers)
 
+    def roll_back(self) -> None:
+        """What a forward pass after the last update has made of the buffers does not count."""
+        if self._buffers:
+            with torch.no_grad():
+                torch._foreach_copy_(self._buffers, self._committed_buffers)
+
     def sit(self, rank: int) -> None:
         """This process has another rank."""
         self.rank = self._rng.rank = rank
@@ -350,6 +356,10 @@ class Replica:
 
     def load(self, state: State, rows: slice) -> None:
         """Go on from a state; ``rows``: this rank's lanes of a carried one."""
+        with self.settled:  # somebody may be copying the state that was
+            self._load(state, rows)
+
+    def _load(self, state: State, rows: slice) -> None:
         self.model.load_state_dict(state.model)
         groups = from_plain(state.settings["groups"])
         for name, optimizer in self.optimizers.items():
