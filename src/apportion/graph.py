@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,13 +25,13 @@ class _Opaque(Exception):
         self.path, self.why = path, why
 
 
-def follow(model: nn.Module) -> fx.Graph:
-    """The graph of a model: layers of torch, modules that cannot be followed, and the functions between them.
-    Unfollowed where the model itself cannot be."""
+def follow(model: nn.Module, inputs: Any = None) -> fx.Graph:
+    """The graph of a model that is called with these inputs: layers of torch, modules that cannot be followed, and the
+    functions between them. Unfollowed where the model itself cannot be."""
     opaque: set[str] = set()
     while True:
         try:
-            return _Tracer(opaque).trace(model)
+            return _Tracer(opaque).trace(model, not_given(model, inputs))
         except _Opaque as error:
             if not error.path:
                 raise Unfollowed(f"the forward of {type(model).__name__} cannot be followed: {error.why}") from error
@@ -120,6 +121,22 @@ def _restore(module: nn.Module, before: Mapping[str, dict[str, Any]]) -> set[str
 def _draws() -> tuple[Any, ...]:
     generator = torch.default_generator
     return generator.get_state().numpy().tobytes(), random.getstate(), str(np.random.get_state())
+
+
+def not_given(model: nn.Module, inputs: Any, *state: Any) -> dict[str, Any] | None:
+    """The arguments of a forward that get nothing, with their defaults: traced as values, since it may ask whether an
+    argument is None. None where nothing is known of the inputs."""
+    if inputs is None:
+        return None
+    positional = (*inputs, *state) if isinstance(inputs, tuple | list) else (inputs, *state)
+    given: tuple[Any, ...] = state if isinstance(inputs, dict) else positional
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind_partial(*given, **(inputs if isinstance(inputs, dict) else {})).arguments
+    except TypeError:  # the call itself will say so
+        return None
+    rest = {name: p.default for name, p in signature.parameters.items() if name not in bound}
+    return {name: value for name, value in rest.items() if value is not inspect.Parameter.empty}
 
 
 def names(graph: fx.Graph) -> dict[fx.Node, str]:

@@ -7,11 +7,13 @@ that is such a module itself is followed by hooks: then its layers are known, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -73,7 +75,7 @@ def trace(model: nn.Module, sample: Any) -> Network:
     """The network, for inputs as the model is called with (``Batch.inputs``). The model computes once, as it would in
     training; its buffers and the random numbers that come next stay as they were."""
     try:
-        graph = follow(model)
+        graph = follow(model, sample)
     except Unfollowed as error:
         with undisturbed(model):
             return Network(layers=tuple(_hooked(model, sample)), followed=False, untraceable=str(error))
@@ -85,23 +87,49 @@ def trace(model: nn.Module, sample: Any) -> Network:
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """What is computed here leaves no trace: in the model's buffers, in gradients, or in the numbers drawn next."""
-    before = [
-        (module, name, b, b.clone())
-        for module in model.modules()
+def undisturbed(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
+    """What is computed here leaves no trace: in the model's buffers and numbers, or in what is drawn next; no gradients
+    are kept. Gives what names the buffers and numbers that have changed so far."""
+    modules = dict(model.named_modules())
+    buffers = [
+        (f"{path}.{name}".lstrip("."), module, name, b, b.clone())
+        for path, module in modules.items()
         for name, b in module._buffers.items()
         if b is not None
     ]
-    drawn = torch.default_generator.get_state()
+    numbers = [(path, module, _numbers(module)) for path, module in modules.items()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    drawn = random.getstate(), np.random.get_state()
+
+    def changed() -> list[str]:
+        found = [
+            path
+            for path, module, name, b, kept in buffers
+            if (now := module._buffers[name]) is None or now.shape != kept.shape or not torch.equal(now, kept)
+        ]
+        for path, module, before in numbers:
+            now = _numbers(module)
+            found += [f"{path}.{k}".lstrip(".") for k in {**before, **now} if now.get(k, None) != before.get(k, None)]
+        return found
+
     try:
-        with torch.no_grad():
-            yield
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            yield changed
     finally:
-        torch.default_generator.set_state(drawn)
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
         with torch.no_grad():
-            for module, name, buffer, value in before:
+            for _, module, name, buffer, value in buffers:
                 module._buffers[name] = buffer.copy_(value)
+        for _, module, before in numbers:
+            for name in _numbers(module).keys() - before.keys():
+                del module.__dict__[name]
+            module.__dict__.update(before)
+
+
+def _numbers(module: nn.Module) -> dict[str, Any]:
+    """What a layer has that is a number or a word."""
+    return {name: value for name, value in module.__dict__.items() if isinstance(value, bool | int | float | str)}
 
 
 class _Counter:

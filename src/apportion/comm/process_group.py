@@ -137,7 +137,12 @@ class ProcessGroup(Group):
     def part(self, ranks: Sequence[int]) -> ProcessGroup:
         """Some of these ranks, in this order; called by them alone."""
         of_default = [dist.get_global_rank(self._pg, rank) for rank in ranks]
-        made = dist.new_group(of_default, use_local_synchronization=True, sort_ranks=False)
+        made = dist.new_group(
+            of_default,
+            timeout=timedelta(seconds=DEADLINE_SECONDS),
+            use_local_synchronization=True,
+            sort_ranks=False,
+        )
         return ProcessGroup(made, owned=True, all_waits=self.all_waits)
 
     def all_reduce(self, tensor: Tensor) -> Work:

@@ -99,12 +99,11 @@ def crossing_values(graph: fx.Graph, at: int) -> list[fx.Node]:
 
 
 def changing_buffers(model: nn.Module, inputs: Any) -> list[str]:
-    """The buffers that a forward pass in training changes: the state of a layer that sees parts of a batch."""
-    before = {name: b.clone() for name, b in model.named_buffers()}
-    with undisturbed(model):
+    """The buffers (and numbers) that a forward pass in training changes: the state of a layer that sees parts of a
+    batch."""
+    with undisturbed(model) as changed:
         tree.call(model, inputs)
-        now = dict(model.named_buffers())
-        return [name for name, b in before.items() if now[name].shape != b.shape or not torch.equal(now[name], b)]
+        return changed()
 
 
 def measured(model: nn.Module, graph: fx.Graph, inputs: Any, stateful: Sequence[str]) -> Places:
@@ -189,7 +188,12 @@ def _own(tensor: Tensor) -> Tensor:
 
 def can_travel(value: Any) -> bool:
     """Is it a tree of dense tensors and plain numbers?"""
-    leaves = pytree.tree_leaves(tuple(value) if isinstance(value, torch.Size) else value)
+    value = tuple(value) if isinstance(value, torch.Size) else value
+    try:  # the types that torch can write down: no named tuples
+        pytree.treespec_dumps(pytree.tree_structure(value))
+    except (NotImplementedError, TypeError):
+        return False
+    leaves = pytree.tree_leaves(value)
     return all(
         leaf.layout == torch.strided
         if isinstance(leaf, Tensor)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from apportion.comm.group import Group, Work
+from apportion.comm.group import DONE, Group, Work
 
 UNDER_WAY = 8
 """Messages that a rank leaves to themselves before it waits for the oldest: their tensors are kept until then."""
@@ -39,13 +39,14 @@ class Outlet:
         leaves, spec = pytree.tree_flatten(values)
         plain = [_described(leaf) for leaf in leaves]
         works: list[tuple[Work, Tensor]] = []
-        if self._last is not None and self._last == (spec, plain):
+        told = json.dumps(plain)  # 1 is not True there, and 0.0 not -0.0
+        if self._last == (spec, told):
             self._post(torch.zeros(1, dtype=torch.int64), works)
         else:
             data = json.dumps([pytree.treespec_dumps(spec), plain]).encode()
             self._post(torch.tensor([len(data)]), works)
             self._post(torch.frombuffer(bytearray(data), dtype=torch.uint8), works)
-            self._last = spec, plain
+            self._last = spec, told
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.numel():
                 self._post(leaf.detach().contiguous().view(-1).view(torch.uint8), works)
@@ -54,7 +55,9 @@ class Outlet:
             self._wait()
 
     def _post(self, tensor: Tensor, works: list[tuple[Work, Tensor]]) -> None:
-        works.append((self._group.send(tensor, self._to), tensor))
+        work = self._group.send(tensor, self._to)
+        if work is not DONE:
+            works.append((work, tensor))
 
     def _wait(self) -> None:
         for work, _ in self._under_way.popleft():

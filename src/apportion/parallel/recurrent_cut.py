@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node, Tracer
 from torch.fx.node import map_arg
 
+from apportion.network import undisturbed
+
 KINDS = (nn.LSTM, nn.GRU, nn.RNN)
 INSTEAD = "use data_parallel"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PACKING = ("pack_padded_sequence", "pack_sequence", "_pack_padded_sequence")
 
 
@@ -49,6 +52,11 @@ class Graphs:
     """What the model gives back to be carried on; None where nothing is."""
     uses_state: bool
     """Does what comes after take the state that they end in?"""
+
+    @property
+    def state_is_computed(self) -> bool:
+        """Is the state that the model gives back made of more than the recurrent layers' own?"""
+        return any(node.op == "placeholder" for own in self.ended for node in own.all_input_nodes)
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,7 @@ def cut(model: nn.Module, inputs: Any, *, carries: bool) -> Cut:
     net = model.get_submodule(path)
     where = path or type(net).__name__
     _refuse_net(net, where)
+    _refuse_sharing(model, net, where)
     bind = _binding(model, inputs, carries)
     was = {module: module.training for module in model.modules()}
     found = []
@@ -156,6 +165,19 @@ def _refuse_net(net: nn.Module, where: str) -> None:
         )
 
 
+def _refuse_sharing(model: nn.Module, net: nn.Module, where: str) -> None:
+    """Layers that are on several ranks have their weights to themselves, and nobody looks over their shoulders."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    for p in net.parameters():
+        if len(names[id(p)]) > 1:
+            raise ValueError(f"{' and '.join(names[id(p)][:2])} are one weight, and on two ranks: {INSTEAD}")
+    for module, name in ((net, where), (model, type(model).__name__)):
+        if any(getattr(module, kind) for kind in _HOOKS):
+            raise ValueError(f"{name} has a hook, and no rank has all that it would see: remove it, or {INSTEAD}")
+
+
 def _binding(model: nn.Module, sample: Any, carries: bool) -> Callable[..., dict[str, Any]]:
     """How the forward's parameters are bound to a batch's inputs, as ``tree.call`` passes them."""
     signature = inspect.signature(model.forward)
@@ -180,6 +202,17 @@ def _binding(model: nn.Module, sample: Any, carries: bool) -> Callable[..., dict
 
 
 def _traced(model: nn.Module, concrete: dict[str, Any], where: str) -> Graph:
+    with undisturbed(model) as changed:
+        graph = _graph(model, concrete, where)
+        if named := changed():
+            raise ValueError(
+                f"the forward of {type(model).__name__} changes its own {named[0]}, which would happen once, when "
+                f"it is traced: put it into a layer of its own, or {INSTEAD}"
+            )
+    return graph
+
+
+def _graph(model: nn.Module, concrete: dict[str, Any], where: str) -> Graph:
     try:
         return _Whole().trace(model, concrete_args=concrete)
     except Exception as error:
@@ -238,6 +271,7 @@ def _graphs(graph: Graph, model: nn.Module, path: str, carries: bool) -> Graphs:
     wanted = {"before": x, "begun": hx, "after": outputs, "ended": state}
     needs = {name: _above(value, net) for name, value in wanted.items()}
     _refuse_graph(needs, net, model, where)
+    _refuse_unread(graph, set().union(*needs.values()), net)
     runs = {name: [n for n in graph.nodes if n in nodes and n.op != "placeholder"] for name, nodes in needs.items()}
     taken: list[Node] = []
     map_arg(outputs, taken.append)
@@ -302,6 +336,20 @@ def _refuse_graph(needs: Mapping[str, set[Node]], net: Node, model: nn.Module, w
             f"{_called(node)} comes before {where}, and what comes after takes its outputs too, on another rank: a "
             f"connection around {where} cannot be cut; {INSTEAD}"
         )
+
+
+def _refuse_unread(graph: Graph, known: set[Node], net: Node) -> None:
+    """What is done to a tensor in place, and not by its result, is in none of the parts."""
+    for node in graph.nodes:
+        if node in known or node is net or not node.op.startswith("call_"):
+            continue
+        name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", str(node.target))
+        in_place = name.endswith("_") and not name.endswith("__")
+        if in_place or node.kwargs.get("inplace") or name in ("setitem", "iadd", "imul", "isub", "itruediv"):
+            raise ValueError(
+                f"{name}() changes a tensor in place, and its result is not used: which part it belongs to is unknown; "
+                f"use what it gives (x = x.{name}(...)), or {INSTEAD}"
+            )
 
 
 def _called(node: Node) -> str:

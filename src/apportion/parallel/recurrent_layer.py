@@ -120,6 +120,8 @@ class LSTMLayer(Layer):
         self._whh_t = self._c = self._gates = self._w_hh.new_empty(0)
         self._memory = self._w_hh.new_empty(0)
         self._kept: dict[nn.Parameter, Tensor] = {}
+        self._more: list[tuple[nn.Parameter, Tensor]] = []
+        """What is to be added to gradients that are there already."""
 
     def begin(self, x_TBI: Tensor, y_TBO: Tensor, state: State, *, training: bool) -> None:
         self._x, self._y, self._first = x_TBI, y_TBO, state[0]
@@ -222,6 +224,7 @@ class LSTMLayer(Layer):
     @torch.no_grad()
     def finish(self) -> None:
         dgates_t = self._dgates.flatten(0, 1).t()
+        self._more = []
         if self._w_ih.requires_grad:
             torch.mm(dgates_t, self._x.flatten(0, 1), out=self._gradient(self._w_ih))
         if self._w_hh.requires_grad:
@@ -233,9 +236,16 @@ class LSTMLayer(Layer):
             sums = torch.mv(dgates_t, dgates_t.new_ones(dgates_t.shape[1]))  # twice as fast as sum()
             for bias in trained:
                 self._gradient(bias).copy_(sums)
+        for p, gradient in self._more:
+            assert p.grad is not None
+            p.grad.add_(gradient)
 
     def _gradient(self, p: nn.Parameter) -> Tensor:
-        """Memory that is ``p.grad`` from now on, the same at every step."""
+        """Memory that is ``p.grad`` from now on, the same at every step; where there is a gradient already, what is to
+        be added to it."""
+        if p.grad is not None:
+            self._more.append((p, torch.empty_like(p, memory_format=torch.contiguous_format)))
+            return self._more[-1][1]
         if p not in self._kept:
             self._kept[p] = torch.empty_like(p, memory_format=torch.contiguous_format)
         p.grad = self._kept[p]

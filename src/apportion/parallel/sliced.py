@@ -69,14 +69,15 @@ def plan(model: nn.Module, inputs: Any, workload: Workload, *, min_width: int, w
     attention = [name for name, m in layers.items() if sliced_attention.can_be_sliced(m)]
     linear, pairs = _linear(model, layers, attention)
     tied = {id(p) for p, held in _owners(model) if len(held) > 1}
-    single = {name for name in linear if id(layers[name].weight) not in tied}
-    traced = sliced_graph.trace(model)
+    hooked = {name for name in linear if sliced_graph.is_hooked(layers[name])}  # they would see slices
+    single = {name for name in linear if id(layers[name].weight) not in tied} - hooked
+    traced = sliced_graph.trace(model, inputs if not state else None)
     pairs += sliced_graph.pairs(traced, single, seen)
     paired = {name for pair in pairs for name in (*pair.columns, pair.row)}
     alone = [name for name in linear if name not in paired and min(_shape(layers[name])) >= min_width]
     embeddings = [n for n, m in layers.items() if sliced_embedding.can_be_sliced(m) and min(_shape(m)) >= min_width]
     known = cross_entropy_of(workload.loss) is not None
-    output = sliced_graph.output(traced, set(alone), seen, carried=bool(state)) if known else None
+    output = sliced_graph.output(traced, set(alone) - hooked, seen, carried=bool(state)) if known else None
     recurrent = [n for n, m in layers.items() if sliced_recurrent.can_be_sliced(m) and n not in seen.packed]
     return Plan(tuple(pairs), tuple(alone), output, tuple(embeddings), tuple(attention), tuple(recurrent))
 
@@ -100,7 +101,9 @@ def _linear(
             inside = [_join(name, child) for child in ("linear1", "linear2")]
             linear = [other for other in linear if other not in inside]
             # Evaluated, a block with whole attention goes through one kernel of torch's that wants all weights.
-            usual = type(block) in _BLOCKS and sliced_graph.is_elementwise(block.activation)
+            parts = [(block.linear1, nn.Linear), (block.linear2, nn.Linear), (block.dropout, nn.Dropout)]
+            made = all(type(part) is kind and not sliced_graph.is_hooked(part) for part, kind in parts)
+            usual = type(block) in _BLOCKS and made and sliced_graph.is_elementwise(block.activation)
             if usual and _join(name, "self_attn") in attention and all(n in layers for n in inside):
                 pairs.append(Pair((inside[0],), inside[1], (_join(name, "dropout"),)))
     return linear, pairs

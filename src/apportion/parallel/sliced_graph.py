@@ -8,7 +8,7 @@ a weight outside of its layer (a norm, a product by hand) needs it whole.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from apportion import tree
+from apportion.graph import not_given
+from apportion.network import undisturbed
 
 # fmt: off
 ELEMENTWISE = frozenset((
@@ -41,6 +43,9 @@ _FUNCTIONS = frozenset(
     | {operator.mul, operator.add, operator.sub, operator.truediv, operator.neg, operator.pow}
     | {operator.imul, operator.iadd, operator.isub, operator.itruediv}
 )
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,23 @@ def look(model: nn.Module, inputs: Any, *state: Any) -> Look:
 
     hooks = [h for m in model.modules() for h in (m.register_forward_pre_hook(begin), m.register_forward_hook(end))]
     try:
-        with _unchanged(model), _Uses(running, found.outside):
+        with undisturbed(model), _Uses(running, found.outside):
             tree.call(model, inputs, *state)
     finally:
         for hook in hooks:
             hook.remove()
     return found
+
+
+_ASKS = ("size", "dim", "__set__", "is_floating_point", "numel")
+_LOOKS = frozenset(
+    getattr(Tensor, name).__get__
+    for name in (
+        "shape", "dtype", "device", "requires_grad", "grad", "layout", "ndim", "is_leaf", "is_cuda", "is_sparse",
+        "is_nested", "is_meta", "is_quantized", "grad_fn",
+    )
+)  # fmt: skip
+"""What tells of a tensor and gives nothing of what is in it; ``weight.T`` is a use of it."""
 
 
 class _Uses(TorchFunctionMode):
@@ -102,7 +118,7 @@ class _Uses(TorchFunctionMode):
         self._running, self._outside = running, outside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") not in ("__get__", "size", "dim", "__set__", "is_floating_point", "numel"):
+        if func not in _LOOKS and getattr(func, "__name__", "") not in _ASKS:
             used = {id(p) for p in pytree.tree_leaves((args, kwargs)) if isinstance(p, nn.Parameter)}
             if used:
                 self._outside |= used - self._own()
@@ -113,36 +129,6 @@ class _Uses(TorchFunctionMode):
         # A layer of torch's uses its children's weights as it likes; it is sliced as one, or not at all.
         recurse = type(module).__module__.startswith("torch.nn.")
         return {id(p) for p in module.parameters(recurse=recurse)}
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[Callable[[], bool]]:
-    """What running it changes is as it was: buffers, numbers and random draws. Gives what says whether anything has
-    changed, but for draws."""
-    modules = list(model.modules())
-    held = ((module, name, b) for module in modules for name, b in module._buffers.items())
-    buffers = [(module, name, b, b.clone()) for module, name, b in held if b is not None]
-    plain = [(module, _plain(module)) for module in modules]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-
-    def changed() -> bool:
-        same = all(module._buffers[name] is b and torch.equal(b, kept) for module, name, b, kept in buffers)
-        return not same or any(_plain(module) != before for module, before in plain)
-
-    with torch.no_grad(), torch.random.fork_rng(devices):
-        try:
-            yield changed
-        finally:
-            for module, name, buffer, kept in buffers:
-                module._buffers[name] = buffer
-                buffer.copy_(kept)
-            for module, before in plain:
-                module.__dict__.update(before)
-
-
-def _plain(module: nn.Module) -> dict[str, Any]:
-    """What a layer has that is a number or a word."""
-    return {name: value for name, value in module.__dict__.items() if isinstance(value, bool | int | float | str)}
 
 
 @dataclass(frozen=True)
@@ -190,15 +176,17 @@ def _factories_traced() -> Iterator[None]:
             setattr(torch, name, original)
 
 
-def trace(model: nn.Module, name: str = "") -> list[Traced]:
-    """The network's graphs; where its flow depends on the data, those of the layers that it is made of."""
+def trace(model: nn.Module, inputs: Any = None, name: str = "") -> list[Traced]:
+    """The graphs of a network that is called with these inputs; where its flow depends on the data, those of the layers
+    that it is made of."""
     training = [module for module in model.modules() if module.training]
     try:
-        with _factories_traced(), _unchanged(model) as changed:
-            trains = _Tracer().trace(model)
+        with _factories_traced(), undisturbed(model) as changed:
+            default = not_given(model, inputs)
+            trains = _Tracer().trace(model, default)
             for module in training:
                 module.training = False
-            graphs = trains, _Tracer().trace(model)
+            graphs = trains, _Tracer().trace(model, default)
             for module in training:
                 module.training = True
             return [Traced(name, model, graphs, not changed())]
@@ -208,7 +196,7 @@ def trace(model: nn.Module, name: str = "") -> list[Traced]:
         for module in training:
             module.training = True
     inside = ((f"{name}.{child}" if name else child, module) for child, module in model.named_children())
-    return [found for child, module in inside if not _is_torchs(module) for found in trace(module, child)]
+    return [found for child, module in inside if not _is_torchs(module) for found in trace(module, name=child)]
 
 
 def _is_torchs(module: nn.Module) -> bool:
@@ -268,10 +256,15 @@ def _at(part: Traced, node: fx.Node) -> nn.Module:
     return part.model.get_submodule(str(node.target))
 
 
+def is_hooked(layer: nn.Module) -> bool:
+    """Does something else see what it is given, or gives?"""
+    return any(getattr(layer, kind) for kind in _HOOKS)
+
+
 def is_elementwise(function: Any) -> bool:
     """A layer or a function that treats each number by itself."""
     if isinstance(function, nn.Module):
-        return type(function) in ELEMENTWISE and not function._forward_hooks and not function._forward_pre_hooks
+        return type(function) in ELEMENTWISE and not is_hooked(function)
     return function in _FUNCTIONS
 
 

@@ -114,11 +114,11 @@ class SlicedDropout(nn.Dropout):
 
 class OwnDraws:
     """Inside of it a rank draws its own random numbers; outside all draw the same, which is what a network that all
-    ranks compute alike needs. A function of the seed that the step began with."""
+    ranks compute alike needs. A function of one number that all draw: who computes a layer again, with the generator as
+    it was (activation checkpointing), has the same draws again."""
 
     def __init__(self, rank: int, number: int) -> None:
         self._rank, self._number = rank, number
-        self._seed, self._calls = 0, 0
         self._generator = torch.default_generator
         self._state: Tensor | None = None
 
@@ -128,10 +128,9 @@ class OwnDraws:
         return self
 
     def __enter__(self) -> None:
-        seed = self._generator.initial_seed()
-        self._calls = self._calls + 1 if seed == self._seed else 0
-        self._seed, self._state = seed, self._generator.get_state()
-        self._generator.manual_seed(mix(seed, self._rank, self._number, self._calls))
+        drawn = torch.randint(2**62, (), generator=self._generator, device=self._generator.device)
+        self._state = self._generator.get_state()
+        self._generator.manual_seed(mix(int(drawn), self._rank, self._number))
 
     def __exit__(self, *_: object) -> None:
         assert self._state is not None

@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, final
 
 import torch
@@ -37,10 +38,12 @@ from torch.optim import (
     SparseAdam,
 )  # fmt: skip
 
+from apportion import tree
 from apportion.batch import Batch, Batches
 from apportion.comm.message import gather_messages
 from apportion.deal import DataShard
 from apportion.errors import StateLost
+from apportion.parallel import same_outputs
 from apportion.parallel.gradients import GradientSum
 from apportion.parallel.kept_parts import KeptParts, whole
 from apportion.parallel.pieces import Layout, Piece
@@ -127,7 +130,7 @@ class SplitStep(Step):
         # Rank 0's draws everywhere: whoever loads a batch loads the same one.
         self.source = Batches(workload, device=world.device, dtype=dtype, rank=0)
         self.data_shard = DataShard()
-        self._sample = self.source.at(0, self.data_shard).inputs
+        self._sample: Batch | None = self.source.at(0, self.data_shard)
         self._build(world, part)
         if world.members is None:
             self._sample = None
@@ -141,7 +144,13 @@ class SplitStep(Step):
         plain = workload.model().to(device=world.device, dtype=self.source.dtype)
         self._plain = PlainModel(plain, workload, len(self.source.dataset))  # type: ignore[arg-type]
         made = workload.optimizer(list(plain.named_parameters()))
-        self._part = part(plain, self._sample)
+        sample, expected = self._sample, None
+        assert sample is not None, "only a world that may change builds again"
+        # With update= the model need not have a forward of its own.
+        compares = world.size > 1 and world.generation == 0 and workload.update is None
+        if compares:
+            expected = same_outputs.outputs_of(plain, partial(self._called, plain, sample))
+        self._part = part(plain, sample.inputs)
         if workload.update is not None and not self._part.alike:
             raise ValueError(
                 "update= asks for the gradient of a loss that only one of the ranks computes: use data_parallel"
@@ -160,10 +169,28 @@ class SplitStep(Step):
         self._others: list[nn.Parameter] = []
         """What other ranks sum, of which there is nothing here."""
         self._sums = self._make_sums()
+        if compares:
+            same_outputs.refuse_others(
+                self.model,
+                lambda: self._part.predict(self._replica, sample),
+                expected,
+                workload.precision,
+                self._group,
+            )
         self._replica.start_schedules(self.source.total)
         self._loss: Tensor | None = None
         survives = self._again is not None and world.members is not None and world.size == world.local_size
         self._kept = KeptParts(world) if survives else None
+
+    def _called(self, plain: nn.Module, batch: Batch) -> Any:
+        """The outputs of the plain model."""
+        workload = self._workload
+        kind = {"bfloat16": torch.bfloat16}.get(workload.precision)
+        with torch.autocast(self.device.type, dtype=kind, enabled=kind is not None):
+            if workload.carry is None:
+                return tree.call(plain, batch.inputs)
+            state = tree.cast(workload.carry(len(batch)), self.device, workload.dtype)
+            return tree.call(plain, batch.inputs, state)[0]
 
     def _own_workload(self, made: Optimizer | Mapping[str, Optimizer]) -> Workload:
         """The workload of this rank's part. Clipping is between the sums and the update."""

@@ -63,6 +63,12 @@ def staged(
             "or data_parallel"
         )
 
+    if world.size > 1 and world.device.type != "cpu":
+        raise ValueError(
+            f"stages on {world.device.type} devices are not there yet: use launcher=local(device='cpu'), or "
+            "data_parallel, or fully_sharded"
+        )
+
     def make(model: nn.Module, inputs: Any) -> Part:
         if world.size == 1:
             return InParts(model, inputs, microbatches)
@@ -120,7 +126,7 @@ class Stages(Part):
         stateful = changing_buffers(model, tree.rows(inputs, slice(0, 2)))
         if microbatches > 1 or recompute:
             _refuse_state(model, stateful, microbatches)
-        graph = _followed(model)
+        graph = _followed(model, inputs)
         at = self._cut(model, graph, inputs, stateful, cuts)
         bounds = [0, *at, len(calls(graph))]
         self.cuts = tuple(names(graph)[calls(graph)[i]] for i in at)
@@ -129,7 +135,7 @@ class Stages(Part):
             prove(model, graph, bounds, self._sample(inputs))
         self._arguments = graph
         self._training = StageGraph(model, graph, bounds, self._rank)
-        self._evaluation = self._for_evaluation(model, graph, at)
+        self._evaluation = self._for_evaluation(model, inputs, graph, at)
         self.model = self._training.module
         self._trained = [module for module in self.model.modules() if module.training]
         self.pieces = terms(model, graph, bounds, self.model)
@@ -159,10 +165,10 @@ class Stages(Part):
         """A micro-batch of them."""
         return tree.rows(inputs, slice(0, -(-tree.length(inputs) // self._microbatches)))
 
-    def _for_evaluation(self, model: nn.Module, graph: fx.Graph, at: Sequence[int]) -> StageGraph:
+    def _for_evaluation(self, model: nn.Module, inputs: Any, graph: fx.Graph, at: Sequence[int]) -> StageGraph:
         """The same stage of the network as it is evaluated: its own graph, where the forward asks ``self.training``."""
         with _evaluating([module for module in model.modules() if module.training]):
-            evaluated = _followed(model)
+            evaluated = _followed(model, inputs)
         if str(evaluated) == str(graph):
             return self._training
         begins, found = [calls(graph)[i].name for i in at], [node.name for node in calls(evaluated)]
@@ -246,9 +252,9 @@ def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.training = True
 
 
-def _followed(model: nn.Module) -> fx.Graph:
+def _followed(model: nn.Module, inputs: Any) -> fx.Graph:
     try:
-        return follow(model)
+        return follow(model, inputs)
     except Unfollowed as error:
         raise ValueError(
             f"{error}; so it cannot be cut into stages: put what decides or changes into a module of its own, "

@@ -15,12 +15,14 @@ from collections.abc import Mapping
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Graph, Node, Tracer
 from torch.fx.node import map_arg
 
 from apportion import tree
 from apportion.comm.group import Group
+from apportion.graph import not_given
+from apportion.network import undisturbed
 from apportion.parallel.pieces import Piece
 from apportion.parallel.spatial_norm import ask_all_ranks
 from apportion.parallel.strips_functions import function_of, known_calls, whole
@@ -37,7 +39,7 @@ _CALLS = known_calls() | known_layer_calls()
 def cut_network(model: nn.Module, sample: Any, group: Group, split: str) -> dict[str, Piece]:
     """From now on ``model`` runs on the ranks of the group together, called with the whole batch on each of them; what
     this rank holds of it, by plain name. Called by all ranks."""
-    forward = StripForward(model, group, split)
+    forward = StripForward(model, sample, group, split)
     pieces = forward.plan(sample)
     model.forward = forward
     return pieces
@@ -47,15 +49,15 @@ def cut_network(model: nn.Module, sample: Any, group: Group, split: str) -> dict
 class StripForward:
     """``model.forward`` on the ranks of a group."""
 
-    def __init__(self, model: nn.Module, group: Group, split: str) -> None:
+    def __init__(self, model: nn.Module, sample: Any, group: Group, split: str) -> None:
         self._model, self._group = model, group
         self._holding = Holding(model, group, split)
         training = [m for m in model.modules() if m.training]
-        self._trained = _traced(model)
+        self._trained = _traced(model, sample)
         for module in training:
             module.training = False
         try:
-            self._evaluated = _traced(model)
+            self._evaluated = _traced(model, sample)
         finally:
             for module in training:
                 module.training = True
@@ -162,9 +164,8 @@ class StripForward:
         if self._holding.planning:
             if node.op == "call_module":
                 self._holding.used_alike(target)
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, Tensor):
-                    self._holding.used_alike(value)
+            for value in tree.tensors((args, kwargs)):
+                self._holding.used_alike(value)
         return (target if node.op == "call_module" else function_of(target))(*args, **kwargs)
 
 
@@ -210,10 +211,24 @@ def _place(node: Node) -> str:
     return f"{name}() in {owner}" if owner else f"{name}() in the network's forward"
 
 
-def _traced(model: nn.Module) -> Graph:
-    tracer = Tracer()
+def _traced(model: nn.Module, sample: Any) -> Graph:
+    drawn = torch.default_generator.get_state()
+    with undisturbed(model) as changed:
+        graph = _graph(model, sample)
+        named = changed()
+        draws = not torch.equal(torch.default_generator.get_state(), drawn)
+    if named or draws:
+        what = f"changes its own {named[0]}" if named else "draws numbers whose shape is not a tensor's"
+        raise ValueError(
+            f"the forward of {type(model).__name__} {what}, which would happen once, when it is traced, and not in "
+            f"each step; put it into a layer of its own, or use {OTHERS}"
+        )
+    return graph
+
+
+def _graph(model: nn.Module, sample: Any) -> Graph:
     try:
-        return tracer.trace(model)
+        return Tracer().trace(model, not_given(model, sample))
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__}.forward cannot be traced ({error}): conv_parallel must see every operation of it, "

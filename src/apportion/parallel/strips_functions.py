@@ -147,9 +147,11 @@ def transpose(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mappin
     return permute(holding, call, (x, order), {})
 
 
-def take(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
+def take(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """``x[:, :, ::2, ::2]``: slices."""
     x, index = args
+    if not isinstance(x, Strip):  # of several: what chunk() gives
+        return x[index]
     index = index if isinstance(index, tuple) else (index,)
     if Ellipsis in index:
         at = index.index(Ellipsis)
@@ -205,13 +207,13 @@ def concatenate(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapp
     return first.like(torch.cat([aligned(holding, p, first) for p in parts], dim))
 
 
-def chunk(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Strip]:
+def chunk(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Strip, ...]:
     """``chunk`` and ``split`` along a dimension that is not cut."""
     x, many = args[:2] if len(args) > 1 else (args[0], next(v for n, v in kwargs.items() if n != "dim"))
     dim: int = args[2] if len(args) > 2 else kwargs.get("dim", 0)
     if x.flat or dim % x.own.dim() in (x.dim, 0):
         raise ValueError(f"{x.held()} would be taken apart along dimension {dim}, across ranks")
-    return [x.like(part) for part in function_of(call)(x.own, many, dim=dim)]
+    return tuple(x.like(part) for part in function_of(call)(x.own, many, dim=dim))
 
 
 def softmax(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:

@@ -64,6 +64,8 @@ def image(holding: Holding, x: Any, dims: int) -> Strip:
         raise ValueError(f"its input is {x.held()}: no image of {dims} dimensions")
     if x.dim == 0:
         raise ValueError(f"its input is {x.held()}, which is along the batch")
+    if (x.dim == 1) == holding.spatial:
+        raise ValueError(f"its input is {x.held()}, and dimension {x.dim} is not what split={holding.split!r} cuts")
     return cast(Strip, x)
 
 

@@ -97,7 +97,7 @@ class WavefrontPart(Part):
     def _forward(self, graphs: Graphs, batch: Batch, state: Sequence[Any], *, training: bool) -> tuple[Any, Any, Ran]:
         """Outputs (on the last layer's rank), the state to carry on (where one is), and what backward needs."""
         cut, rows_first = self._cut, self._net.batch_first
-        loads = self._rank in (0, self._last) or bool(graphs.begun)
+        loads = self._rank in (0, self._last) or graphs.hx is not None or graphs.state_is_computed
         known = cut.arguments(batch.inputs if loads else None, *state)
         x = cut.evaluate(graphs.before, graphs.x, graphs, known, None) if self._rank == 0 else None
         if x is not None and x.dim() != 3:
@@ -106,7 +106,7 @@ class WavefrontPart(Part):
         *shape, length = self._told_shape(x)
         begun = cut.evaluate(graphs.begun, graphs.hx, graphs, known, None)
         ran = Ran(chunks(shape[0], length), x)
-        leaves = self._zeros(shape[1]) if begun is None else tuple(tree.tensors(begun))
+        leaves = self._zeros(shape[1]) if graphs.hx is None else tuple(tree.tensors(begun))
         for number in self._numbers:
             y = self._run_layer(number, shape, leaves, ran, training=training)
         if self._seen is not None or graphs.uses_state:

@@ -84,10 +84,12 @@ class PipelineParallel(Strategy):
                 "use microbatches=1, or layer_placement"
             )
 
-        def part(world: World) -> MakePart:
+        def part(now: World) -> MakePart:
+            # Of fewer workers there are fewer stages: what was said of the others does not fit them.
+            cuts = self.cuts if now.size == world.size else None
             return staged(
-                workload, world,
-                microbatches=self.microbatches, schedule=self.schedule, cuts=self.cuts, recompute=self.recompute,
+                workload, now,
+                microbatches=self.microbatches, schedule=self.schedule, cuts=cuts, recompute=self.recompute,
             )  # fmt: skip
 
         return SplitStep(workload, world, part(world), again=part)
