@@ -16,7 +16,7 @@ pipe              8 equal layers, 2 stages, 8 micro-batches, pipeline_parallel a
                   gloo (peers/pipelining.py), the faster of gpipe and 1f1b on each side: examples/s.
 pipe_bubble       (S - 1) / (M + S - 1), against the part of a stage's time in which it computes nothing.
 
-Twins are two processes of one thread, each with a whole copy of the network and batches of its own (peers/twin.py):
+Twins are two processes of one thread, each with a whole copy of the network and batches of its own (peers/threads.py):
 what they reach together is the most that two cores have to give, since neither ever waits.
 
 A step is forward, loss, backward and update, its batch in memory. Processes have one thread each (but for
@@ -35,7 +35,7 @@ from parked import Side
 from table import main, measured
 
 HERE = Path(__file__).resolve().parent
-TWIN, PIPELINING = (str(HERE / "peers" / name) for name in ("twin.py", "pipelining.py"))
+PIPELINING = str(HERE / "peers" / "pipelining.py")
 ALEXNET, CONV256, DEEP = (f"{HERE / name}.py:workload" for name in ("alexnet", "conv256", "deep_mlp"))
 WIDE = "MLP 3072-2048-2048-10"
 ROUNDS, SECONDS = 21, 60.0
@@ -98,8 +98,8 @@ def threads(workload, batch_size):
     return Other((THREADS, workload, str(batch_size)), ranks=1)
 
 
-def twins(workload):
-    return Other((TWIN, workload), ranks=2, batches=2)
+def twins(workload, batch_size):
+    return Other((THREADS, workload, str(batch_size), "1"), ranks=2, batches=2)
 
 
 def slices(batch_size, against, other):
@@ -111,7 +111,7 @@ def wave(layers, hidden, length, rows, *, against=None):
     workload = f"{HERE / 'recurrent.py'}:lstm_{layers}x{hidden}"
     what = f"LSTM {layers}x{hidden}, T {length}, batch {rows}, wavefront_parallel against "
     what += "twins" if against is None else "one process with all threads"
-    other = twins(workload) if against is None else against(workload, rows)
+    other = twins(workload, rows) if against is None else against(workload, rows)
     return Best(what, (ours(workload, "wavefront_parallel", rows),), (other,), rows)
 
 
@@ -137,7 +137,7 @@ class Bubble:
     def measure(self):
         """(ours, promised, ratio)."""
         promised = (STAGES - 1) / (MICROBATCHES + STAGES - 1)
-        pipeline = Best("", pipe().ours, (twins(DEEP),), 256)
+        pipeline = Best("", pipe().ours, (twins(DEEP, 256),), 256)
         speeds = pipeline.speeds()
         found = 1 - max(speeds[side] for side in pipeline.ours) / speeds[pipeline.others[0]]
         return found, promised, promised / found
@@ -156,7 +156,7 @@ MEASUREMENTS = {
     "conv_height": Best(
         "5 convolutions of 3x3 at 256x256, batch 2, conv_parallel against twins",
         (ours(CONV256, "conv_parallel", 2),),
-        (twins(CONV256),),
+        (twins(CONV256, 2),),
         2,
     ),
     "hybrid_ddp": Best("AlexNet, batch 128, hybrid_parallel against DDP", (HYBRID,), (ddp(ALEXNET, 128),), 128),

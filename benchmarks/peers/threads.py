@@ -1,6 +1,7 @@
-"""One process with all threads, on a workload, parked. python threads.py FILE:NAME BATCH_SIZE
+"""One process on a workload by itself, parked. python threads.py FILE:NAME BATCH_SIZE [THREADS]
 
-The same network, optimizer (fused) and schedule as ours; its batches lie in memory already.
+With all threads where THREADS is not given. The same network, optimizer (fused) and schedule as ours; its batches lie
+in memory already.
 """
 
 import sys
@@ -18,9 +19,9 @@ from apportion.batch import Batches
 from apportion.cores import usable_cores
 
 
-def main(address, batch_size):
+def main(address, batch_size, threads=None):
     settle()
-    torch.set_num_threads(usable_cores())
+    torch.set_num_threads(usable_cores() if threads is None else int(threads))
     workload = endless(address, batch_size)
     torch.manual_seed(workload.seed)
     model = workload.model()

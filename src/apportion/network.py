@@ -8,7 +8,7 @@ that is such a module itself is followed by hooks: then its layers are known, an
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -125,6 +125,19 @@ def undisturbed(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
             for name in _numbers(module).keys() - before.keys():
                 del module.__dict__[name]
             module.__dict__.update(before)
+
+
+@contextmanager
+def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Those of them that train evaluate meanwhile."""
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:

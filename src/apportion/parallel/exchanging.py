@@ -6,8 +6,7 @@ the two, all of it at once, or one rank's share after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, final
 
@@ -19,6 +18,7 @@ from apportion.batch import Batch
 from apportion.comm.differentiable import gather_from
 from apportion.comm.group import Group
 from apportion.deal import DataShard
+from apportion.network import evaluating
 from apportion.parallel.batch_norm import Attendance, use_whole_batch
 from apportion.parallel.pieces import Piece
 from apportion.parallel.replica import Replica
@@ -27,19 +27,6 @@ from apportion.parallel.sliced import Plan, SlicedModel
 from apportion.parallel.sliced_linear import OwnDraws
 from apportion.parallel.two_parts import Parts
 from apportion.workload import Workload, examples
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The network as it evaluates."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @final
@@ -128,7 +115,7 @@ class Exchanging(SlicedModel):
 
     @torch.no_grad()
     def predict(self, replica: Replica, batch: Batch) -> Any:
-        with evaluating(self.model), replica.autocast():
+        with evaluating(self.model.modules()), replica.autocast():
             values, shares = self._front(self._evaluates, batch)
             return self._evaluates.back(*self._gathered(values, shares))
 

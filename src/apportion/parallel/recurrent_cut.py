@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node, Tracer
 from torch.fx.node import map_arg
 
-from apportion.network import undisturbed
+from apportion.network import evaluating, undisturbed
 
 KINDS = (nn.LSTM, nn.GRU, nn.RNN)
 INSTEAD = "use data_parallel"
@@ -117,18 +117,15 @@ def cut(model: nn.Module, inputs: Any, *, carries: bool) -> Cut:
     _refuse_net(net, where)
     _refuse_sharing(model, net, where)
     bind = _binding(model, inputs, carries)
-    was = {module: module.training for module in model.modules()}
-    found = []
-    try:
-        for training in (True, False):
-            if not training:
-                model.eval()
-            graph = _by_hand(model, carries) if path == "" else _traced(model, bind(inputs, None)["concrete"], where)
-            found.append(_graphs(graph, model, path, carries))
-    finally:
-        for module, training in was.items():
-            module.training = training
-    return Cut(model, path, found[0], found[1], lambda inputs, *state: bind(inputs, *state)["known"])
+
+    def graphs() -> Graphs:
+        graph = _by_hand(model, carries) if path == "" else _traced(model, bind(inputs, None)["concrete"], where)
+        return _graphs(graph, model, path, carries)
+
+    training = graphs()
+    with evaluating(model.modules()):
+        evaluation = graphs()
+    return Cut(model, path, training, evaluation, lambda inputs, *state: bind(inputs, *state)["known"])
 
 
 def _recurrent(model: nn.Module) -> str:

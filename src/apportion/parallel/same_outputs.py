@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from apportion import tree
 from apportion.comm.group import Group
-from apportion.network import undisturbed
+from apportion.network import evaluating, undisturbed
 
 FACTOR = 1.0625
 """What parameters are multiplied by."""
@@ -27,17 +27,11 @@ BOUND = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1}
 def outputs_of(model: nn.Module, call: Callable[[], Any]) -> list[Tensor] | None:
     """What the plain model gives, evaluated; None where it draws as it does so, and gives something else each time, or
     where it cannot be called: then whoever cuts it has more to say about that."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
     try:
-        with undisturbed(model), _multiplied(model):
+        with evaluating(model.modules()), undisturbed(model), _multiplied(model):
             first, second = (_cloned(call()) for _ in range(2))
     except Exception:
         return None
-    finally:
-        for module in training:
-            module.training = True
     return first if difference(first, second) == 0.0 else None
 
 

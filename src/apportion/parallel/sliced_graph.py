@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from apportion import tree
 from apportion.graph import not_given
-from apportion.network import undisturbed
+from apportion.network import evaluating, undisturbed
 
 # fmt: off
 ELEMENTWISE = frozenset((
@@ -179,22 +179,15 @@ def _factories_traced() -> Iterator[None]:
 def trace(model: nn.Module, inputs: Any = None, name: str = "") -> list[Traced]:
     """The graphs of a network that is called with these inputs; where its flow depends on the data, those of the layers
     that it is made of."""
-    training = [module for module in model.modules() if module.training]
     try:
         with _factories_traced(), undisturbed(model) as changed:
             default = not_given(model, inputs)
             trains = _Tracer().trace(model, default)
-            for module in training:
-                module.training = False
-            graphs = trains, _Tracer().trace(model, default)
-            for module in training:
-                module.training = True
-            return [Traced(name, model, graphs, not changed())]
+            with evaluating(model.modules()):
+                evaluates = _Tracer().trace(model, default)
+            return [Traced(name, model, (trains, evaluates), not changed())]
     except Exception:  # whatever the network's own code raises at a stand-in for a tensor
         pass
-    finally:
-        for module in training:
-            module.training = True
     inside = ((f"{name}.{child}" if name else child, module) for child, module in model.named_children())
     return [found for child, module in inside if not _is_torchs(module) for found in trace(module, name=child)]
 

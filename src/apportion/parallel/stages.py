@@ -14,8 +14,7 @@ several stages use is held by all of them, which sum its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -28,6 +27,7 @@ from apportion.batch import Batch
 from apportion.comm.group import Alone
 from apportion.comm.message import broadcast_message
 from apportion.graph import Unfollowed, follow, names
+from apportion.network import evaluating
 from apportion.parallel.cuts import balanced, calls, changing_buffers, measured, named
 from apportion.parallel.loss_share import LossShare
 from apportion.parallel.passes import Ends, Passes
@@ -167,7 +167,7 @@ class Stages(Part):
 
     def _for_evaluation(self, model: nn.Module, inputs: Any, graph: fx.Graph, at: Sequence[int]) -> StageGraph:
         """The same stage of the network as it is evaluated: its own graph, where the forward asks ``self.training``."""
-        with _evaluating([module for module in model.modules() if module.training]):
+        with evaluating(model.modules()):
             evaluated = _followed(model, inputs)
         if str(evaluated) == str(graph):
             return self._training
@@ -210,7 +210,7 @@ class Stages(Part):
     @torch.no_grad()
     def predict(self, replica: Replica, batch: Batch) -> Any | None:
         received = self.ends.before.receive() if self.ends.before is not None else []
-        with _evaluating(self._trained), replica.autocast():
+        with evaluating(self._trained), replica.autocast():
             found = self._evaluation.module(*self._evaluation.takes(self._arguments, batch), *received)
         if self.ends.after is None:
             return found
@@ -239,17 +239,6 @@ class Known:
             for i, place in enumerate(at, 1):
                 words[i] = place
             words[0] = len(at) + 1  # last: it is all there
-
-
-@contextmanager
-def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    for module in modules:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.training = True
 
 
 def _followed(model: nn.Module, inputs: Any) -> fx.Graph:

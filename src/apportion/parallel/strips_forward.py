@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from apportion import tree
 from apportion.comm.group import Group
 from apportion.graph import not_given
-from apportion.network import undisturbed
+from apportion.network import evaluating, undisturbed
 from apportion.parallel.pieces import Piece
 from apportion.parallel.spatial_norm import ask_all_ranks
 from apportion.parallel.strips_functions import function_of, known_calls, whole
@@ -52,15 +52,9 @@ class StripForward:
     def __init__(self, model: nn.Module, sample: Any, group: Group, split: str) -> None:
         self._model, self._group = model, group
         self._holding = Holding(model, group, split)
-        training = [m for m in model.modules() if m.training]
         self._trained = _traced(model, sample)
-        for module in training:
-            module.training = False
-        try:
+        with evaluating(model.modules()):
             self._evaluated = _traced(model, sample)
-        finally:
-            for module in training:
-                module.training = True
         self._dead = _last_uses(self._trained) | _last_uses(self._evaluated)
         self._layers = dict(model.named_modules())
         self._known = {name: LAYERS.get(type(layer)) for name, layer in self._layers.items()}  # some change their class
@@ -69,17 +63,10 @@ class StripForward:
     @torch.no_grad()
     def plan(self, sample: Any) -> dict[str, Piece]:
         """Run once, on an example, to see what is used where; then keep no more than this rank needs."""
-        training = [m for m in self._model.modules() if m.training]
-        for module in training:
-            module.training = False
-        try:
-            with torch.random.fork_rng(devices=[]):
-                example = tree.rows(sample, slice(0, 1))
-                tree.call(lambda *a, **k: self._run(self._evaluated, a, k), example)
-                tree.call(lambda *a, **k: self._run(self._trained, a, k), example)
-        finally:
-            for module in training:
-                module.training = True
+        with evaluating(self._model.modules()), torch.random.fork_rng(devices=[]):
+            example = tree.rows(sample, slice(0, 1))
+            tree.call(lambda *a, **k: self._run(self._evaluated, a, k), example)
+            tree.call(lambda *a, **k: self._run(self._trained, a, k), example)
         if not self._divided:
             raise ValueError(
                 "the network has no convolution or pooling over images: there is nothing to cut; use data_parallel"

@@ -14,8 +14,7 @@ waits at the ends alone, for the length of a chunk. What it sends goes off as so
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from apportion import tree
 from apportion.batch import Batch
 from apportion.comm.group import Group, Work
+from apportion.network import evaluating
 from apportion.parallel.carry import Carry
 from apportion.parallel.recurrent_cut import Cut, Graphs
 from apportion.parallel.recurrent_layer import Layer, LSTMLayer, chunk_length, chunks, layer
@@ -272,23 +272,13 @@ class WavefrontPart(Part):
     @torch.no_grad()
     def predict(self, replica: Replica, batch: Batch) -> Any | None:
         state = () if self._seen is None else (self._seen.take(batch),)
-        with self._evaluating():
+        with evaluating(self._training):
             outputs, carried, _ = self._forward(self._cut.evaluation, batch, state, training=False)
         if self._seen is not None:
             self._seen.put(carried)
             self._seen.commit()
         self._wait_for_sent()
         return outputs
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        for module in self._training:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module in self._training:
-                module.training = True
 
 
 def _forget(model: nn.Module, name: str) -> None:

@@ -38,7 +38,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from apportion.comm.group import Group
-from apportion.parallel.exchanging import Exchanging, evaluating
+from apportion.network import evaluating
+from apportion.parallel.exchanging import Exchanging
 from apportion.parallel.fused import with_fused_updates
 from apportion.parallel.one_device import reference
 from apportion.parallel.sliced import Plan, plan
@@ -105,7 +106,7 @@ class HybridParallel(Strategy):
         back = self._sliced_names(model, traced[0].graphs[0])
         trains, evaluates = (cut(model, g, lambda name: _under(name, back)) for g in traced[0].graphs)
         self._check(model, trains, evaluates, back)
-        with evaluating(model):
+        with evaluating(model.modules()):
             crossing = what_crosses(evaluates, inputs)
         if crossing is not None:
             raise ValueError(

@@ -75,8 +75,8 @@ class PipelineParallel(Strategy):
     def build(self, workload: Workload, world: World) -> Step:
         if self.stages not in (None, world.size):
             raise ValueError(
-                f"stages={self.stages} needs as many workers, and there are {world.size}: use workers={self.stages}, or "
-                "leave stages= out"
+                f"stages={self.stages} needs as many workers, and there are {world.size}: use workers={self.stages}, "
+                "or leave stages= out"
             )
         if self.microbatches > 1 and workload.count is None:
             raise ValueError(
