@@ -14,7 +14,8 @@ hybrid_ddp        an AlexNet, batch 128, hybrid_parallel against DDP, 2 processe
 hybrid_best       the same against the better of one process with all threads and data_parallel: examples/s.
 pipe              8 equal layers, 2 stages, 8 micro-batches, pipeline_parallel against torch.distributed.pipelining over
                   gloo (peers/pipelining.py), the faster of gpipe and 1f1b on each side: examples/s.
-pipe_bubble       (S - 1) / (M + S - 1), against the part of a stage's time in which it computes nothing.
+pipe_bubble       (S - 1) / (M + S - 1), against the share of a step in which a stage waits, on average over the stages,
+                  of the better schedule.
 
 Twins are two processes of one thread, each with a whole copy of the network and batches of its own (peers/threads.py):
 what they reach together is the most that two cores have to give, since neither ever waits.
@@ -129,7 +130,7 @@ def pipe(schedules=("gpipe", "1f1b")):
 
 @dataclass(frozen=True)
 class Bubble:
-    """What a pipeline leaves unused of the twins' speed, against what its schedule says."""
+    """The share of a step in which a stage waits, on average over the stages, against what its schedule says."""
 
     what: str
     unit: str = "of a stage"
@@ -137,10 +138,16 @@ class Bubble:
     def measure(self):
         """(ours, promised, ratio)."""
         promised = (STAGES - 1) / (MICROBATCHES + STAGES - 1)
-        pipeline = Best("", pipe().ours, (twins(DEEP, 256),), 256)
-        speeds = pipeline.speeds()
-        found = 1 - max(speeds[side] for side in pipeline.ours) / speeds[pipeline.others[0]]
+        found = min(self.shares())
         return found, promised, promised / found
+
+    def shares(self):
+        """By schedule."""
+        for side in pipe().ours:
+            with Side([*side.command, "waiting"], ranks=STAGES) as parked:
+                parked.wait_until_ready()
+                parked.each(MICROBATCHES)
+                yield median(sum(parked.each(MICROBATCHES)) / STAGES for _ in range(ROUNDS))
 
 
 HYBRID = ours(ALEXNET, "hybrid_parallel", 128)

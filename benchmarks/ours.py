@@ -1,7 +1,8 @@
 """apportion's side of a comparison: one rank, parked. python ours.py FILE:NAME STRATEGY [BATCH_SIZE [OPTION ...]]
 
 memory: its batches lie in memory already. slowed: rank 1 computes three times as long. one_version: the weights lie in
-the shared pages once, and a worker that dies in an update takes them with it.
+the shared pages once, and a worker that dies in an update takes them with it. waiting: answers with the share of the
+time in which it waits for other ranks.
 """
 
 import sys
@@ -46,7 +47,12 @@ def main(address, strategy, batch_size=None, *options):
         for number in range(steps):
             step(kept[number % len(kept)])
 
-    serve(run)
+    def waiting(steps):
+        start, waited = time.perf_counter(), step.spent()["waiting"]
+        run(steps)
+        return (step.spent()["waiting"] - waited) / (time.perf_counter() - start)
+
+    serve(waiting if "waiting" in options else run)
 
 
 if __name__ == "__main__":

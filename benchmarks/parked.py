@@ -11,6 +11,8 @@ import time
 
 import torch
 
+from apportion.allocator import keep_what_is_freed
+
 DEADLINE = 180
 """Seconds that a side may take to answer."""
 
@@ -67,12 +69,16 @@ class Side:
 
     def go(self, steps):
         """Seconds for so many steps, by the slowest rank."""
+        return max(self.each(steps))
+
+    def each(self, steps):
+        """Of so many steps what every rank answers."""
         for rank, process in enumerate(self._processes):
             try:
                 process.stdin.write(f"{steps}\n".encode())
             except BrokenPipeError:
                 raise self._failed(rank, "died") from None
-        return max(float(answer) for answer in self._answers())
+        return [float(answer) for answer in self._answers()]
 
     def _answers(self):
         end = time.monotonic() + DEADLINE
@@ -97,19 +103,21 @@ def settle():
     """Of a parked process, first of all: what would make two runs of the same code differ in speed.
 
     A side trains far longer than its schedule was made for: moments that die out would become denormal numbers, which
-    are slow, and more of them on one side than on the other.
+    are slow, and more of them on one side than on the other. And whether freed memory is asked for again in every step
+    depends on the sizes and the order of what is freed; apportion's workers keep it, and here so does everybody.
     """
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
+    keep_what_is_freed()
 
 
 def serve(run):
     """Of a parked process: say ready, then run as many steps as each line of standard input says, and answer with
-    the seconds that they took."""
+    the seconds that they took, or with what `run` gives."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what anything else prints is no answer
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         start = time.perf_counter()
-        run(int(line))
-        print(time.perf_counter() - start, file=answers, flush=True)
+        found = run(int(line))
+        print(time.perf_counter() - start if found is None else found, file=answers, flush=True)

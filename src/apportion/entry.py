@@ -18,6 +18,7 @@ import torch
 
 from apportion import standby
 from apportion.agreement import Wish
+from apportion.allocator import keep_what_is_freed
 from apportion.comm.channel import Channel
 from apportion.errors import ApportionError, CheckpointError, PeerLost, StateLost
 from apportion.job import Job
@@ -56,6 +57,7 @@ def _run(sock: socket.socket, load: Callable[[], Job], program: Any) -> int:
     try:
         job = load()
         torch.set_num_threads(job.threads)
+        keep_what_is_freed()
         world = World.from_env(device=job.device, channel=channel)
         if job.replaceable:
             world = world.join()

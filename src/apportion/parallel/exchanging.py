@@ -20,6 +20,7 @@ from apportion.comm.group import Group
 from apportion.deal import DataShard
 from apportion.network import evaluating
 from apportion.parallel.batch_norm import Attendance, use_whole_batch
+from apportion.parallel.memory_format import channels_last
 from apportion.parallel.pieces import Piece
 from apportion.parallel.replica import Replica
 from apportion.parallel.rotation import rotation
@@ -43,9 +44,11 @@ class Exchanging(SlicedModel):
         trains: Parts,
         evaluates: Parts,
         rotates: bool,
+        channels_last: bool,
     ) -> None:
         super().__init__(model, plan, group, workload)
         self._trains, self._evaluates, self._rotates = trains, evaluates, rotates
+        self._channels_last = channels_last
         self._count = workload.count
         self._attendance = Attendance(group)
         for name in trains.front_calls | evaluates.front_calls:
@@ -74,7 +77,8 @@ class Exchanging(SlicedModel):
         own = shares[self._group.rank]
         self._attendance.present = own.stop > own.start
         rows = own if self._attendance.present else slice(0, 1)
-        values = tree.call(parts.front, tree.rows(batch.inputs, rows))
+        inputs = tree.rows(batch.inputs, rows)
+        values = tree.call(parts.front, channels_last(inputs) if self._channels_last else inputs)
         return [value[: own.stop - own.start] for value in values], shares
 
     def _gathered(self, values: Sequence[Tensor], shares: Sequence[slice]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Linear layers that put the gradient of their weight where it is needed, instead of into ``weight.grad``.
+"""Linear layers that put the gradient of their weight where it is needed, themselves.
 
 The gradient of a weight (outputs x inputs) is a product of what each example gave: at a small batch these factors are
 much smaller than their product. Exchanging them, each rank forms the whole batch's gradient of its own rows only: the
@@ -9,7 +9,9 @@ Distributed Machine Learning via Sufficient Factor Broadcasting", 2016; the choi
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +42,36 @@ def plain_layers(model: nn.Module) -> list[nn.Linear]:
     return [
         module
         for module in model.modules()
-        if type(module) is nn.Linear and owners[id(module.weight)] == 1 and module.weight.requires_grad
+        if type(module) is nn.Linear
+        and owners[id(module.weight)] == 1
+        and module.weight.requires_grad
+        and not module.weight._backward_hooks  # which would no longer be called
+        and not getattr(module.weight, "_post_accumulate_grad_hooks", None)
     ]
+
+
+@final
+class Products:
+    """The gradients of the weights of layers, put off in a backward pass until they are asked for, and added to
+    ``weight.grad`` in place: autograd would write each elsewhere first, which takes as long as the product of few rows.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self._factors: list[tuple[Tensor, Tensor, Tensor]] = []
+        for layer in layers:
+            redirect(layer, partial(self._keep, layer.weight))
+
+    def _keep(self, weight: Tensor, inputs: Tensor, gradient: Tensor) -> None:
+        self._factors.append((weight, inputs, gradient))
+
+    def add_up(self) -> None:
+        """Of the backward passes since the last time."""
+        for weight, inputs, gradient in self._factors:
+            if weight.grad is None:
+                weight.grad = gradient.t() @ inputs
+            else:
+                weight.grad.addmm_(gradient.t(), inputs)
+        self._factors.clear()
 
 
 def redirect(layer: nn.Linear, sink: Sink) -> None:
@@ -62,12 +92,26 @@ class _Redirected(nn.Linear):
         return y
 
 
+FEW_ROWS = 64
+"""Up to here a product is faster with the weight on its left: 0.50 instead of 0.74 ms for 32 rows of 1024 to 1024."""
+
+
+def _outputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    if len(rows) > FEW_ROWS or x.device.type != "cpu":
+        return functional.linear(x, weight, bias)
+    y = x.new_empty(*x.shape[:-1], len(weight))  # no view: what comes after may write to it in place
+    product = weight @ rows.t() if bias is None else torch.addmm(bias[:, None], weight, rows.t())
+    y.view(len(rows), -1).copy_(product.t())
+    return y
+
+
 class _Product(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Sink) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sink = sink
-        return functional.linear(x, weight, bias)
+        return _outputs(x, weight, bias)
 
     @staticmethod
     @once_differentiable

@@ -13,6 +13,7 @@ from torch.autograd import Function
 from apportion import tree
 from apportion.batch import Batch
 from apportion.comm.group import Group
+from apportion.parallel.linear import Products
 from apportion.parallel.passing import Inlet, Outlet
 from apportion.parallel.replica import Replica
 from apportion.workload import examples
@@ -52,8 +53,11 @@ class Ends:
 class Passes:
     """The passes of one batch's micro-batches through a stage."""
 
-    def __init__(self, run: Run, ends: Ends, replica: Replica, batch: Batch, parts: Sequence[Batch]) -> None:
-        self._run, self._ends, self._replica, self._batch, self._parts = run, ends, replica, batch, parts
+    def __init__(
+        self, run: Run, products: Products, ends: Ends, replica: Replica, batch: Batch, parts: Sequence[Batch]
+    ) -> None:
+        self._run, self._products, self._ends = run, products, ends
+        self._replica, self._batch, self._parts = replica, batch, parts
         self._kept: dict[int, tuple[list[_Arrival], Any]] = {}
         self.loss: Tensor | None = None
         self.most = 0
@@ -84,6 +88,7 @@ class Passes:
         del kept
         if ends.gradients_out is not None:
             ends.gradients_out.send([arrival.gradient for arrival in arrivals])
+        self._products.add_up()  # by now the stage before is at work again
 
     def _weighted_loss(self, outputs: Any, part: Batch) -> tuple[Tensor, float]:
         """The mean loss of a micro-batch, and its share of the terms of the batch."""

@@ -29,6 +29,7 @@ from apportion.comm.message import broadcast_message
 from apportion.graph import Unfollowed, follow, names
 from apportion.network import evaluating
 from apportion.parallel.cuts import balanced, calls, changing_buffers, measured, named
+from apportion.parallel.linear import Products, plain_layers
 from apportion.parallel.loss_share import LossShare
 from apportion.parallel.passes import Ends, Passes
 from apportion.parallel.pieces import Piece
@@ -89,6 +90,7 @@ class InParts(Part):
         if microbatches > 1:
             _refuse_state(model, changing_buffers(model, tree.rows(inputs, slice(0, 2))), microbatches)
         self.model, self._microbatches = model, microbatches
+        self._products = Products(plain_layers(model) if microbatches > 1 else ())
         self.pieces: Mapping[str, Piece] = {}
 
     def backward(self, replica: Replica, batch: Batch) -> Tensor:
@@ -97,6 +99,7 @@ class InParts(Part):
         for part in batch.parts(self._microbatches):
             loss, weight = share(part, own=True, total=total)
             replica.backward(loss, weight)
+            self._products.add_up()
             losses.append(loss.detach() * weight)
         return sum(losses[1:], losses[0])
 
@@ -141,6 +144,8 @@ class Stages(Part):
         self.pieces = terms(model, graph, bounds, self.model)
         if self._rank == 0:
             adopt_the_rest(self.model, model, graph)
+        # Of a whole batch they would keep all inputs until the end.
+        self._products = Products(plain_layers(self.model) if microbatches > 1 else ())
         self.ends = Ends.of(self._group, world.device)
 
     def _cut(
@@ -184,7 +189,7 @@ class Stages(Part):
 
     def backward(self, replica: Replica, batch: Batch) -> Tensor | None:
         parts = batch.parts(self._microbatches)
-        passes = Passes(self.run, self.ends, replica, batch, parts)
+        passes = Passes(self.run, self._products, self.ends, replica, batch, parts)
         for kind, number in turns(self._schedule, self._rank, self._size, len(parts)):
             if kind == "forward":
                 passes.forward(number)

@@ -41,6 +41,7 @@ from apportion.comm.group import Group
 from apportion.network import evaluating
 from apportion.parallel.exchanging import Exchanging
 from apportion.parallel.fused import with_fused_updates
+from apportion.parallel.memory_format import takes_channels_last
 from apportion.parallel.one_device import reference
 from apportion.parallel.sliced import Plan, plan
 from apportion.parallel.sliced_graph import trace
@@ -118,8 +119,11 @@ class HybridParallel(Strategy):
                 found = plan(model, inputs, workload, min_width=width, within=back)
         if not found.layers():
             raise ValueError(f"there is no layer that can be sliced under {', '.join(back)}: use data_parallel")
+        last = takes_channels_last(model, (trains.front, evaluates.front), inputs)
         rotates = self.exchange == "rotate"
-        return Exchanging(model, found, group, workload, trains=trains, evaluates=evaluates, rotates=rotates)
+        return Exchanging(
+            model, found, group, workload, trains=trains, evaluates=evaluates, rotates=rotates, channels_last=last
+        )
 
     def _sliced_names(self, model: nn.Module, graph: fx.Graph) -> list[str]:
         """Names, each of a layer or of what many are under."""

@@ -33,6 +33,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
+from apportion.parallel.fused import with_fused_updates
 from apportion.parallel.one_device import reference
 from apportion.parallel.split import MakePart, SplitStep
 from apportion.parallel.stages import staged
@@ -92,7 +93,7 @@ class PipelineParallel(Strategy):
                 microbatches=self.microbatches, schedule=self.schedule, cuts=cuts, recompute=self.recompute,
             )  # fmt: skip
 
-        return SplitStep(workload, world, part(world), again=part)
+        return SplitStep(with_fused_updates(workload), world, part(world), again=part)
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return reference(workload)

@@ -1,0 +1,25 @@
+"""The C library's memory, as a process that makes the same step again and again wants it."""
+
+from __future__ import annotations
+
+import ctypes
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+"""mallopt's parameters, malloc.h."""
+_MOST = (1 << 31) - 1
+_MORE = 1 << 28
+
+
+def keep_what_is_freed() -> None:
+    """From now on what a step frees is there for the next one.
+
+    By default the largest blocks, and what is free at the end of the heap, go back to the system: every step then asks
+    for the activations' pages again, and each is cleared and mapped when it is first written to, which can take longer
+    than computing what it holds. A process has no more memory than before at its peak. Only where the C library is
+    glibc; elsewhere nothing is changed.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, _MOST)
+        mallopt(_TRIM_THRESHOLD, _MOST)
+        mallopt(_TOP_PAD, _MORE)  # grown in large steps: address space, of which memory is taken as it is used
