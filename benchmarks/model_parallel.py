@@ -12,6 +12,8 @@ conv_height       5 convolutions of 3x3 over images of 256x256, batch 2, conv_pa
                   examples/s.
 hybrid_ddp        an AlexNet, batch 128, hybrid_parallel against DDP, 2 processes: examples/s.
 hybrid_best       the same against the better of one process with all threads and data_parallel: examples/s.
+*_kept            the same, the others keeping the memory that they free, as apportion's workers do of themselves
+                  (allocator.py): by default the largest blocks are given back to the system, and asked for again.
 pipe              8 equal layers, 2 stages, 8 micro-batches, pipeline_parallel against torch.distributed.pipelining over
                   gloo (peers/pipelining.py), the faster of gpipe and 1f1b on each side: examples/s.
 pipe_bubble       (S - 1) / (M + S - 1), against the share of a step in which a stage waits, on average over the stages,
@@ -27,12 +29,12 @@ on a pipe; figures are medians over the rounds, and a ratio above 1 is better th
 
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 from data_parallel import DDP, MLP10M, OURS, ROUND_SECONDS, THREADS, warmed_up
-from parked import Side
+from parked import KEPT, Side
 from table import main, measured
 
 HERE = Path(__file__).resolve().parent
@@ -51,6 +53,11 @@ class Other:
     command: tuple[str, ...]
     ranks: int
     batches: int = 1
+    kept: bool = False
+    """Does it keep the memory that it frees?"""
+
+    def parked(self):
+        return Side(list(self.command), ranks=self.ranks, more=KEPT if self.kept else None)
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ class Best:
         """Examples/s of every side."""
         sides = (*self.ours, *self.others)
         with ExitStack() as stack:
-            parked = [stack.enter_context(Side(list(side.command), ranks=side.ranks)) for side in sides]
+            parked = [stack.enter_context(side.parked()) for side in sides]
             for side in parked:
                 side.wait_until_ready()
             steps = [max(1, round(ROUND_SECONDS / warmed_up(side))) for side in parked]
@@ -101,6 +108,10 @@ def threads(workload, batch_size):
 
 def twins(workload, batch_size):
     return Other((THREADS, workload, str(batch_size), "1"), ranks=2, batches=2)
+
+
+def kept(other):
+    return replace(other, kept=True)
 
 
 def slices(batch_size, against, other):
@@ -150,7 +161,12 @@ class Bubble:
                 yield median(sum(parked.each(MICROBATCHES)) / STAGES for _ in range(ROUNDS))
 
 
-HYBRID = ours(ALEXNET, "hybrid_parallel", 128)
+def hybrid(against, *others):
+    what = f"AlexNet, batch 128, hybrid_parallel against {against}"
+    return Best(what, (ours(ALEXNET, "hybrid_parallel", 128),), others, 128)
+
+
+DATA = ours(ALEXNET, "data_parallel", 128)
 BATCHES = (32, 128, 1024)
 MEASUREMENTS = {
     **{f"slices_{size}": slices(size, "DDP", ddp) for size in BATCHES},
@@ -166,13 +182,10 @@ MEASUREMENTS = {
         (twins(CONV256, 2),),
         2,
     ),
-    "hybrid_ddp": Best("AlexNet, batch 128, hybrid_parallel against DDP", (HYBRID,), (ddp(ALEXNET, 128),), 128),
-    "hybrid_best": Best(
-        "AlexNet, batch 128, hybrid_parallel against the better of data_parallel and all threads",
-        (HYBRID,),
-        (ours(ALEXNET, "data_parallel", 128), threads(ALEXNET, 128)),
-        128,
-    ),
+    "hybrid_ddp": hybrid("DDP", ddp(ALEXNET, 128)),
+    "hybrid_ddp_kept": hybrid("DDP", kept(ddp(ALEXNET, 128))),
+    "hybrid_best": hybrid("the better of data_parallel and all threads", DATA, threads(ALEXNET, 128)),
+    "hybrid_best_kept": hybrid("the better of data_parallel and all threads", DATA, kept(threads(ALEXNET, 128))),
     "pipe": pipe(),
     "pipe_bubble": Bubble(f"bubble of {STAGES} stages and {MICROBATCHES} micro-batches, against what is promised"),
 }

@@ -12,6 +12,7 @@ from endless import endless, in_memory
 from parked import serve, settle
 
 from apportion import World, batches
+from apportion.allocator import keep_what_is_freed
 from apportion.parallel import pages, shared_update
 from apportion.values import parse
 
@@ -31,6 +32,7 @@ def slowed(step):
 
 def main(address, strategy, batch_size=None, *options):
     settle()
+    keep_what_is_freed()  # as its workers do
     if "one_version" in options:
         pages.VERSIONS = shared_update.VERSIONS = 1
     workload, world = endless(address, batch_size), World.from_env(device="cpu")

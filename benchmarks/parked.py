@@ -11,14 +11,20 @@ import time
 
 import torch
 
-from apportion.allocator import keep_what_is_freed
-
 DEADLINE = 180
 """Seconds that a side may take to answer."""
 
 
 class SideFailed(Exception):
     """A side did not start, died, or did not answer in time."""
+
+
+KEPT = {
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_MMAP_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_TOP_PAD_": str(2**28),
+}
+"""With these in its environment a process keeps the memory that it frees, as apportion's workers do."""
 
 
 def environment(*, rank=0, ranks=1, port=0):
@@ -37,13 +43,13 @@ def free_port():
 class Side:
     """One side of a comparison: a process a rank, parked until `go`."""
 
-    def __init__(self, command, *, ranks, python=sys.executable):
+    def __init__(self, command, *, ranks, python=sys.executable, more=None):
         port = free_port()
         self._errors = [tempfile.TemporaryFile() for _ in range(ranks)]  # noqa: SIM115 (closed by __exit__)
         self._processes = [
             subprocess.Popen(
                 [python, *command],
-                env=environment(rank=rank, ranks=ranks, port=port),
+                env=environment(rank=rank, ranks=ranks, port=port) | (more or {}),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors[rank],
@@ -103,12 +109,10 @@ def settle():
     """Of a parked process, first of all: what would make two runs of the same code differ in speed.
 
     A side trains far longer than its schedule was made for: moments that die out would become denormal numbers, which
-    are slow, and more of them on one side than on the other. And whether freed memory is asked for again in every step
-    depends on the sizes and the order of what is freed; apportion's workers keep it, and here so does everybody.
+    are slow, and more of them on one side than on the other.
     """
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    keep_what_is_freed()
 
 
 def serve(run):

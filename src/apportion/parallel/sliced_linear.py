@@ -24,6 +24,7 @@ from torch.nn import functional
 from apportion.comm.differentiable import copy_to, gather_from
 from apportion.comm.group import Group
 from apportion.deal import mix
+from apportion.parallel.products import linear
 from apportion.parallel.slices import Slicer, shares
 
 
@@ -74,7 +75,7 @@ class ColumnSlice(nn.Linear):
     gathers: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        y = functional.linear(copy_to(x, self.group), self.weight, self.bias)
+        y = linear(copy_to(x, self.group), self.weight, self.bias)
         return gather_from(y, self.group, -1, self.sizes) if self.gathers else y
 
 
@@ -91,7 +92,7 @@ class RowSlice(nn.Linear):
                 "the network does not compute what it computed when it was traced; use data_parallel"
             )
         bias = self.bias if self.group.rank == 0 else None
-        return sum_terms(functional.linear(x, self.weight, bias), self.group)
+        return sum_terms(linear(x, self.weight, bias), self.group)
 
 
 def slice_dropout(layer: nn.Dropout, slicer: Slicer, number: int) -> None:
