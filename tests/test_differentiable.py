@@ -15,7 +15,6 @@ from torch import Tensor
 from apportion.comm.differentiable import (
     all_gather,
     copy_to,
-    finish_halo,
     gather_from,
     gather_rows,
     halo,
@@ -24,7 +23,6 @@ from apportion.comm.differentiable import (
     reduce_scatter,
     scatter_to,
     sent,
-    start_halo,
 )  # fmt: skip
 from apportion.comm.message import broadcast_message, broadcast_tensors
 from apportion.world import World
@@ -177,7 +175,7 @@ def coupled(x: Tensor, rank: int, dim: int) -> Tensor:
     return (torch.tanh(x.cumsum(dim)) * (x + 0.1 * rank)).sum()
 
 
-def with_halos(world: World, cases: list[Around], dim: int, halves: bool) -> list[str]:
+def with_halos(world: World, cases: list[Around], dim: int) -> list[str]:
     """What is wrong, in values or gradients, against slices of the whole."""
     group, rank, wrong = world.group(), world.rank, []
     for case in cases:
@@ -188,15 +186,8 @@ def with_halos(world: World, cases: list[Around], dim: int, halves: bool) -> lis
         start = sum(case.sizes[:rank])
         lengths[dim] = slice(start, start + case.sizes[rank])
         own = whole.detach()[tuple(lengths)].clone().requires_grad_()
-        if halves:
-            x, started = start_halo(own, group, dim, case.before, case.after, sizes=case.sizes)
-            inside = coupled(x, 5, dim)
-            rows_before, rows_after = finish_halo(started)
-            found = torch.cat([rows_before, x, rows_after], dim)
-        else:
-            found = halo(own, group, dim, case.before, case.after)
-            inside = coupled(own, 5, dim)
-        (coupled(found, rank, dim) + inside).backward()
+        found = halo(own, group, dim, case.before, case.after)
+        (coupled(found, rank, dim) + coupled(own, 5, dim)).backward()
         parts = [list(lengths) for _ in case.sizes]
         total = whole.new_zeros(())
         for other, part in enumerate(parts):
@@ -215,15 +206,14 @@ def with_halos(world: World, cases: list[Around], dim: int, halves: bool) -> lis
     return wrong
 
 
-@pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_halo_is_a_slice_of_the_whole_in_values_and_gradients(ranks: int, halves: bool, data: Any) -> None:
+def test_a_halo_is_a_slice_of_the_whole_in_values_and_gradients(ranks: int, data: Any) -> None:
     """Over several ranks too, and where ranks have no rows."""
     cases = data.draw(st.lists(arounds(ranks), min_size=8, max_size=15))
     dim = data.draw(st.sampled_from([0, 1, 2, -2]))
-    assert on_ranks(with_halos, ranks, cases, dim % 3, halves) == [[]] * ranks
+    assert on_ranks(with_halos, ranks, cases, dim % 3) == [[]] * ranks
 
 
 def refused(world: World, around: Around) -> str:
@@ -312,7 +302,7 @@ def test_messages_without_gradients_and_gradients_that_nobody_needs_keep_the_ord
 
 def over_gloo(world: World, sizes: tuple[int, ...], cases: list[Around]) -> tuple[list[str], list[str], str]:
     own = replace(World.from_env(device="cpu"), local_size=1)  # as if each were on a host of its own
-    wrong = all_checked(own, FUNCTIONS, sizes, 1), with_halos(own, cases, 1, False) + with_halos(own, cases, 1, True)
+    wrong = all_checked(own, FUNCTIONS, sizes, 1), with_halos(own, cases, 1)
     group = type(own.group()).__name__
     own.close()
     return *wrong, group

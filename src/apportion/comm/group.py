@@ -39,7 +39,7 @@ class Waits:
             self.word[0] = 0
 
     def move_on(self) -> bool:
-        """Do what can be done of the messages under way; are there any left?"""
+        """Do what can be done at once of the messages under way; are there any left?"""
         for key, move in list(self.moving.items()):
             if not move():
                 self.moving.pop(key, None)
