@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -298,6 +300,47 @@ def without_gradient(world: World) -> list[float]:
 
 def test_messages_without_gradients_and_gradients_that_nobody_needs_keep_the_order() -> None:
     assert on_ranks(without_gradient, 2) == [[7.0], [2.0, 3.0]]
+
+
+LARGE = (5 << 20,)
+"""Numbers of a message that is larger than what may be under way."""
+
+
+def leaves_at_once(world: World, with_gradient: bool) -> bool:
+    """Whoever sends last waits for nothing any more. Was everything taken all the same?"""
+    group, done = world.group(), np.frombuffer(world.shared("done", 64), dtype=np.int64)
+    last = 1 if with_gradient else 0
+    with torch.set_grad_enabled(with_gradient):
+        x = torch.ones(LARGE, requires_grad=with_gradient)
+        passed = sent(x, group, 1) if world.rank == 0 else received(torch.empty(LARGE), group, 0).sum()
+        if with_gradient:
+            passed.backward()
+    done[world.rank] = 1
+    until = time.monotonic() + 5.0
+    while world.rank == last and not done[1 - last] and time.monotonic() < until:
+        time.sleep(0.01)
+    taken = bool(done[1 - last]) or world.rank != last
+    group.barrier()
+    return taken
+
+
+@pytest.mark.parametrize("with_gradient", [True, False])
+def test_what_was_sent_last_needs_nobody_to_wait_for_it_however_large(with_gradient: bool) -> None:
+    assert on_ranks(leaves_at_once, 2, with_gradient) == [True, True]
+
+
+def send_before_they_receive(world: World) -> bool:
+    group, rank = world.group(), world.rank
+    x = torch.full(LARGE, float(rank), requires_grad=True)
+    given = sent(x, group, 1 - rank)
+    come = received(torch.empty(LARGE), group, 1 - rank)
+    ((come * (rank + 2.0)).sum() + given).backward()
+    assert x.grad is not None
+    return bool(come.eq(1 - rank).all() and x.grad.eq(3 - rank).all())
+
+
+def test_ranks_may_all_send_before_they_receive_however_large() -> None:
+    assert on_ranks(send_before_they_receive, 2) == [True, True]
 
 
 def over_gloo(world: World, sizes: tuple[int, ...], cases: list[Around]) -> tuple[list[str], list[str], str]:

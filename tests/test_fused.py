@@ -63,8 +63,10 @@ def resumed(name: str, device: str, dtype: torch.dtype, saved: str) -> tuple[lis
     return own, plain
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a GPU"))])
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
+)
 @pytest.mark.parametrize("saved", ["float32", "float64"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_goes_on_fused_from_a_state_that_was_made_unfused(name: str, saved: str, device: str) -> None:
@@ -78,7 +80,7 @@ def test_an_optimizer_goes_on_fused_from_a_state_that_was_made_unfused(name: str
 def test_away_from_the_cpu_the_kernel_finds_the_number_of_updates_beside_the_weights_as_32_bits(
     name: str, saved: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a GPU would be handed: torch's meta device has the same rules for where tensors are, and computes nothing."""
+    """What a GPU would be handed: the same rules of where tensors are hold on torch's meta device."""
     handed: list[Tensor] = []
 
     def kernel(parameters: list[Tensor], *lists: Any, **_: Any) -> None:
