@@ -158,7 +158,7 @@ def received(like: Tensor, group: Group, source: int) -> Tensor:
     def back(gradient: Tensor) -> Tensor:
         work = group.send(gradient.contiguous(), source)
         if work is not DONE:  # whoever takes it may first wait for something that this backward has yet to send
-            Variable._execution_engine.queue_callback(work.wait)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(work.wait)
         return gradient.new_empty(0)
 
     start = torch.empty(0, dtype=like.dtype, device=like.device, requires_grad=like.is_floating_point())

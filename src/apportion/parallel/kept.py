@@ -118,7 +118,8 @@ def unpacked(memory: memoryview) -> tuple[State, Any]:
     for part, name, dtype, shape, at in head["tensors"]:
         tensor = found[part][name] = _view(memory, getattr(torch, dtype), shape, begin + at).clone()
         end = begin + at + _rounded(tensor.nbytes)
-    return State(**json.loads(bytes(memory[end : end + told])), **found), head["beside"]
+    rest = json.loads(bytes(memory[end : end + told]))
+    return State(step=rest["step"], settings=rest["settings"], **found), head["beside"]
 
 
 def _lengths(memory: memoryview) -> Any:
