@@ -134,8 +134,9 @@ class World:
 
     def split(self, axis: str, ranks: Sequence[Sequence[int]]) -> World:
         """The part of this world that this rank belongs to, as a world of its own: its rank there is its place in its
-        list, its memory and its groups are those of its ranks alone. Called by all ranks, with the same lists, which
-        hold every rank once; the same again gives the same part. ``group(axis)`` is its group from then on.
+        list, its memory and its groups are those of its ranks alone, ``local_size`` counts those of them on this host.
+        Called by all ranks, with the same lists, which hold every rank once; the same again gives the same part.
+        ``group(axis)`` is its group from then on.
         """
         if axis == "world" or "/" in axis or not axis:
             raise ValueError(f'axis={axis!r} must be a name without "/", and not "world", which is all ranks')

@@ -93,7 +93,7 @@ class Group(ABC):
         """A message to another rank; the tensor (contiguous) is theirs until ``wait`` returns.
 
         Messages of a pair arrive in the order in which they were sent. Some MiB are under way without anyone who
-        receives them; what is more goes on while this rank waits for something else, or in ``wait``.
+        receives them; what is more goes on in ``wait``, and whenever this rank meets or waits for others in any group.
         """
 
     @abstractmethod
