@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -15,7 +17,6 @@ from torch import Tensor
 from apportion.comm.differentiable import (
     all_gather,
     copy_to,
-    finish_halo,
     gather_from,
     gather_rows,
     halo,
@@ -24,7 +25,6 @@ from apportion.comm.differentiable import (
     reduce_scatter,
     scatter_to,
     sent,
-    start_halo,
 )  # fmt: skip
 from apportion.comm.message import broadcast_message, broadcast_tensors
 from apportion.world import World
@@ -177,7 +177,7 @@ def coupled(x: Tensor, rank: int, dim: int) -> Tensor:
     return (torch.tanh(x.cumsum(dim)) * (x + 0.1 * rank)).sum()
 
 
-def with_halos(world: World, cases: list[Around], dim: int, halves: bool) -> list[str]:
+def with_halos(world: World, cases: list[Around], dim: int) -> list[str]:
     """What is wrong, in values or gradients, against slices of the whole."""
     group, rank, wrong = world.group(), world.rank, []
     for case in cases:
@@ -188,15 +188,8 @@ def with_halos(world: World, cases: list[Around], dim: int, halves: bool) -> lis
         start = sum(case.sizes[:rank])
         lengths[dim] = slice(start, start + case.sizes[rank])
         own = whole.detach()[tuple(lengths)].clone().requires_grad_()
-        if halves:
-            x, started = start_halo(own, group, dim, case.before, case.after, sizes=case.sizes)
-            inside = coupled(x, 5, dim)
-            rows_before, rows_after = finish_halo(started)
-            found = torch.cat([rows_before, x, rows_after], dim)
-        else:
-            found = halo(own, group, dim, case.before, case.after)
-            inside = coupled(own, 5, dim)
-        (coupled(found, rank, dim) + inside).backward()
+        found = halo(own, group, dim, case.before, case.after)
+        (coupled(found, rank, dim) + coupled(own, 5, dim)).backward()
         parts = [list(lengths) for _ in case.sizes]
         total = whole.new_zeros(())
         for other, part in enumerate(parts):
@@ -215,15 +208,14 @@ def with_halos(world: World, cases: list[Around], dim: int, halves: bool) -> lis
     return wrong
 
 
-@pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_halo_is_a_slice_of_the_whole_in_values_and_gradients(ranks: int, halves: bool, data: Any) -> None:
+def test_a_halo_is_a_slice_of_the_whole_in_values_and_gradients(ranks: int, data: Any) -> None:
     """Over several ranks too, and where ranks have no rows."""
     cases = data.draw(st.lists(arounds(ranks), min_size=8, max_size=15))
     dim = data.draw(st.sampled_from([0, 1, 2, -2]))
-    assert on_ranks(with_halos, ranks, cases, dim % 3, halves) == [[]] * ranks
+    assert on_ranks(with_halos, ranks, cases, dim % 3) == [[]] * ranks
 
 
 def refused(world: World, around: Around) -> str:
@@ -310,9 +302,50 @@ def test_messages_without_gradients_and_gradients_that_nobody_needs_keep_the_ord
     assert on_ranks(without_gradient, 2) == [[7.0], [2.0, 3.0]]
 
 
+LARGE = (5 << 20,)
+"""Numbers of a message that is larger than what may be under way."""
+
+
+def leaves_at_once(world: World, with_gradient: bool) -> bool:
+    """Whoever sends last waits for nothing any more. Was everything taken all the same?"""
+    group, done = world.group(), np.frombuffer(world.shared("done", 64), dtype=np.int64)
+    last = 1 if with_gradient else 0
+    with torch.set_grad_enabled(with_gradient):
+        x = torch.ones(LARGE, requires_grad=with_gradient)
+        passed = sent(x, group, 1) if world.rank == 0 else received(torch.empty(LARGE), group, 0).sum()
+        if with_gradient:
+            passed.backward()
+    done[world.rank] = 1
+    until = time.monotonic() + 5.0
+    while world.rank == last and not done[1 - last] and time.monotonic() < until:
+        time.sleep(0.01)
+    taken = bool(done[1 - last]) or world.rank != last
+    group.barrier()
+    return taken
+
+
+@pytest.mark.parametrize("with_gradient", [True, False])
+def test_what_was_sent_last_needs_nobody_to_wait_for_it_however_large(with_gradient: bool) -> None:
+    assert on_ranks(leaves_at_once, 2, with_gradient) == [True, True]
+
+
+def send_before_they_receive(world: World) -> bool:
+    group, rank = world.group(), world.rank
+    x = torch.full(LARGE, float(rank), requires_grad=True)
+    given = sent(x, group, 1 - rank)
+    come = received(torch.empty(LARGE), group, 1 - rank)
+    ((come * (rank + 2.0)).sum() + given).backward()
+    assert x.grad is not None
+    return bool(come.eq(1 - rank).all() and x.grad.eq(3 - rank).all())
+
+
+def test_ranks_may_all_send_before_they_receive_however_large() -> None:
+    assert on_ranks(send_before_they_receive, 2) == [True, True]
+
+
 def over_gloo(world: World, sizes: tuple[int, ...], cases: list[Around]) -> tuple[list[str], list[str], str]:
     own = replace(World.from_env(device="cpu"), local_size=1)  # as if each were on a host of its own
-    wrong = all_checked(own, FUNCTIONS, sizes, 1), with_halos(own, cases, 1, False) + with_halos(own, cases, 1, True)
+    wrong = all_checked(own, FUNCTIONS, sizes, 1), with_halos(own, cases, 1)
     group = type(own.group()).__name__
     own.close()
     return *wrong, group

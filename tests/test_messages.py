@@ -22,6 +22,7 @@ from torch import Tensor
 
 from apportion.comm import meeting, shared_memory
 from apportion.comm.group import DONE, Alone, Group, Waits
+from apportion.comm.host_memory import host_memory
 from apportion.comm.link import LINE, PIECE, RING, Receiver, Sender, nbytes
 from apportion.comm.membership import Membership
 from apportion.comm.process_group import ProcessGroup
@@ -148,6 +149,60 @@ def send_and_meet(world: World, through: str) -> list[bool]:
 @pytest.mark.parametrize("through", ["a barrier", "a message"])
 def test_a_large_message_goes_on_while_its_sender_waits_in_another_group(through: str) -> None:
     assert on_ranks(send_and_meet, 3, through) == [[], [True], []]
+
+
+def send_and_wait_in_gloo(world: World, through: str) -> bool:
+    """Rank 0 sends more through memory than may be under way, and waits in torch.distributed for rank 1, which takes
+    that first."""
+    own = replace(World.from_env(device="cpu"), local_size=1)  # as if each were on a host of its own
+    group = own.group()
+    assert isinstance(group, ProcessGroup)
+    memory = host_memory(group, spins=False, deadline=5.0)
+    assert memory is not None
+    message, into, small = made(1, 3 * RING), torch.empty(3 * RING, dtype=torch.uint8), torch.zeros(1)
+    if world.rank == 0:
+        work = memory.send(message, 1)
+        group.receive(small, 1).wait() if through == "a message" else group.barrier()
+        work.wait()
+    else:
+        memory.receive(into, 0).wait()
+        group.send(torch.ones(1), 0).wait() if through == "a message" else group.barrier()
+    group.barrier()
+    memory.close()
+    own.close()
+    return world.rank == 0 or torch.equal(into, message)
+
+
+@pytest.mark.parametrize("through", ["a barrier", "a message"])
+def test_a_large_message_goes_on_while_its_sender_waits_in_torch_distributed(through: str) -> None:
+    assert on_ranks(send_and_wait_in_gloo, 2, through) == [True] * 2
+
+
+def never_asleep(world: World) -> bool:
+    """Rank 0 has sent more than may be under way and goes on with rank 2, which is always there before it."""
+    taken = np.frombuffer(world.shared("taken", 64), dtype=np.int64)
+    part = world.split("pair", [[0, 2], [1]])
+    message, into = made(1, 3 * RING), torch.empty(3 * RING, dtype=torch.uint8)
+    if world.rank == 0:
+        work = world.group().send(message, 1)
+    elif world.rank == 1:
+        world.group().receive(into, 0).wait()
+        taken[0] = 1
+    moved = world.rank == 1
+    for _ in range(0 if world.rank == 1 else 2000):
+        time.sleep(0.002 * (world.rank == 0))  # its work
+        seen = torch.tensor([float(taken[0] * (world.rank == 0))])
+        part.group().all_reduce(seen).wait()
+        if moved := bool(seen):
+            break
+    if world.rank == 0:
+        work.wait()
+    world.group().barrier()
+    return moved
+
+
+def test_a_large_message_goes_on_where_its_sender_meets_others_without_waiting_for_them() -> None:
+    assert on_ranks(never_asleep, 3) == [True] * 3
 
 
 def in_a_circle(world: World) -> bool:

@@ -439,6 +439,20 @@ def without_supervisor(world: World, wanted: list[Call]) -> tuple[list[str], boo
     return found, dist.is_initialized(), os.listdir("/dev/shm")
 
 
+def descriptors_of_memories(world: World) -> int:
+    def many() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = many()
+    for number in range(20):
+        world.shared(f"memory {number}", 4096)[0] = 1
+    return many() - before
+
+
+def test_memory_that_a_supervisor_hands_out_keeps_the_one_descriptor_of_its_mapping() -> None:
+    assert on_ranks(descriptors_of_memories, 2) == [20, 20]
+
+
 def test_ranks_without_a_supervisor_share_memory_that_has_no_name() -> None:
     kinds = ("all_reduce", "mean", "all_gather", "broadcast")
     wanted = [Call(kind, torch.float32, (300_000,), 1, (1, 0, 2), 5) for kind in kinds]

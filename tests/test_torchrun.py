@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import apportion
+from apportion.world import hosts as hosts_of
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 SECONDS = 90
@@ -106,11 +107,50 @@ if whole:  # rank 0 is told
         json.dump({**told, "cut": len(cut)}, file)
 """
 
+PARTS = """
+import json
+import sys
+
+import torch
+
+import apportion
+
+if sys.argv[1] == "given":  # the script has a group of its own, which stays
+    torch.distributed.init_process_group("gloo")
+world = apportion.World.from_env(device="cpu")
+told = []
+
+
+def told_of(part):
+    total = torch.tensor([10.0**world.rank])
+    part.group().all_reduce(total).wait()
+    other = torch.empty(1)
+    if part.size > 1:
+        work = part.group().send(torch.tensor([float(world.rank)]), (part.rank + 1) % part.size)
+        part.group().receive(other, (part.rank - 1) % part.size).wait()
+        work.wait()
+    told.append([part.rank, part.size, part.local_rank, part.local_size, total.item(), other.item() * (part.size > 1)])
+    return part
+
+
+for number, ranks in enumerate(json.loads(sys.argv[2])):
+    part = told_of(world.split(f"axis{number}", ranks))
+    if number == 0 and part.size > 1:  # those of one rank have no parts
+        told_of(part.split("nested", [[0], list(range(part.size))[:0:-1]]))
+told_of(world)
+world.close()
+again = apportion.World.from_env(device="cpu")
+told_of(again.split("axis0", json.loads(sys.argv[2])[0]))
+again.close()
+with open(f"{sys.argv[1]}-{world.rank}.json", "w") as file:
+    json.dump(told, file)
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the user's files are, and where everything runs."""
-    for name, text in (("work.py", WORK), ("loop.py", LOOP), ("runs.py", RUNS)):
+    for name, text in (("work.py", WORK), ("loop.py", LOOP), ("runs.py", RUNS), ("parts.py", PARTS)):
         (tmp_path / name).write_text(textwrap.dedent(text))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -173,6 +213,68 @@ def test_run_under_torchrun_breaks_resumes_and_gives_the_losses_of_the_local_lau
     assert state["step"] >= 5, "break has left a checkpoint"
     for name in ("whole", "cut", "half"):
         assert (folder / name / "report.html").exists()
+
+
+Lists = list[list[list[int]]]
+UNEVEN: dict[int, Lists] = {
+    3: [[[0, 1], [2]], [[0], [1, 2]], [[2, 0], [1]], [[0], [1], [2]], [[0], [2, 1]], [[0, 1, 2]]],
+    4: [[[0, 1, 2], [3]], [[0], [3, 1], [2]], [[0, 3], [2, 1]], [[1], [0, 2, 3]], [[0, 3], [2, 1]], [[1, 3, 0, 2]]],
+}
+
+
+def what_parts_tell(rank: int, splits: Lists, hosts: list[int]) -> list[list[float]]:
+    def of(part: list[int]) -> list[float]:
+        here = [other for other in part if hosts[other] == hosts[rank]]
+        at, total = part.index(rank), sum(10.0**other for other in part)
+        place = [at, len(part), here.index(rank), len(here)]
+        return [*place, total, part[at - 1] if len(part) > 1 else 0.0]
+
+    told = []
+    for number, split in enumerate(splits):
+        part = next(part for part in split if rank in part)
+        told.append(of(part))
+        if number == 0 and len(part) > 1:
+            told.append(of([part[0]] if rank == part[0] else part[:0:-1]))
+    return [*told, of(list(range(len(hosts)))), told[0]]
+
+
+def assert_parts(folder: Path, name: str, splits: Lists, hosts: list[int]) -> None:
+    for rank in range(len(hosts)):
+        found = json.loads((folder / f"{name}-{rank}.json").read_text())
+        assert found == what_parts_tell(rank, splits, hosts), f"rank {rank}"
+
+
+@pytest.mark.parametrize(("ranks", "group"), [(3, "own"), (4, "own"), (3, "given")])
+def test_parts_of_uneven_sizes_find_each_other_whatever_parts_their_ranks_were_in_before(
+    folder: Path, ranks: int, group: str
+) -> None:
+    splits = UNEVEN[ranks]
+    finish([start([*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", "parts.py", group, json.dumps(splits)])])
+    assert_parts(folder, group, splits, [0] * ranks)
+
+
+def test_a_part_knows_which_of_its_ranks_are_on_its_host(folder: Path) -> None:
+    """Two agents of torchrun stand for two hosts."""
+    splits = [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 1, 0], [2]], [[0], [3, 2, 1]]]
+    port, processes = free_port(), []
+    for node in range(2):
+        where = ["--nnodes=2", f"--node-rank={node}", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+        command = [*TORCHRUN, *where, f"--master-port={port}", "parts.py", "two", json.dumps(splits)]
+        processes.append(start(command))
+    finish(processes)
+    assert_parts(folder, "two", splits, [0, 0, 1, 1])
+
+
+def test_ranks_are_on_the_hosts_that_their_local_ranks_tell() -> None:
+    def places(names: str, local_ranks: str, *sizes: int) -> list[tuple[str, int, int]]:
+        return [(n, int(at), sizes[i % len(sizes)]) for i, (n, at) in enumerate(zip(names, local_ranks, strict=True))]
+
+    assert hosts_of(places("aabb", "0101", 2)) == [0, 0, 1, 1]
+    assert hosts_of(places("abab", "0011", 2)) == [0, 1, 0, 1], "dealt out in turn"
+    assert hosts_of(places("aaaa", "0101", 2)) == [0, 0, 1, 1], "two of one name"
+    assert hosts_of(places("aaaa", "0011", 2)) == [0, 1, 0, 1]
+    assert hosts_of(places("aaab", "0120", 3)) == [0, 0, 0, 1], "Slurm's largest is what all are told"
+    assert hosts_of(places("aaa", "012", 1)) == [0, 1, 2]
 
 
 # Two hosts

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from apportion.comm.channel import Channel
 from apportion.comm.group import Alone, Group, Waits
 from apportion.comm.host_memory import host_memory, is_faster, shared_memory
 from apportion.comm.membership import Membership
+from apportion.comm.message import gather_messages
 from apportion.comm.shared_memory import SharedMemory, nbytes
 from apportion.cores import usable_cores
 from apportion.errors import ApportionError
@@ -62,6 +64,7 @@ class World:
     _groups: dict[str, Group] = field(default_factory=dict, repr=False, compare=False)
     _memories: dict[str, memoryview] = field(default_factory=dict, repr=False, compare=False)
     _asked: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
+    _known_hosts: list[int] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def from_env(cls, *, device: str | None = None, channel: Channel | None = None) -> World:
@@ -120,6 +123,7 @@ class World:
             _parts={},
             _axes={},
             _groups={},
+            _known_hosts=[],
             _asked={},  # whoever had not built its step yet builds it anew, in the memory that the others have
         )
 
@@ -130,8 +134,9 @@ class World:
 
     def split(self, axis: str, ranks: Sequence[Sequence[int]]) -> World:
         """The part of this world that this rank belongs to, as a world of its own: its rank there is its place in its
-        list, its memory and its groups are those of its ranks alone. Called by all ranks, with the same lists, which
-        hold every rank once; the same again gives the same part. ``group(axis)`` is its group from then on.
+        list, its memory and its groups are those of its ranks alone, ``local_size`` counts those of them on this host.
+        Called by all ranks, with the same lists, which hold every rank once; the same again gives the same part.
+        ``group(axis)`` is its group from then on.
         """
         if axis == "world" or "/" in axis or not axis:
             raise ValueError(f'axis={axis!r} must be a name without "/", and not "world", which is all ranks')
@@ -145,15 +150,16 @@ class World:
         return self._parts[name]
 
     def _part(self, name: str, ranks: list[int]) -> World:
-        rank, size, on_one_host = ranks.index(self.rank), len(ranks), self.local_size == self.size
+        rank, size, hosts = ranks.index(self.rank), len(ranks), self._hosts()
+        here = [other for other in ranks if hosts[other] == hosts[self.rank]]
         part = replace(
             self,
             rank=rank,
             size=size,
-            local_rank=rank if on_one_host else self.local_rank,
-            local_size=size if on_one_host else self.local_size,
-            seat=rank,
-            seats=size,
+            local_rank=here.index(self.rank),
+            local_size=len(here),
+            seat=here.index(self.rank),
+            seats=len(here),
             outer=self,
             name=name,
             _parts={},
@@ -161,10 +167,22 @@ class World:
             _groups={},
             _memories={},
             _asked={},
+            _known_hosts=[hosts[other] for other in ranks],
         )
-        if size > 1 and not self._is_supervised_memory():  # made together: the order is the same on all ranks
-            part._groups["world"] = self._connect_part(part, ranks)
+        if not self._is_supervised_memory():  # made together: the order is the same on all ranks
+            self.group()  # whoever is in a part by itself meets the others here all the same
+            if size > 1:
+                part._groups["world"] = self._connect_part(part, ranks)
         return part
+
+    def _hosts(self) -> list[int]:
+        """Of every rank, the number of its host. Called by all ranks."""
+        if self.local_size == self.size:
+            return [0] * self.size
+        if not self._known_hosts:
+            own = [socket.gethostname(), self.local_rank, self.local_size]
+            self._known_hosts.extend(hosts(gather_messages(own, self.group(), device=self.device)))
+        return self._known_hosts
 
     def _connect_part(self, part: World, ranks: list[int]) -> Group:
         from apportion.comm.process_group import ProcessGroup
@@ -265,6 +283,21 @@ class World:
         for group in self._groups.values():
             group.close()
         self._groups.clear()
+
+
+def hosts(places: Sequence[tuple[str, int, int]]) -> list[int]:
+    """The host of every rank, numbered as they come. ``places``: each one's host's name, local_rank and local_size;
+    several hosts may have one name (containers), and then each has every local rank once."""
+    seats: list[tuple[str, set[int]]] = []
+    found = []
+    for name, local_rank, local_size in places:
+        free = (at for at, (n, taken) in enumerate(seats) if n == name and local_rank not in taken)
+        number = next((at for at in free if len(seats[at][1]) < local_size), len(seats))
+        if number == len(seats):
+            seats.append((name, set()))
+        seats[number][1].add(local_rank)
+        found.append(number)
+    return found
 
 
 def _given(environment: Mapping[str, str]) -> dict[str, str]:

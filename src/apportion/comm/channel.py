@@ -63,6 +63,8 @@ class Lines:
         except OSError:
             pass
         self.socket.close()
+        while self._fds:
+            os.close(self._fds.pop())
 
 
 class Channel:
@@ -93,7 +95,10 @@ class Channel:
         if name not in self._maps:
             self.send({"kind": "shared", "name": name, "nbytes": nbytes})
             fd = self._replies.get(timeout=_REPLY_SECONDS)
-            self._maps[name] = mmap.mmap(fd, nbytes)
+            try:
+                self._maps[name] = mmap.mmap(fd, nbytes)
+            finally:
+                os.close(fd)  # the mapping keeps one of its own
         return memoryview(self._maps[name])
 
     def close(self) -> None:

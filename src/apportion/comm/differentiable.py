@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, Variable
 from torch.autograd.function import once_differentiable
 
-from apportion.comm.group import Group
-from apportion.comm.halo import Reach, StartedHalo, finish, start, with_halo, without_halo
+from apportion.comm.group import DONE, Group
+from apportion.comm.halo import Reach, with_halo, without_halo
 
 Map = Callable[[Tensor], Tensor]
 
@@ -119,41 +119,21 @@ def halo(
     return _linear(x, lambda x: with_halo(x, group, reach), lambda gradient: without_halo(gradient, group, reach))
 
 
-def start_halo(
-    x: Tensor,
-    group: Group,
-    dim: int,
-    before: Sequence[int],
-    after: Sequence[int],
-    *,
-    sizes: Sequence[int] | None = None,
-) -> tuple[Tensor, StartedHalo]:
-    """``halo`` in two halves: what is computed between them on the x that this returns (on that one: its gradient
-    waits for the others' as late as it can) runs while the rows are on their way. Halos are finished in the order in
-    which they were started. ::
-
-        x, started = start_halo(x, group, dim, before, after)
-        inside = f(x)
-        rows_before, rows_after = finish_halo(started)
-    """
-    return start(x, group, _reach(x, group, dim, before, after, sizes))
-
-
-def finish_halo(started: StartedHalo) -> tuple[Tensor, Tensor]:
-    """The rows before and the rows after; of no rows, where none were wanted."""
-    return finish(started)
-
-
 def sent(x: Tensor, group: Group, to: int) -> Tensor:
     """Send x to a rank that calls ``received``. What this returns is a zero whose ``backward`` waits for x's gradient
-    from there: add it to what backward is called on, or call it on this. x stays as it is until then."""
+    from there: add it to what backward is called on, or call it on this. x stays as it is until then. Without gradients
+    this returns when x is on its way and no longer needed."""
     with_gradient = torch.is_grad_enabled() and x.is_floating_point()
     if with_gradient and not x.requires_grad:  # the other side cannot know: it sends a gradient, and here it ends
         x = x.detach().requires_grad_()
     shape, kept = x.shape, []
 
     def there(x: Tensor) -> Tensor:
-        kept.append(group.send(x.contiguous(), to))
+        work = group.send(x.contiguous(), to)
+        if with_gradient:
+            kept.append(work)
+        else:
+            work.wait()
         return x.new_zeros(())
 
     def back(zero: Tensor) -> Tensor:
@@ -168,7 +148,7 @@ def sent(x: Tensor, group: Group, to: int) -> Tensor:
 def received(like: Tensor, group: Group, source: int) -> Tensor:
     """What a rank has ``sent``, of the shape and type of ``like`` (which may be a meta tensor's ``empty_like``, and is
     not read). Its gradient goes back there, also where nothing there needs it: it has to take part in what backward is
-    called on."""
+    called on. The ``backward`` that sends it ends when it is on its way, however large it is."""
 
     def there(start: Tensor) -> Tensor:
         x = torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
@@ -176,7 +156,9 @@ def received(like: Tensor, group: Group, source: int) -> Tensor:
         return x
 
     def back(gradient: Tensor) -> Tensor:
-        group.send(gradient.contiguous(), source)
+        work = group.send(gradient.contiguous(), source)
+        if work is not DONE:  # whoever takes it may first wait for something that this backward has yet to send
+            Variable._execution_engine.queue_callback(work.wait)
         return gradient.new_empty(0)
 
     start = torch.empty(0, dtype=like.dtype, device=like.device, requires_grad=like.is_floating_point())

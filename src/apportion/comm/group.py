@@ -39,7 +39,7 @@ class Waits:
             self.word[0] = 0
 
     def move_on(self) -> bool:
-        """Do what can be done of the messages under way; are there any left?"""
+        """Do what can be done at once of the messages under way; are there any left?"""
         for key, move in list(self.moving.items()):
             if not move():
                 self.moving.pop(key, None)
@@ -93,7 +93,7 @@ class Group(ABC):
         """A message to another rank; the tensor (contiguous) is theirs until ``wait`` returns.
 
         Messages of a pair arrive in the order in which they were sent. Some MiB are under way without anyone who
-        receives them; what is more goes on while this rank waits for something else, or in ``wait``.
+        receives them; what is more goes on in ``wait``, and whenever this rank meets or waits for others in any group.
         """
 
     @abstractmethod

@@ -15,12 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from apportion.comm.group import Group, Work
 
@@ -136,79 +133,3 @@ def _add(own: Tensor, strips: list[tuple[Tensor, Work]], reach: Reach) -> None:
 def _format(x: Tensor) -> torch.memory_format:
     is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
     return torch.channels_last if is_last else torch.contiguous_format
-
-
-# In two halves
-
-
-@dataclass
-class StartedHalo:
-    """Rows on their way."""
-
-    group: Group
-    reach: Reach
-    x: Tensor
-    """Without its history: shape, type and device of the rows."""
-    works: list[Work]
-    strips: list[tuple[Tensor, Work]]
-    token: Tensor | None = None
-
-
-class _Start(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, halo: StartedHalo) -> tuple[Tensor, Tensor]:
-        ctx.halo = halo
-        halo.works += _send(x, halo.group, halo.reach.dim, halo.reach.given)
-        halo.strips += _receive(x, halo.group, halo.reach.dim, halo.reach.wanted)
-        return x.view_as(x), x.new_zeros(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None]:
-        halo = ctx.halo
-        strips = _receive(gradient, halo.group, halo.reach.dim, halo.reach.given)
-        own = gradient.clone() if strips else gradient
-        _add(own, strips, halo.reach)
-        for sending in halo.works:
-            sending.wait()
-        return own, None
-
-
-class _Finish(Function):
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, halo: StartedHalo) -> tuple[Tensor, Tensor]:
-        ctx.halo, reach = halo, halo.reach
-        sides: list[list[Tensor]] = [[], []]
-        for (rank, _, _), (strip, work) in zip(reach.wanted, halo.strips, strict=True):
-            work.wait()
-            sides[rank > halo.group.rank].append(strip)
-        for sending in halo.works:
-            sending.wait()
-        halo.works, halo.strips = [], []
-        none = halo.x.narrow(reach.dim, 0, 0)
-        before, after = (torch.cat([none, *side], reach.dim) for side in sides)
-        return before, after
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, before: Tensor, after: Tensor) -> tuple[Tensor, None]:
-        halo, reach = ctx.halo, ctx.halo.reach
-        split = sum(rank < halo.group.rank for rank, _, _ in reach.wanted)
-        behind = tuple((rank, start - reach.before - reach.rows, rows) for rank, start, rows in reach.wanted[split:])
-        halo.works += _send(before, halo.group, reach.dim, reach.wanted[:split])
-        halo.works += _send(after, halo.group, reach.dim, behind)
-        return before.new_zeros(()), None
-
-
-def start(x: Tensor, group: Group, reach: Reach) -> tuple[Tensor, StartedHalo]:
-    """See ``differentiable.start_halo``."""
-    halo = StartedHalo(group, reach, x.detach().narrow(reach.dim, 0, 0), [], [])
-    same, halo.token = _Start.apply(x, halo)
-    return same, halo
-
-
-def finish(halo: StartedHalo) -> tuple[Tensor, Tensor]:
-    """See ``differentiable.finish_halo``."""
-    token, halo.token = halo.token, None  # the graph holds this value: no circle
-    before, after = _Finish.apply(token, halo)
-    return before, after

@@ -83,6 +83,7 @@ class Meeting:
     def wait(self) -> None:
         """Until every rank has arrived as often as this one."""
         began = time.perf_counter()
+        self.all_waits.move_on()  # whom this rank waits for may wait for that
         for rank, sequence, generation in self._others:
             if not self._is_there(sequence, generation):
                 self._wait_for(rank, sequence, generation, began)
@@ -118,6 +119,8 @@ class Meeting:
             while time.perf_counter() < spin_until:
                 if holds():
                     return
+                if len(self.all_waits.moving) > 1:  # while it streams in, others do too
+                    self.all_waits.move_on()
                 if word.value != seen:  # it is at work
                     spin_until, seen = time.perf_counter() + self._spin, word.value
             asleep.value = 1

@@ -11,8 +11,10 @@ import struct
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, final
 
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from apportion.comm.group import DONE, Group, Waits, Work
+from apportion.comm.meeting import NAP_SECONDS
 from apportion.errors import ApportionError, PeerLost
 
 DEADLINE_SECONDS = 300.0
@@ -34,6 +37,7 @@ PATIENCE_SECONDS = 10.0
 """Of meeting, before a rank says that it waits."""
 _KEPT_WAITS = 8192
 _meetings = itertools.count()
+_parts: Counter[str] = Counter()
 
 
 @final
@@ -84,12 +88,46 @@ class _Buffered:
         self._works.put((None, 0))
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where the ranks of a group have found each other, and those of a part of it will.
+
+    torch names a part by what else this process has made: ranks that were in other parts before (of one rank there is
+    none to make) would look for each other under different names. These names are of what the ranks have in common.
+    """
+
+    store: Any
+    name: str
+    timeout: timedelta
+    gpu: torch.device | None
+    """NCCL's; None: gloo's."""
+
+    @classmethod
+    def of_world(cls, name: str, device: torch.device, timeout: timedelta) -> _Place:
+        world = dist.group.WORLD
+        assert world is not None
+        own_gpu = device.type == "cuda" and "nccl" in dist.get_backend_config(world)
+        return cls(world.get_group_store(), name, timeout, device if own_gpu else None)
+
+    def of_part(self, ranks: Sequence[int]) -> _Place:
+        """Made again, it does not find what it left there."""
+        name = f"{self.name}/{','.join(map(str, ranks))}"
+        _parts[name] += 1
+        return replace(self, name=f"{name}/{_parts[name]}")
+
+    def connect(self, rank: int, size: int) -> Any:
+        made: Any = dist.ProcessGroupGloo if self.gpu is None else dist.ProcessGroupNCCL
+        return made(dist.PrefixStore(self.name, self.store), rank, size, timeout=self.timeout)  # type: ignore[attr-defined]
+
+
 @final
 class ProcessGroup(Group):
     """The ranks of a group of torch.distributed. ``owned``: it ends with this."""
 
-    def __init__(self, process_group: dist.ProcessGroup, *, owned: bool, all_waits: Waits | None = None) -> None:
-        self._pg, self._owned = process_group, owned
+    def __init__(
+        self, process_group: Any, *, owned: bool, all_waits: Waits | None = None, place: _Place | None = None
+    ) -> None:
+        self._pg, self._owned, self._place = process_group, owned, place
         self.rank, self.size = process_group.rank(), process_group.size()
         self.waits: deque[tuple[float, float]] = deque(maxlen=_KEPT_WAITS)
         self.all_waits = Waits() if all_waits is None else all_waits
@@ -101,23 +139,23 @@ class ProcessGroup(Group):
         cls, *, rank: int, size: int, device: torch.device, local_size: int, watched: bool = False
     ) -> ProcessGroup:
         """Meet the other ranks at MASTER_ADDR:MASTER_PORT. ``watched``: a supervisor sees who is late."""
+        timeout = timedelta(seconds=WATCHED_SECONDS if watched else DEADLINE_SECONDS)
         if dist.is_initialized():  # the user's own script has done it
-            assert dist.group.WORLD is not None
-            return cls(dist.group.WORLD, owned=False)
+            return cls(dist.group.WORLD, owned=False, place=_Place.of_world("given", device, timeout))
         own_gpu = device.type == "cuda" and local_size <= torch.cuda.device_count()
         if not own_gpu:
             _choose_interface(os.environ["MASTER_ADDR"])
-        timeout = timedelta(seconds=WATCHED_SECONDS if watched else DEADLINE_SECONDS)
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} (MASTER_ADDR:MASTER_PORT)"
         waits = threading.Timer(PATIENCE_SECONDS, _say_waiting, [rank, size, where])
         waits.daemon = True
         waits.start()
+        name = f"apportion/{next(_meetings)}"
         try:
             store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))  # type: ignore[attr-defined]
             dist.init_process_group(
                 "nccl" if own_gpu else "gloo",
                 # The store outlives a meeting: under a name of its own no rank finds what an earlier one left there.
-                store=dist.PrefixStore(f"apportion/{next(_meetings)}", store),  # type: ignore[attr-defined]
+                store=dist.PrefixStore(name, store),  # type: ignore[attr-defined]
                 rank=rank,
                 world_size=size,
                 timeout=timeout,
@@ -131,19 +169,14 @@ class ProcessGroup(Group):
             ) from error
         finally:
             waits.cancel()
-        assert dist.group.WORLD is not None
-        return cls(dist.group.WORLD, owned=True)
+        return cls(dist.group.WORLD, owned=True, place=_Place.of_world(name, device, timeout))
 
     def part(self, ranks: Sequence[int]) -> ProcessGroup:
         """Some of these ranks, in this order; called by them alone."""
-        of_default = [dist.get_global_rank(self._pg, rank) for rank in ranks]
-        made = dist.new_group(
-            of_default,
-            timeout=timedelta(seconds=DEADLINE_SECONDS),
-            use_local_synchronization=True,
-            sort_ranks=False,
-        )
-        return ProcessGroup(made, owned=True, all_waits=self.all_waits)
+        assert self._place is not None, "of a group that connect() has made"
+        place = self._place.of_part(ranks)
+        made = self._start(place.connect, ranks.index(self.rank), len(ranks))
+        return ProcessGroup(made, owned=True, all_waits=self.all_waits, place=place)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         return _Pending(self._start(self._pg.allreduce, [tensor]), self)
@@ -195,7 +228,10 @@ class ProcessGroup(Group):
         return self._start(way, [tensor.detach().view(-1).view(torch.uint8)], rank, 0)
 
     def barrier(self) -> None:
-        self._wait(self._start(self._pg.barrier))
+        options = dist.BarrierOptions()
+        if self._place is not None and self._place.gpu is not None:
+            options.device_ids = [self._place.gpu.index]  # a part's rank is not the number of its GPU
+        self._wait(self._start(self._pg.barrier, options))
 
     def _start(self, collective: Any, *arguments: Any) -> Any:
         try:
@@ -207,7 +243,7 @@ class ProcessGroup(Group):
         began = time.perf_counter()
         self.all_waits.begin()
         try:
-            work.wait()
+            self._through(work)
         except RuntimeError as error:
             raise self._lost(error) from error
         finally:
@@ -217,6 +253,21 @@ class ProcessGroup(Group):
         if collective:
             self.waits.append((began, ended))
 
+    def _through(self, work: Any) -> None:
+        """Wait, while messages through memory go on: whom this rank waits for may wait for one of those."""
+        if not self.all_waits.move_on():
+            work.wait()
+            return
+        over: Future[None] = Future()
+        # A message of gloo tells its end to nobody but who waits.
+        threading.Thread(target=_follow, args=(work, over), name="waits", daemon=True).start()
+        while self.all_waits.move_on():
+            try:
+                return over.result(NAP_SECONDS)
+            except TimeoutError:
+                continue
+        over.result()
+
     def _lost(self, error: RuntimeError) -> PeerLost:
         first = str(error).splitlines()[0] if str(error) else "no message"
         return PeerLost(f"rank {self.rank} lost another rank in a collective: {first}")
@@ -225,9 +276,20 @@ class ProcessGroup(Group):
         if self._buffered is not None:
             self._buffered.close()
             self._buffered = None
-        if self._owned and dist.is_initialized():
+        if self._owned and not isinstance(self._pg, dist.ProcessGroup):  # of a part
+            self._pg.shutdown()
+        elif self._owned and dist.is_initialized():
             dist.destroy_process_group(self._pg)
         self._owned = False
+
+
+def _follow(work: Any, over: Future[None]) -> None:
+    try:
+        work.wait()
+    except BaseException as error:
+        over.set_exception(error)
+    else:
+        over.set_result(None)
 
 
 def _say_waiting(rank: int, size: int, where: str) -> None:

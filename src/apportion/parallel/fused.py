@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
@@ -46,6 +47,7 @@ def _choose(optimizer: Optimizer, chosen: list[dict[str, Any]]) -> None:
         plain = not group["differentiable"] and not isinstance(group["lr"], Tensor)
         if free and plain and _suited(optimizer, group["params"]):
             group["fused"] = True
+            _bring_steps(optimizer, group["params"])
             chosen.append(group)
 
 
@@ -57,6 +59,16 @@ def _suited(optimizer: Optimizer, parameters: list[Any]) -> bool:
     return len(begun) < 2 and all(
         p.is_floating_point() and not p.grad.is_sparse and p.is_contiguous() and p.grad.is_contiguous() for p in used
     )
+
+
+def _bring_steps(optimizer: Optimizer, parameters: list[Any]) -> None:
+    """Away from the CPU the kernels read the number of updates where the weights are, as 32 bits. Whatever was made
+    unfused has it on the CPU, and maybe as 64: a state that was loaded (with ``fused=None`` in its group torch leaves
+    it as it comes), an update that was not suited, and Adagrad's from the start."""
+    for p in parameters:
+        step = optimizer.state.get(p, {}).get("step")
+        if isinstance(step, Tensor) and p.device.type != "cpu":
+            optimizer.state[p]["step"] = step.to(device=p.device, dtype=torch.float32)
 
 
 def _restore(chosen: list[dict[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 ::
 
     word c            version c % 2 is whole
-    version 0, 1      length | what lies where (JSON) | tensor | tensor | ...
+    version 0, 1      what lies where (JSON) | tensor | tensor | ... | step, settings (JSON)
 
 One rank writes the version that is not live, then the word: a death in the middle leaves the last whole one behind, and
 so does the death of all ranks at once. For updates that every rank makes alike, whatever the optimizer keeps; weights
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -29,7 +29,7 @@ ALIGN = 64
 _HEAD_BYTES = 64
 _COMMIT, _NBYTES = 0, 1
 """Words of the head: the version that is whole (0: none yet), and how large the memory of each of the two is."""
-_LENGTH_BYTES = 8
+_LENGTHS_BYTES = 16
 
 
 @final
@@ -45,7 +45,8 @@ class Kept:
         assert not state.carry, "the rows of a recurrent state are a rank's own"
         number = self._head[_COMMIT] + 1
         packed = Packed(state)
-        packed.write(self._memory(number % 2, packed.nbytes))
+        memory = self._memory(number % 2, packed.nbytes)
+        packed.write(memory, packed.begin(memory), state)
         self._head[_NBYTES + number % 2] = packed.nbytes
         fence()
         self._head[_COMMIT] = number
@@ -63,46 +64,76 @@ class Kept:
 
 
 class Packed:
-    """How a state lies in memory; with it goes whatever plain JSON is to be found there."""
+    """How states lie in memory that differ in their numbers alone; with them goes whatever plain JSON is to be found
+    there.
+
+    ::
+
+        lengths | what lies where, what is beside it (JSON) | tensor | tensor | ... | step, settings (JSON)
+    """
 
     def __init__(self, state: State, beside: Any = None) -> None:
-        self._tensors = list(_places(state))
-        places = [
-            [part, name, str(t.dtype).removeprefix("torch."), list(t.shape), at] for part, name, t, at in self._tensors
+        self._beside, self._kinds = beside, _kinds(state)
+        self._places, at = [], 0
+        for _, _, dtype, shape in self._kinds:
+            self._places.append(at)
+            at += _rounded(shape.numel() * dtype.itemsize)
+        tensors = [
+            [part, name, str(dtype).removeprefix("torch."), list(shape), place]
+            for (part, name, dtype, shape), place in zip(self._kinds, self._places, strict=True)
         ]
-        head = {"step": state.step, "settings": state.settings, "tensors": places, "beside": beside}
-        self._head = json.dumps(head).encode()
-        self._begin = _rounded(_LENGTH_BYTES + len(self._head))
-        end = max((at + _nbytes(t) for _, _, t, at in self._tensors), default=0)
+        self._head = json.dumps({"tensors": tensors, "beside": beside}).encode()
+        self._begin = _rounded(_LENGTHS_BYTES + len(self._head))
+        self._end = self._begin + at
         # L-BFGS keeps more from step to step. In powers of two, what it has grown out of is less than what it uses.
-        self.nbytes = 1 << (self._begin + end).bit_length()
+        self.nbytes = 1 << (self._end + len(_told(state))).bit_length()
 
-    def write(self, memory: memoryview) -> None:
-        """Into so many bytes."""
-        ctypes.c_int64.from_buffer(memory).value = len(self._head)
-        memory[_LENGTH_BYTES : _LENGTH_BYTES + len(self._head)] = self._head
-        for _, _, tensor, at in self._tensors:
-            _view(memory, tensor.dtype, tensor.shape, self._begin + at).copy_(tensor)
+    def is_of(self, state: State, beside: Any) -> bool:
+        """Does this state lie so, too? What is beside it is told apart by its identity."""
+        fits = self._end + len(_told(state)) <= self.nbytes
+        return fits and beside is self._beside and self._kinds == _kinds(state)
+
+    def begin(self, memory: memoryview) -> list[Tensor]:
+        """Write what is alike in all of them into so many bytes; where their tensors go there."""
+        _lengths(memory)[0] = len(self._head)
+        memory[_LENGTHS_BYTES : _LENGTHS_BYTES + len(self._head)] = self._head
+        places = zip(self._kinds, self._places, strict=True)
+        return [_view(memory, dtype, shape, self._begin + at) for (_, _, dtype, shape), at in places]
+
+    def write(self, memory: memoryview, views: Sequence[Tensor], state: State) -> None:
+        """Write the rest."""
+        told = _told(state)
+        _lengths(memory)[1] = len(told)
+        memory[self._end : self._end + len(told)] = told
+        for view, tensor in zip(views, (*state.model.values(), *state.optimizer.values()), strict=True):
+            view.copy_(tensor)
 
 
 def unpacked(memory: memoryview) -> tuple[State, Any]:
     """A copy of the state that lies there, and what is beside it."""
-    length = ctypes.c_int64.from_buffer(memory).value
-    head = json.loads(bytes(memory[_LENGTH_BYTES : _LENGTH_BYTES + length]))
-    begin = _rounded(_LENGTH_BYTES + length)
+    length, told = _lengths(memory)
+    head = json.loads(bytes(memory[_LENGTHS_BYTES : _LENGTHS_BYTES + length]))
+    begin = end = _rounded(_LENGTHS_BYTES + length)
     found: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
     for part, name, dtype, shape, at in head["tensors"]:
-        found[part][name] = _view(memory, getattr(torch, dtype), shape, begin + at).clone()
-    return State(step=head["step"], settings=head["settings"], **found), head["beside"]
+        tensor = found[part][name] = _view(memory, getattr(torch, dtype), shape, begin + at).clone()
+        end = begin + at + _rounded(tensor.nbytes)
+    rest = json.loads(bytes(memory[end : end + told]))
+    return State(step=rest["step"], settings=rest["settings"], **found), head["beside"]
 
 
-def _places(state: State) -> Iterator[tuple[str, str, Tensor, int]]:
-    """(part, name, tensor, where it begins) of every tensor."""
-    at = 0
-    for part, tensors in (("model", state.model), ("optimizer", state.optimizer)):
-        for name, tensor in tensors.items():
-            yield part, name, tensor, at
-            at += _rounded(_nbytes(tensor))
+def _lengths(memory: memoryview) -> Any:
+    return (ctypes.c_int64 * 2).from_buffer(memory)
+
+
+def _kinds(state: State) -> list[tuple[str, str, torch.dtype, torch.Size]]:
+    """(part, name, type, shape) of every tensor."""
+    parts = (("model", state.model), ("optimizer", state.optimizer))
+    return [(part, name, t.dtype, t.shape) for part, tensors in parts for name, t in tensors.items()]
+
+
+def _told(state: State) -> bytes:
+    return json.dumps({"step": state.step, "settings": state.settings}).encode()
 
 
 def _view(memory: memoryview, dtype: torch.dtype, shape: Any, at: int) -> Tensor:
@@ -110,10 +141,6 @@ def _view(memory: memoryview, dtype: torch.dtype, shape: Any, at: int) -> Tensor
     if not numel:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=at).view(shape)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _rounded(nbytes: int) -> int:

@@ -6,8 +6,10 @@
     seat 1   version 0: generation 2, step 7   version 1: being written          step 7 is whole
 
 A rank writes its part after each update, over the older of its two versions, which says first that it is no longer
-there. An update needs every rank, so nobody writes step 9 before all have written step 8: whoever is lost, some step is
-whole. All ranks then read all parts, and go on with it, however many they are and however they cut it now.
+there: all of it, since nothing tells what an update has left as it was (torch counts the changes of a tensor, but not
+those of a fused update, of batch statistics, or through ``.data``). An update needs every rank, so nobody writes step 9
+before all have written step 8: whoever is lost, some step is whole. All ranks then read all parts, and go on with it,
+however many they are and however they cut it now.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
+
+from torch import Tensor
 
 from apportion.comm.futex import fence
 from apportion.parallel.kept import Packed, unpacked
@@ -60,6 +64,9 @@ class KeptParts:
         self._heads = [self._words(seat) for seat in range(world.seats)]
         self._slot = 0
         """Of this seat's version that is to stay."""
+        self._packed: Packed | None = None
+        self._views: dict[int, list[Tensor]] = {}
+        """Where the tensors go, in those of this seat's versions where what lies where is written."""
 
     def _words(self, seat: int) -> Any:
         return (ctypes.c_int64 * (2 * _WORDS)).from_buffer(self._world.shared(f"parts/{seat}", _HEAD_BYTES))
@@ -70,12 +77,24 @@ class KeptParts:
         head, at = self._heads[world.seat], slot * _WORDS
         head[at + _STEP] = 0
         fence()
-        packed = Packed(state, dict(pieces))
-        packed.write(self._memory(world.seat, slot, packed.nbytes))
-        head[at + _GENERATION : at + _WORDS] = [world.generation, world.rank, world.size, packed.nbytes]
+        nbytes = self._pack(slot, state, pieces)
+        head[at + _GENERATION : at + _WORDS] = [world.generation, world.rank, world.size, nbytes]
         fence()
         head[at + _STEP] = state.step + 1
         self._slot = slot
+
+    def _pack(self, slot: int, state: State, pieces: Mapping[str, Any]) -> int:
+        """The bytes of the memory where it lies then. What lies where is as it was, from update to update, and there
+        already: this process alone writes here."""
+        packed = self._packed
+        if packed is None or not packed.is_of(state, pieces):
+            packed, self._views = Packed(state, pieces), {}
+            self._packed = packed
+        memory = self._memory(self._world.seat, slot, packed.nbytes)
+        if slot not in self._views:
+            self._views[slot] = packed.begin(memory)
+        packed.write(memory, self._views[slot], state)
+        return packed.nbytes
 
     def versions(self) -> list[Version]:
         """What is there, of all seats."""

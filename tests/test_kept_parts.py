@@ -1,0 +1,63 @@
+"""Every rank's part of a state in memory: what was written is read, as the state changes its numbers and its layout."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from ranks import on_ranks
+
+from apportion.parallel.kept_parts import KeptParts, whole
+from apportion.strategy import State
+from apportion.world import World
+
+
+def state(step: int, rank: int, *, grown: bool = False) -> State:
+    model = {"weight": torch.full((3, 2 + rank), step + 0.5), "none": torch.empty(0, 4), "count": torch.tensor(step)}
+    slots = {"weight/exp_avg": torch.full((3, 2 + rank), -step, dtype=torch.bfloat16)}
+    slots |= {"weight/history": torch.arange(100.0 * step)} if grown else {}
+    return State(step=step, model=model, optimizer=slots, settings={"lr": 1 / (step + 1), "notes": "." * 2**step})
+
+
+def equal(a: State, b: State) -> bool:
+    tensors = [(k, t.dtype, t.tolist()) for k, t in a.tensors()] == [(k, t.dtype, t.tolist()) for k, t in b.tensors()]
+    return tensors and (a.step, a.settings) == (b.step, b.settings)
+
+
+def written(world: World) -> list[str]:
+    """What is wrong of the last two states, as every rank reads them after each update."""
+    kept, pieces, wrong = KeptParts(world), {"weight": [world.rank, 2]}, []
+    for step in range(16):
+        if step == 9:
+            pieces = {"weight": [world.rank, 3]}
+        grown = step in (6, 7, 8)
+        kept.write(state(step, world.rank, grown=grown), pieces)
+        world.group().barrier()
+        there = kept.versions()
+        assert sorted({v.step for v in there}) == [max(step - 1, 0), step][step == 0 :]
+        versions = whole(there)
+        assert versions is not None
+        for rank, (found, beside) in enumerate(kept.read(versions)):
+            same = equal(found, state(step, rank, grown=grown)) and beside == {"weight": [rank, 2 if step < 9 else 3]}
+            wrong += [] if same else [f"step {step} of rank {rank}"]
+        world.group().barrier()
+    return wrong
+
+
+def test_what_every_rank_has_written_is_read_whatever_has_changed() -> None:
+    """Numbers, settings that grow out of their room, tensors that grow, and what is beside them."""
+    assert on_ranks(written, 2) == [[], []]
+
+
+def layouts(world: World) -> list[Any]:
+    """Is what lies where worked out again?"""
+    kept, pieces, seen = KeptParts(world), {"weight": [0]}, []
+    for number, own in enumerate((pieces, pieces, pieces, dict(pieces), dict(pieces))):
+        kept.write(state(1, 0, grown=number == 2), own)
+        seen.append(kept._packed)
+    return [a is b for a, b in itertools.pairwise(seen)]
+
+
+def test_what_lies_where_is_worked_out_where_it_changes() -> None:
+    assert on_ranks(layouts, 1) == [[True, False, False, False]]
