@@ -22,8 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from apportion.comm.differentiable import all_gather
 from apportion.comm.group import Group
-from apportion.parallel.spatial_layers import Conv, pad_across
 from apportion.parallel.strips import Bounds, equal, sizes, strip
+from apportion.parallel.strips_conv import Conv, pad_across
 from apportion.parallel.strips_holding import Holding, positions
 from apportion.parallel.strips_tensor import Strip, moved, shared, summed
 

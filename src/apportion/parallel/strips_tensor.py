@@ -101,6 +101,9 @@ def moved(x: Strip, bounds: Bounds, group: Group) -> Strip:
 
 def padded(x: Strip, before: int, after: int, group: Group, *, mode: str = "constant", value: float = 0.0) -> Strip:
     """With more rows at its ends (fewer, where negative), as ``functional.pad`` makes them."""
+    if mode == "circular" and min(before, after) < 0:  # torch goes round what is left
+        x = padded(x, min(before, 0), min(after, 0), group)
+        before, after = max(before, 0), max(after, 0)
     window = Window(before=before)
     length = x.length
     made = outputs_of(window, x.bounds, window.outputs(length, after))

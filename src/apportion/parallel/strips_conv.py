@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from apportion.comm.group import Group
-from apportion.parallel.spatial_conv import Geometry, convolve_strip
 from apportion.parallel.strips import (
-    Spread,
+    Transposed,
     Window,
     equal,
     insides,
@@ -25,6 +24,7 @@ from apportion.parallel.strips import (
     strip,
     wanted_by,
 )
+from apportion.parallel.strips_overlap import Geometry, convolve_strip
 from apportion.parallel.strips_tensor import (
     Strip,
     fetched,
@@ -124,13 +124,13 @@ def _pad_first(x: Strip, settings: Conv, group: Group) -> tuple[Strip, Conv]:
     return padded(x, *pairs[x.dim - 2], group, mode=settings.mode), rest
 
 
-def pad_across(x: Tensor, dim: int, pair: Sequence[int], mode: str) -> Tensor:
+def pad_across(x: Tensor, dim: int, pair: Sequence[int], mode: str, value: float = 0.0) -> Tensor:
     """Along a dimension that is not cut."""
     if x.numel() == 0 or mode == "constant":
-        return pad_dim(x, dim, *pair)
+        return pad_dim(x, dim, *pair, value)
     moved = x.movedim(dim, -1)
-    y: Tensor = functional.pad(moved.flatten(1, -2), list(pair), mode=mode).unflatten(1, moved.shape[1:-1])
-    return y.movedim(-1, dim)
+    y: Tensor = functional.pad(moved.reshape(1, -1, moved.shape[-1]), list(pair), mode=mode)
+    return y.view(*moved.shape[:-1], -1).movedim(-1, dim)
 
 
 def possible(outputs: int, x: Strip) -> int:
@@ -150,7 +150,7 @@ def conv_transpose(
     """ConvTranspose1d, ConvTranspose2d, ConvTranspose3d: the outputs of the rows that are wanted, cut to size."""
     dims, at = weight.dim() - 2, x.dim - 2
     extra = each(output_padding, dims)
-    layer = Spread(weight.shape[at + 2], settings.stride[at], settings.dilation[at], settings.before[at])
+    layer = Transposed(weight.shape[at + 2], settings.stride[at], settings.dilation[at], settings.before[at])
     outputs = (x.length - 1) * layer.stride - 2 * layer.before + layer.extent + extra[at]
     made = outputs_of(layer, x.bounds, possible(outputs, x))
     wanted = wanted_by(layer, x.bounds, made)
