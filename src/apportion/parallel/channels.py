@@ -76,7 +76,7 @@ def _row(x: Strip, bias: bool, settings: Conv, take: Take, group: Group) -> Tens
     weight = take("weight", 1, positions(strip(x.bounds, group.rank)))
     y = summed(convolved(x.own, weight, None, settings), group)
     if bias:
-        y = y + take("bias", 0, None).view(-1, *[1] * (y.dim() - 2))
+        y = y + take("bias", 0, None).to(y.dtype).view(-1, *[1] * (y.dim() - 2))
     return y
 
 

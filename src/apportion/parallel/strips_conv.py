@@ -27,6 +27,7 @@ from apportion.parallel.strips import (
 from apportion.parallel.strips_overlap import Geometry, convolve_strip
 from apportion.parallel.strips_tensor import (
     Strip,
+    computed,
     fetched,
     filled,
     nothing,
@@ -100,7 +101,7 @@ def conv(x: Strip, weight: Tensor, bias: Tensor | None, settings: Conv, group: G
     for d in range(dims):
         span = rows.shape[d + 2] + 2 * padding[d] - (weight.shape[d + 2] - 1) * settings.dilation[d] - 1
         shape.append(0 if d == at else span // settings.stride[d] + 1)
-    return Strip(nothing(shape, rows, weight, bias), x.dim, made)
+    return Strip(nothing(shape, rows, weight, bias, dtype=computed(rows)), x.dim, made)
 
 
 def _conv(rows: Tensor, weight: Tensor, bias: Tensor | None, settings: Conv, padding: tuple[int, ...]) -> Tensor:
@@ -161,7 +162,7 @@ def conv_transpose(
         for d in range(dims):
             reach = (weight.shape[d + 2] - 1) * settings.dilation[d] + 1 + extra[d] - 2 * padding[d]
             shape.append(own.n if d == at else (rows.shape[d + 2] - 1) * settings.stride[d] + reach)
-        y = nothing([*shape[: x.dim], 0, *shape[x.dim + 1 :]], rows, weight)
+        y = nothing([*shape[: x.dim], 0, *shape[x.dim + 1 :]], rows, weight, dtype=computed(rows))
         y = pad_dim(y, x.dim, 0, own.n)
     else:
         y = _TRANSPOSED[dims - 1](
@@ -170,7 +171,7 @@ def conv_transpose(
         first = real.start * layer.stride - layer.before
         y = pad_dim(y, x.dim, first - own.start, own.stop - first - y.shape[x.dim])
     if bias is not None:
-        y = y + bias.view(-1, *[1] * dims)
+        y = y + bias.to(y.dtype).view(-1, *[1] * dims)
     return Strip(y, x.dim, made)
 
 

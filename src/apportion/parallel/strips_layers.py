@@ -49,7 +49,7 @@ def _linear(holding: Holding, layer: Any, x: Strip) -> Any:
     if x.flat:
         own = x.own.flatten(1)
         y = summed(functional.linear(own, holding.part(layer, "weight", 1, _features(x, holding))), holding.group)
-        return y if layer.bias is None else y + holding.part(layer, "bias", 0, None)
+        return y if layer.bias is None else y + holding.part(layer, "bias", 0, None).to(y.dtype)
     if x.dim == x.own.dim() - 1:
         return holding.on_all(layer, x)
     return x.like(functional.linear(x.own, holding.use(layer.weight), holding.use(layer.bias)))

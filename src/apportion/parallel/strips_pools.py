@@ -155,9 +155,11 @@ def upsample(x: Strip, size: Sequence[int], factors: Sequence[float] | None, mod
     made = tuple(scale * n for n in x.bounds)
     wanted = wanted_by(window, x.bounds, x.bounds)
     rows, mine = fetched(x, wanted, group), strip(x.bounds, group.rank)
-    if mine.n == 0:
-        return Strip(nothing([*x.own.shape[:2], *put(tuple(size), at, 0)], rows), x.dim, made)
     corners = False if reach else None
+    if mine.n == 0:
+        one = functional.interpolate(rows.new_zeros(1, 1, *[1] * len(size)), scale_factor=1, mode=mode)
+        shape = [*x.own.shape[:2], *put(tuple(size), at, 0)]
+        return Strip(nothing(shape, rows, dtype=one.dtype), x.dim, made)
     if factors is None:
         to = put(tuple(size), at, rows.shape[x.dim] * scale)
         y = functional.interpolate(rows, to, mode=mode, align_corners=corners)

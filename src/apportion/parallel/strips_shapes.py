@@ -139,7 +139,9 @@ def padded_by(holding: Holding, x: Strip, numbers: list[int], mode: str, value: 
     for dim, pair in pairs.items():
         if any(pair):
             x = x.like(pad_across(x.own, dim, pair, mode, value))
-    return padded(x, *own, holding.group, mode=mode, value=value) if any(own) else x.like(x.own.clone())
+    if not any(numbers):
+        return x.like(x.own.clone())
+    return padded(x, *own, holding.group, mode=mode, value=value) if any(own) else x
 
 
 def concatenate(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
