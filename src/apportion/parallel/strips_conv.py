@@ -1,4 +1,4 @@
-"""Convolutions and pooling over an image that lies on the ranks in strips: each rank makes its rows of the output.
+"""Convolutions over an image that lies on the ranks in strips: each rank makes its rows of the output.
 
 The layer itself is torch's own, called on the rows that its outputs read; padding along the dimension that is cut is
 put around them only where the image ends.

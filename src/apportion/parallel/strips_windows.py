@@ -54,9 +54,8 @@ def _by_channel(layer: Callable[[Tensor], Tensor], x: Strip) -> Strip:
         return x.like(layer(own))
     one = list(own.shape)
     one[x.dim] = 1
-    made = list(layer(own.new_zeros(one)).shape)
-    made[x.dim] = 0
-    return x.like(nothing(made, own))
+    y = layer(own.new_zeros(one))
+    return x.like(nothing([*y.shape[: x.dim], 0, *y.shape[x.dim + 1 :]], own, dtype=y.dtype))
 
 
 def conv(holding: Holding, layer: Any, x: Any) -> Any:
