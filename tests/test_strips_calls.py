@@ -67,7 +67,9 @@ def outcome(world: World, model: Model, shape: tuple[int, ...], split: str) -> s
         found, piece = own[name].grad, pieces.get(name)
         found = torch.zeros_like(own[name]) if found is None else found.clone()
         if piece is not None and piece.index is not None:
-            right = right[torch.meshgrid(*(torch.tensor(list(i)) for i in piece.index), indexing="ij")]
+            right = right[
+                torch.meshgrid(*(torch.tensor(list(i), dtype=torch.int64) for i in piece.index), indexing="ij")
+            ]
         elif piece is not None and piece.partial:
             world.group().all_reduce(found).wait()
         off[f"d {name}"] = found - right
@@ -212,6 +214,7 @@ case("a slice written in place", of(lambda y: (y[:, :, 1:4].mul_(2), y)[1] * 1.0
 case("a part written in place", of(lambda y: (y[:, :2].mul_(2), y)[1] * 1.0), "", "hw")
 case("written after a slice", of(lambda y: (lambda a: (y.mul_(2), a)[1])(y[:, :, 1:4]) * 1.0), "", "h")
 case("a slice of its own written in place", of(lambda y: y[:, :, 1:4].mul_(2)), "hw")
+case("a slice taken of what was written", of(lambda y: y[:, :, 1:].relu_()[:, :, 1:] * 2), "hw")
 case("relu in place and again", of(lambda y: F.relu(y, inplace=True) + y), "hwc")
 case("out=", of(lambda y: (torch.mul(y.detach(), 2, out=(z := y.detach() * 1)), z)[1] + y), "", "hw")
 case("einsum", of(lambda y: torch.einsum("nchw,nchw->n", y, y)), "", "hw")

@@ -37,12 +37,12 @@ def refuse_shared_writes(node: Node, layers: Mapping[str, nn.Module]) -> None:
         return
     written = node.all_input_nodes[0]
     sure, perhaps = (_family(written, layers, across) for across in (False, True))
-    later = set()
+    later = set()  # a part that is taken later sees what was written
     at: Any = node.next
     while at.op != "root":
         later.add(at)
         at = at.next
-    if any(user in later and user not in sure for member in perhaps - sure for user in member.users):
+    if any(user in later and user not in sure for member in perhaps - sure - later for user in member.users):
         raise ValueError(
             "it writes in place what is a part of another tensor, or of which another is a part, and both are used: "
             "write it as a new tensor"
