@@ -197,6 +197,7 @@ case("interpolate to a size", of(lambda y: F.interpolate(y, size=(14, 3), mode="
 case("interpolate, bilinear by size", of(lambda y: F.interpolate(y, (14, 9), mode="bilinear")), "h", "w")
 case("interpolate of a batch of rows", of(lambda y: F.interpolate(y.permute(2, 0, 1, 3), scale_factor=2)), "hw")
 case("interpolate across", of(lambda y: F.interpolate(y.permute(0, 2, 1, 3), scale_factor=2)), "hw")
+case("bicubic", of(lambda y: F.interpolate(y, scale_factor=1.5, mode="bicubic", align_corners=True)), "c", "hw")
 case(
     "recompute_scale_factor",
     of(lambda y: F.interpolate(y, scale_factor=2.0, mode="bilinear", recompute_scale_factor=True)),

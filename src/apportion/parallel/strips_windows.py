@@ -165,6 +165,9 @@ def interpolate(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapp
     x, mode = image_of(given), given["mode"]
     if x.flat:
         raise ValueError(f"{x.held()} was flattened, and is used as an image")
+    if x.dim < 2:  # the image itself is whole
+        rest = {name: value for name, value in given.items() if name != "input"}
+        return _by_channel(lambda own: functional.interpolate(own, **rest), x)
     across = list(x.shape[2:])
     factors: list[float] | None = None
     if given["size"] is not None:
@@ -181,9 +184,6 @@ def interpolate(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapp
         raise ValueError(f'mode="{mode}" looks further than one row: use "nearest" or "bilinear"')
     if given["align_corners"] or given.get("antialias"):
         raise ValueError("align_corners=True and antialias=True give every row a weight of its own")
-    if x.dim < 2:
-        rest = {name: value for name, value in given.items() if name != "input"}
-        return _by_channel(lambda own: functional.interpolate(own, **rest), x)
     if target[x.dim - 2] % x.length:
         raise ValueError(f"{x.length} rows become {target[x.dim - 2]}, which is no multiple of them")
     return strips_pools.upsample(x, target, factors, mode, holding.group)
