@@ -208,6 +208,8 @@ case("dropout in place before a sum", of(lambda y, d: d(y) + y, lambda: nn.Dropo
 case("F.dropout in place before a sum", of(lambda y: F.dropout(y, 0.5, True, True) + y), "hwc")
 case("Dropout2d of the flat image", of(lambda y, d: d(y.flatten(1)), lambda: nn.Dropout2d(0.5)), "", "hw")
 case("dropout of what lies across", of(lambda y: F.dropout(y.permute(0, 2, 3, 1), 0.5)), "hwc")
+case("dropout of columns first", of(lambda y: F.dropout(y.permute(3, 0, 2, 1), 0.5)), "hwc")
+case("dropout of slices", of(lambda y: F.dropout(y[:, 1:, ::3, 1:], 0.5)), "hw")
 case("dropout of the flat image", of(lambda y: F.dropout(y.flatten(1), 0.5)), "hwc")
 case("dropout of everything", of(lambda y: F.dropout(y, 1.0)), "hwc")
 case("dropout1d", of(lambda y: F.dropout1d(y.mean(3), 0.5)), "hwc")

@@ -128,7 +128,7 @@ def _pad_first(x: Strip, settings: Conv, group: Group) -> tuple[Strip, Conv]:
 def pad_across(x: Tensor, dim: int, pair: Sequence[int], mode: str, value: float = 0.0) -> Tensor:
     """Along a dimension that is not cut."""
     if x.numel() == 0 or mode == "constant":
-        return pad_dim(x, dim, *pair, value)
+        return pad_dim(x, dim, pair[0], pair[1], value)
     moved = x.movedim(dim, -1)
     y: Tensor = functional.pad(moved.reshape(1, -1, moved.shape[-1]), list(pair), mode=mode)
     return y.view(*moved.shape[:-1], -1).movedim(-1, dim)

@@ -107,13 +107,29 @@ def dropout(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[
     if not given["training"] or p == 0.0:
         return x
     whole = list(Strip(x.own, x.dim, x.bounds).shape)
+    order = list(range(len(whole)))
     if by_channel:
         whole[2:] = [1] * (len(whole) - 2)
-    mask = call(torch.ones(whole, dtype=x.own.dtype, device=x.own.device), p, True)
+    else:
+        order = _in_memory(x.own, x.dim)
+    ones = torch.ones([whole[d] for d in order], dtype=x.own.dtype, device=x.own.device)
+    mask = call(ones.permute([order.index(d) for d in range(len(whole))]), p, True)
     if mask.shape[x.dim] == x.length:
         rows = strip(x.bounds, holding.group.rank)
         mask = mask.narrow(x.dim, rows.start, rows.n)
     return Strip(x.own.mul_(mask) if given["inplace"] else x.own * mask, x.dim, x.bounds, flat=x.flat)
+
+
+def _in_memory(own: Tensor, dim: int) -> list[int]:
+    """The dimensions as they lie in memory, the outermost first: torch draws in this order. Where there is one row of
+    ``dim``, its stride says so only if nothing was left out."""
+    order = sorted(range(own.dim()), key=lambda d: (-own.stride(d), own.shape[d] == 1))
+    inner = 1
+    for d in reversed(order):
+        if own.shape[dim] <= 1 and own.stride(d) != inner:
+            return list(range(own.dim()))
+        inner *= own.shape[d]
+    return order
 
 
 _SOFTMAX = (functional.softmax, functional.log_softmax)

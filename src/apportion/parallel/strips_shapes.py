@@ -134,14 +134,14 @@ def pad(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str,
 
 def padded_by(holding: Holding, x: Strip, numbers: list[int], mode: str, value: float) -> Strip:
     """The numbers, two a dimension, begin with the last one."""
-    pairs = {unflat(x).own.dim() - 1 - at // 2: numbers[at : at + 2] for at in range(0, len(numbers), 2)}
-    own = pairs.pop(x.dim, (0, 0))
+    pairs = {unflat(x).own.dim() - 1 - at // 2: (numbers[at], numbers[at + 1]) for at in range(0, len(numbers), 2)}
+    before, after = pairs.pop(x.dim, (0, 0))
     for dim, pair in pairs.items():
         if any(pair):
             x = x.like(pad_across(x.own, dim, pair, mode, value))
     if not any(numbers):
         return x.like(x.own.clone())
-    return padded(x, *own, holding.group, mode=mode, value=value) if any(own) else x
+    return padded(x, before, after, holding.group, mode=mode, value=value) if before or after else x
 
 
 def concatenate(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
