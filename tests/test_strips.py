@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from apportion.parallel.strips import (
     Bounds,
     Rows,
-    Spread,
+    Transposed,
     Window,
     equal,
     halo_of,
@@ -27,7 +27,7 @@ from apportion.parallel.strips import (
 windows = st.builds(
     Window, st.integers(1, 6), st.integers(1, 5), st.integers(1, 3), st.integers(0, 5)
 )  # kernel, stride, dilation, before
-spreads = st.builds(Spread, st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 4))
+transposed = st.builds(Transposed, st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 4))
 
 
 @st.composite
@@ -97,20 +97,20 @@ def test_pooling_windows_are_torchs(
     assert torch.allclose(means, torch.tensor([n / of for n, of in zip(real, counts, strict=True)]).double())
 
 
-@given(spreads, strips())
+@given(transposed, strips())
 def test_the_rows_that_a_transposed_convolution_needs_are_all_that_reach_its_outputs(
-    spread: Spread, bounds: Bounds
+    layer: Transposed, bounds: Bounds
 ) -> None:
     length = bounds[-1]
-    outputs = (length - 1) * spread.stride - 2 * spread.before + spread.extent
+    outputs = (length - 1) * layer.stride - 2 * layer.before + layer.extent
     if outputs < 1:
         return
-    made = outputs_of(spread, bounds, outputs)
+    made = outputs_of(layer, bounds, outputs)
     assert sum(sizes(made)) == outputs
-    for rank, wanted in enumerate(wanted_by(spread, bounds, made)):
+    for rank, wanted in enumerate(wanted_by(layer, bounds, made)):
         own = set(range(*strip(made, rank)))
         for row in range(length):
-            reached = {row * spread.stride - spread.before + j * spread.dilation for j in range(spread.kernel)}
+            reached = {row * layer.stride - layer.before + j * layer.dilation for j in range(layer.kernel)}
             assert not reached & own or row in range(*wanted)
 
 
@@ -129,7 +129,7 @@ def test_a_halo_reaches_from_the_own_rows_to_those_that_are_wanted(window: Windo
 
 @given(windows, strips(), st.integers(0, 5))
 def test_own_rows_and_edges_together_are_the_convolution(window: Window, bounds: Bounds, after: int) -> None:
-    """What ``spatial_conv`` does, with whole numbers for weights and rows."""
+    """What ``strips_overlap`` does, with whole numbers for weights and rows."""
     length = bounds[-1]
     made = outputs_of(window, bounds, window.outputs(length, after))
     found = insides(window, bounds, made)

@@ -55,7 +55,7 @@ class _WholeBatchNorm(_BatchNorm):
         if not self.training and self.running_mean is not None:
             return super().forward(x)
         whole = self._whole
-        y, mean, squares, n = _Normalize.apply(x, self.weight, self.bias, self.eps, whole.group, whole.present)
+        y, mean, squares, n = Normalize.apply(x, self.weight, self.bias, self.eps, whole.group, whole.present)
         if self.training and self.track_running_stats:
             self._track(mean, squares, n)
         return y  # type: ignore[no-any-return]
@@ -74,7 +74,7 @@ class _WholeBatchNorm(_BatchNorm):
         self.running_var.mul_(1 - momentum).add_((squares / (n - 1)).to(self.running_var.dtype), alpha=momentum)
 
 
-class _Normalize(Function):
+class Normalize(Function):
     """x (N, C, ...) -> normalised over all ranks' rows; also the mean (C), the sum of squared deviations (C) and the
     number of values a channel (1)."""
 
@@ -99,9 +99,11 @@ class _Normalize(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
         x, scale, mean, variance, n = ctx.saved_tensors
+        # Laid out as x: torch's kernel for channels last goes wrong on images of one column where they differ.
+        dy = dy.contiguous() if x.is_contiguous() else torch.empty_like(x, dtype=dy.dtype).copy_(dy)
         # As in evaluation: dy * scale / deviation, and this rank's sums of dy * normalised and of dy.
         dx, d_scale, d_shift = torch.ops.aten.native_batch_norm_backward(
-            dy.contiguous(), x, scale, mean, variance, None, None, False, ctx.eps, [True, True, True]
+            dy, x, scale, mean, variance, None, None, False, ctx.eps, [True, True, True]
         )
         sums = torch.cat([d_shift, d_scale])
         ctx.group.all_reduce(sums).wait()

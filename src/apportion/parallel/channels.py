@@ -22,8 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from apportion.comm.differentiable import all_gather
 from apportion.comm.group import Group
-from apportion.parallel.spatial_layers import Conv, pad_across
 from apportion.parallel.strips import Bounds, equal, sizes, strip
+from apportion.parallel.strips_conv import Conv, pad_across
 from apportion.parallel.strips_holding import Holding, positions
 from apportion.parallel.strips_tensor import Strip, moved, shared, summed
 
@@ -76,7 +76,7 @@ def _row(x: Strip, bias: bool, settings: Conv, take: Take, group: Group) -> Tens
     weight = take("weight", 1, positions(strip(x.bounds, group.rank)))
     y = summed(convolved(x.own, weight, None, settings), group)
     if bias:
-        y = y + take("bias", 0, None).view(-1, *[1] * (y.dim() - 2))
+        y = y + take("bias", 0, None).to(y.dtype).view(-1, *[1] * (y.dim() - 2))
     return y
 
 

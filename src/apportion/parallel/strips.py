@@ -93,7 +93,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Spread:
+class Transposed:
     """A layer that adds input row i to the output rows i * stride - before + j * dilation, for j in 0..kernel - 1: a
     transposed convolution."""
 
@@ -121,7 +121,7 @@ def within(rows: Rows, length: int) -> Rows:
 
 
 @lru_cache(_KEPT_PLANS)
-def outputs_of(layer: Window | Spread, bounds: Bounds, outputs: int) -> Bounds:
+def outputs_of(layer: Window | Transposed, bounds: Bounds, outputs: int) -> Bounds:
     """The strips of a layer's output: each rank makes the rows whose middle it has, so that little has to move; but
     where that would give one more than its share, equal strips."""
     if isinstance(layer, Window):
@@ -160,7 +160,7 @@ def halo_of(bounds: Bounds, wanted: tuple[Rows, ...]) -> Halo:
 
 
 @lru_cache(_KEPT_PLANS)
-def wanted_by(layer: Window | Spread, bounds: Bounds, made: Bounds) -> tuple[Rows, ...]:
+def wanted_by(layer: Window | Transposed, bounds: Bounds, made: Bounds) -> tuple[Rows, ...]:
     """The rows that each rank needs for the outputs that it makes."""
     return tuple(layer.real(strip(made, rank), bounds[-1]) for rank in range(len(bounds) - 1))
 

@@ -21,19 +21,23 @@ from torch.fx.node import map_arg
 
 from apportion import tree
 from apportion.comm.group import Group
+from apportion.errors import ApportionError
 from apportion.graph import not_given
 from apportion.network import evaluating, undisturbed
 from apportion.parallel.pieces import Piece
-from apportion.parallel.spatial_norm import ask_all_ranks
-from apportion.parallel.strips_functions import function_of, known_calls, whole
+from apportion.parallel.strips_arguments import function_of
+from apportion.parallel.strips_functions import known_calls
 from apportion.parallel.strips_holding import Holding
-from apportion.parallel.strips_layers import LAYERS, Layer, divides, known_layer_calls
-from apportion.parallel.strips_tensor import Strip
+from apportion.parallel.strips_in_place import refuse_shared_writes
+from apportion.parallel.strips_layers import LAYER_CALLS, LAYERS
+from apportion.parallel.strips_norm import ask_all_ranks
+from apportion.parallel.strips_tensor import Strip, gathered
+from apportion.parallel.strips_windows import Layer, divides
 
 OTHERS = "data_parallel, or layer_placement"
 """What works for any layer."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_CALLS = known_calls() | known_layer_calls()
+_CALLS = {**known_calls(), **LAYER_CALLS}
 
 
 def cut_network(model: nn.Module, sample: Any, group: Group, split: str) -> dict[str, Piece]:
@@ -101,7 +105,7 @@ class StripForward:
         raise AssertionError("a graph ends in its output")
 
     def _whole(self, value: Any) -> Any:
-        return whole(self._holding, value) if isinstance(value, Strip) else value
+        return gathered(value, self._group) if isinstance(value, Strip) else value
 
     def _call(self, node: Node, values: Mapping[Node, Any], uncut: set[Node]) -> Any:
         strips = False
@@ -121,6 +125,8 @@ class StripForward:
             return self._alike(node, target, args, kwargs)
         self._divided = self._divided or begins
         try:
+            if self._holding.planning:
+                refuse_shared_writes(node, self._layers)
             if node.op == "call_module":
                 return self._known_layer(str(node.target), target)(self._holding, target, *args, **kwargs)
             if target not in _CALLS:
@@ -129,7 +135,9 @@ class StripForward:
                     f"use {OTHERS}, or call it once the image is flat"
                 )
             return _CALLS[target](self._holding, target, args, kwargs)
-        except ValueError as error:
+        except ApportionError:
+            raise
+        except Exception as error:  # torch's own, too: what it would not take is not to be met in the middle of a run
             if not self._holding.planning:
                 raise
             cure = "" if "use " in str(error) else f"; use {OTHERS}"

@@ -15,7 +15,7 @@ from apportion.comm.group import Group
 from apportion.parallel.batch_norm import Attendance
 from apportion.parallel.pieces import Piece
 from apportion.parallel.strips import Rows
-from apportion.parallel.strips_tensor import shared
+from apportion.parallel.strips_tensor import Strip, gathered, shared
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Holding:
         for name, p in self.model.named_parameters(remove_duplicate=False):
             self._places.setdefault(id(p), []).append(name)
         self._modules = {id(module): name for name, module in self.model.named_modules()}
+        self._alike_layers: set[int] = set()
         self._slices: dict[str, _Slice] = {}
         self._whole: dict[str, tuple[int, ...]] = {}
 
@@ -76,8 +77,14 @@ class Holding:
     def used_alike(self, of: nn.Module | Tensor) -> None:
         """It was used on what every rank has."""
         if self.planning:
+            self._alike_layers.add(id(of))
             used = of.parameters() if isinstance(of, nn.Module) else [of]
             self.alike.update(self.names[id(p)] for p in used if id(p) in self.names)
+
+    def on_all(self, layer: nn.Module, x: Any) -> Any:
+        """The plain layer, on every rank."""
+        self.used_alike(layer)
+        return layer(gathered(x, self.group) if isinstance(x, Strip) else x)
 
     def part(self, owner: nn.Module, attribute: str, dim: int, positions: Sequence[int] | None) -> Tensor:
         """This rank's slice of a layer's parameter or buffer; after the first run the layer has that slice alone.
@@ -106,6 +113,12 @@ class Holding:
     def cut(self) -> dict[str, Piece]:
         """End the planning: layers get their slices. What is held, by plain name."""
         self.planning = False
+        for layer in self.norms:
+            if id(layer) in self._alike_layers:
+                raise ValueError(
+                    f"{self._modules[id(layer)]} normalises this rank's part of the image, and what all ranks compute "
+                    "alike, which would count once for each rank; use data_parallel"
+                )
         both = sorted((self.partial & self.alike) | (set(self._slices) & (self.partial | self.alike)))
         if both:
             raise ValueError(

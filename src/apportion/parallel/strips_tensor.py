@@ -101,6 +101,9 @@ def moved(x: Strip, bounds: Bounds, group: Group) -> Strip:
 
 def padded(x: Strip, before: int, after: int, group: Group, *, mode: str = "constant", value: float = 0.0) -> Strip:
     """With more rows at its ends (fewer, where negative), as ``functional.pad`` makes them."""
+    if mode == "circular" and min(before, after) < 0:  # torch goes round what is left
+        x = padded(x, min(before, 0), min(after, 0), group)
+        before, after = max(before, 0), max(after, 0)
     window = Window(before=before)
     length = x.length
     made = outputs_of(window, x.bounds, window.outputs(length, after))
@@ -130,7 +133,16 @@ def pad_dim(x: Tensor, dim: int, before: int, after: int, value: float = 0.0) ->
     return functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [before, after], value=value)
 
 
-def nothing(shape: Sequence[int], *of: Any) -> Tensor:
-    """A tensor without elements that a gradient, of zeros, goes back from: its rank takes part in every exchange."""
-    total = torch.stack([t.sum() for t in of if isinstance(t, Tensor)]).sum()
+def nothing(shape: Sequence[int], *of: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor without elements that a gradient, of zeros, goes back from: its rank takes part in every exchange.
+    ``dtype``: what the other ranks compute; None: that of the first tensor."""
+    tensors = [t for t in of if isinstance(t, Tensor)]
+    total = torch.stack([t.sum() for t in tensors]).sum().to(dtype or tensors[0].dtype)
     return total.expand(tuple(shape))
+
+
+def computed(x: Tensor) -> torch.dtype:
+    """What a convolution makes of these: under autocast another type."""
+    kind = x.device.type
+    lower = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if lower else x.dtype

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from apportion.comm.group import Group
-from apportion.parallel.spatial_layers import each, possible, put
 from apportion.parallel.strips import Bounds, Rows, Window, equal, outputs_of, sizes, strip, wanted_by
+from apportion.parallel.strips_conv import each, possible, put
 from apportion.parallel.strips_tensor import Strip, fetched, filled, gathered, nothing, pad_dim, summed
 
 _MAX = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)
@@ -130,10 +130,13 @@ def _to_one(x: Strip, target: Sequence[int], kind: str, group: Group) -> Tensor:
     function: Any = _ADAPTIVE[kind][x.own.dim() - 3]
     at = x.dim - 2
     own = x.own
+    # The gradient of maxima that tie is that of the first, in the order of the pixels: what comes before the dimension
+    # that is cut is put together last.
+    size = target if kind == "avg" else (*own.shape[2 : x.dim], *target[at:])
     if own.shape[x.dim]:
-        part = function(own, put(tuple(target), at, 1))
+        part = function(own, put(tuple(size), at, 1))
     else:
-        part = nothing([*own.shape[:2], *put(tuple(target), at, 0)], own)
+        part = nothing([*own.shape[:2], *put(tuple(size), at, 0)], own)
     if kind == "avg":
         part = part * (own.shape[x.dim] / x.length) if own.shape[x.dim] else pad_dim(part, x.dim, 0, 1)
         return summed(part, group)
@@ -143,19 +146,25 @@ def _to_one(x: Strip, target: Sequence[int], kind: str, group: Group) -> Tensor:
     return maxima
 
 
-def upsample(x: Strip, scale: int, mode: str, group: Group, across: Sequence[int]) -> Strip:
-    """Interpolation to a multiple of the rows; linear ones look at a row on either side. ``across``: the size of the
-    image along every dimension; that of this rank's rows is put in."""
+def upsample(x: Strip, size: Sequence[int], factors: Sequence[float] | None, mode: str, group: Group) -> Strip:
+    """Interpolation to a multiple of the rows; linear ones look at a row on either side. ``size``: of the whole image
+    along every dimension; ``factors``: where the model gives them, since torch then does not divide."""
     at, reach = x.dim - 2, 0 if mode.startswith("nearest") else 1
+    scale = size[at] // x.length
     window = Window(1 + 2 * reach, 1, 1, reach)
     made = tuple(scale * n for n in x.bounds)
     wanted = wanted_by(window, x.bounds, x.bounds)
     rows, mine = fetched(x, wanted, group), strip(x.bounds, group.rank)
-    size = list(across)
+    corners = False if reach else None
     if mine.n == 0:
-        return Strip(nothing([*x.own.shape[:2], *put(tuple(size), at, 0)], rows), x.dim, made)
-    size[at] = rows.shape[x.dim] * scale
-    y = functional.interpolate(rows, size, mode=mode, align_corners=None if not reach else False)
+        one = functional.interpolate(rows.new_zeros(1, 1, *[1] * len(size)), scale_factor=1, mode=mode)
+        shape = [*x.own.shape[:2], *put(tuple(size), at, 0)]
+        return Strip(nothing(shape, rows, dtype=one.dtype), x.dim, made)
+    if factors is None:
+        to = put(tuple(size), at, rows.shape[x.dim] * scale)
+        y = functional.interpolate(rows, to, mode=mode, align_corners=corners)
+    else:
+        y = functional.interpolate(rows, scale_factor=tuple(map(float, factors)), mode=mode, align_corners=corners)
     return Strip(y.narrow(x.dim, (mine.start - wanted[group.rank].start) * scale, mine.n * scale), x.dim, made)
 
 

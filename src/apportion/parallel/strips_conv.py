@@ -1,4 +1,4 @@
-"""Convolutions and pooling over an image that lies on the ranks in strips: each rank makes its rows of the output.
+"""Convolutions over an image that lies on the ranks in strips: each rank makes its rows of the output.
 
 The layer itself is torch's own, called on the rows that its outputs read; padding along the dimension that is cut is
 put around them only where the image ends.
@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from apportion.comm.group import Group
-from apportion.parallel.spatial_conv import Geometry, convolve_strip
 from apportion.parallel.strips import (
-    Spread,
+    Transposed,
     Window,
     equal,
     insides,
@@ -25,8 +24,10 @@ from apportion.parallel.strips import (
     strip,
     wanted_by,
 )
+from apportion.parallel.strips_overlap import Geometry, convolve_strip
 from apportion.parallel.strips_tensor import (
     Strip,
+    computed,
     fetched,
     filled,
     nothing,
@@ -100,7 +101,7 @@ def conv(x: Strip, weight: Tensor, bias: Tensor | None, settings: Conv, group: G
     for d in range(dims):
         span = rows.shape[d + 2] + 2 * padding[d] - (weight.shape[d + 2] - 1) * settings.dilation[d] - 1
         shape.append(0 if d == at else span // settings.stride[d] + 1)
-    return Strip(nothing(shape, rows, weight, bias), x.dim, made)
+    return Strip(nothing(shape, rows, weight, bias, dtype=computed(rows)), x.dim, made)
 
 
 def _conv(rows: Tensor, weight: Tensor, bias: Tensor | None, settings: Conv, padding: tuple[int, ...]) -> Tensor:
@@ -124,13 +125,13 @@ def _pad_first(x: Strip, settings: Conv, group: Group) -> tuple[Strip, Conv]:
     return padded(x, *pairs[x.dim - 2], group, mode=settings.mode), rest
 
 
-def pad_across(x: Tensor, dim: int, pair: Sequence[int], mode: str) -> Tensor:
+def pad_across(x: Tensor, dim: int, pair: Sequence[int], mode: str, value: float = 0.0) -> Tensor:
     """Along a dimension that is not cut."""
     if x.numel() == 0 or mode == "constant":
-        return pad_dim(x, dim, *pair)
+        return pad_dim(x, dim, pair[0], pair[1], value)
     moved = x.movedim(dim, -1)
-    y: Tensor = functional.pad(moved.flatten(1, -2), list(pair), mode=mode).unflatten(1, moved.shape[1:-1])
-    return y.movedim(-1, dim)
+    y: Tensor = functional.pad(moved.reshape(1, -1, moved.shape[-1]), list(pair), mode=mode)
+    return y.view(*moved.shape[:-1], -1).movedim(-1, dim)
 
 
 def possible(outputs: int, x: Strip) -> int:
@@ -150,7 +151,7 @@ def conv_transpose(
     """ConvTranspose1d, ConvTranspose2d, ConvTranspose3d: the outputs of the rows that are wanted, cut to size."""
     dims, at = weight.dim() - 2, x.dim - 2
     extra = each(output_padding, dims)
-    layer = Spread(weight.shape[at + 2], settings.stride[at], settings.dilation[at], settings.before[at])
+    layer = Transposed(weight.shape[at + 2], settings.stride[at], settings.dilation[at], settings.before[at])
     outputs = (x.length - 1) * layer.stride - 2 * layer.before + layer.extent + extra[at]
     made = outputs_of(layer, x.bounds, possible(outputs, x))
     wanted = wanted_by(layer, x.bounds, made)
@@ -161,7 +162,7 @@ def conv_transpose(
         for d in range(dims):
             reach = (weight.shape[d + 2] - 1) * settings.dilation[d] + 1 + extra[d] - 2 * padding[d]
             shape.append(own.n if d == at else (rows.shape[d + 2] - 1) * settings.stride[d] + reach)
-        y = nothing([*shape[: x.dim], 0, *shape[x.dim + 1 :]], rows, weight)
+        y = nothing([*shape[: x.dim], 0, *shape[x.dim + 1 :]], rows, weight, dtype=computed(rows))
         y = pad_dim(y, x.dim, 0, own.n)
     else:
         y = _TRANSPOSED[dims - 1](
@@ -170,7 +171,7 @@ def conv_transpose(
         first = real.start * layer.stride - layer.before
         y = pad_dim(y, x.dim, first - own.start, own.stop - first - y.shape[x.dim])
     if bias is not None:
-        y = y + bias.view(-1, *[1] * dims)
+        y = y + bias.to(y.dtype).view(-1, *[1] * dims)
     return Strip(y, x.dim, made)
 
 

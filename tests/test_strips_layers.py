@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from ranks import on_ranks
 from torch import Tensor, nn
 
-from apportion.parallel.spatial_norm import ask_all_ranks
 from apportion.parallel.strips import Bounds, strip
 from apportion.parallel.strips_holding import Holding
 from apportion.parallel.strips_layers import LAYERS
+from apportion.parallel.strips_norm import ask_all_ranks
 from apportion.parallel.strips_tensor import Strip, cut, gathered
 from apportion.world import World
 
