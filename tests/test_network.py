@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion import tree
-from apportion.graph import Unfollowed, arguments, follow
+from apportion.graph import Tracer, Unfollowed, arguments, follow, written
 from apportion.network import Network, recurrent_flops, trace
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -189,7 +189,63 @@ class Drifting(nn.Module):
         return x * self.scale
 
 
-@pytest.mark.parametrize("odd", [Deciding, Remembering, Noisy, Drifting])
+class Kept(nn.Module):
+    """Layers where torch does not see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = {"only": nn.Linear(3, 3)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers["only"](x)
+
+
+class Collecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[int]] = {"shapes": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen["shapes"].append(1)
+        return x * len(self.seen["shapes"])
+
+
+class Caching(nn.Module):
+    """A tensor stays in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.outputs.append(x * 2)
+        return self.outputs[-1]
+
+
+class Counted(nn.Module):
+    """A tensor that is no buffer, changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1)
+        return x * self.steps
+
+
+class Frozen(nn.Module):
+    """No gradient goes through it, which its functions do not tell."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return torch.relu(x)
+
+
+ODD = [Deciding, Remembering, Noisy, Drifting, Kept, Collecting, Caching, Counted, Frozen]
+
+
+@pytest.mark.parametrize("odd", ODD)
 def test_a_module_whose_forward_cannot_be_followed_is_one_layer(odd: type[nn.Module]) -> None:
     model = nn.Sequential(nn.Linear(3, 3), odd(), nn.Linear(3, 3))
     before = {name: t.clone() for name, t in model.state_dict().items()}
@@ -202,11 +258,95 @@ def test_a_module_whose_forward_cannot_be_followed_is_one_layer(odd: type[nn.Mod
 
 @pytest.mark.parametrize(
     ("odd", "why"),
-    [(Deciding, "control flow"), (Remembering, "changes its own steps"), (Noisy, "random"), (Drifting, "own scale")],
-)
+    [
+        (Deciding, "control flow"), (Remembering, "changes its own steps"), (Noisy, "random"), (Drifting, "own scale"),
+        (Kept, "layers is a dict with a Linear in it.*nn.ModuleList or nn.ModuleDict"),
+        (Collecting, "changes its own seen"), (Caching, "own outputs"), (Counted, "own steps"), (Frozen, "gradients"),
+    ],
+)  # fmt: skip
 def test_a_network_that_cannot_be_followed_says_why(odd: type[nn.Module], why: str) -> None:
     with pytest.raises(Unfollowed, match=f"the forward of {odd.__name__} cannot be followed.*{why}"):
         follow(odd())
+
+
+def test_what_is_seen_to_change_is_put_back() -> None:
+    for odd in (Remembering, Collecting, Caching, Counted):
+        model = nn.Sequential(odd(), nn.Linear(3, 3))
+        follow(model)
+        x = torch.ones(2, 3)
+        assert torch.equal(model[0](x), odd()(x)), odd
+
+
+class Listed(nn.Module):
+    """Layers in a list of its own, which torch sees where they are attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.order = [self.b, self.a]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.order:
+            x = layer(x)
+        return x
+
+
+def test_layers_in_a_list_are_followed_where_torch_sees_them_too() -> None:
+    assert [layer.name for layer in trace(Listed(), torch.ones(2, 3)).layers] == ["b", "a"]
+
+
+class Placed(nn.Module):
+    """Makes tensors in a size that it is given, and takes a part of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Embedding(9, 3)
+        self.register_buffer("wave", torch.randn(9, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        return x + self.place(torch.arange(length, device=x.device)) + self.wave[:length]
+
+
+def test_tensors_in_a_size_that_is_given_are_made_anew() -> None:
+    model = Placed()
+    graph = follow(model, torch.randn(2, 5, 3))
+    for length in (5, 7):
+        x = torch.randn(2, length, 3)
+        assert torch.equal(torch.fx.Interpreter(model, graph=graph).run(x), model(x))
+
+
+class Overwriting(nn.Module):
+    """Writes into a buffer, by way of a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        (self.last * x).mul_(2)  # into what it has made
+        self.last[0].copy_(x[0])
+        return x + self.last
+
+
+def test_writing_into_buffers_is_told() -> None:
+    model = Overwriting()
+    assert [name for name, _ in written(follow(model))] == ["last"]
+    with pytest.raises(Unfollowed, match="changes its own last"):
+        follow(model, writes=False)
+    calls = [n.target for n in follow(nn.Sequential(model), writes=False).nodes if n.op == "call_module"]
+    assert calls == ["0"]
+
+
+def test_who_looks_at_the_graph_alone_goes_on_and_is_told() -> None:
+    for odd, does in (
+        (Remembering, "changes its own 0.steps"), (Noisy, "random"), (Frozen, "gradients"), (Overwriting, "own 0.last"),
+    ):  # fmt: skip
+        tracer = Tracer(goes_on=True)
+        tracer.trace(nn.Sequential(odd(), nn.Linear(3, 3)))
+        assert does in " ".join(tracer.beside)
+    with pytest.raises(Unfollowed, match=r"own 0\.outputs"):
+        Tracer(goes_on=True).trace(nn.Sequential(Caching()))
 
 
 def test_hooks_find_the_layers_of_a_network_that_cannot_be_followed() -> None:

@@ -1,57 +1,101 @@
-"""The graph of a network: which layers and functions its forward calls, in order, on what."""
+"""The graph of a network: which layers and functions its forward calls, in order, on what.
+
+One tracer for whoever plans, cuts or exports a network. They differ in what stays one node (``whole``), and in what a
+forward is to them that does more than its graph shows: that changes itself, draws numbers once, turns gradients off.
+Who runs the graph (stages, strips, wavefronts) takes the module whole in which that happens; who runs the network's own
+forward, and looks at the graph alone (slices), ``goes_on`` and is told.
+"""
 
 from __future__ import annotations
 
 import inspect
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from apportion.effects import HOLDERS, Before, drawing_later, draws
+
+Whole = Callable[[str, nn.Module], bool]
+"""By a module's path and itself: is it one node?"""
 
 
 class Unfollowed(ValueError):
-    """The network's own forward cannot be followed."""
+    """A forward cannot be followed."""
 
-
-class _Opaque(Exception):
-    """A module's forward cannot be followed."""
-
-    def __init__(self, path: str, why: str) -> None:
-        super().__init__(path, why)
+    def __init__(self, message: str, path: str = "", why: str = "", does: str | None = None) -> None:
+        super().__init__(message)
         self.path, self.why = path, why
+        self.does = does
+        """What it does that no graph shows, as ``changes its own steps``; None: something else is wrong."""
 
 
-def follow(model: nn.Module, inputs: Any = None) -> fx.Graph:
+def of_torch(path: str, module: nn.Module) -> bool:
+    """The layers of torch's."""
+    return type(module).__module__.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, nn.Sequential)
+
+
+def follow(
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    known: dict[str, Any] | None = None,
+    whole: Whole = of_torch,
+    opaque: Callable[[nn.Module], bool] = lambda module: True,
+    writes: bool = True,
+) -> fx.Graph:
     """The graph of a model that is called with these inputs: layers of torch, modules that cannot be followed, and the
-    functions between them. Unfollowed where the model itself cannot be."""
-    opaque: set[str] = set()
+    functions between them. Unfollowed where the model itself cannot be, or a module that may not be ``opaque``.
+
+    ``known``: the arguments that are traced as values (None: those that get nothing). ``writes``: may the graph write
+    into buffers? Else a module that does so cannot be followed."""
+    closed: set[str] = set()
+    known = not_given(model, inputs) if known is None else known
+
+    def is_whole(path: str, module: nn.Module) -> bool:
+        return path in closed or (whole(path, module) and not _is_plain_encoder(module))
+
     while True:
         try:
-            return _Tracer(opaque).trace(model, not_given(model, inputs))
-        except _Opaque as error:
-            if not error.path:
-                raise Unfollowed(f"the forward of {type(model).__name__} cannot be followed: {error.why}") from error
-            opaque.add(error.path)
+            graph = Tracer(is_whole).trace(model, known)
+            if not writes:
+                _refuse_writes(graph, model)
+            return graph
+        except Unfollowed as error:
+            if not error.path or not opaque(model.get_submodule(error.path)):
+                raise
+            closed.add(error.path)
 
 
-class _Tracer(fx.Tracer):
-    def __init__(self, opaque: set[str]) -> None:
+def _is_plain_encoder(module: nn.Module) -> bool:
+    return type(module) is nn.TransformerEncoder and not module._forward_hooks and not module._forward_pre_hooks
+
+
+class Tracer(fx.Tracer):
+    """torch.fx's, which tells what a forward does beside its graph."""
+
+    proxy_buffer_attributes = True  # who decides by a buffer's numbers is not followed; they may be others next time
+    trace_asserts = True
+
+    def __init__(self, whole: Whole = of_torch, *, goes_on: bool = False) -> None:
         super().__init__()
-        self._opaque = opaque
-        self.proxy_buffer_attributes = True  # a buffer that a forward puts another in place of is then found
+        self._whole, self._goes_on = whole, goes_on
+        self.beside: list[str] = []
+        """Where it goes on: what the forward does that the graph does not show."""
+        self._modes: tuple[Any, ...] = ()
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
-        with _followed("", root):
-            return super().trace(root, concrete_args)
+        self._modes = _modes()
+        with _factories_traced(), drawing_later(), self._followed("", root):
+            graph = super().trace(root, concrete_args)
+        self.beside += [f"changes its own {name}" for name, _ in written(graph)] if self._goes_on else []
+        return graph
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name in self._opaque:
-            return True
-        return type(m) is not nn.TransformerEncoder and super().is_leaf_module(m, module_qualified_name)
+        return self._whole(module_qualified_name, m)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -62,8 +106,58 @@ class _Tracer(fx.Tracer):
         if type(m) is nn.TransformerEncoder:
             encoder: Any = m
             forward = lambda *a, **k: _encode(encoder, *a, **k)  # noqa: E731
-        with _followed(path, m):
+        if self._goes_on:
             return super().call_module(m, forward, args, kwargs)
+        with self._followed(path, m):
+            return super().call_module(m, forward, args, kwargs)
+
+    def path_of_module(self, mod: nn.Module) -> str:
+        try:
+            return super().path_of_module(mod)
+        except NameError:
+            raise NameError(_unregistered(self.root, mod)) from None
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _modes() != self._modes:
+            does = "turns gradients or autocast on or off for a part of it"
+            if not self._goes_on:
+                raise _Beside(does)
+            self.beside.append(does)
+        return super().create_node(*args, **kwargs)
+
+    @contextmanager
+    def _followed(self, path: str, module: nn.Module) -> Iterator[None]:
+        """What a forward does that a graph does not show makes the module opaque, or is noted."""
+        before, drawn = Before(module), draws()
+        where = path or type(module).__name__
+        try:
+            yield
+        except Unfollowed:
+            before.put_back()
+            raise
+        except Exception as error:  # whatever the network's own code raises at a stand-in for a tensor
+            before.put_back()
+            does = str(error) if isinstance(error, _Beside) else None
+            told = str(error).splitlines()[0] if str(error) else ""
+            why = f"{type(error).__name__}: {told}" if does is None else f"it {does}"
+            raise Unfollowed(f"the forward of {where} cannot be followed: {why}", path, why, does) from error
+        changed, stays = before.put_back()
+        found = [f"changes its own {', '.join(changed)}"] if changed else []
+        if draws() != drawn:
+            found.append("draws random numbers whose shape is not a tensor's")
+        if found and (stays or not self._goes_on):  # a tensor that stays with a module is used by nobody knows whom
+            why = f"it {found[0]}"
+            raise Unfollowed(f"the forward of {where} cannot be followed: {why}", path, why, found[0])
+        self.beside += found
+
+
+class _Beside(Exception):
+    """Something that no graph shows."""
+
+
+def _modes() -> tuple[Any, ...]:
+    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return torch.is_grad_enabled(), *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
 
 
 def _encode(encoder: nn.TransformerEncoder, src: Any, mask: Any = None, **options: Any) -> Any:
@@ -75,52 +169,89 @@ def _encode(encoder: nn.TransformerEncoder, src: Any, mask: Any = None, **option
     return src if encoder.norm is None else encoder.norm(src)
 
 
+def _unregistered(root: nn.Module, module: nn.Module) -> str:
+    """Of a module that torch does not find: who has it."""
+    for path, owner in root.named_modules():
+        for name, value in vars(owner).items():
+            holds = isinstance(value, list | tuple | dict) and name not in HOLDERS
+            if holds and any(leaf is module for leaf in pytree.tree_leaves(value)):
+                return (
+                    f"{f'{path}.{name}'.lstrip('.')} is a {type(value).__name__} with a {type(module).__name__} in it, "
+                    "which torch does not find there, nor trains or saves: make it an nn.ModuleList or nn.ModuleDict"
+                )
+    return f"it calls a {type(module).__name__} that is no attribute of a module, and that torch does not find"
+
+
+_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
+
+
 @contextmanager
-def _followed(path: str, module: nn.Module) -> Iterator[None]:
-    """What a forward does that a graph does not show makes the module opaque."""
-    before, draws = _own(module), _draws()
+def _factories_traced() -> Iterator[None]:
+    """Tensors that are made in a size of the traced ones become nodes, too."""
+
+    def traced(function: Any) -> Any:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            proxies = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, fx.Proxy)]
+            if not proxies:
+                return function(*args, **kwargs)
+            return proxies[0].tracer.create_proxy("call_function", function, args, kwargs)
+
+        return make
+
+    originals = {name: getattr(torch, name) for name in _FACTORIES}
+    for name, original in originals.items():
+        setattr(torch, name, traced(original))
     try:
         yield
-    except _Opaque:
-        _restore(module, before)
-        raise
-    except Exception as error:
-        _restore(module, before)
-        told = str(error).splitlines()[0] if str(error) else ""
-        raise _Opaque(path, f"{type(error).__name__}: {told}") from error
-    changed = sorted(_restore(module, before))
-    if changed:
-        raise _Opaque(path, f"it changes its own {', '.join(changed)}")
-    if _draws() != draws:
-        raise _Opaque(path, "it draws random numbers whose shape is not a tensor's")
+    finally:
+        for name, original in originals.items():
+            setattr(torch, name, original)
 
 
-_HOLDERS = ("_parameters", "_buffers")
+def written(graph: fx.Graph) -> list[tuple[str, fx.Node]]:
+    """The buffers that a graph writes into, with the calls that do."""
+    found = []
+    for node in graph.nodes:
+        into = node.kwargs.get("out")
+        if in_place(node) and node.args:
+            into = node.args[0]
+        while isinstance(into, fx.Node) and _function(into) in _VIEWS:
+            into = into.args[0]
+        if isinstance(into, fx.Node) and into.op == "get_attr":
+            found.append((str(into.target), node))
+    return found
 
 
-def _own(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """What a module has beside modules and hooks."""
-    values = {k: v for k, v in vars(module).items() if not isinstance(v, dict)}
-    return {"": values, **{holder: dict(vars(module)[holder]) for holder in _HOLDERS}}
+def in_place(node: fx.Node) -> bool:
+    """Does a call change what it is given first?"""
+    name = _function(node)
+    ends = name.endswith("_") and not name.endswith("__")
+    return ends or bool(node.kwargs.get("inplace")) or name in ("setitem", "iadd", "imul", "isub", "itruediv")
 
 
-def _restore(module: nn.Module, before: Mapping[str, dict[str, Any]]) -> set[str]:
-    """As it was; the names of what was changed."""
-    changed = set()
-    for holder, values in _own(module).items():
-        into = vars(module)[holder] if holder else vars(module)
-        for name in {**values, **before[holder]}:
-            if name.startswith("_tensor_constant") or values.get(name) is before[holder].get(name):
-                continue
-            changed.add(name)
-            into.pop(name, None)
-            into.update({name: before[holder][name]} if name in before[holder] else {})
-    return changed
+_VIEWS = frozenset((
+    "view", "reshape", "getitem", "getattr", "transpose", "permute", "t", "narrow", "select", "unsqueeze", "squeeze",
+    "expand", "flatten", "unflatten", "detach", "chunk", "split", "unbind", "diagonal", "movedim", "swapaxes",
+))  # fmt: skip
+"""What may give the memory of what it is given first."""
 
 
-def _draws() -> tuple[Any, ...]:
-    generator = torch.default_generator
-    return generator.get_state().numpy().tobytes(), random.getstate(), str(np.random.get_state())
+def _function(node: fx.Node) -> str:
+    """The name of a function or a method; empty of other nodes."""
+    if node.op == "call_function":
+        return str(getattr(node.target, "__name__", node.target))
+    return str(node.target) if node.op == "call_method" else ""
+
+
+def _refuse_writes(graph: fx.Graph, model: nn.Module) -> None:
+    for name, node in written(graph):
+        stack = list(node.meta.get("nn_module_stack", {}).values())
+        path, does = (str(stack[-1][0]) if stack else ""), f"changes its own {name}"
+        where = path or type(model).__name__
+        raise Unfollowed(f"the forward of {where} cannot be followed: it {does}", path, f"it {does}", does)
+
+
+# Calling
 
 
 def not_given(model: nn.Module, inputs: Any, *state: Any) -> dict[str, Any] | None:

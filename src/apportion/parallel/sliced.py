@@ -28,8 +28,9 @@ from apportion.parallel import sliced_attention, sliced_embedding, sliced_graph,
 from apportion.parallel.replica import Replica
 from apportion.parallel.sliced_attention import slice_heads
 from apportion.parallel.sliced_embedding import slice_vocabulary
-from apportion.parallel.sliced_graph import Look, Pair
+from apportion.parallel.sliced_graph import Pair
 from apportion.parallel.sliced_linear import slice_columns, slice_dropout, slice_rows
+from apportion.parallel.sliced_look import Look, look
 from apportion.parallel.sliced_loss import cross_entropy_of, sliced_cross_entropy
 from apportion.parallel.sliced_recurrent import slice_units
 from apportion.parallel.slices import Slicer
@@ -62,7 +63,7 @@ def plan(model: nn.Module, inputs: Any, workload: Workload, *, min_width: int, w
     """What can be sliced of a workload's network, of the layers under these names. A Linear or an embedding that stands
     alone is where both its sides are ``min_width`` or more."""
     state = _state(workload, inputs)
-    seen = sliced_graph.look(model, inputs, *state)
+    seen = look(model, inputs, *state)
     layers = {name: m for name, m in model.named_modules() if any(_under(name, prefix) for prefix in within)}
     whole = _must_stay_whole(model, layers, seen)
     layers = {name: m for name, m in layers.items() if name not in whole}

@@ -8,21 +8,17 @@ a weight outside of its layer (a norm, a product by hand) needs it whole.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn import functional
-from torch.nn.utils.rnn import PackedSequence
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
-from apportion import tree
-from apportion.graph import not_given
-from apportion.network import evaluating, undisturbed
+from apportion.graph import Tracer, Unfollowed, not_given, of_torch
+from apportion.network import evaluating
+from apportion.parallel.sliced_look import Look
 
 # fmt: off
 ELEMENTWISE = frozenset((
@@ -58,79 +54,6 @@ class Pair:
     """Dropout layers in between."""
 
 
-@dataclass
-class Look:
-    """What one forward pass did."""
-
-    outside: set[int] = field(default_factory=set)
-    """Parameters (by id) that something else than their own layer used."""
-    dims: dict[str, int] = field(default_factory=dict)
-    """Dimensions of a layer's output."""
-    packed: set[str] = field(default_factory=set)
-    """Layers that were given packed sequences."""
-    within: dict[str, set[str]] = field(default_factory=dict)
-    """The layers inside of which a layer was called, each time."""
-
-
-def look(model: nn.Module, inputs: Any, *state: Any) -> Look:
-    """One forward pass, of which nothing remains."""
-    found, running = Look(), [model]
-    names = {module: name for name, module in model.named_modules()}
-
-    def begin(module: nn.Module, given: tuple[Any, ...]) -> None:
-        inside = {names[outer] for outer in running}
-        found.within[names[module]] = found.within.get(names[module], inside) & inside
-        running.append(module)
-        if any(isinstance(x, PackedSequence) for x in given):
-            found.packed.add(names[module])
-
-    def end(module: nn.Module, given: Any, output: Any) -> None:
-        running.pop()
-        if isinstance(output, Tensor):
-            found.dims[names[module]] = output.dim()
-
-    hooks = [h for m in model.modules() for h in (m.register_forward_pre_hook(begin), m.register_forward_hook(end))]
-    try:
-        with undisturbed(model), _Uses(running, found.outside):
-            tree.call(model, inputs, *state)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
-_ASKS = ("size", "dim", "__set__", "is_floating_point", "numel")
-_LOOKS = frozenset(
-    getattr(Tensor, name).__get__
-    for name in (
-        "shape", "dtype", "device", "requires_grad", "grad", "layout", "ndim", "is_leaf", "is_cuda", "is_sparse",
-        "is_nested", "is_meta", "is_quantized", "grad_fn",
-    )
-)  # fmt: skip
-"""What tells of a tensor and gives nothing of what is in it; ``weight.T`` is a use of it."""
-
-
-class _Uses(TorchFunctionMode):
-    """Notes the parameters that are used outside of their own layer."""
-
-    def __init__(self, running: Sequence[nn.Module], outside: set[int]) -> None:
-        super().__init__()
-        self._running, self._outside = running, outside
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _LOOKS and getattr(func, "__name__", "") not in _ASKS:
-            used = {id(p) for p in pytree.tree_leaves((args, kwargs)) if isinstance(p, nn.Parameter)}
-            if used:
-                self._outside |= used - self._own()
-        return func(*args, **(kwargs or {}))
-
-    def _own(self) -> set[int]:
-        module = self._running[-1]
-        # A layer of torch's uses its children's weights as it likes; it is sliced as one, or not at all.
-        recurse = type(module).__module__.startswith("torch.nn.")
-        return {id(p) for p in module.parameters(recurse=recurse)}
-
-
 @dataclass(frozen=True)
 class Traced:
     """The graphs of a network, or of one layer of it: as it trains, and as it evaluates."""
@@ -146,54 +69,19 @@ class Traced:
         return f"{self.name}.{target}" if self.name else str(target)
 
 
-class _Tracer(fx.Tracer):
-    trace_asserts = True
-
-
-_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
-
-
-@contextmanager
-def _factories_traced() -> Iterator[None]:
-    """Tensors that are made in a size of the traced ones become nodes, too."""
-
-    def traced(function: Any) -> Any:
-        def make(*args: Any, **kwargs: Any) -> Any:
-            proxies = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, fx.Proxy)]
-            if not proxies:
-                return function(*args, **kwargs)
-            return proxies[0].tracer.create_proxy("call_function", function, args, kwargs)
-
-        return make
-
-    originals = {name: getattr(torch, name) for name in _FACTORIES}
-    for name, original in originals.items():
-        setattr(torch, name, traced(original))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(torch, name, original)
-
-
 def trace(model: nn.Module, inputs: Any = None, name: str = "") -> list[Traced]:
     """The graphs of a network that is called with these inputs; where its flow depends on the data, those of the layers
     that it is made of."""
     try:
-        with _factories_traced(), undisturbed(model) as changed:
-            default = not_given(model, inputs)
-            trains = _Tracer().trace(model, default)
-            with evaluating(model.modules()):
-                evaluates = _Tracer().trace(model, default)
-            return [Traced(name, model, (trains, evaluates), not changed())]
-    except Exception:  # whatever the network's own code raises at a stand-in for a tensor
+        first, second, default = Tracer(goes_on=True), Tracer(goes_on=True), not_given(model, inputs)
+        trains = first.trace(model, default)
+        with evaluating(model.modules()):
+            evaluates = second.trace(model, default)
+        return [Traced(name, model, (trains, evaluates), pure=not first.beside + second.beside)]
+    except Unfollowed:
         pass
     inside = ((f"{name}.{child}" if name else child, module) for child, module in model.named_children())
-    return [found for child, module in inside if not _is_torchs(module) for found in trace(module, name=child)]
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential)
+    return [found for child, module in inside if not of_torch(child, module) for found in trace(module, name=child)]
 
 
 def pairs(traced: Sequence[Traced], candidates: set[str], seen: Look) -> list[Pair]:

@@ -7,6 +7,7 @@ products of the inputs are made for all time steps at once.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ def _suffixes(layer: nn.RNNBase) -> list[str]:
     return [f"_l{number}{way}" for number in range(layer.num_layers) for way in ways]
 
 
-class _UnitsSlice(nn.RNNBase):
+class _UnitsSlice(nn.RNNBase, ABC):
     """Whole inputs and states -> whole outputs and states, as torch's."""
 
     group: Group
@@ -109,10 +110,10 @@ class _UnitsSlice(nn.RNNBase):
         rest = [gather_from(s, self.group, -1, self.sizes) for s in own[1:]]
         return gather_from(torch.stack(outputs), self.group, -1, self.sizes), rest
 
+    @abstractmethod
     def _step(self, x: Tensor, h: Tensor, own: list[Tensor]) -> list[Tensor]:
         """This rank's states after a time step: ``x`` and ``h`` are what the inputs and the hidden state give its
         gates."""
-        raise NotImplementedError
 
 
 class LSTMSlice(_UnitsSlice, nn.LSTM):  # type: ignore[misc] # one signature for all three

@@ -16,13 +16,13 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.fx import Graph, Node, Tracer
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from apportion import tree
 from apportion.comm.group import Group
 from apportion.errors import ApportionError
-from apportion.graph import not_given
+from apportion.graph import Unfollowed, follow
 from apportion.network import evaluating, undisturbed
 from apportion.parallel.pieces import Piece
 from apportion.parallel.strips_arguments import function_of
@@ -67,7 +67,7 @@ class StripForward:
     @torch.no_grad()
     def plan(self, sample: Any) -> dict[str, Piece]:
         """Run once, on an example, to see what is used where; then keep no more than this rank needs."""
-        with evaluating(self._model.modules()), torch.random.fork_rng(devices=[]):
+        with evaluating(self._model.modules()), undisturbed(self._model):
             example = tree.rows(sample, slice(0, 1))
             tree.call(lambda *a, **k: self._run(self._evaluated, a, k), example)
             tree.call(lambda *a, **k: self._run(self._trained, a, k), example)
@@ -207,25 +207,21 @@ def _place(node: Node) -> str:
 
 
 def _traced(model: nn.Module, sample: Any) -> Graph:
-    drawn = torch.default_generator.get_state()
-    with undisturbed(model) as changed:
-        graph = _graph(model, sample)
-        named = changed()
-        draws = not torch.equal(torch.default_generator.get_state(), drawn)
-    if named or draws:
-        what = f"changes its own {named[0]}" if named else "draws numbers whose shape is not a tensor's"
-        raise ValueError(
-            f"the forward of {type(model).__name__} {what}, which would happen once, when it is traced, and not in "
-            f"each step; put it into a layer of its own, or use {OTHERS}"
-        )
-    return graph
-
-
-def _graph(model: nn.Module, sample: Any) -> Graph:
     try:
-        return Tracer().trace(model, not_given(model, sample))
-    except Exception as error:
+        return follow(model, sample, opaque=_may_be_whole, writes=False)
+    except Unfollowed as error:
+        where = error.path or type(model).__name__
+        if error.does is not None:
+            raise ValueError(
+                f"the forward of {where} {error.does}, which would happen once, when it is traced, and not in each "
+                f"step; put it into a layer of its own, or use {OTHERS}"
+            ) from error
         raise ValueError(
-            f"{type(model).__name__}.forward cannot be traced ({error}): conv_parallel must see every operation of it, "
-            f"without branches that depend on values; rewrite it, or use {OTHERS}"
+            f"{where}.forward cannot be traced ({error.why}): conv_parallel must see every operation of it, without "
+            f"branches that depend on values; rewrite it, or use {OTHERS}"
         ) from error
+
+
+def _may_be_whole(module: nn.Module) -> bool:
+    """A module that cannot be followed, and that has nothing in it to be cut, is right where it gets whole tensors."""
+    return not any(type(inside) in LAYERS and divides(inside, spatial=True) for inside in module.modules())

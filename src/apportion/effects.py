@@ -1,0 +1,110 @@
+"""What a forward does beside what it gives: it changes modules, and draws random numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+HOLDERS = ("_parameters", "_buffers", "_modules")
+_DEPTH = 3
+"""So many lists and dicts in each other are looked into."""
+_CONSTANT = "_tensor_constant"
+"""What torch.fx calls what it puts on a module for a graph."""
+
+
+class Before:
+    """What modules have, to be compared with what they have then, and put back."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._kept: list[tuple[str, str, Any, Any]] = []
+        for path, module in root.named_modules():
+            own = vars(module)
+            self._kept.append((path, "", own, dict(own)))
+            for name, value in own.items():
+                self._kept += [(path, name, x, _content(x)) for x in _inside(value, tensors=name != "_buffers")]
+
+    def put_back(self) -> tuple[list[str], bool]:
+        """The names of what was changed; and does a tensor of the trace stay there?"""
+        names, stays = set[str](), False
+        for path, name, x, content in self._kept:
+            changed = _changed(x, content)
+            if not changed:
+                continue
+            own = [name] if name and name not in HOLDERS else changed
+            names |= {f"{path}.{each}".lstrip(".") for each in own}
+            stays = stays or any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(_content(x)))
+            _put(x, content)
+        return sorted(names), stays
+
+
+def _inside(value: Any, *, tensors: bool, depth: int = _DEPTH) -> Iterator[Any]:
+    """The lists, dicts and sets, and tensors that are no parameters, of which this is made."""
+    if isinstance(value, list | dict) and depth:
+        yield value
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _inside(each, tensors=tensors, depth=depth - 1)
+    elif isinstance(value, set) or (tensors and type(value) is Tensor and not value.is_inference()):
+        yield value
+
+
+def _content(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x._version, x.detach().clone()
+    return dict(x) if isinstance(x, dict) else list(x) if isinstance(x, list) else set(x)
+
+
+def _changed(x: Any, content: Any) -> list[str]:
+    """The keys of what is another; of what has no keys, one."""
+    if isinstance(x, dict):
+        keys = (k for k in {**content, **x} if not str(k).startswith(_CONSTANT))
+        return [str(k) for k in keys if k not in x or k not in content or not _same(x[k], content[k])]
+    if isinstance(x, list):
+        same = len(x) == len(content) and all(map(_same, x, content))
+    else:
+        same = x._version == content[0] if isinstance(x, Tensor) else x == content
+    return [] if same else [""]
+
+
+def _same(now: Any, before: Any) -> bool:
+    plain = isinstance(now, bool | int | float | str) and type(now) is type(before)
+    return now is before or (plain and bool(now == before))
+
+
+def _put(x: Any, content: Any) -> None:
+    if isinstance(x, Tensor):
+        with torch.no_grad():
+            x.copy_(content[1])
+    elif isinstance(x, list):
+        x[:] = content
+    else:
+        constants = {k: v for k, v in x.items() if str(k).startswith(_CONSTANT)} if isinstance(x, dict) else ()
+        x.clear()
+        x.update(content)
+        x.update(constants)
+
+
+def draws() -> tuple[Any, ...]:
+    """The states of the generators."""
+    cuda = [s.numpy().tobytes() for s in torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else []
+    torchs = torch.default_generator.get_state().numpy().tobytes()
+    return torchs, cuda, random.getstate(), str(np.random.get_state())
+
+
+@contextmanager
+def drawing_later() -> Iterator[None]:
+    """What is drawn while a forward is traced is drawn again."""
+    drawn = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(list(devices)):
+        try:
+            yield
+        finally:
+            random.setstate(drawn[0])
+            np.random.set_state(drawn[1])
