@@ -133,6 +133,7 @@ def _works(found: list[Spec], shape: tuple[int, ...]) -> bool:
     try:
         with warnings.catch_warnings(action="ignore"):
             y = Chain(found, shape)(torch.ones(shape).double())
+        y.sum().backward()  # torch refuses some that write in place
         return bool(y.numel()) and y.numel() < 20000 and bool(y.isfinite().all())
     except (RuntimeError, ValueError, ZeroDivisionError):
         return False

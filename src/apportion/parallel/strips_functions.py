@@ -123,10 +123,11 @@ def dropout(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[
 def _in_memory(own: Tensor, dim: int) -> list[int]:
     """The dimensions as they lie in memory, the outermost first: torch draws in this order. Where there is one row of
     ``dim``, its stride says so only if nothing was left out."""
-    order = sorted(range(own.dim()), key=lambda d: (-own.stride(d), own.shape[d] == 1))
+    strides = own.stride()
+    order = sorted(range(own.dim()), key=lambda d: (-strides[d], own.shape[d] == 1))
     inner = 1
     for d in reversed(order):
-        if own.shape[dim] <= 1 and own.stride(d) != inner:
+        if own.shape[dim] <= 1 and strides[d] != inner:
             return list(range(own.dim()))
         inner *= own.shape[d]
     return order
