@@ -1,0 +1,128 @@
+"""What passes between stages, put together from micro-batches and taken apart again: a stage that computes a batch at
+once, as batch normalisation asks for, receives and sends in micro-batches like any other.
+
+::
+
+    micro-batches      | rows 0-2 | rows 3-5 | rows 6-7 |      each as the stage before computed it
+    the whole batch    | rows 0-7                       |      forward, with the statistics of all rows
+    micro-batches      | rows 0-2 | rows 3-5 | rows 6-7 |      the stage after goes on with each
+
+Both are differentiable, so gradients go back the same way. Which dimension has the rows is found out by computing few
+rows and more of them: it is the one that grows with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from apportion import tree
+from apportion.network import evaluating, undisturbed
+from apportion.parallel.cuts import calls, used_tensors
+from apportion.parallel.same_outputs import difference
+from apportion.parallel.stage_graph import StageGraph
+
+SAMPLE = 2, 3
+"""Rows that are computed apart and together, to see what becomes of them."""
+ROUNDING = 1e-3
+"""Of the largest number: what the same row may differ by among others."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How a tensor or number that passes a cut depends on the rows."""
+
+    each: int = 0
+    """So many places of the dimension are a row, or the number is so much a row; 0: it is the same for any rows."""
+    dim: int | None = None
+    """The dimension of a tensor that has them."""
+
+
+def needs_whole_batch(model: nn.Module, nodes: Sequence[fx.Node], stateful: Sequence[str]) -> bool:
+    """Does one of these calls normalise by the batch's statistics, or change a buffer or number of its own?"""
+    for node in nodes:
+        if node.op == "call_module":
+            path = str(node.target)
+            if any(normalises(layer) for layer in model.get_submodule(path).modules()):
+                return True
+            if any(name.startswith(f"{path}.") for name in stateful):
+                return True
+        elif any(name in stateful for name, _ in used_tensors(model, node)):
+            return True
+    return False
+
+
+def normalises(layer: nn.Module) -> bool:
+    """Is it a batch normalisation that takes its statistics from the batch?"""
+    return isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
+
+
+def rows_at(model: nn.Module, graph: fx.Graph, at: int, inputs: Any) -> list[Rows]:
+    """Of each tensor and number that passes a cut before this call."""
+    stage, (few, more) = StageGraph(model, graph, [0, at, len(calls(graph))], 0), SAMPLE
+    found = []
+    with evaluating(model.modules()):
+        for rows in (range(few), range(few, few + more), range(few + more)):
+            sample = tree.map_tensors(lambda t, rows=rows: t[[i % len(t) for i in rows]], inputs)  # type: ignore[misc]
+            with undisturbed(model):
+                found.append(_leaves(stage.module(*stage.of(graph, sample)))[0])
+    return [_rows(*leaves) for leaves in zip(*found, strict=True)]
+
+
+def _rows(few: Any, more: Any, together: Any) -> Rows:
+    counts = (*SAMPLE, sum(SAMPLE))
+    if isinstance(together, Tensor):
+        shapes = few.shape, more.shape, together.shape
+        grown = [d for d in range(together.dim()) if len({shape[d] for shape in shapes}) > 1]
+        if not grown:
+            return Rows()
+        sizes = [shape[grown[0]] for shape in shapes]
+        each = sizes[0] // counts[0]
+        # Where a row is several places, are these next to each other?
+        apart = each > 1 and difference([torch.cat([few, more], grown[0])], [together]) > ROUNDING
+        if len(grown) == 1 and sizes == [each * n for n in counts] and not apart:
+            return Rows(each, grown[0])
+    elif few == more == together:
+        return Rows()
+    elif isinstance(few, int) and [few, more, together] == [few // counts[0] * n for n in counts]:
+        return Rows(few // counts[0])
+    raise ValueError(
+        "what passes from stage to stage does not have its rows one after the other, and so batch normalisation cannot "
+        "be given the whole batch of it: give cuts= elsewhere, or use microbatches=1, or data_parallel"
+    )
+
+
+def joined(parts: Sequence[Any], rows: Sequence[Rows]) -> Any:
+    """The batch's values of its micro-batches', in order."""
+    leaves = [_leaves(part)[0] for part in parts]
+    whole = [_joined(own, how) for own, how in zip(zip(*leaves, strict=True), rows, strict=True)]
+    return pytree.tree_unflatten(whole, _leaves(parts[0])[1])
+
+
+def _joined(parts: Sequence[Any], how: Rows) -> Any:
+    if how.dim is not None:
+        return torch.cat(list(parts), how.dim)
+    return sum(parts) if how.each else parts[0]  # whose gradient then is that of all
+
+
+def taken_apart(whole: Any, rows: Sequence[Rows], counts: Sequence[int]) -> list[Any]:
+    """The values of micro-batches of so many rows each."""
+    leaves, spec = _leaves(whole)
+    parts = [_parts(leaf, how, counts) for leaf, how in zip(leaves, rows, strict=True)]
+    return [pytree.tree_unflatten([own[i] for own in parts], spec) for i in range(len(counts))]
+
+
+def _parts(leaf: Any, how: Rows, counts: Sequence[int]) -> Sequence[Any]:
+    if how.dim is not None:
+        return leaf.split([how.each * n for n in counts], how.dim)
+    return [how.each * n if how.each else leaf for n in counts]
+
+
+def _leaves(values: Any) -> tuple[list[Any], Any]:
+    return pytree.tree_flatten([tuple(v) if isinstance(v, torch.Size) else v for v in values])
