@@ -496,6 +496,34 @@ def test_activations_take_no_more_memory_than_the_schedule_promises() -> None:
             assert 2.0 * own <= most <= 2.0 * own + 6.0, (schedule, found)
 
 
+class Noted(nn.Module):
+    """Tells that it was called."""
+
+    def __init__(self, calls: list[int]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(len(x))
+        return torch.tanh(x)
+
+
+def forwards(world: World, strategy: Strategy) -> list[int]:
+    """The rows of each forward pass of a step."""
+    calls: list[int] = []
+    made = lambda: nn.Sequential(nn.Linear(10, 8), Noted(calls), nn.Linear(8, 3))  # noqa: E731
+    step: Any = strategy.build(workload(made, (10,), 6), world)
+    batch = step.source.at(0, step.data_shard)
+    calls.clear()
+    step(batch)
+    return calls
+
+
+def test_one_worker_recomputes_where_it_is_asked_to() -> None:
+    assert on_ranks(forwards, 1, PipelineParallel(microbatches=3)) == [[2, 2, 2]]
+    assert on_ranks(forwards, 1, PipelineParallel(microbatches=3, recompute=True)) == [[2, 2, 2, 2, 2, 2]]
+
+
 def counts(world: World, strategy: Strategy) -> int:
     """How often the terms are counted in a step."""
     asked: list[int] = []
@@ -544,6 +572,18 @@ class Elsewhere(nn.Module):
         return self.second(h) if self.training else self.other(h)
 
 
+class Centred(nn.Module):
+    """A normalisation of its own: nobody's class says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(10, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.last(F.dropout(h - h.mean(0), 0.0))
+
+
 class Own(torch.optim.SGD):
     """Who knows what it looks at."""
 
@@ -561,6 +601,9 @@ def test_what_cannot_be_cut_is_refused_with_the_layer_the_reason_and_the_cure() 
     refused(workload(Elsewhere, (10,)), LayerPlacement(), "Elsewhere calls other layers in evaluation.*or use data")
     refused(cases["mlp"](7), cut, r"into 3 stages at most, and there are 4 workers: use workers<=3", 4)
     refused(workload(perceptron, (10,)), LayerPlacement(cuts=("9",)), "'9' is no layer of the network; a stage may")
+    coupled = "microbatches=2 would change what Centred computes, .*: use microbatches=1, or layer_placement"
+    for workers in (1, 2):
+        refused(workload(Centred, (10,)), cut, coupled, workers)
     own = lambda p: Own([q for _, q in p], lr=0.1)  # noqa: E731
     refused(workload(perceptron, (10,), optimizer=own), cut, "Own is not known to update each parameter by itself, and")
     tall = PipelineParallel(recompute=True, microbatches=1)

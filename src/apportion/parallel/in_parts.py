@@ -18,7 +18,7 @@ from apportion.parallel.loss_share import LossShare
 from apportion.parallel.pieces import Piece
 from apportion.parallel.replica import Replica
 from apportion.parallel.split import Part
-from apportion.parallel.whole_batch import normalises
+from apportion.parallel.whole_batch import normalises, refuse_coupled
 
 
 @final
@@ -35,6 +35,8 @@ class InParts(Part):
             refuse_state(model, stateful, microbatches, recompute=recompute, whole_batch_norm=whole_batch_norm)
             if stateful or any(map(normalises, model.modules())):
                 microbatches = 1
+        if microbatches > 1:
+            refuse_coupled(model, inputs, microbatches)
         self.model, self._microbatches = model, microbatches
         if recompute:
             _recompute(model)
@@ -73,7 +75,7 @@ def _recompute(model: nn.Module) -> None:
     def forward(*values: Any, **named: Any) -> Any:
         return checkpointed(run, *values, **named) if torch.is_grad_enabled() else run(*values, **named)
 
-    model.forward = forward  # type: ignore[method-assign]
+    model.forward = forward
 
 
 def refuse_state(

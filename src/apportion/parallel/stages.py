@@ -34,7 +34,7 @@ from apportion.parallel.replica import Replica
 from apportion.parallel.split import Part
 from apportion.parallel.stage_graph import StageGraph, adopt_the_rest, prove, terms, used
 from apportion.parallel.turns import turns
-from apportion.parallel.whole_batch import Rows, needs_whole_batch, rows_at
+from apportion.parallel.whole_batch import Rows, needs_whole_batch, refuse_coupled, rows_at
 from apportion.workload import Workload
 from apportion.world import World
 
@@ -111,13 +111,15 @@ class Stages(Part):
         bounds = [0, *at, len(calls(graph))]
         self.cuts = tuple(names(graph)[calls(graph)[i]] for i in at)
         """The layers that the stages after the first begin with."""
-        if self._rank == 0:
-            prove(model, graph, bounds, self._sample(inputs))
         at_once = [needs_whole_batch(model, calls(graph)[a:b], stateful) for a, b in pairwise(bounds)]
         if microbatches > 1 and any(at_once):
             self._schedule = "gpipe"  # whoever waits for the whole batch has to be sent it first
             if at_once[self._rank]:
                 self._at_once = self._rows(model, graph, bounds, inputs)
+        elif microbatches > 1 and self._rank == 0:
+            refuse_coupled(model, inputs, microbatches)
+        if self._rank == 0:
+            prove(model, graph, bounds, self._sample(inputs))
         self._arguments = graph
         self._training = StageGraph(model, graph, bounds, self._rank)
         self._evaluation = self._for_evaluation(model, inputs, graph, at)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from apportion import tree
@@ -65,14 +66,41 @@ def normalises(layer: nn.Module) -> bool:
 
 def rows_at(model: nn.Module, graph: fx.Graph, at: int, inputs: Any) -> list[Rows]:
     """Of each tensor and number that passes a cut before this call."""
-    stage, (few, more) = StageGraph(model, graph, [0, at, len(calls(graph))], 0), SAMPLE
-    found = []
-    with evaluating(model.modules()):
-        for rows in (range(few), range(few, few + more), range(few + more)):
-            sample = tree.map_tensors(lambda t, rows=rows: t[[i % len(t) for i in rows]], inputs)  # type: ignore[misc]
-            with undisturbed(model):
-                found.append(_leaves(stage.module(*stage.of(graph, sample)))[0])
+    stage = StageGraph(model, graph, [0, at, len(calls(graph))], 0)
+    with evaluating(model.modules()), undisturbed(model):
+        found = [_leaves(stage.module(*stage.of(graph, sample)))[0] for sample in _samples(inputs)]
     return [_rows(*leaves) for leaves in zip(*found, strict=True)]
+
+
+def _samples(inputs: Any) -> list[Any]:
+    """Few rows of them, more, and all of these together."""
+    few, more = SAMPLE
+    ranges = range(few), range(few, few + more), range(few + more)
+    return [tree.map_tensors(lambda t, rows=rows: t[[i % len(t) for i in rows]], inputs) for rows in ranges]  # type: ignore[misc]
+
+
+def refuse_coupled(model: nn.Module, inputs: Any, microbatches: int) -> None:
+    """ValueError where what a network gives for a row depends on the rows beside it, as a normalisation of its own
+    makes it: unlike ``normalises`` it is seen by what is computed. Not where it draws as it computes."""
+    dropout = [layer for layer in model.modules() if isinstance(layer, _DropoutNd)]
+    with evaluating(dropout), undisturbed(model):
+        try:
+            few, more, together, again = (
+                tree.tensors(tree.call(model, rows)) for rows in (*_samples(inputs), _samples(inputs)[-1])
+            )
+        except Exception:  # of so few rows: what it wants to be called with is its own affair
+            return
+    if difference(again, together) != 0.0:
+        return
+    for a, b, both in zip(few, more, together, strict=True):
+        if a.shape[1:] == both.shape[1:] and len(a) + len(b) == len(both):
+            apart = difference([torch.cat([a, b])], [both])
+            if apart > ROUNDING:
+                raise ValueError(
+                    f"microbatches={microbatches} would change what {type(model).__name__} computes, which gives a row "
+                    f"other outputs beside other rows (by {apart:.2g} of the largest): use microbatches=1, or "
+                    "layer_placement"
+                )
 
 
 def _rows(few: Any, more: Any, together: Any) -> Rows:
@@ -120,7 +148,8 @@ def taken_apart(whole: Any, rows: Sequence[Rows], counts: Sequence[int]) -> list
 
 def _parts(leaf: Any, how: Rows, counts: Sequence[int]) -> Sequence[Any]:
     if how.dim is not None:
-        return leaf.split([how.each * n for n in counts], how.dim)
+        parts: Sequence[Tensor] = leaf.split([how.each * n for n in counts], how.dim)
+        return parts
     return [how.each * n if how.each else leaf for n in counts]
 
 
