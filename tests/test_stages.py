@@ -30,7 +30,7 @@ from apportion.parallel.kept_parts import Version, whole
 from apportion.parallel.passing import Inlet, Outlet
 from apportion.parallel.stage_graph import StageGraph, prove, terms
 from apportion.parallel.turns import in_flight, turns
-from apportion.parallel.whole_batch import Rows, joined, needs_whole_batch, rows_at, taken_apart
+from apportion.parallel.whole_batch import Rows, joined, needs_whole_batch, refuse_coupled_stage, rows_at, taken_apart
 from apportion.world import World
 
 # Where to cut
@@ -327,6 +327,33 @@ def test_rows_that_cannot_be_put_together_are_refused() -> None:
     model = Interleaved()
     with pytest.raises(ValueError, match=r"does not have its rows one after the other.*cuts= elsewhere"):
         rows_at(model, follow(model), 2, torch.randn(4, 2, 4))
+
+
+class Apart(nn.Module):
+    """Rows that see each other after the normalisation, and not before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(torch.tanh(self.first(x)))
+        return self.last(h) - self.last(h).mean(0)
+
+
+def test_rows_that_see_each_other_in_a_stage_of_micro_batches_are_refused() -> None:
+    model, x = Apart(), torch.randn(6, 6)
+    graph = follow(model)
+    assert [node.name for node in calls(graph)][:4] == ["first", "tanh", "norm", "last"]
+    bounds = [0, 2, 3, len(calls(graph))]
+    refuse_coupled_stage(model, graph, bounds, 0, x, 2)
+    with pytest.raises(ValueError, match="microbatches=2 would change what Apart computes, which gives a row other"):
+        refuse_coupled_stage(model, graph, bounds, 2, x, 2)
+    for network, numbers in ((networks.Twice(), x), (Ladder(), x), (Crossing(), torch.randn(5, 3, 4))):
+        graph = follow(network)
+        bounds = [0, *range(1, len(calls(graph)) - 1), len(calls(graph))]  # the last of Crossing adds all up
+        for number in range(len(bounds) - 2):
+            refuse_coupled_stage(network.float(), graph, bounds, number, numbers, 2)
 
 
 def test_a_stage_needs_the_whole_batch_for_its_statistics_and_for_what_changes() -> None:

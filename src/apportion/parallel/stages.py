@@ -34,7 +34,7 @@ from apportion.parallel.replica import Replica
 from apportion.parallel.split import Part
 from apportion.parallel.stage_graph import StageGraph, adopt_the_rest, prove, terms, used
 from apportion.parallel.turns import turns
-from apportion.parallel.whole_batch import Rows, needs_whole_batch, refuse_coupled, rows_at
+from apportion.parallel.whole_batch import Rows, needs_whole_batch, refuse_coupled, refuse_coupled_stage, rows_at
 from apportion.workload import Workload
 from apportion.world import World
 
@@ -116,6 +116,8 @@ class Stages(Part):
             self._schedule = "gpipe"  # whoever waits for the whole batch has to be sent it first
             if at_once[self._rank]:
                 self._at_once = self._rows(model, graph, bounds, inputs)
+            else:
+                refuse_coupled_stage(model, graph, bounds, self._rank, inputs, microbatches)
         elif microbatches > 1 and self._rank == 0:
             refuse_coupled(model, inputs, microbatches)
         if self._rank == 0:

@@ -90,17 +90,42 @@ def refuse_coupled(model: nn.Module, inputs: Any, microbatches: int) -> None:
             )
         except Exception:  # of so few rows: what it wants to be called with is its own affair
             return
-    if difference(again, together) != 0.0:
+    rows = [(a, b, t) for a, b, t in zip(few, more, together, strict=True) if t.dim() and len(a) + len(b) == len(t)]
+    if all(a.shape[1:] == b.shape[1:] for a, b, _ in rows) and difference(again, together) == 0.0:
+        _refuse_apart([torch.cat([a, b]) for a, b, _ in rows], [t for _, _, t in rows], model, microbatches)
+
+
+def refuse_coupled_stage(
+    model: nn.Module, graph: fx.Graph, bounds: Sequence[int], number: int, inputs: Any, microbatches: int
+) -> None:
+    """The same of one stage, where another one is to see the whole batch."""
+    n, begin, end = len(calls(graph)), bounds[number], bounds[number + 1]
+    try:
+        before, after = rows_at(model, graph, begin, inputs) if number else [], rows_at(model, graph, end, inputs)
+    except ValueError:  # nobody puts them together
         return
-    for a, b, both in zip(few, more, together, strict=True):
-        if a.shape[1:] == both.shape[1:] and len(a) + len(b) == len(both):
-            apart = difference([torch.cat([a, b])], [both])
-            if apart > ROUNDING:
-                raise ValueError(
-                    f"microbatches={microbatches} would change what {type(model).__name__} computes, which gives a row "
-                    f"other outputs beside other rows (by {apart:.2g} of the largest): use microbatches=1, or "
-                    "layer_placement"
-                )
+    first, stage = StageGraph(model, graph, [0, begin, n], 0), StageGraph(model, graph, [0, begin, end, n], 1)
+    few, more, together = _samples(inputs)
+
+    def run(rows: Any, values: Any) -> Any:
+        rows, values = tree.map_tensors(Tensor.clone, (rows, values))
+        return stage.module(*stage.of(graph, rows), *values)
+
+    with evaluating(model.modules()), undisturbed(model):
+        values = first.module(*first.of(graph, together)) if number else []
+        parts = [run(*own) for own in zip((few, more), taken_apart(values, before, SAMPLE), strict=True)]
+        whole, again = (tree.tensors(run(together, values)) for _ in range(2))
+    if difference(again, whole) == 0.0:
+        _refuse_apart(tree.tensors(joined(parts, after)), whole, model, microbatches)
+
+
+def _refuse_apart(found: Sequence[Tensor], expected: Sequence[Tensor], model: nn.Module, microbatches: int) -> None:
+    apart = difference(found, expected)
+    if apart > ROUNDING:
+        raise ValueError(
+            f"microbatches={microbatches} would change what {type(model).__name__} computes, which gives a row other "
+            f"outputs beside other rows (by {apart:.2g} of the largest): use microbatches=1, or layer_placement"
+        )
 
 
 def _rows(few: Any, more: Any, together: Any) -> Rows:
@@ -112,9 +137,14 @@ def _rows(few: Any, more: Any, together: Any) -> Rows:
             return Rows()
         sizes = [shape[grown[0]] for shape in shapes]
         each = sizes[0] // counts[0]
-        # Where a row is several places, are these next to each other?
-        apart = each > 1 and difference([torch.cat([few, more], grown[0])], [together]) > ROUNDING
-        if len(grown) == 1 and sizes == [each * n for n in counts] and not apart:
+        if (
+            len(grown) == 1
+            and sizes == [each * n for n in counts]
+            and (
+                # Where a row is several places, are these next to each other?
+                each == 1 or difference([torch.cat([few, more], grown[0])], [together]) <= ROUNDING
+            )
+        ):
             return Rows(each, grown[0])
     elif few == more == together:
         return Rows()
