@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Workload, supervisor
+from apportion.batch import Batches
 from apportion.crew import Crew
 from apportion.launch.local import Local
 from apportion.strategies.data_parallel import DataParallel
@@ -494,6 +496,16 @@ def test_activations_take_no_more_memory_than_the_schedule_promises() -> None:
         found = on_ranks(peak, 3, PipelineParallel(schedule=schedule, microbatches=8, cuts=("5", "9")))
         for own, most in zip(flights, found, strict=True):
             assert 2.0 * own <= most <= 2.0 * own + 6.0, (schedule, found)
+
+
+def test_a_batch_that_was_let_go_of_is_loaded_again() -> None:
+    """What a pipeline was built with is not kept beside the batches that come."""
+    batch = Batches(networks.cases["augmented"](7)).at(0)
+    inputs = batch.inputs.clone()
+    gone = weakref.ref(batch.inputs)
+    batch.let_go()
+    assert gone() is None
+    assert torch.equal(batch.inputs, inputs)
 
 
 class Noted(nn.Module):
