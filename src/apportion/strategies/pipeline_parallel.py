@@ -21,8 +21,8 @@ micro-batches together, computes the batch at once, and hands it on in micro-bat
 Price, with m micro-batches and n stages: ``t = (m + n - 1) * (max t_stage(B / m) + messages) + max t_update``: the
 share (n - 1) / (m + n - 1) of the time is waiting. Memory for each worker: its layers' weights, gradients and slots,
 and the activations of m micro-batches (gpipe), or of n - stage at most (1f1b); with ``recompute`` of each only what
-came in, for a second forward pass. A stage that computes the batch at once overlaps with no other: its ``t_stage(B)`` is
-added to the times of two shorter pipelines, before it and after it, and all stages keep m micro-batches.
+came in, for a second forward pass. A stage that computes the batch at once overlaps with no other: its ``t_stage(B)``
+is added to the times of two shorter pipelines, before it and after it, and all stages keep m micro-batches.
 
 Wins when the network fits no worker and its layers are alike: little goes over the wire, and only to the next rank.
 Loses when one layer takes most of the time, or when micro-batches get too small to compute well.
