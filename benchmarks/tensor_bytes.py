@@ -40,7 +40,6 @@ def _when(event):
 
 def main(address, strategy, batch_size=None):
     settle()
-    # What they import when they are first used is no part of it.
     workload, world, meter = endless(address, batch_size), World.from_env(device="cpu"), Meter()
     built, step = meter.peak(lambda: parse(strategy, "apportion.strategies").build(workload, world))
 

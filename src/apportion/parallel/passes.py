@@ -118,7 +118,7 @@ class Passes:
         self._products.add_up()
 
     def _received(self) -> tuple[list[Any], list[_Arrival]]:
-        """What comes from the stage before: tensors that requires gradients, and where these are to be found."""
+        """What comes from the stage before: tensors that require gradients, and where these are to be found."""
         arrivals: list[_Arrival] = []
         received = self._ends.before.receive() if self._ends.before is not None else []
         return [tree.map_tensors(lambda t: _arrived(t, arrivals), value) for value in received], arrivals
