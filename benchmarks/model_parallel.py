@@ -18,6 +18,9 @@ pipe              8 equal layers, 2 stages, 8 micro-batches, pipeline_parallel a
                   gloo (peers/pipelining.py), the faster of gpipe and 1f1b on each side: examples/s.
 pipe_bubble       (S - 1) / (M + S - 1), against the share of a step in which a stage waits, on average over the stages,
                   of the better schedule.
+pipe_memory, ...  4 blocks of a transformer (four_blocks.py), batch 16, and 64 of mostly activations, pipeline_parallel
+                  on 4 workers, 8 micro-batches: the most bytes of tensors that a worker has while it trains, above what
+                  it had when all was imported, of what single_device has (tensor_bytes.py). Limit: 40 %.
 
 Twins are two processes of one thread, each with a whole copy of the network and batches of its own (peers/threads.py):
 what they reach together is the most that two cores have to give, since neither ever waits.
@@ -44,6 +47,8 @@ WIDE = "MLP 3072-2048-2048-10"
 ROUNDS, SECONDS = 21, 60.0
 """Of slow steps fewer rounds: no row is measured for much longer than this."""
 STAGES, MICROBATCHES = 2, 8
+TENSOR_BYTES, FOUR = str(HERE / "tensor_bytes.py"), f"{HERE / 'four_blocks.py'}:workload"
+LIMIT, UPDATES = 0.4, 4
 
 
 @dataclass(frozen=True)
@@ -167,6 +172,31 @@ def hybrid(against, *others):
 
 
 DATA = ours(ALEXNET, "data_parallel", 128)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest worker's bytes of tensors while it trains, of what one device has, against a limit."""
+
+    what: str
+    batch_size: int
+    schedule: str
+    unit: str = "of a device"
+
+    def measure(self):
+        """(ours, limit, ratio)."""
+        _, pipeline = self.bytes(f'pipeline_parallel(microbatches=8, schedule="{self.schedule}")', 4)
+        _, device = self.bytes("single_device", 1)
+        found = max(pipeline) / max(device)
+        return found, LIMIT, LIMIT / found
+
+    def bytes(self, strategy, ranks):
+        """By rank: of the build, and of training."""
+        with Side([TENSOR_BYTES, FOUR, strategy, str(self.batch_size)], ranks=ranks) as side:
+            side.wait_until_ready()
+            return side.each(0), side.each(UPDATES)
+
+
 BATCHES = (32, 128, 1024)
 MEASUREMENTS = {
     **{f"slices_{size}": slices(size, "DDP", ddp) for size in BATCHES},
@@ -188,6 +218,10 @@ MEASUREMENTS = {
     "hybrid_best_kept": hybrid("the better of data_parallel and all threads", DATA, kept(threads(ALEXNET, 128))),
     "pipe": pipe(),
     "pipe_bubble": Bubble(f"bubble of {STAGES} stages and {MICROBATCHES} micro-batches, against what is promised"),
+    **{
+        f"pipe_memory{suffix}": Peak(f"4 blocks, 4 stages, {schedule}, batch {size}, bytes of tensors", size, schedule)
+        for suffix, schedule, size in (("", "1f1b", 16), ("_64", "1f1b", 64), ("_gpipe", "gpipe", 64))
+    },
 }
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +20,13 @@ import torch
 from ranks import by_value, on_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.autograd.profiler import profile
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Workload, supervisor
+from apportion.batch import Batches
 from apportion.crew import Crew
 from apportion.launch.local import Local
 from apportion.strategies.data_parallel import DataParallel
@@ -226,6 +230,78 @@ def test_batch_normalisation_that_is_frozen_may_be_cut() -> None:
     prove(networks.cases["batch_norm_frozen"](7), PipelineParallel(microbatches=3), 2)
 
 
+class NormalisedBetween(nn.Module):
+    """Layers around one normalisation, whose rows come flat and go as they are, with what has no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(5, 6))
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 6)
+        self.norm, self.third, self.out = nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 5, 4)
+        place = torch.tanh(self.place)
+        h = torch.tanh(self.second(torch.relu(self.first(x)) + place))
+        b, n = h.shape[0], h.numel()
+        flat = self.norm(h.view(-1, 6)) * (n / n)
+        h = torch.tanh(self.third(flat).view(b, 5, 6) + place)
+        return self.out(h.mean(1))
+
+
+NORMALISED: dict[str, tuple[Callable[[], Workload], tuple[str, ...]]] = {
+    "between": (lambda: workload(NormalisedBetween, (5, 4)), ("second", "norm", "third")),
+    "first": (
+        lambda: workload(lambda: nn.Sequential(nn.BatchNorm1d(10), *perceptron()), (10,), **adam), ("3", "5")
+    ),
+    "last": (
+        lambda: workload(lambda: nn.Sequential(*perceptron(), nn.BatchNorm1d(3)), (10,), 8), ("2", "6")
+    ),
+    "everywhere": (lambda: workload(Normalised, (2, 4, 4)), ("conv2",)),
+}  # fmt: skip
+
+
+def two_at_the_end(given: Workload) -> Workload:
+    """A single row of one place has no variance."""
+    data = given.data()
+    return replace(given, data=lambda: TensorDataset(*(t[1:][: given.batch_size * 2 + 2] for t in data.tensors)))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", NORMALISED)
+def test_batch_normalisation_has_the_whole_batchs_statistics_where_asked_for(name: str, schedule: str) -> None:
+    made, cuts = NORMALISED[name]
+    strategy = PipelineParallel(schedule=schedule, microbatches=3, cuts=cuts, batch_norm="whole")
+    prove(two_at_the_end(made()), strategy, len(cuts) + 1)
+
+
+@pytest.mark.parametrize("name", ["batch_norm_used_twice", "batch_norm_cumulative", "buffers_in_a_layer"])
+def test_whatever_changes_with_a_forward_pass_sees_the_batch_once(name: str) -> None:
+    counting = lambda: nn.Sequential(nn.Linear(10, 8), Counted(), nn.Linear(8, 3))  # noqa: E731
+    cases = {**networks.cases, "buffers_in_a_layer": lambda size: workload(counting, (10,), size)}
+    prove(cases[name](7), PipelineParallel(microbatches=3, batch_norm="whole"), 2)
+
+
+class Counted(nn.Module):
+    """A layer that cannot be followed, and tells its calls apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1.0
+        return torch.tanh(x) / self.calls if bool(self.calls > 0) else x
+
+
+@pytest.mark.parametrize("name", ["batch_norm_2d", "buffers", "skipping"])
+def test_one_worker_computes_as_it_is_asked_to(name: str) -> None:
+    cases = {**networks.cases, "skipping": lambda size: workload(Skipping, (6,), size)}
+    if name == "skipping":
+        prove(cases[name](7), PipelineParallel(microbatches=3, recompute=True), 1)
+    else:
+        prove(cases[name](7), PipelineParallel(microbatches=3, batch_norm="whole"), 1)
+
+
 @pytest.mark.parametrize("name", ["augmented", "draws_in_the_data", "own_collate", "class_weights", "parameter_groups"])
 def test_data_and_losses_of_all_kinds_go_through_a_pipeline(name: str) -> None:
     """Two stages at most: some of these networks have no third layer."""
@@ -390,6 +466,95 @@ def test_a_stage_holds_its_own_layers_alone_and_as_many_micro_batches_as_its_sch
     assert [flight for _, _, flight in answers] == ([8, 8, 8] if schedule == "gpipe" else [3, 2, 1])
 
 
+ROWS, WIDTH = 1024, 64
+
+
+def narrow() -> nn.Module:
+    """Six layers whose activations are far larger than their weights, and one more."""
+    layers = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 3))
+
+
+def peak(world: World, strategy: Strategy) -> float:
+    """The most that a step takes beside the batch and what it leaves, in activations of one layer and micro-batch."""
+    step: Any = strategy.build(workload(narrow, (WIDTH,), ROWS), world)
+    step(step.source.at(0, step.data_shard))
+    batch = step.source.at(1, step.data_shard)
+    assert len(batch.inputs) == ROWS
+    gc.collect()
+    with profile(profile_memory=True) as profiled:
+        step(batch)
+    events = [e for e in profiled.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    events.sort(key=lambda e: e.start_ns())
+    return max(itertools.accumulate(e.nbytes() for e in events)) / (ROWS // 8 * WIDTH * 8)
+
+
+def test_activations_take_no_more_memory_than_the_schedule_promises() -> None:
+    """Of each micro-batch a stage keeps what its two Tanh gave, and not what it handed on. Gradients, and what comes
+    and goes meanwhile, are less than six activations."""
+    for schedule, flights in (("gpipe", (8, 8, 8)), ("1f1b", (3, 2, 1))):
+        found = on_ranks(peak, 3, PipelineParallel(schedule=schedule, microbatches=8, cuts=("5", "9")))
+        for own, most in zip(flights, found, strict=True):
+            assert 2.0 * own <= most <= 2.0 * own + 6.0, (schedule, found)
+
+
+def test_a_batch_that_was_let_go_of_is_loaded_again() -> None:
+    """What a pipeline was built with is not kept beside the batches that come."""
+    batch = Batches(networks.cases["augmented"](7)).at(0)
+    inputs = batch.inputs.clone()
+    gone = weakref.ref(batch.inputs)
+    batch.let_go()
+    assert gone() is None
+    assert torch.equal(batch.inputs, inputs)
+
+
+class Noted(nn.Module):
+    """Tells that it was called."""
+
+    def __init__(self, calls: list[int]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(len(x))
+        return torch.tanh(x)
+
+
+def forwards(world: World, strategy: Strategy) -> list[int]:
+    """The rows of each forward pass of a step."""
+    calls: list[int] = []
+    made = lambda: nn.Sequential(nn.Linear(10, 8), Noted(calls), nn.Linear(8, 3))  # noqa: E731
+    step: Any = strategy.build(workload(made, (10,), 6), world)
+    batch = step.source.at(0, step.data_shard)
+    calls.clear()
+    step(batch)
+    return calls
+
+
+def test_one_worker_recomputes_where_it_is_asked_to() -> None:
+    assert on_ranks(forwards, 1, PipelineParallel(microbatches=3)) == [[2, 2, 2]]
+    assert on_ranks(forwards, 1, PipelineParallel(microbatches=3, recompute=True)) == [[2, 2, 2, 2, 2, 2]]
+
+
+def counts(world: World, strategy: Strategy) -> int:
+    """How often the terms are counted in a step."""
+    asked: list[int] = []
+
+    def terms(targets: Tensor) -> float:
+        asked.append(len(targets))
+        return float(len(targets))
+
+    step: Any = strategy.build(workload(perceptron, (10,), 12, count=terms), world)
+    asked.clear()
+    step(step.source.at(0, step.data_shard))
+    return len(asked)
+
+
+def test_terms_are_counted_once_a_micro_batch_and_once_a_batch() -> None:
+    assert on_ranks(counts, 2, PipelineParallel(microbatches=4)) == [0, 5]
+    assert on_ranks(counts, 2, PipelineParallel(microbatches=1)) == [0, 1]
+
+
 # What goes wrong
 
 
@@ -419,6 +584,18 @@ class Elsewhere(nn.Module):
         return self.second(h) if self.training else self.other(h)
 
 
+class Centred(nn.Module):
+    """A normalisation of its own: nobody's class says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(10, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.last(F.dropout(h - h.mean(0), 0.0))
+
+
 class Own(torch.optim.SGD):
     """Who knows what it looks at."""
 
@@ -436,16 +613,25 @@ def test_what_cannot_be_cut_is_refused_with_the_layer_the_reason_and_the_cure() 
     refused(workload(Elsewhere, (10,)), LayerPlacement(), "Elsewhere calls other layers in evaluation.*or use data")
     refused(cases["mlp"](7), cut, r"into 3 stages at most, and there are 4 workers: use workers<=3", 4)
     refused(workload(perceptron, (10,)), LayerPlacement(cuts=("9",)), "'9' is no layer of the network; a stage may")
+    coupled = "microbatches=2 would change what Centred computes, .*: use microbatches=1, or layer_placement"
+    for workers in (1, 2):
+        refused(workload(Centred, (10,)), cut, coupled, workers)
     own = lambda p: Own([q for _, q in p], lr=0.1)  # noqa: E731
     refused(workload(perceptron, (10,), optimizer=own), cut, "Own is not known to update each parameter by itself, and")
     tall = PipelineParallel(recompute=True, microbatches=1)
-    refused(cases["batch_norm_2d"](7), tall, "recompute=True would have 1 see every batch twice: use recompute=False")
+    for how in (tall, replace(tall, microbatches=2, batch_norm="whole")):
+        refused(
+            cases["batch_norm_2d"](7), how, "recompute=True would have 1 see every batch twice: use recompute=False"
+        )
+    refused(cases["batch_norm_2d"](7), tall, "recompute=True would have 1 see every batch twice", 1)
 
 
 def test_parameters_that_do_not_fit_each_other_are_refused() -> None:
     mlp = networks.cases["mlp"](7)
     with pytest.raises(ValueError, match=r'schedule=\'zigzag\' must be "gpipe" or "1f1b"'):
         PipelineParallel(schedule="zigzag")
+    with pytest.raises(ValueError, match="batch_norm='part' must be \"whole\", or None"):
+        PipelineParallel(batch_norm="part")
     for name in ("microbatches", "stages"):
         with pytest.raises(ValueError, match=f"{name}=0 must be a whole number of at least 1"):
             PipelineParallel(**{name: 0})
@@ -453,7 +639,7 @@ def test_parameters_that_do_not_fit_each_other_are_refused() -> None:
         PipelineParallel(stages=3).build(mlp, World(size=2))
     with pytest.raises(ValueError, match=r"make 3 stages, and there are 2 workers: use workers=3, or name 1 layers"):
         LayerPlacement(cuts=("1", "2")).build(mlp, World(size=2))
-    with pytest.raises(ValueError, match="microbatches=2 would give 1 the statistics of a part"):
+    with pytest.raises(ValueError, match=r'microbatches=2 would give 1 .* a part.*use batch_norm="whole", micro'):
         PipelineParallel(microbatches=2).build(networks.cases["batch_norm_2d"](7), World())
 
 

@@ -16,11 +16,21 @@ from torch import Tensor, nn
 
 from apportion import tree
 from apportion.graph import follow
-from apportion.parallel.cuts import Places, balanced, calls, changing_buffers, measured, named
+from apportion.parallel.cuts import (
+    SECONDS_PER_BYTE,
+    SECONDS_PER_MESSAGE,
+    Places,
+    balanced,
+    calls,
+    changing_buffers,
+    measured,
+    named,
+)
 from apportion.parallel.kept_parts import Version, whole
 from apportion.parallel.passing import Inlet, Outlet
 from apportion.parallel.stage_graph import StageGraph, prove, terms
 from apportion.parallel.turns import in_flight, turns
+from apportion.parallel.whole_batch import Rows, joined, needs_whole_batch, refuse_coupled_stage, rows_at, taken_apart
 from apportion.world import World
 
 # Where to cut
@@ -52,7 +62,8 @@ def test_no_other_cuts_have_a_faster_slowest_stage(data: Any, n: int, stages: in
 
 
 def test_cuts_are_named_by_layers_and_wrong_ones_are_refused() -> None:
-    places = Places(("embed", "a.0.conv", "a.0.bn", "b.conv", "add"), (1.0,) * 5, (0.0, 1.0, None, 1.0, 1.0))
+    five = ("embed", "a.0.conv", "a.0.bn", "b.conv", "add")
+    places = Places(five, (1.0,) * 5, (0.0, 1.0, None, 1.0, 1.0), {2: "it is tied"})
     assert named(places, ("a.0", "b")) == [1, 3]
     assert named(places, ("add",)) == [4]
     with pytest.raises(ValueError, match=r"'c' is no layer.*a stage may begin with a.0.conv, b.conv, add"):
@@ -63,8 +74,61 @@ def test_cuts_are_named_by_layers_and_wrong_ones_are_refused() -> None:
         named(places, ("b", "b"))
     with pytest.raises(ValueError, match="the first stage begins with it"):
         named(places, ("embed",))
-    with pytest.raises(ValueError, match="a state of its own"):
+    with pytest.raises(ValueError, match=r"'a.0.bn', since it is tied"):
         named(places, ("a.0.bn",))
+
+
+class Packing(nn.Module):
+    """Hands on what is no plain tree of tensors, and normalises twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unpack, self.norm, self.last = nn.Linear(6, 6), Unpack(), nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x))
+        return self.last(self.norm(self.unpack(h.max(1, keepdim=True)) + h))
+
+
+class Unpack(nn.Module):
+    def forward(self, found: Any) -> Tensor:
+        return found.values  # type: ignore[no-any-return]
+
+
+def test_where_a_network_cannot_be_cut_is_told_with_the_reason() -> None:
+    model, x = Packing(), torch.randn(4, 6)
+    places = measured(model, follow(model), x, [])
+    assert places.names == ("first", "norm", "max_1", "getattr_1", "add", "norm#2", "last")
+    assert [name for name, c in zip(places.names, places.crossing, strict=True) if c is None] == ["getattr_1"]
+    with pytest.raises(ValueError, match="with 'getattr_1', since what max_1 gives is no tree of tensors and numbers"):
+        named(places, ("getattr_1",))
+    places = measured(model, follow(model), x, changing_buffers(model, x))
+    crossing = dict(zip(places.names, places.crossing, strict=True))
+    assert [name for name, c in crossing.items() if c is None] == ["max_1", "getattr_1", "add", "norm#2"]
+    with pytest.raises(ValueError, match=r"with 'add', since norm\.\w+, which changes, would be used on both"):
+        named(places, ("add",))
+
+
+class Ladder(nn.Module):
+    """Adds a value of long ago to each of its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = first = x * 1.0
+        for _ in range(40):
+            h = torch.tanh(h + first)
+        return h
+
+
+def test_what_crosses_a_cut_is_counted_as_what_a_stage_is_handed() -> None:
+    for model, x in ((Ladder(), torch.randn(4, 6)), (networks.Twice().double(), networks.numbers(5, 6))):
+        graph, n = follow(model), 0
+        places = measured(model, graph, x, [])
+        for at in range(1, len(calls(graph))):
+            handed = StageGraph(model, graph, [0, at, len(calls(graph))], 0).module(x)
+            nbytes = sum(t.nbytes for t in tree.tensors(handed))
+            assert places.crossing[at] == pytest.approx(SECONDS_PER_MESSAGE + nbytes * SECONDS_PER_BYTE, rel=1e-12)
+            n += 1
+        assert n > 5
 
 
 def test_a_normalisation_that_is_called_twice_stays_in_one_stage() -> None:
@@ -214,6 +278,96 @@ def test_stages_that_would_not_be_the_network_are_refused() -> None:
     graph = follow(Unseen())
     with pytest.raises(ValueError, match="in stages Unseen does not give what it gives whole"):
         prove(Unseen(), graph, [0, 1, len(calls(graph))], x)
+
+
+# The whole batch of micro-batches
+
+
+class Crossing(nn.Module):
+    """Hands on rows in the second dimension, a row in three places, what has no rows, and numbers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 3, 4)
+        b, t, n = x.size(0), x.size(1), x.numel()
+        swapped, flat, place = x.transpose(0, 1) * 2, x.reshape(-1, 4) * 3, self.place * 4
+        return (swapped.transpose(0, 1) + flat.reshape(b, t, 4) + place).sum() / n
+
+
+def test_micro_batches_are_put_together_and_taken_apart_along_their_rows() -> None:
+    model, x = Crossing(), torch.randn(7, 3, 4)
+    graph = follow(model)
+    at = 1 + max(i for i, node in enumerate(calls(graph)) if "mul" in node.name)
+    stage = StageGraph(model, graph, [0, at, len(calls(graph))], 0)
+    rows = rows_at(model, graph, at, x[:2])
+    whole = stage.module(x)
+    found = {str(how) for how in rows}
+    assert found == {str(how) for how in (Rows(), Rows(1), Rows(12), Rows(1, 1), Rows(3, 0))}
+    counts = [3, 3, 1]
+    parts = [stage.module(part) for part in x.split(counts)]
+    for some, expected in ((joined(parts, rows), whole), *zip(taken_apart(whole, rows, counts), parts, strict=True)):
+        assert len(some) == len(expected)
+        for a, b in zip(some, expected, strict=True):
+            assert torch.equal(a, b) if isinstance(b, Tensor) else (a == b and type(a) is type(b))
+    total = sum(t.sum() for t in tree.tensors(joined(parts, rows)))
+    (gradient,) = torch.autograd.grad(total, [model.place])
+    assert torch.equal(gradient, torch.full((3, 4), 4.0)), "what all have alike counts once"
+
+
+class Interleaved(nn.Module):
+    """A row is every second one of what is handed on."""
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 2, 4)
+        return torch.tanh(x.transpose(0, 1).reshape(-1, 4))
+
+
+def test_rows_that_cannot_be_put_together_are_refused() -> None:
+    model = Interleaved()
+    with pytest.raises(ValueError, match=r"does not have its rows one after the other.*cuts= elsewhere"):
+        rows_at(model, follow(model), 2, torch.randn(4, 2, 4))
+
+
+class Apart(nn.Module):
+    """Rows that see each other after the normalisation, and not before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(torch.tanh(self.first(x)))
+        return self.last(h) - self.last(h).mean(0)
+
+
+def test_rows_that_see_each_other_in_a_stage_of_micro_batches_are_refused() -> None:
+    model, x = Apart(), torch.randn(6, 6)
+    graph = follow(model)
+    assert [node.name for node in calls(graph)][:4] == ["first", "tanh", "norm", "last"]
+    bounds = [0, 2, 3, len(calls(graph))]
+    refuse_coupled_stage(model, graph, bounds, 0, x, 2)
+    with pytest.raises(ValueError, match="microbatches=2 would change what Apart computes, which gives a row other"):
+        refuse_coupled_stage(model, graph, bounds, 2, x, 2)
+    for network, numbers in ((networks.Twice(), x), (Ladder(), x), (Crossing(), torch.randn(5, 3, 4))):
+        graph = follow(network)
+        bounds = [0, *range(1, len(calls(graph)) - 1), len(calls(graph))]  # the last of Crossing adds all up
+        for number in range(len(bounds) - 2):
+            refuse_coupled_stage(network.float(), graph, bounds, number, numbers, 2)
+
+
+def test_a_stage_needs_the_whole_batch_for_its_statistics_and_for_what_changes() -> None:
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()), torch.randn(4, 6)
+    order = calls(follow(model))
+    whole = lambda nodes: needs_whole_batch(model, nodes, changing_buffers(model, x))  # noqa: E731
+    assert [whole(order[:1]), whole(order[1:2]), whole(order[2:]), whole(order)] == [False, True, False, True]
+    model[1].eval()
+    assert not whole(order)
+    model[1] = nn.BatchNorm1d(6, track_running_stats=False).eval()
+    assert whole(order)
+    counting = nn.Sequential(nn.Linear(6, 10), networks.Counting())
+    order = calls(follow(counting))
+    assert needs_whole_batch(counting, order[1:], changing_buffers(counting, x))
 
 
 # Messages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 """mallopt's parameters, malloc.h."""
@@ -23,3 +24,11 @@ def keep_what_is_freed() -> None:
         mallopt(_MMAP_THRESHOLD, _MOST)
         mallopt(_TRIM_THRESHOLD, _MOST)
         mallopt(_TOP_PAD, _MORE)  # grown in large steps: address space, of which memory is taken as it is used
+
+
+def give_back() -> None:
+    """To the system, what is free by now (glibc): what was needed once, and no step asks for again."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -120,6 +120,10 @@ class Batch:
                 self._loaded = self._source.load(self)
         return self._loaded
 
+    def let_go(self) -> None:
+        """Load again when it is touched again."""
+        self._loaded = None
+
     def draws(self) -> Draws:
         """Random numbers keyed by (seed, epoch, example): the same on any number of workers."""
         source = self._source
@@ -293,6 +297,7 @@ class Batches:
         """This shard's rows of step's batch."""
         block = self._block
         if block is None or not block.has(step, shard):
+            self._block = None  # gone before the next one is gathered
             block = self._block = self._next_block(step, shard)
         part = block.parts[step - block.first]
         first_lane = shard.rows(self.deal.batch_size).start if self.deal.lanes else 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class Places:
     crossing: tuple[float | None, ...]
     """Seconds that a micro-batch takes from one stage to the next, where the next begins with this call; None: no cut
     can be there. The first is 0."""
+    because: Mapping[int, str] = field(default_factory=dict)
+    """Why no cut can be there, by call."""
 
 
 def balanced(places: Places, stages: int) -> list[int]:
@@ -77,9 +79,7 @@ def named(places: Places, cuts: Sequence[str]) -> list[int]:
             known = ", ".join(n for n, c in zip(places.names[1:], places.crossing[1:], strict=True) if c is not None)
             raise ValueError(f"cuts={tuple(cuts)}: {cut!r} is no layer of the network; a stage may begin with {known}")
         if at == 0 or places.crossing[at] is None or at in found or at < max(found, default=0):
-            why = (
-                "the first stage begins with it" if at == 0 else "a layer with a state of its own is used on both sides"
-            )
+            why = "the first stage begins with it" if at == 0 else places.because.get(at, "it cannot be cut there")
             why = "the cuts are not in the order of the layers" if at in found or at < max(found, default=0) else why
             raise ValueError(f"cuts={tuple(cuts)}: no stage can begin with {cut!r}, since {why}")
         found.append(at)
@@ -93,9 +93,13 @@ def calls(graph: fx.Graph) -> list[fx.Node]:
 
 def crossing_values(graph: fx.Graph, at: int) -> list[fx.Node]:
     """What calls before this one have computed and calls from it on, or the caller, use."""
+    return [node for i, (node, last) in enumerate(_last_uses(graph).items()) if i < at <= last]
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Of each call in order, the last that uses what it gives; the caller comes after all."""
     order = {node: i for i, node in enumerate(calls(graph))}
-    last = len(order)
-    return [n for n, i in order.items() if i < at and any(order.get(user, last) >= at for user in n.users)]
+    return {node: max((order.get(user, len(order)) for user in node.users), default=i) for node, i in order.items()}
 
 
 def changing_buffers(model: nn.Module, inputs: Any) -> list[str]:
@@ -118,22 +122,36 @@ def measured(model: nn.Module, graph: fx.Graph, inputs: Any, stateful: Sequence[
     for p in model.parameters():
         p.grad = None
     named = names(graph)
+    because = _tied(model, order, stateful)
+    begins, ends = [0] * (len(order) + 1), [0] * (len(order) + 1)
+    for i, (node, last) in enumerate(_last_uses(graph).items()):
+        if (nbytes := timer.bytes[node]) is None:
+            because |= dict.fromkeys(
+                range(i + 1, last + 1), f"what {named[node]} gives is no tree of tensors and numbers"
+            )
+        elif last > i:
+            begins[i + 1] += nbytes
+            ends[last] += nbytes
     crossing: list[float | None] = [0.0]
+    nbytes = 0
     for at in range(1, len(order)):
-        values = crossing_values(graph, at)
-        can = all(timer.bytes[v] is not None for v in values) and not _divides(model, order, at, stateful)
-        nbytes = sum(timer.bytes[v] or 0 for v in values)
-        crossing.append(SECONDS_PER_MESSAGE + nbytes * SECONDS_PER_BYTE if can else None)
-    return Places(tuple(named[n] for n in order), tuple(timer.seconds[n] for n in order), tuple(crossing))
+        nbytes += begins[at] - ends[at - 1]
+        crossing.append(None if at in because else SECONDS_PER_MESSAGE + nbytes * SECONDS_PER_BYTE)
+    return Places(tuple(named[n] for n in order), tuple(timer.seconds[n] for n in order), tuple(crossing), because)
 
 
-def _divides(model: nn.Module, order: Sequence[fx.Node], at: int, stateful: Sequence[str]) -> bool:
-    """Would a cut there put a changing buffer into two stages?"""
-
-    def touched(nodes: Sequence[fx.Node]) -> set[int]:
-        return {id(b) for node in nodes for name, b in used_tensors(model, node) if name in stateful}
-
-    return bool(touched(order[:at]) & touched(order[at:]))
+def _tied(model: nn.Module, order: Sequence[fx.Node], stateful: Sequence[str]) -> dict[int, str]:
+    """The calls before which a cut would put a changing buffer into two stages, and why there can be none."""
+    last: dict[int, int] = {}
+    found: dict[int, str] = {}
+    changing = set(stateful)
+    for i, node in enumerate(order):
+        for name, buffer in used_tensors(model, node):
+            if name in changing:
+                between = range(last.get(id(buffer), i) + 1, i + 1)
+                found |= dict.fromkeys(between, f"{name}, which changes, would be used on both sides")
+                last[id(buffer)] = i
+    return found
 
 
 def used_tensors(model: nn.Module, node: fx.Node) -> list[tuple[str, Tensor]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 
 from apportion import tree
 from apportion.batch import Batch
@@ -16,6 +18,7 @@ from apportion.comm.group import Group
 from apportion.parallel.linear import Products
 from apportion.parallel.passing import Inlet, Outlet
 from apportion.parallel.replica import Replica
+from apportion.parallel.whole_batch import Rows, joined, taken_apart
 from apportion.workload import examples
 
 Run = Callable[[Sequence[Any], Batch], Any]
@@ -64,15 +67,13 @@ class Passes:
 
     def forward(self, number: int) -> None:
         ends, part = self._ends, self._parts[number]
-        received = ends.before.receive() if ends.before is not None else []
-        arrivals: list[_Arrival] = []
-        values = [tree.map_tensors(lambda t: _arrived(t, arrivals), value) for value in received]
+        values, arrivals = self._received()
         with self._replica.autocast():
             found = self._run(values, part)
             kept: Any = self._weighted_loss(found, part) if ends.after is None else None
         if ends.after is not None:
             ends.after.send(found)
-            kept = [t for t in tree.tensors(found) if t.requires_grad]
+            kept = _origins(found)
         self._kept[number] = arrivals, kept
         self.most = max(self.most, len(self._kept))
 
@@ -82,13 +83,50 @@ class Passes:
         if ends.gradients_in is None:
             self._replica.backward(*kept)
         else:
-            pairs = [(t, g) for t, g in zip(kept, ends.gradients_in.receive(), strict=True) if g is not None]
-            if pairs:
-                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            _go_back(kept, ends.gradients_in.receive())
         del kept
         if ends.gradients_out is not None:
             ends.gradients_out.send([arrival.gradient for arrival in arrivals])
         self._products.add_up()  # by now the stage before is at work again
+
+    def at_once(self, before: Sequence[Rows], after: Sequence[Rows]) -> None:
+        """The passes of the whole batch, of which all that comes and goes does so in micro-batches, as gpipe has them.
+        ``before``, ``after``: how what comes, and what goes, depends on the rows."""
+        ends, count = self._ends, len(self._parts)
+        received = [self._received() for _ in range(count)]
+        values = joined([values for values, _ in received], before) if ends.before is not None else []
+        arrivals = [arrived for _, arrived in received]
+        del received
+        with self._replica.autocast():
+            found = self._run(values, self._batch)
+            kept: Any = self._weighted_loss(found, self._batch) if ends.after is None else []
+        del values
+        self.most = count
+        if ends.after is not None:
+            for part in taken_apart(found, after, [len(part) for part in self._parts]):
+                ends.after.send(part)
+                kept.append(_origins(part))
+        del found
+        if ends.gradients_in is None:
+            self._replica.backward(*kept)
+        else:
+            gradients = [ends.gradients_in.receive() for _ in range(count)]
+            _go_back([t for part in kept for t in part], [g for part in reversed(gradients) for g in part])
+        if ends.gradients_out is not None:
+            for arrived in reversed(arrivals):
+                ends.gradients_out.send([arrival.gradient for arrival in arrived])
+        self._products.add_up()
+
+    def _received(self) -> tuple[list[Any], list[_Arrival]]:
+        """What comes from the stage before: tensors that require gradients, and where these are to be found."""
+        arrivals: list[_Arrival] = []
+        received = self._ends.before.receive() if self._ends.before is not None else []
+        return [tree.map_tensors(lambda t: _arrived(t, arrivals), value) for value in received], arrivals
+
+    @cached_property
+    def _total(self) -> float:
+        """Loss terms of the batch."""
+        return float(self._batch.size) if self._replica.workload.count is examples else self._batch.count
 
     def _weighted_loss(self, outputs: Any, part: Batch) -> tuple[Tensor, float]:
         """The mean loss of a micro-batch, and its share of the terms of the batch."""
@@ -96,14 +134,25 @@ class Passes:
         if count is None:
             loss, weight = self._replica.loss(outputs, part.targets), 1.0
         elif terms := part.count:
-            total = float(part.size) if count is examples else self._batch.count
-            loss, weight = self._replica.loss(outputs, part.targets), terms / total
+            loss = self._replica.loss(outputs, part.targets)
+            weight = terms / self._total if part is not self._batch else 1.0
         else:  # a mean of nothing is a NaN: zero, through the same layers
             zeros = [(t * 0.0).sum() for t in tree.tensors(outputs) if t.is_floating_point()]
             loss, weight = torch.stack(zeros).sum(), 0.0
         share = loss.detach() * weight
         self.loss = share if self.loss is None else self.loss + share
         return loss, weight
+
+
+def _origins(values: Any) -> list[Any]:
+    """Of the tensors of a tree that have gradients: where these go on, without what was computed."""
+    return [get_gradient_edge(t) for t in tree.tensors(values) if t.requires_grad]
+
+
+def _go_back(origins: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
+    pairs = [(origin, g) for origin, g in zip(origins, gradients, strict=True) if g is not None]
+    if pairs:
+        torch.autograd.backward([origin for origin, _ in pairs], [g for _, g in pairs])
 
 
 class _Arrival:

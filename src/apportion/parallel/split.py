@@ -39,6 +39,7 @@ from torch.optim import (
 )  # fmt: skip
 
 from apportion import tree
+from apportion.allocator import give_back
 from apportion.batch import Batch, Batches
 from apportion.comm.message import gather_messages
 from apportion.deal import DataShard
@@ -181,6 +182,8 @@ class SplitStep(Step):
         self._loss: Tensor | None = None
         survives = self._again is not None and world.members is not None and world.size == world.local_size
         self._kept = KeptParts(world) if survives else None
+        sample.let_go()
+        give_back()  # the plain model
 
     def _called(self, plain: nn.Module, batch: Batch) -> Any:
         """The outputs of the plain model."""

@@ -14,34 +14,32 @@ several stages use is held by all of them, which sum its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, final
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import checkpoint
 
 from apportion import tree
 from apportion.batch import Batch
-from apportion.comm.group import Alone
 from apportion.comm.message import broadcast_message
 from apportion.graph import Unfollowed, follow, names
 from apportion.network import evaluating
 from apportion.parallel.cuts import balanced, calls, changing_buffers, measured, named
+from apportion.parallel.in_parts import InParts, checkpointed, refuse_state
 from apportion.parallel.linear import Products, plain_layers
-from apportion.parallel.loss_share import LossShare
 from apportion.parallel.passes import Ends, Passes
-from apportion.parallel.pieces import Piece
 from apportion.parallel.replica import Replica
 from apportion.parallel.split import Part
 from apportion.parallel.stage_graph import StageGraph, adopt_the_rest, prove, terms, used
 from apportion.parallel.turns import turns
+from apportion.parallel.whole_batch import Rows, needs_whole_batch, refuse_coupled, refuse_coupled_stage, rows_at
 from apportion.workload import Workload
 from apportion.world import World
 
 
-def staged(
+def staged(  # noqa: PLR0913 (what a pipeline has)
     workload: Workload,
     world: World,
     *,
@@ -49,6 +47,7 @@ def staged(
     schedule: str = "gpipe",
     cuts: Sequence[str] | None = None,
     recompute: bool = False,
+    whole_batch_norm: bool = False,
 ) -> Callable[[nn.Module, Any], Part]:
     """What makes this rank's part of a model: a stage of it, or where there is one rank all of it."""
     if cuts is not None and len(cuts) != world.size - 1:
@@ -72,39 +71,14 @@ def staged(
 
     def make(model: nn.Module, inputs: Any) -> Part:
         if world.size == 1:
-            return InParts(model, inputs, microbatches)
+            return InParts(model, inputs, microbatches, recompute=recompute, whole_batch_norm=whole_batch_norm)
         return Stages(
-            model, inputs, world, microbatches=microbatches, schedule=schedule, cuts=cuts, recompute=recompute
-        )
+            model, inputs, world,
+            microbatches=microbatches, schedule=schedule, cuts=cuts, recompute=recompute,
+            whole_batch_norm=whole_batch_norm,
+        )  # fmt: skip
 
     return make
-
-
-@final
-class InParts(Part):
-    """The only stage: the whole model, of one micro-batch after the other."""
-
-    alike = True
-
-    def __init__(self, model: nn.Module, inputs: Any, microbatches: int) -> None:
-        if microbatches > 1:
-            _refuse_state(model, changing_buffers(model, tree.rows(inputs, slice(0, 2))), microbatches)
-        self.model, self._microbatches = model, microbatches
-        self._products = Products(plain_layers(model) if microbatches > 1 else ())
-        self.pieces: Mapping[str, Piece] = {}
-
-    def backward(self, replica: Replica, batch: Batch) -> Tensor:
-        share, losses = LossShare(replica, Alone()), []
-        total = share.total(batch)
-        for part in batch.parts(self._microbatches):
-            loss, weight = share(part, own=True, total=total)
-            replica.backward(loss, weight)
-            self._products.add_up()
-            losses.append(loss.detach() * weight)
-        return sum(losses[1:], losses[0])
-
-    def predict(self, replica: Replica, batch: Batch) -> Any:
-        return replica.predict(batch)
 
 
 @final
@@ -121,19 +95,31 @@ class Stages(Part):
         schedule: str,
         cuts: Sequence[str] | None,
         recompute: bool,
+        whole_batch_norm: bool,
     ) -> None:
         self._world, self._rank, self._size, self._group = world, world.rank, world.size, world.group()
         self._microbatches, self._schedule, self._recompute = microbatches, schedule, recompute
         self.most_in_flight = 0
         """Micro-batches whose activations this stage has kept at once."""
+        self._at_once: tuple[Sequence[Rows], Sequence[Rows]] | None = None
+        """Of a stage that computes a batch at once: how what comes, and what goes, depends on the rows."""
         stateful = changing_buffers(model, tree.rows(inputs, slice(0, 2)))
         if microbatches > 1 or recompute:
-            _refuse_state(model, stateful, microbatches)
+            refuse_state(model, stateful, microbatches, recompute=recompute, whole_batch_norm=whole_batch_norm)
         graph = _followed(model, inputs)
         at = self._cut(model, graph, inputs, stateful, cuts)
         bounds = [0, *at, len(calls(graph))]
         self.cuts = tuple(names(graph)[calls(graph)[i]] for i in at)
         """The layers that the stages after the first begin with."""
+        at_once = [needs_whole_batch(model, calls(graph)[a:b], stateful) for a, b in pairwise(bounds)]
+        if microbatches > 1 and any(at_once):
+            self._schedule = "gpipe"  # whoever waits for the whole batch has to be sent it first
+            if at_once[self._rank]:
+                self._at_once = self._rows(model, graph, bounds, inputs)
+            else:
+                refuse_coupled_stage(model, graph, bounds, self._rank, inputs, microbatches)
+        elif microbatches > 1 and self._rank == 0:
+            refuse_coupled(model, inputs, microbatches)
         if self._rank == 0:
             prove(model, graph, bounds, self._sample(inputs))
         self._arguments = graph
@@ -167,8 +153,17 @@ class Stages(Part):
         return [int(i) for i in told["at"]]
 
     def _sample(self, inputs: Any) -> Any:
-        """A micro-batch of them."""
-        return tree.rows(inputs, slice(0, -(-tree.length(inputs) // self._microbatches)))
+        """A micro-batch of them, of two rows at least: one alone cannot be normalised."""
+        return tree.rows(inputs, slice(0, max(2, -(-tree.length(inputs) // self._microbatches))))
+
+    def _rows(
+        self, model: nn.Module, graph: fx.Graph, bounds: Sequence[int], inputs: Any
+    ) -> tuple[Sequence[Rows], Sequence[Rows]]:
+        first, last = self._rank == 0, self._rank == self._size - 1
+        return (
+            [] if first else rows_at(model, graph, bounds[self._rank], inputs),
+            [] if last else rows_at(model, graph, bounds[self._rank + 1], inputs),
+        )
 
     def _for_evaluation(self, model: nn.Module, inputs: Any, graph: fx.Graph, at: Sequence[int]) -> StageGraph:
         """The same stage of the network as it is evaluated: its own graph, where the forward asks ``self.training``."""
@@ -190,11 +185,14 @@ class Stages(Part):
     def backward(self, replica: Replica, batch: Batch) -> Tensor | None:
         parts = batch.parts(self._microbatches)
         passes = Passes(self.run, self._products, self.ends, replica, batch, parts)
-        for kind, number in turns(self._schedule, self._rank, self._size, len(parts)):
-            if kind == "forward":
-                passes.forward(number)
-            else:
-                passes.backward(number)
+        if self._at_once is not None and len(parts) > 1:
+            passes.at_once(*self._at_once)
+        else:
+            for kind, number in turns(self._schedule, self._rank, self._size, len(parts)):
+                if kind == "forward":
+                    passes.forward(number)
+                else:
+                    passes.backward(number)
         self.most_in_flight = max(self.most_in_flight, passes.most)
         self.ends.finish()
         return passes.loss
@@ -202,13 +200,7 @@ class Stages(Part):
     def run(self, received: Sequence[Any], batch: Batch) -> Any:
         """The stage's forward pass: what it hands on, or the outputs of the network."""
         given = self._training.takes(self._arguments, batch)
-        if not self._recompute:
-            return self.model(*given, *received)
-
-        def again(*values: Any) -> Any:  # on copies: what is written to in place is not what it begins with again
-            return self.model(*tree.map_tensors(Tensor.clone, values))
-
-        return checkpoint(again, *given, *received, use_reentrant=False)
+        return checkpointed(self.model, *given, *received) if self._recompute else self.model(*given, *received)
 
     # Evaluation
 
@@ -254,20 +246,3 @@ def _followed(model: nn.Module, inputs: Any) -> fx.Graph:
             f"{error}; so it cannot be cut into stages: put what decides or changes into a module of its own, "
             "or use data_parallel"
         ) from error
-
-
-def _refuse_state(model: nn.Module, stateful: Sequence[str], microbatches: int) -> None:
-    """What a forward pass over parts of the batch, or a second one, would make another network of."""
-    what = f"microbatches={microbatches}" if microbatches > 1 else "recompute=True"
-    why = "give {} the statistics of a part of the batch" if microbatches > 1 else "have {} see every batch twice"
-    for name, layer in model.named_modules():
-        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
-            raise ValueError(
-                f"{what} would {why.format(name)}: use {what.split('=')[0]}={1 if microbatches > 1 else False}, "
-                "layer_placement, data_parallel, or a normalisation that looks at one example (GroupNorm, LayerNorm)"
-            )
-    if stateful:
-        raise ValueError(
-            f"{what} would change the buffer {stateful[0]} more than once a step: use "
-            f"{what.split('=')[0]}={1 if microbatches > 1 else False}, layer_placement, or data_parallel"
-        )

@@ -15,10 +15,14 @@ Exact: gradients of the micro-batches are added up, each loss weighted by its sh
 update a batch. Layers are divided so that the slowest stage is as fast as can be, by times measured once
 (``parallel/cuts.py``); ``cuts`` names the layers that workers begin with.
 
+Batch normalisation would see micro-batches, and is refused; with ``batch_norm="whole"`` a stage that has one puts the
+micro-batches together, computes the batch at once, and hands it on in micro-batches (``parallel/whole_batch.py``).
+
 Price, with m micro-batches and n stages: ``t = (m + n - 1) * (max t_stage(B / m) + messages) + max t_update``: the
 share (n - 1) / (m + n - 1) of the time is waiting. Memory for each worker: its layers' weights, gradients and slots,
 and the activations of m micro-batches (gpipe), or of n - stage at most (1f1b); with ``recompute`` of each only what
-came in, for a second forward pass.
+came in, for a second forward pass. A stage that computes the batch at once overlaps with no other: its ``t_stage(B)``
+is added to the times of two shorter pipelines, before it and after it, and all stages keep m micro-batches.
 
 Wins when the network fits no worker and its layers are alike: little goes over the wire, and only to the next rank.
 Loses when one layer takes most of the time, or when micro-batches get too small to compute well.
@@ -60,6 +64,9 @@ class PipelineParallel(Strategy):
     """The layers that the workers after the first begin with, by their path; None: so that all take equally long."""
     recompute: bool = False
     """Compute the activations again in the backward pass, instead of keeping them: half as much again to compute."""
+    batch_norm: str | None = None
+    """"whole": a stage with batch normalisation (or whatever else changes a buffer) waits for all micro-batches, and
+    computes the batch at once. None: what would see micro-batches is refused."""
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -68,6 +75,8 @@ class PipelineParallel(Strategy):
             raise ValueError(f"microbatches={self.microbatches!r} must be a whole number of at least 1")
         if self.stages is not None and (not isinstance(self.stages, int) or self.stages < 1):
             raise ValueError(f"stages={self.stages!r} must be a whole number of at least 1, or None")
+        if self.batch_norm not in (None, "whole"):
+            raise ValueError(f'batch_norm={self.batch_norm!r} must be "whole", or None')
 
     @property
     def exact(self) -> bool:
@@ -91,6 +100,7 @@ class PipelineParallel(Strategy):
             return staged(
                 workload, now,
                 microbatches=self.microbatches, schedule=self.schedule, cuts=cuts, recompute=self.recompute,
+                whole_batch_norm=self.batch_norm == "whole",
             )  # fmt: skip
 
         return SplitStep(with_fused_updates(workload), world, part(world), again=part)
