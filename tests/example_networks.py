@@ -59,22 +59,35 @@ def narrow(model: nn.Module, widths: Mapping[int, int]) -> nn.Module:
     return model
 
 
-def pixels(batch_size: int) -> Callable[[], TensorDataset]:
-    """Images of 0 to 255, as CIFAR-10's."""
+IMAGES = 5
+"""A batch, at most."""
+
+
+def pixels(name: str, batch_size: int) -> Workload:
+    """On images of 0 to 255, as CIFAR-10's."""
+    batch_size = min(batch_size, IMAGES)
     n = networks.rows(batch_size)
     images = torch.randint(0, 256, (n, 3, 32, 32), generator=torch.Generator().manual_seed(0))
-    return lambda: TensorDataset(images.double(), networks.classes(n, 10))
+    return like(name, lambda: TensorDataset(images.double(), networks.classes(n, 10)), batch_size)
 
 
 @example
 def cifar10(batch_size: int) -> Workload:
-    return like("cifar10", pixels(batch_size), batch_size)
+    made = pixels("cifar10", batch_size)
+    whole = made.model
+
+    def model() -> nn.Module:
+        small = narrow(whole(), {64: 8, 6 * 6 * 64: 6 * 6 * 8, 384: 48, 192: 24})
+        small.norm1, small.norm2 = (type(small.norm1)(8) for _ in range(2))
+        return small
+
+    return replace(made, model=model)
 
 
 @example
 def resnet20_cifar10(batch_size: int) -> Workload:
     """With one block a stage."""
-    made = like("resnet20_cifar10", pixels(batch_size), batch_size)
+    made = pixels("resnet20_cifar10", batch_size)
     whole = made.model
     return replace(made, model=lambda: type(whole())(blocks=1))
 
@@ -82,7 +95,7 @@ def resnet20_cifar10(batch_size: int) -> Workload:
 @example
 def alexnet_cifar10(batch_size: int) -> Workload:
     """Without dropout, which no two ranks draw alike."""
-    made = like("alexnet_cifar10", pixels(batch_size), batch_size)
+    made = pixels("alexnet_cifar10", batch_size)
     alexnet: Any = made.model
     widths = {64: 4, 192: 6, 384: 8, 256: 5, 4096: 5 * 4 * 4}
     return replace(made, model=lambda: narrow(alexnet(dropout=0.0), widths))
@@ -116,7 +129,7 @@ def transformer(batch_size: int) -> Workload:
     data = lambda: TensorDataset(networks.classes(n, 128, 128), networks.classes(n, 128, 128, seed=2))  # noqa: E731
     made = like("transformer", data, batch_size)
     gpt: Any = made.model
-    return replace(made, model=lambda: gpt(width=8, heads=4, blocks=4))
+    return replace(made, model=lambda: gpt(width=8, heads=4, blocks=2))
 
 
 @example

@@ -38,8 +38,12 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
+EPS = 1e-5
+"""Of Adam: the gradient of a bias before a normalisation is rounding alone, of which 1e-8 would make a step."""
+
+
 def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
+    return torch.optim.Adam(parameters, lr=0.01, eps=EPS)
 
 
 def sizes() -> list[object]:
