@@ -106,11 +106,11 @@ REFUSED = {
 
 
 def everything() -> list[object]:
-    """A few networks at every number of workers always, the others at three; the rest when asked for."""
+    """Always what is two of these: one of a few networks, by data_parallel, at three workers. Else when asked for."""
     made: list[object] = []
     for name in networks.cases:
         for strategy, workers, batch_size in FAST:
-            always = (name in BOTH and (workers > 1 or strategy in WHOLE)) or (workers == 3 and strategy in WHOLE)
+            always = (name in BOTH) + (strategy in WHOLE) + (workers == 3) >= 2
             made.append(pytest.param(name, strategy, workers, batch_size, marks=() if always else pytest.mark.slow))
         for strategy, workers, batch_size in REST:
             made.append(pytest.param(name, strategy, workers, batch_size, marks=pytest.mark.slow))
