@@ -187,6 +187,12 @@ def test_microbatches_are_refused_where_they_would_change_the_network() -> None:
         prove(networks.cases["two_optimizers"](64), DataParallel(microbatches=2), 2)
 
 
+def test_the_micro_batches_of_a_single_stage_are_refused_where_they_would_change_the_network() -> None:
+    for name, what in (("update_with_a_shard_without_loss_terms", "update="), ("carried_state", "that is carried")):
+        with pytest.raises(ValueError, match=f"would cut the batch under .*{what}.* use microbatches=1"):
+            prove(networks.cases[name](61), "pipeline_parallel", 1)
+
+
 def in_float32(name: str, **changes: Any) -> Workload:
     """The same workload as users have it: float32 data and weights."""
     made = networks.cases[name](61)
