@@ -319,7 +319,10 @@ def measured(world: World, workload: Workload, examples: int, batch_size: int) -
     return results
 
 
-@pytest.mark.parametrize(("examples", "batch_size"), [(100, 32), (65, 32), (7, 3), (1, 4)])
+@pytest.mark.parametrize(
+    ("examples", "batch_size"),
+    [(65, 32), (1, 4), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((100, 32), (7, 3)))],
+)
 @pytest.mark.parametrize("name", ["batch_norm_2d", "batch_norm_without_running_statistics"])
 def test_metrics_are_the_same_at_any_number_of_workers(name: str, examples: int, batch_size: int) -> None:
     if "without" in name and examples % batch_size == 1:
