@@ -143,7 +143,7 @@ def refused(strategy: str, workers: int) -> Refused:
             "change the buffer": ("buffers",), **(staged if workers > 1 else {}),
         },
         "single_device": {},
-        "tensor_parallel": {"update=": UPDATES},
+        "tensor_parallel": {"update=": UPDATES, "no layer that it can slice": ("lbfgs",)},
         "wavefront_parallel": {
             "update=": UPDATES, "use workers<=": fewer(LAYERS, workers), "recurrent": besides(LAYERS),
         },
