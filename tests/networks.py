@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -35,6 +36,21 @@ def classes(n: int, many: int, *shape: int, seed: int = 1) -> Tensor:
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+EPS = 1e-5
+"""Of Adam: the gradient of a bias before a normalisation is rounding alone, of which 1e-8 would make a step."""
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01, eps=EPS)
+
+
+def sizes() -> list[object]:
+    """(workers, optimizer): each number of workers under both optimizers when asked for, and three of these always."""
+    always = ((1, adam), (2, momentum), (3, adam))
+    every = [(workers, optimizer) for workers in (1, 2, 3, 4) for optimizer in (momentum, adam)]
+    return [pytest.param(*at, marks=() if at in always else pytest.mark.slow) for at in every]
 
 
 def workload(model: Callable[[], nn.Module], data: Callable[[], Any], batch_size: int, **options: Any) -> Workload:

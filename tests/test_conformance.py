@@ -83,7 +83,7 @@ FAST = [(s, w, {1: 64, 2: 61, 3: 64}[w]) for s in STRATEGIES for w in layouts(s)
 REST = [(s, w, {1: 61, 2: 64, 3: 61}[w]) for s in STRATEGIES for w in layouts(s)]
 BOTH = ("mlp", "cnn", "batch_norm_2d", "counted_tokens", "carried_state")
 WHOLE = ("single_device", "data_parallel")
-"""Of which the whole matrix is run always: what the others share is theirs."""
+"""On which every network is run always: what the others share is theirs."""
 _PART, _COUPLED = "the statistics of a part", "couples examples"
 _STATE, _UPDATE = "a recurrent state that is carried", "an update= of your own"
 REFUSED = {
@@ -106,15 +106,14 @@ REFUSED = {
 
 
 def everything() -> list[object]:
-    """Several workers always; the rest of the matrix for a few networks always, for the others when asked for."""
+    """Always what is two of these: one of a few networks, by data_parallel, at three workers. Else when asked for."""
     made: list[object] = []
     for name in networks.cases:
         for strategy, workers, batch_size in FAST:
-            always = name in BOTH or (workers > 1 and strategy in WHOLE)
+            always = (name in BOTH) + (strategy in WHOLE) + (workers == 3) >= 2
             made.append(pytest.param(name, strategy, workers, batch_size, marks=() if always else pytest.mark.slow))
         for strategy, workers, batch_size in REST:
-            always = name in BOTH and strategy in WHOLE
-            made.append(pytest.param(name, strategy, workers, batch_size, marks=() if always else pytest.mark.slow))
+            made.append(pytest.param(name, strategy, workers, batch_size, marks=pytest.mark.slow))
     return made
 
 
@@ -168,11 +167,13 @@ def test_a_network_that_is_cut_equals_one_device_or_is_refused(name: str, strate
         prove(workload, strategy, 2)
 
 
-@pytest.mark.parametrize("microbatches", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("workers", "microbatches"),
+    [(1, 4), (2, 3), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((1, 2), (1, 3), (2, 2), (2, 4)))],
+)
 @pytest.mark.parametrize(
     "name", ["mlp", "counted_tokens_without_norm", "carried_state", "frozen_and_unused_parameters"]
 )
-@pytest.mark.parametrize("workers", [1, 2])
 def test_microbatches_change_nothing(name: str, microbatches: int, workers: int) -> None:
     assert_exact(prove(networks.cases[name](61), DataParallel(microbatches=microbatches), workers))
 
@@ -184,6 +185,12 @@ def test_microbatches_are_refused_where_they_would_change_the_network() -> None:
         prove(networks.cases["coupled_examples"](64), DataParallel(microbatches=2), 2)
     with pytest.raises(ValueError, match="under update="):
         prove(networks.cases["two_optimizers"](64), DataParallel(microbatches=2), 2)
+
+
+def test_the_micro_batches_of_a_single_stage_are_refused_where_they_would_change_the_network() -> None:
+    for name, what in (("update_with_a_shard_without_loss_terms", "update="), ("carried_state", "that is carried")):
+        with pytest.raises(ValueError, match=f"would cut the batch under .*{what}.* use microbatches=1"):
+            prove(networks.cases[name](61), "pipeline_parallel", 1)
 
 
 def in_float32(name: str, **changes: Any) -> Workload:
@@ -312,7 +319,10 @@ def measured(world: World, workload: Workload, examples: int, batch_size: int) -
     return results
 
 
-@pytest.mark.parametrize(("examples", "batch_size"), [(100, 32), (65, 32), (7, 3), (1, 4)])
+@pytest.mark.parametrize(
+    ("examples", "batch_size"),
+    [(65, 32), (1, 4), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((100, 32), (7, 3)))],
+)
 @pytest.mark.parametrize("name", ["batch_norm_2d", "batch_norm_without_running_statistics"])
 def test_metrics_are_the_same_at_any_number_of_workers(name: str, examples: int, batch_size: int) -> None:
     if "without" in name and examples % batch_size == 1:

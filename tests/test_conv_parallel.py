@@ -12,7 +12,7 @@ import networks
 import pytest
 import seats
 import torch
-from networks import momentum, numbers, tabular, workload
+from networks import adam, numbers, tabular, workload
 from ranks import by_value, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -39,10 +39,6 @@ def prove(made: Workload, strategy: ConvParallel, workers: int) -> None:
     assert proof.holds
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
-
-
 def normalised() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.LocalResponseNorm(4),
@@ -51,9 +47,9 @@ def normalised() -> nn.Module:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-@pytest.mark.parametrize(("split", "optimizer"), [("height", adam), ("width", momentum), ("channel", adam)])
-def test_equals_one_device(split: Any, optimizer: Any, workers: int) -> None:
+@pytest.mark.parametrize(("workers", "optimizer"), networks.sizes())
+@pytest.mark.parametrize("split", ["height", "width", "channel"])
+def test_equals_one_device(split: Any, workers: int, optimizer: Any) -> None:
     made = workload(normalised, tabular(6, 2, 11, 9), 6, optimizer=optimizer, clip_grad_norm=1.0)
     prove(made, ConvParallel(split=split), workers)
 
@@ -137,14 +133,14 @@ NETWORKS: dict[str, tuple[Callable[[], Workload], tuple[str, ...]]] = {
 
 
 def everything() -> list[object]:
-    """Each network once on two workers, and on more when asked for."""
+    """Each network in each way once, strips of rows on three workers and the others on two; on all when asked for."""
     made: list[object] = []
     for name, (_, splits) in NETWORKS.items():
         for split in splits:
             for workers in (1, 2, 3, 4):
                 if split == "group" and workers > 2:
                     continue
-                always = workers == 2 or (workers == 3 and split == "height")
+                always = workers == (3 if split == "height" else 2)
                 made.append(pytest.param(name, split, workers, marks=() if always else pytest.mark.slow))
     return made
 
@@ -329,6 +325,22 @@ def test_what_cannot_be_cut_is_refused_by_name(name: str) -> None:
     ):
         apportion.check(made, ConvParallel(split=split), workers=2, steps=1)
     assert "use " in str(raised.value)
+
+
+def test_an_update_of_ones_own_is_refused() -> None:
+    """It may call a layer that is cut, and not the network."""
+
+    def update(step: Any, batch: Any) -> dict[str, Tensor]:
+        outputs = step.model(batch.inputs)
+        return {"loss": step.minimize(F.cross_entropy(outputs, batch.targets), batch)}
+
+    made = workload(towers, tabular(4, 3, 13, 11), 4, loss=None, update=update)
+    with (
+        pytest.raises(ValueError, match=r"update= calls the network as it likes.* use data_parallel"),
+        by_value(networks),
+        by_value(sys.modules[__name__]),
+    ):
+        apportion.check(made, ConvParallel(), workers=2, steps=1)
 
 
 def test_a_split_that_there_is_not_is_refused() -> None:

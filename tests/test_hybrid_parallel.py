@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from networks import adam
 from ranks import by_value, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -86,16 +87,11 @@ def images(batch_size: int, last: int = 1) -> Callable[[], TensorDataset]:
     return networks.tabular(batch_size, 2, 6, 6, last=last)
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
-
-
 def workload(model: Callable[[], nn.Module] = Named, batch_size: int = 7, **options: Any) -> Workload:
     return networks.workload(model, images(batch_size), batch_size, **options)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-@pytest.mark.parametrize("optimizer", [networks.momentum, adam], ids=["sgd", "adam"])
+@pytest.mark.parametrize(("workers", "optimizer"), networks.sizes())
 @pytest.mark.parametrize("exchange", WAYS)
 def test_equals_one_device(exchange: str, optimizer: Any, workers: int) -> None:
     named = {"data": "features", "tensor": "classifier"} if optimizer is adam else {}

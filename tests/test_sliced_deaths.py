@@ -78,9 +78,16 @@ def trained(strategy: Strategy, workers: int, run_dir: Path, doomed: Sequence[in
     return faults
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+TENSOR, ALL, ROTATE = TensorParallel(), HybridParallel(), HybridParallel(exchange="rotate")
+
+
 @pytest.mark.parametrize(
-    "strategy", [TensorParallel(), HybridParallel(), HybridParallel(exchange="rotate")], ids=["tensor", "all", "rotate"]
+    ("strategy", "workers"),
+    [
+        *((TENSOR, 3), (ALL, 2), (ROTATE, 3)),
+        *(pytest.param(*at, marks=pytest.mark.slow) for at in ((TENSOR, 2), (ALL, 3), (ROTATE, 2))),
+    ],
+    ids=str,
 )
 def test_any_rank_may_be_killed_and_nothing_is_lost(strategy: Strategy, workers: int, tmp_path: Path) -> None:
     assert trained(strategy, workers, tmp_path / "whole") == []

@@ -174,8 +174,14 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIMIZERS)
-@pytest.mark.parametrize(("how", "workers"), [("sliced", 2), ("disordered", 3), ("rows", 2)])
+@pytest.mark.parametrize(
+    ("how", "workers", "options"),
+    [
+        *(("disordered", 3, options) for options in OPTIMIZERS),
+        *(("sliced", 2, options) for options in ("clipped", "adagrad")),
+        *(("rows", 2, options) for options in ("momentum", "adam")),
+    ],
+)
 def test_pieces_are_updated_as_the_whole_is(how: str, workers: int, options: str) -> None:
     prove(mlp(**OPTIMIZERS[options]), Split(how), workers)
 

@@ -249,7 +249,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=6, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), ranks=st.integers(1, 4))
 def test_a_layer_on_strips_is_the_layer(kind: str, data: st.DataObject, ranks: int) -> None:
     compare([data.draw(KINDS[kind]().filter(Case.works)) for _ in range(CASES)], ranks)

@@ -10,6 +10,7 @@ from typing import Any
 import networks
 import pytest
 import torch
+from networks import adam
 from ranks import by_value, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -65,10 +66,6 @@ def tokens(batch_size: int, vocabulary: int = 11) -> Callable[[], TensorDataset]
     return lambda: TensorDataset(networks.classes(n, vocabulary, 5), networks.classes(n, vocabulary, 5, seed=2))
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
-
-
 def transformer(optimizer: Any = adam, **options: Any) -> Workload:
     return networks.workload(
         Transformer, tokens(6), 6, optimizer=optimizer, loss=nn.CrossEntropyLoss(ignore_index=3), **options
@@ -100,8 +97,7 @@ CASES: dict[str, Callable[[Any], Workload]] = {
 }
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-@pytest.mark.parametrize("optimizer", [networks.momentum, adam], ids=["sgd", "adam"])
+@pytest.mark.parametrize(("workers", "optimizer"), networks.sizes())
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_device(name: str, optimizer: Any, workers: int) -> None:
     assert_exact(prove(CASES[name](optimizer), workers))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from networks import adam
 from ranks import by_value, on_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -59,10 +60,6 @@ class Carried(Letters):
         return self.out(h).transpose(1, 2), state
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
-
-
 def sentences(time: int, rows: int = 5) -> Callable[[], TensorDataset]:
     n = networks.rows(rows)
     return lambda: TensorDataset(networks.classes(n, WORDS, time), networks.classes(n, WORDS, time, seed=2))
@@ -96,8 +93,7 @@ def prove(workload: Workload, workers: int, chunk: int | None = 2, steps: int = 
     assert proof.holds
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-@pytest.mark.parametrize("optimizer", [networks.momentum, adam])
+@pytest.mark.parametrize(("workers", "optimizer"), networks.sizes())
 def test_equals_one_device(workers: int, optimizer: Any) -> None:
     prove(letters(5, optimizer=optimizer, clip_grad_norm=0.5), workers)
 

@@ -68,6 +68,11 @@ class ConvParallel(Strategy):
         return True
 
     def build(self, workload: Workload, world: World) -> Step:
+        if workload.update is not None:
+            raise ValueError(
+                "update= calls the network as it likes, or layers of it, and here what forward calls is cut: "
+                "use data_parallel"
+            )
         if workload.carry is not None:
             raise ValueError(
                 "a recurrent state that is carried goes with the rows of a batch, which conv_parallel does not divide: "

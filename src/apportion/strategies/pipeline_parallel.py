@@ -93,6 +93,12 @@ class PipelineParallel(Strategy):
                 f"microbatches={self.microbatches} would cut the batch under a loss that couples examples: "
                 "use microbatches=1, or layer_placement"
             )
+        if self.microbatches > 1 and world.size == 1 and (workload.update is not None or workload.carry is not None):
+            what = "update=" if workload.update is not None else "a recurrent state that is carried"
+            raise ValueError(
+                f"microbatches={self.microbatches} would cut the batch under {what}: use microbatches=1, or "
+                "data_parallel"
+            )
 
         def part(now: World) -> MakePart:
             # Of fewer workers there are fewer stages: what was said of the others does not fit them.
