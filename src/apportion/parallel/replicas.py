@@ -156,10 +156,7 @@ class ReplicatedStep(Step):
         self._loss = _SharedLoss(workload)
         # Where terms are examples none is missing, and a loss that is known by what it is stays that.
         seen = workload if workload.count is examples else replace(workload, loss=self._loss)
-        inner = of.build(seen, place.within)
-        if not isinstance(inner, SplitStep):
-            raise ValueError(f"of={of} does not split a network: replicas are made of {', '.join(SPLIT)}")
-        self._inner = inner
+        self._inner = inner = build_split(of, seen, place.within)
         self.source = inner.source
         self._settle(world, place)
         self._own_rows, self._told = 0, 0.0
@@ -210,14 +207,7 @@ class ReplicatedStep(Step):
 
     def predict(self, batch: Batch) -> Any | None:
         """Every replica computes a share, where each gets one; those of a carried state do not move."""
-        replicas = self._place.replicas
-        if replicas == 1 or self._workload.carry is not None or len(batch) < replicas:
-            outputs = self._inner.predict(batch)
-        else:
-            outputs = self._inner.predict(batch.parts(replicas)[self._place.replica])
-            if outputs is not None:
-                outputs = tree.map_tensors(lambda t: torch.cat(self._across.all_gather_rows(t)), outputs)
-        return outputs if self._place.replica == 0 else None
+        return predict(self._inner, self._place, batch, divides=self._workload.carry is None)
 
     def backward(self, batch: Batch) -> Tensor | None:
         self._own_rows = self._loss.rows = len(batch)
@@ -301,6 +291,27 @@ class ReplicatedStep(Step):
 
     def close(self) -> None:
         self._inner.close()
+
+
+def predict(inner: SplitStep, place: Place, batch: Batch, *, divides: bool = True) -> Any | None:
+    """The outputs of a whole batch on one rank of the first replica, None on the others. Called by all ranks."""
+    replicas = place.replicas
+    if replicas == 1 or not divides or len(batch) < replicas:
+        outputs = inner.predict(batch)
+    else:
+        outputs = inner.predict(batch.parts(replicas)[place.replica])
+        if outputs is not None:
+            across = place.across.group()
+            outputs = tree.map_tensors(lambda t: torch.cat(across.all_gather_rows(t)), outputs)
+    return outputs if place.replica == 0 else None
+
+
+def build_split(of: Strategy, workload: Workload, world: World) -> SplitStep:
+    """What ``of`` builds; refused where that is no network in parts."""
+    built = of.build(workload, world)
+    if not isinstance(built, SplitStep):
+        raise ValueError(f"of={of} does not split a network: replicas are made of {', '.join(SPLIT)}")
+    return built
 
 
 def _refuse(workload: Workload, of: Strategy, place: Place) -> None:

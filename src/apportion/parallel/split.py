@@ -250,13 +250,18 @@ class SplitStep(Step):
         return self._loss
 
     def update(self) -> Mapping[str, Tensor]:
-        loss, self._loss = self._loss, None
-        loss = self._finish(None, self.joined(loss))
-        assert loss is not None, "update() follows backward()"
+        loss = self.finish()
         for name in self.optimizers:
             self._replica.apply(name)
         self._commit()
         return {"loss": loss}
+
+    def finish(self) -> Tensor:
+        """What ``update`` does first: whole gradients in ``p.grad``, clipped; the loss."""
+        loss, self._loss = self._loss, None
+        loss = self._finish(None, self.joined(loss))
+        assert loss is not None, "update() follows backward()"
+        return loss
 
     def _commit(self) -> None:
         self._replica.commit()
@@ -309,11 +314,19 @@ class SplitStep(Step):
     # State
 
     def state_dict(self) -> State:
-        return self._spread.gathered(self._replica.state(), self._group, self.device)
+        return self.gathered(self._replica.state())
+
+    def gathered(self, own: State) -> State:
+        """The whole state, of this rank's part and the others'. Called by all ranks."""
+        return self._spread.gathered(own, self._group, self.device)
+
+    def own(self, state: State) -> State:
+        """This rank's part of a whole state."""
+        named = replace(state, model={key: state.model[key] for key in self.model.state_dict()})
+        return self._spread.own(named)
 
     def load_state_dict(self, state: State) -> None:
-        named = replace(state, model={key: state.model[key] for key in self.model.state_dict()})
-        self._replica.load(self._spread.own(named), self.rows)
+        self._replica.load(self.own(state), self.rows)
         self._keep()
 
     def _keep(self) -> None:
