@@ -77,7 +77,9 @@ class DataParallel(Strategy):
         if self.of is not None:
             check_of(self.of)
             if self.microbatches != 1 or self.shares != "equal":
-                raise ValueError(f"microbatches= and shares= are of replicas of one worker each: give them to {self.of}")
+                raise ValueError(
+                    f"microbatches= and shares= are of replicas of one worker each: give them to {self.of}"
+                )
         elif self.replicas is not None:
             raise ValueError(f"replicas={self.replicas!r} goes with of=, as of=pipeline_parallel(): leave it out")
         check_replicas(self.replicas)
