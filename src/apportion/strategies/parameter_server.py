@@ -16,7 +16,8 @@ Every push is applied whole, exactly once, and written down, so the run can be d
 the last bit. ``mode="ordered"``: of each round of as many batches as there are workers, every gradient is that of the
 weights the round begins with, and they are applied in rank order; worker i's is i updates old, always. ``mode=
 "hogwild"``: no locks. With one worker each of them is the one-device step. ``servers=n``: so many processes more, which
-take no batches, hold the shards and answer each worker by a group of two.
+take no batches, hold the shards and answer each worker by a group of two. ``of=tensor_parallel()``: each of so many
+``replicas`` is a group of processes that hold the network in parts, with a store for each place (``store/groups.py``).
 
 Price: ``t = max(t_compute(B) / n, t_push)`` a batch, ``t_push = (5 + 3 slots) bytes(weights) / bandwidth(memory)``;
 with servers ``t_push = 2 bytes(weights) / bandwidth(link) + 4 latencies``.
@@ -26,7 +27,7 @@ and a push (many workers, large learning rates), and in memory: the weights, two
 worker a gradient and the weights that it has pulled.
 
 A worker's death loses the gradients that it had not pushed; its batches are dealt again, and the others do not stop. A
-server's loses nothing: the shards are in memory that outlives it.
+server's loses nothing: the shards are in memory that outlives it. With ``of`` the run goes back to its last checkpoint.
 """
 
 from __future__ import annotations
