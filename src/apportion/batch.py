@@ -153,6 +153,13 @@ class Batch:
             pieces.append(part)
         return pieces
 
+    def by_itself(self) -> Batch:
+        """The same rows as a global batch of their own, for ranks that together hold one of several replicas."""
+        whole = self._whole._replace(size=len(self.index))
+        batch = Batch(self._source, whole, index=self.index, rows=self.rows, first_lane=self.first_lane)
+        batch._cut = (self, slice(0, len(self.index)))
+        return batch
+
     def stream(self, most: int) -> Iterator[Batch]:
         """These rows in order, at most so many at once. Each part is loaded when it is touched and gone when it is let
         go: for what does not fit the memory at once. Collate and augment see one part at a time."""

@@ -80,6 +80,8 @@ class Replica:
         """Held by whoever copies the state, or changes what a copy is of."""
         self.show: Callable[[], None] = lambda: None
         """Called before the optimizers' state is read."""
+        self.share = 1.0
+        """The weight of every loss that goes back: of a replica that computes a part of the batch, its part."""
         self.updating = False
         """Has an update changed something that is not committed yet?"""
         self._buffers = [b for b in self.model.buffers() if b.numel()]
@@ -165,6 +167,7 @@ class Replica:
 
     def backward(self, loss: Tensor, weight: float) -> None:
         """Add weight times the gradient of the loss to ``p.grad``."""
+        weight *= self.share
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward(None if weight == 1.0 else torch.full_like(loss, weight))

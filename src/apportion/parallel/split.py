@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, final
@@ -131,6 +131,10 @@ class SplitStep(Step):
         # Rank 0's draws everywhere: whoever loads a batch loads the same one.
         self.source = Batches(workload, device=world.device, dtype=dtype, rank=0)
         self.data_shard = DataShard()
+        self.rows = slice(0, workload.batch_size)
+        """Of a carried state, those that are here; fewer where this is one of several replicas."""
+        self.joined: Callable[[Tensor | None], Tensor | None] = lambda loss: loss
+        """Adds up the gradients, and the loss, with those of other replicas; before this one's are summed."""
         self._sample: Batch | None = self.source.at(0, self.data_shard)
         self._build(world, part)
         if world.members is None:
@@ -181,6 +185,7 @@ class SplitStep(Step):
         self._replica.start_schedules(self.source.total)
         self._loss: Tensor | None = None
         survives = self._again is not None and world.members is not None and world.size == world.local_size
+        survives = survives and world.outer is None  # who has divided a world keeps what all of its ranks have
         self._kept = KeptParts(world) if survives else None
         sample.let_go()
         give_back()  # the plain model
@@ -248,13 +253,18 @@ class SplitStep(Step):
         return self._loss
 
     def update(self) -> Mapping[str, Tensor]:
-        loss, self._loss = self._loss, None
-        loss = self._finish(None, loss)
-        assert loss is not None, "update() follows backward()"
+        loss = self.finish()
         for name in self.optimizers:
             self._replica.apply(name)
         self._commit()
         return {"loss": loss}
+
+    def finish(self) -> Tensor:
+        """What ``update`` does first: whole gradients in ``p.grad``, clipped; the loss."""
+        loss, self._loss = self._loss, None
+        loss = self._finish(None, self.joined(loss))
+        assert loss is not None, "update() follows backward()"
+        return loss
 
     def _commit(self) -> None:
         self._replica.commit()
@@ -307,21 +317,52 @@ class SplitStep(Step):
     # State
 
     def state_dict(self) -> State:
-        return self._spread.gathered(self._replica.state(), self._group, self.device)
+        return self.gathered(self._replica.state())
+
+    def gathered(self, own: State) -> State:
+        """The whole state, of this rank's part and the others'. Called by all ranks."""
+        return self._spread.gathered(own, self._group, self.device)
+
+    def own(self, state: State) -> State:
+        """This rank's part of a whole state."""
+        named = replace(state, model={key: state.model[key] for key in self.model.state_dict()})
+        return self._spread.own(named)
 
     def load_state_dict(self, state: State) -> None:
-        named = replace(state, model={key: state.model[key] for key in self.model.state_dict()})
-        self._replica.load(self._spread.own(named), slice(0, self._workload.batch_size))
+        self._replica.load(self.own(state), self.rows)
         self._keep()
 
     def _keep(self) -> None:
         """The state as it is now outlives this process."""
-        if self._kept is None:
-            return
+        if self._kept is not None:
+            self._kept.write(*self.held_here())
+
+    def held_here(self) -> tuple[State, Mapping[str, Any]]:
+        """This rank's part of the state, no copies, and which pieces it is of."""
         replica = self._replica
         model = {self._plain.first[k]: t.detach() for k, t in self.model.state_dict().items()}
         own = State(step=replica.step, model=model, optimizer=dict(replica.slots()), settings=replica.settings())
-        self._kept.write(own, self._spread.pieces)
+        return own, self._spread.pieces
+
+    def together(self, parts: Sequence[tuple[State, Any]]) -> State:
+        """The whole state, of what all ranks held."""
+        return self._spread.together(parts)
+
+    @property
+    def replica(self) -> Replica:
+        """What this rank trains."""
+        return self._replica
+
+    @property
+    def sparse(self) -> list[nn.Parameter]:
+        """Of what this rank trains, the weights whose gradients are sparse."""
+        return [p for p in self._replica.trainable() if self._replica.names[p] in self._plain.sparse]
+
+    def move(self, world: World) -> None:
+        """Into another world, as it is before the first update. Called by all ranks."""
+        assert self._again is not None
+        self._part.close()
+        self._build(world, self._again(world))
 
     def rejoin(self, world: World) -> None:
         if self._again is None:
@@ -329,8 +370,7 @@ class SplitStep(Step):
         if self._workload.carry is not None:
             raise StateLost("the recurrent state of a rank's rows died with it")
         if self._built != world.generation:  # who has come anew has just built
-            self._part.close()
-            self._build(world, self._again(world))
+            self.move(world)
         assert self._kept is not None
         found = whole(self._kept.versions())
         if found is None:

@@ -137,10 +137,11 @@ class Stages(Part):
     def _cut(
         self, model: nn.Module, graph: fx.Graph, inputs: Any, stateful: Sequence[str], cuts: Sequence[str] | None
     ) -> list[int]:
-        """Measured by rank 0 alone: all ranks cut at the same places."""
+        """Measured by rank 0 alone: all ranks cut at the same places, those of other replicas too."""
         told: Any = None
         own = [names(graph)[node] for node in calls(graph)]
-        if self._rank == 0:
+        everyone = self._world.outer or self._world
+        if everyone.rank == 0:
             known = Known(self._world)
             at = known.read()
             if at is None:
@@ -148,7 +149,7 @@ class Stages(Part):
                 at = named(places, cuts) if cuts is not None else balanced(places, self._size)
                 known.write(at)
             told = {"calls": own, "at": at}
-        told = broadcast_message(told, self._group)
+        told = broadcast_message(told, everyone.group())
         assert told["calls"] == own, "every rank follows the same network"
         return [int(i) for i in told["at"]]
 

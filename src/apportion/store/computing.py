@@ -5,6 +5,7 @@ The run and its replay share it. The step adds the store, the deal, and the orde
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
 from apportion.parallel.replica import Replica, seed_everything
+from apportion.parallel.split import SplitStep
 from apportion.plain import from_plain, to_plain
 from apportion.store.flat import FlatModel, HyperTable
 from apportion.store.layout import Layout
@@ -40,12 +42,21 @@ def refuse(workload: Workload) -> None:
 class Worker:
     """The network of one worker, its weights in one flat vector, and what becomes of a batch."""
 
-    def __init__(self, workload: Workload, device: torch.device, *, shards: int | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        device: torch.device,
+        *,
+        shards: int | None = None,
+        split: SplitStep | None = None,
+    ) -> None:
+        """``split``: the network in parts, of which this rank has one: all of its group compute a batch together."""
         refuse(workload)
         if device.type != "cpu":
             raise ValueError(f'device="{device.type}": a parameter store is memory of the host; use device="cpu"')
         # Each batch has one worker, and which one is chance: what it draws must not depend on that.
-        self.replica = Replica(workload, rank=0, device=device)
+        self._split = split
+        self.replica = Replica(workload, rank=0, device=device) if split is None else split.replica
         replica = self.replica
         self.owner, self.optimizer = next(iter(replica.optimizers.items()))
         self.layout = Layout(replica.names, self.optimizer, shards=shards)
@@ -53,11 +64,14 @@ class Worker:
         self.model = FlatModel(replica.model, self.layout, self.weights)
         many = self.model.buffer_numbers
         self._before, self._after = torch.zeros(many, dtype=torch.float64), torch.zeros(many, dtype=torch.float64)
-        seed_everything(workload.seed)
-        self.source = Batches(workload, device=device, dtype=replica.input_dtype)
-        replica.start_schedules(self.source.total)
-        other = workload.optimizer(list(replica.model.named_parameters()))
-        leading = other if isinstance(other, torch.optim.Optimizer) else next(iter(other.values()))
+        if split is None:
+            seed_everything(workload.seed)
+            self.source = Batches(workload, device=device, dtype=replica.input_dtype)
+            replica.start_schedules(self.source.total)
+            other = workload.optimizer(list(replica.model.named_parameters()))
+            leading = other if isinstance(other, torch.optim.Optimizer) else next(iter(other.values()))
+        else:
+            self.source, leading = split.source, _without_parameters(self.optimizer)
         schedule = workload.schedule(leading, self.source.total) if workload.schedule is not None else None
         self.hyper = HyperTable(self.layout.rule, leading, schedule)
         self._clip = workload.clip_grad_norm
@@ -89,12 +103,16 @@ class Worker:
         replica = self.replica
         if len(change):
             self.model.read_buffers(self._before)
-        replica.reseed(batch.step)
-        with replica.autocast():
-            loss = replica.loss(replica.outputs(batch), batch.targets)
-        replica.backward(loss, 1.0)
-        if self._clip is not None:
-            torch.nn.utils.clip_grad_norm_(replica.trainable(), self._clip)
+        if self._split is not None:
+            self._split.backward(batch)
+            loss = self._split.finish()
+        else:
+            replica.reseed(batch.step)
+            with replica.autocast():
+                loss = replica.loss(replica.outputs(batch), batch.targets)
+            replica.backward(loss, 1.0)
+            if self._clip is not None:
+                torch.nn.utils.clip_grad_norm_(replica.trainable(), self._clip)
         if len(change):
             moved = self.model.read_buffers(self._after).sub_(self._before)
             change.copy_(moved) if first else change.add_(moved)
@@ -181,3 +199,13 @@ class Worker:
         for pieces, of in zip(self.layout.pieces, contents.counts, strict=True):
             of[:] = [steps[piece.parameter] for piece in pieces]
         return contents
+
+
+def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Its groups as they were made, for a schedule to change."""
+    other = copy.copy(optimizer)
+    other.param_groups = []
+    for group in optimizer.param_groups:
+        kept = {name: value for name, value in group.items() if name != "initial_lr"}
+        other.param_groups.append({**kept, "lr": group.get("initial_lr", group["lr"]), "params": []})
+    return other

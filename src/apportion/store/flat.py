@@ -40,6 +40,7 @@ class FlatModel:
 
     # Gradients
 
+    @torch.no_grad()
     def gather(self, views: list[Tensor], *, first: bool) -> list[bool]:
         """Every ``p.grad`` into these views of a flat gradient (the ``first``), or added to what is there; then there
         are none. Which parameters had one."""

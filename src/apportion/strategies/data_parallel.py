@@ -23,7 +23,8 @@ normalisation two small messages a layer more.
 Wins when the compute of a share outweighs the gradient's way: convolutions, large batches. Loses when the gradient is
 larger than what it is made of: fully connected layers at a small batch. ``microbatches`` trades time for memory: the
 share is computed in so many parts, one after the other. ``shares="measured"``: ranks that are found to be slower take
-fewer rows.
+fewer rows. ``of=pipeline_parallel(...)``: each of so many ``replicas`` is a group of workers that hold the network in
+parts, as that strategy cuts it (``parallel/replicas.py``); the gradients of a part are summed over the replicas.
 
 A worker's death loses nothing: the others and its replacement make the step under way again, with the same draws.
 """
@@ -46,6 +47,7 @@ from apportion.parallel.gradients import GradientSum
 from apportion.parallel.one_device import reference
 from apportion.parallel.recovery import agree
 from apportion.parallel.replica import Replica, seed_everything
+from apportion.parallel.replicas import ReplicatedStep, check_of, check_replicas
 from apportion.parallel.shared_update import SharedUpdate, unsuited
 from apportion.parallel.shares import MeasuredShares
 from apportion.strategy import Held, State, Step, Strategy, held
@@ -65,7 +67,22 @@ class DataParallel(Strategy):
     shares: str = "equal"
     """"equal", or "measured": each rank's share of a batch is in proportion to its speed, measured as it goes."""
 
+    of: Strategy | None = None
+    """What each replica is: a strategy that splits the network among some of the workers. None: one worker."""
+    replicas: int | None = None
+    """With ``of``: how many there are; the workers are shared out evenly. None: as ``of`` says by its number of stages,
+    or else the fewest."""
+
     def __post_init__(self) -> None:
+        if self.of is not None:
+            check_of(self.of)
+            if self.microbatches != 1 or self.shares != "equal":
+                raise ValueError(
+                    f"microbatches= and shares= are of replicas of one worker each: give them to {self.of}"
+                )
+        elif self.replicas is not None:
+            raise ValueError(f"replicas={self.replicas!r} goes with of=, as of=pipeline_parallel(): leave it out")
+        check_replicas(self.replicas)
         if self.shares not in ("equal", "measured"):
             raise ValueError(f'shares={self.shares!r} must be "equal" or "measured"')
         if not isinstance(self.microbatches, int) or self.microbatches < 1:
@@ -73,9 +90,11 @@ class DataParallel(Strategy):
 
     @property
     def exact(self) -> bool:
-        return True
+        return self.of is None or self.of.exact
 
     def build(self, workload: Workload, world: World) -> Step:
+        if self.of is not None:
+            return ReplicatedStep(workload, world, self.of, self.replicas)
         workload.must_feed(world.size)
         if self.microbatches > 1 and (workload.count is None or workload.update is not None):
             what = "a loss that couples examples" if workload.count is None else "update="

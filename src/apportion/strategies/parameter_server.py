@@ -16,7 +16,8 @@ Every push is applied whole, exactly once, and written down, so the run can be d
 the last bit. ``mode="ordered"``: of each round of as many batches as there are workers, every gradient is that of the
 weights the round begins with, and they are applied in rank order; worker i's is i updates old, always. ``mode=
 "hogwild"``: no locks. With one worker each of them is the one-device step. ``servers=n``: so many processes more, which
-take no batches, hold the shards and answer each worker by a group of two.
+take no batches, hold the shards and answer each worker by a group of two. ``of=tensor_parallel()``: each of so many
+``replicas`` is a group of processes that hold the network in parts, with a store for each place (``store/groups.py``).
 
 Price: ``t = max(t_compute(B) / n, t_push)`` a batch, ``t_push = (5 + 3 slots) bytes(weights) / bandwidth(memory)``;
 with servers ``t_push = 2 bytes(weights) / bandwidth(link) + 4 latencies``.
@@ -26,7 +27,7 @@ and a push (many workers, large learning rates), and in memory: the weights, two
 worker a gradient and the weights that it has pulled.
 
 A worker's death loses the gradients that it had not pushed; its batches are dealt again, and the others do not stop. A
-server's loses nothing: the shards are in memory that outlives it.
+server's loses nothing: the shards are in memory that outlives it. With ``of`` the run goes back to its last checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final, get_args
 
 from apportion.parallel.one_device import reference
+from apportion.parallel.replicas import check_of, check_replicas, how_many
 from apportion.store.downpour import DownpourStep, Mode, Rhythm
+from apportion.store.groups import GroupsStep
 from apportion.store.replay import ordered_reference, replay
 from apportion.store.rules import named
 from apportion.store.serving import ServerStep
@@ -64,6 +67,11 @@ class ParameterServer(Strategy):
     max_staleness: int | None = None
     """A worker more than so many pushes ahead of the slowest waits for it. None: never."""
 
+    of: Strategy | None = None
+    """What a worker is: a strategy that splits the network among some of the processes. None: one process."""
+    replicas: int | None = None
+    """With ``of``: how many such workers; None: as ``of`` says by its number of stages, or else the fewest."""
+
     survives: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -82,6 +90,23 @@ class ParameterServer(Strategy):
         if self.rule is not None:
             object.__setattr__(self, "rule", str(named(self.rule)))
 
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        check_replicas(self.replicas)
+        if self.of is None:
+            if self.replicas is not None:
+                raise ValueError(f"replicas={self.replicas} goes with of=, as of=tensor_parallel(): leave it out")
+            return
+        check_of(self.of)
+        given = {"push_every": 1, "pull_every": 1, "servers": 0, "max_staleness": None}
+        for name, usual in given.items():
+            if getattr(self, name) != usual:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is of workers that are one process each, and with of={self.of} a "
+                    "worker is a group, which pulls and pushes with every batch: leave it out"
+                )
+
     @property
     def exact(self) -> bool:
         return False
@@ -97,11 +122,15 @@ class ParameterServer(Strategy):
         return workers + self.servers
 
     def replays(self, workers: int) -> bool:
+        if self.of is not None:
+            return False
         alone = workers == 1 and (self.push_every, self.pull_every) == (1, 1)
         return self.mode == "sharded" and not alone
 
     def build(self, workload: Workload, world: World) -> Step:
         ruled = self._ruled(workload)
+        if self.of is not None:
+            return GroupsStep(ruled, world, self._rhythm, self.of, self.replicas)
         if self.servers >= world.seats:
             raise ValueError(f"servers={self.servers} leaves no worker among {world.seats} processes: start more")
         if world.seat >= world.seats - self.servers:
@@ -113,9 +142,15 @@ class ParameterServer(Strategy):
         if log:
             (pushes,) = log
             return iter([replay(ruled, pushes, self._rhythm)])
+        workers = world_size if self.of is None else how_many(self.of, self.replicas, world_size)
         if self.mode == "ordered":
-            return ordered_reference(ruled, world_size)
-        if world_size == 1 and (self.push_every, self.pull_every) == (1, 1):
+            return ordered_reference(ruled, workers)
+        if self.of is not None and workers > 1:
+            raise ValueError(
+                f"{self} computes something else in each run, and its groups write no log to replay: check "
+                f'it with mode="ordered", or with replicas=1'
+            )
+        if workers == 1 and (self.push_every, self.pull_every) == (1, 1):
             return reference(ruled)
         raise ValueError(
             f"{self} on {world_size} workers computes something else in each run, which its log alone says: replay "
