@@ -101,7 +101,7 @@ def dropout(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[
     """
     given = arguments("input p training inplace", args, kwargs, p=0.5, training=True, inplace=False)
     x, p = image_of(given), given["p"]
-    by_channel = name_of(call) != "dropout"
+    by_channel = name_of(call) in ("dropout1d", "dropout2d", "dropout3d")
     if by_channel and x.flat:
         raise ValueError(f"{x.held()} was flattened, and has no channels to drop")
     if not given["training"] or p == 0.0:
