@@ -316,6 +316,15 @@ def test_tensors_in_a_size_that_is_given_are_made_anew() -> None:
         assert torch.equal(torch.fx.Interpreter(model, graph=graph).run(x), model(x))
 
 
+class Blurring(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn(x.shape[0], 3)
+
+
+def test_numbers_drawn_in_a_size_that_is_given_are_drawn_anew() -> None:
+    assert "randn" in [node.name for node in follow(Blurring()).nodes]
+
+
 class Overwriting(nn.Module):
     """Writes into a buffer, by way of a view."""
 
