@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Workload
+from apportion.deal import DataShard
 from apportion.parallel.one_device import reference
 from apportion.proof import Proof
 from apportion.store.log import Log
@@ -91,6 +92,23 @@ def test_one_worker_is_the_one_device_step(name: str, mode: str) -> None:
     proof = prove(networks.cases[name](61), f"parameter_server(mode={mode!r})", 1)
     assert proof.holds
     assert proof.rounds[0].worst.absolute <= EXACT
+
+
+def evaluated_as_it_trains(world: World, workload: Workload) -> State:
+    step = ParameterServer(mode="ordered").build(workload, world)
+    for batch in batches(step):
+        step(batch)
+        if batch.step % world.size == 0:
+            step.predict(step.source.at(0, DataShard()))
+    return step.state_dict()
+
+
+def test_an_evaluation_in_the_middle_of_a_round_changes_nothing() -> None:
+    workload = replace(networks.cases["mlp"](61), steps=6)
+    *_, defined = ParameterServer(mode="ordered").reference(workload, 3)
+    with by_value(networks):
+        for found in on_ranks(evaluated_as_it_trains, 3, workload):
+            assert_same(found, defined, EXACT)
 
 
 # Each its own way

@@ -283,6 +283,8 @@ class DownpourStep(Step):
         self._enter()
         if batch.start:  # one pass over the set is of one state of the weights
             self._pull()
+            if self.lockstep:  # others may push before the round is over: the next one pulls for itself
+                self._fresh = False
         return self._worker.replica.predict(batch) if len(batch) else None
 
     def state_dict(self) -> State:
