@@ -25,7 +25,7 @@ from apportion import Evaluation, Policy, Workload, accuracy, supervisor
 from apportion.crew import Crew
 from apportion.deal import DataShard
 from apportion.launch.local import Local
-from apportion.parallel.replicas import how_many, how_many_are_left
+from apportion.parallel.places import how_many, how_many_are_left
 from apportion.strategies.conv_parallel import ConvParallel
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.hybrid_parallel import HybridParallel

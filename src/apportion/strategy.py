@@ -176,6 +176,8 @@ class Strategy(Value, ABC):
 
     one_process: ClassVar[bool] = False
     """It has nothing to divide among workers."""
+    splits: ClassVar[bool] = False
+    """Does it divide one network among its workers, so that ``of=`` can have replicas of them?"""
     survives: ClassVar[bool] = False
     """Can it go on after the loss of a worker, with ``Step.rejoin``? False: the run ends, and resumes from the last
     checkpoint."""

@@ -24,7 +24,8 @@ from torch import Tensor
 from apportion.batch import Batch, Whole
 from apportion.deal import DataShard
 from apportion.errors import StateLost
-from apportion.parallel.replicas import Place, build_split, how_many, predict
+from apportion.parallel.places import Place, how_many
+from apportion.parallel.replicas import build_split, predict
 from apportion.store.computing import WHOLE, Worker, refuse
 from apportion.store.downpour import Rhythm, extent_of
 from apportion.store.memory import Memory

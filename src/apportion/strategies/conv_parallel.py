@@ -54,6 +54,7 @@ SPLITS = ("height", "width", "channel", "group")
 class ConvParallel(Strategy):
     """Each worker computes a part of every image, or of its channels."""
 
+    splits = True
     survives = True
 
     split: Literal["height", "width", "channel", "group"] = "height"

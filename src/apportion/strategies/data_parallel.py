@@ -45,9 +45,10 @@ from apportion.deal import DataShard
 from apportion.parallel.batch_norm import Attendance, use_whole_batch
 from apportion.parallel.gradients import GradientSum
 from apportion.parallel.one_device import reference
+from apportion.parallel.places import check_of, check_replicas
 from apportion.parallel.recovery import agree
 from apportion.parallel.replica import Replica, seed_everything
-from apportion.parallel.replicas import ReplicatedStep, check_of, check_replicas
+from apportion.parallel.replicas import ReplicatedStep
 from apportion.parallel.shared_update import SharedUpdate, unsuited
 from apportion.parallel.shares import MeasuredShares
 from apportion.strategy import Held, State, Step, Strategy, held

@@ -59,6 +59,7 @@ _SLICED = (nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.RNNBase)
 class HybridParallel(Strategy):
     """Each worker computes a share of the examples in the first layers, and a slice of the last ones."""
 
+    splits = True
     survives = True
 
     data: str | None = None

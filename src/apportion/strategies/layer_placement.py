@@ -41,6 +41,7 @@ from apportion.world import World
 class LayerPlacement(Strategy):
     """Each worker computes some consecutive layers, one worker after the other."""
 
+    splits = True
     survives = True
 
     cuts: tuple[str, ...] | None = None

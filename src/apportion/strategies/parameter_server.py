@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final, get_args
 
 from apportion.parallel.one_device import reference
-from apportion.parallel.replicas import check_of, check_replicas, how_many
+from apportion.parallel.places import check_of, check_replicas, how_many
 from apportion.store.downpour import DownpourStep, Mode, Rhythm
 from apportion.store.groups import GroupsStep
 from apportion.store.replay import ordered_reference, replay

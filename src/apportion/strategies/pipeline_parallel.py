@@ -52,6 +52,7 @@ from apportion.world import World
 class PipelineParallel(Strategy):
     """Each worker computes some consecutive layers, of one micro-batch after the other."""
 
+    splits = True
     survives = True
 
     stages: int | None = None

@@ -51,6 +51,7 @@ from apportion.world import World
 class TensorParallel(Strategy):
     """Each worker holds a slice of every layer and computes it for every example."""
 
+    splits = True
     survives = True
 
     min_width: int = 32

@@ -49,6 +49,7 @@ from apportion.world import World
 class WavefrontParallel(Strategy):
     """Each worker computes layers of a recurrent net, chunk by chunk in time."""
 
+    splits = True
     survives = True
 
     chunk: int | None = None
