@@ -108,11 +108,19 @@ def test_two_replicas_of_two_are_one_device(name: str) -> None:
     prove(made(**clipped), DataParallel(of=of, replicas=2), 4)
 
 
-@pytest.mark.parametrize(("replicas", "workers"), [(2, 2), (1, 2), (3, 3)])
-@pytest.mark.parametrize("name", ["layers_normalised", "pipeline", "tensor_normalised", "conv", "wavefront", "hybrid"])
+SEVERAL = ("layers_normalised", "pipeline", "tensor_normalised", "conv", "wavefront", "hybrid")
+SOME = ("layers_normalised", "tensor_normalised", "conv", "hybrid")
+"""Those that three groups of one are not the same code for."""
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas", "workers"),
+    [
+        *((name, replicas, 2) for name in SEVERAL for replicas in (2, 1)),
+        *(pytest.param(name, 3, 3, marks=pytest.mark.slow if name != SOME[0] else ()) for name in SOME),
+    ],
+)
 def test_groups_of_one_and_a_single_group_are_one_device(name: str, replicas: int, workers: int) -> None:
-    if workers == 3 and name in ("pipeline", "wavefront"):
-        pytest.skip("the same code as with two")
     of, made = CASES[name]
     prove(made(), DataParallel(of=of, replicas=replicas), workers)
 
@@ -369,7 +377,7 @@ def test_a_composite_is_written_as_it_is_read() -> None:
 # Downpour whose workers are groups
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [n if n in SEVERAL else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_groups_that_push_in_order_compute_what_is_said_of_them(name: str) -> None:
     of, made = CASES[name]
     clipped = {"clip_grad_norm": 0.05} if name != "hybrid" else {}

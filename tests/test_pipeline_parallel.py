@@ -153,8 +153,7 @@ CASES: dict[str, Callable[[], Workload]] = {
 }
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 3), ("1f1b", 3)])
 @pytest.mark.parametrize("name", CASES)
 def test_two_stages_are_the_network_of_one_device(name: str, schedule: str, microbatches: int) -> None:
     prove(CASES[name](), PipelineParallel(schedule=schedule, microbatches=microbatches), 2)
@@ -670,6 +669,9 @@ CUTS = {2: ("5",), 3: ("2", "5")}
 """Not measured: another cut is another order of sums, and other draws of dropout."""
 
 
+SAME_CODE = (3, True), (2, False)
+
+
 def trained(strategy: Strategy, workers: int, run_dir: Path, doomed: Sequence[int] = ()) -> list[apportion.Event]:
     """``doomed``: ranks to be killed, each once the one before has been replaced; what was told of them."""
     crews: list[Crew] = []
@@ -687,8 +689,9 @@ def trained(strategy: Strategy, workers: int, run_dir: Path, doomed: Sequence[in
     return faults
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("placed", [True, False])
+@pytest.mark.parametrize(
+    ("workers", "placed"), [(2, True), (3, False), *(pytest.param(*at, marks=pytest.mark.slow) for at in SAME_CODE)]
+)
 def test_any_rank_may_be_killed_and_nothing_is_lost(workers: int, placed: bool, tmp_path: Path) -> None:
     cuts = CUTS[workers]
     strategy = LayerPlacement(cuts=cuts) if placed else PipelineParallel(cuts=cuts, microbatches=3)
