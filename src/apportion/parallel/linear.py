@@ -58,26 +58,18 @@ class Products:
     ``weight.grad`` in place: autograd would write each elsewhere first, which takes as long as the product of few rows.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear], *, together: int = 1) -> None:
-        """``together``: backward passes whose rows make one product; until then what they multiply is kept."""
-        self._together, self._passes = together, 0
-        self._factors: dict[Tensor, list[tuple[Tensor, Tensor]]] = {}
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self._factors: list[tuple[Tensor, Tensor, Tensor]] = []
         for layer in layers:
             redirect(layer, partial(self._keep, layer.weight))
 
     def _keep(self, weight: Tensor, inputs: Tensor, gradient: Tensor) -> None:
-        # Detached: the graph that made the inputs may go.
-        self._factors.setdefault(weight, []).append((inputs.detach(), gradient))
+        self._factors.append((weight, inputs.detach(), gradient))  # the graph that made the inputs may go
 
     @torch.no_grad()
-    def add_up(self, *, last: bool = True) -> None:
-        """A backward pass is over; ``last``: another one does not follow soon."""
-        self._passes += 1
-        if self._passes < self._together and not last:
-            return
-        self._passes = 0
-        for weight, factors in self._factors.items():
-            inputs, gradient = (rows[0] if len(rows) == 1 else torch.cat(rows) for rows in zip(*factors, strict=True))
+    def add_up(self) -> None:
+        """Of the backward passes since the last time."""
+        for weight, inputs, gradient in self._factors:
             if weight.grad is None:
                 weight.grad = weight_gradient(gradient, inputs)
             else:

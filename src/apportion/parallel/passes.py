@@ -87,7 +87,7 @@ class Passes:
         del kept
         if ends.gradients_out is not None:
             ends.gradients_out.send([arrival.gradient for arrival in arrivals])
-        self._products.add_up(last=not self._kept)  # by now the stage before is at work again
+        self._products.add_up()  # by now the stage before is at work again
 
     def at_once(self, before: Sequence[Rows], after: Sequence[Rows]) -> None:
         """The passes of the whole batch, of which all that comes and goes does so in micro-batches, as gpipe has them.

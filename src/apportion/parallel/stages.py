@@ -38,9 +38,6 @@ from apportion.parallel.whole_batch import Rows, needs_whole_batch, refuse_coupl
 from apportion.workload import Workload
 from apportion.world import World
 
-TOGETHER = 4
-"""Micro-batches of gpipe whose gradient of a weight is one product: it is read and written less often."""
-
 
 def staged(  # noqa: PLR0913 (what a pipeline has)
     workload: Workload,
@@ -133,10 +130,8 @@ class Stages(Part):
         self.pieces = terms(model, graph, bounds, self.model)
         if self._rank == 0:
             adopt_the_rest(self.model, model, graph)
-        # Of a whole batch they would keep all inputs until the end. In gpipe's backward passes memory only gets less:
-        # some may keep what they multiply for a while.
-        together = TOGETHER if schedule == "gpipe" else 1
-        self._products = Products(plain_layers(self.model) if microbatches > 1 else (), together=together)
+        # Of a whole batch they would keep all inputs until the end.
+        self._products = Products(plain_layers(self.model) if microbatches > 1 else ())
         self.ends = Ends.of(self._group, world.device)
 
     def _cut(
