@@ -215,13 +215,6 @@ class SurvivingStep(Step):
         self._keep()
         return {"loss": self._loss}
 
-    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
-        raise NotImplementedError
-
-    def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
-        self.backward(batch)
-        return self.update()
-
     def _keep(self) -> None:
         if self.rank != 0:
             return

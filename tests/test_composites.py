@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -14,6 +12,8 @@ from typing import Any
 import networks
 import pytest
 import torch
+from killed import faults_of
+from proofs import EXACT, assert_equal
 from ranks import by_value, on_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -21,8 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 import apportion
-from apportion import Evaluation, Policy, Workload, accuracy, supervisor
-from apportion.crew import Crew
+from apportion import Evaluation, Policy, Workload, accuracy
 from apportion.deal import DataShard
 from apportion.launch.local import Local
 from apportion.parallel.places import how_many, how_many_are_left
@@ -37,21 +36,15 @@ from apportion.strategies.tensor_parallel import TensorParallel
 from apportion.strategies.wavefront_parallel import WavefrontParallel
 from apportion.strategy import State, Strategy
 from apportion.values import parse
-from apportion.verbs import train as verb
 from apportion.world import World
 
-EXACT = 1e-10
 pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
 
 
 def prove(workload: Workload, strategy: Strategy, workers: int, steps: int = 5) -> None:
     with by_value(networks), by_value(sys.modules[__name__]):
         proof = apportion.check(workload, strategy, workers=workers, steps=steps)
-    (found,) = proof.rounds
-    assert found.disagreement is None
-    assert found.worst.absolute <= EXACT, found
-    assert proof.holds
-    assert not proof.by_design
+    assert_equal(proof)
 
 
 def stack() -> nn.Module:
@@ -284,20 +277,8 @@ def slow() -> Workload:
 def run(
     workload: Workload, strategy: Strategy, workers: int, run_dir: Path, doomed: Sequence[int] = (), **options: Any
 ) -> list[apportion.Event]:
-    """``doomed``: ranks to be killed, each once the one before has been replaced; what was told of them."""
-    crews: list[Crew] = []
-    faults: list[apportion.Event] = []
-    waiting = list(doomed)
-    with pytest.MonkeyPatch.context() as patch, by_value(networks), by_value(sys.modules[__name__]):
-        patch.setattr(supervisor, "Crew", lambda *made: crews.append(Crew(*made)) or crews[-1])
-        patch.setattr(verb, "_report", lambda run_dir: None)
-        launcher = Local(workers=workers, threads=1)
-        for event in apportion.run(workload, strategy, launcher=launcher, run_dir=run_dir, **options):
-            faults += [event] if event.kind == "fault" else []
-            if event.kind == "step" and event.step > 3 and waiting and len(faults) == len(doomed) - len(waiting):
-                os.kill(crews[-1].pids()[waiting.pop(0)], signal.SIGKILL)
-    assert not waiting
-    return faults
+    with by_value(sys.modules[__name__]):
+        return faults_of(workload, strategy, workers, run_dir, doomed, **options)
 
 
 @pytest.mark.parametrize("of", [TensorParallel(), PipelineParallel(microbatches=2)], ids=["tensor", "pipeline"])
@@ -387,10 +368,7 @@ def test_groups_that_push_in_order_compute_what_is_said_of_them(name: str) -> No
 def prove_ordered(workload: Workload, strategy: Strategy, workers: int, steps: int = 8) -> None:
     with by_value(networks), by_value(sys.modules[__name__]):
         proof = apportion.check(workload, strategy, workers=workers, steps=steps)
-    (found,) = proof.rounds
-    assert found.disagreement is None
-    assert found.worst.absolute <= EXACT, found
-    assert proof.holds
+    assert_equal(proof, by_design=True)
 
 
 @pytest.mark.parametrize(("replicas", "workers"), [(2, 2), (1, 2), (3, 3)])

@@ -11,6 +11,7 @@ from typing import Any
 import networks
 import pytest
 import torch
+from proofs import EXACT, assert_equal
 from ranks import by_value, on_ranks
 from torch.utils.data import TensorDataset
 
@@ -35,7 +36,6 @@ STRATEGIES = [
 """The others are held against references of their own, in their own tests."""
 STEPS = networks.STEPS
 EXAMPLES = Path(__file__).parents[1] / "examples"
-EXACT = 1e-10
 
 
 def layouts(strategy: str) -> list[int]:
@@ -48,13 +48,7 @@ def prove(workload: Workload, strategy: str | Strategy, workers: int) -> Proof:
 
 
 def assert_exact(proof: Proof) -> None:
-    (found,) = proof.rounds
-    assert found.precision == "float64"
-    assert found.steps == STEPS
-    assert found.disagreement is None
-    assert found.worst.absolute <= EXACT, found
-    assert proof.holds
-    assert not proof.by_design
+    assert assert_equal(proof).steps == STEPS
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 import seats
 import torch
 from networks import adam, numbers, tabular, workload
+from proofs import assert_equal
 from ranks import by_value, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,18 +26,13 @@ from apportion.parallel.one_device import OneDeviceStep
 from apportion.strategies.conv_parallel import ConvParallel
 from apportion.world import World
 
-EXACT = 1e-10
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def prove(made: Workload, strategy: ConvParallel, workers: int) -> None:
     with by_value(networks), by_value(sys.modules[__name__]):
         proof = apportion.check(made, strategy, workers=workers, steps=8)
-    (found,) = proof.rounds
-    assert found.steps == 8
-    assert found.disagreement is None
-    assert found.worst.absolute <= EXACT, found
-    assert proof.holds
+    assert assert_equal(proof, by_design=True).steps == 8
 
 
 def normalised() -> nn.Module:

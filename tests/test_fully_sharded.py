@@ -14,8 +14,9 @@ from typing import Any
 import networks
 import pytest
 import torch
+from killed import saved
+from proofs import EXACT, assert_equal
 from ranks import by_value, on_ranks
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -31,7 +32,6 @@ from apportion.strategy import Held, State, Strategy
 from apportion.verbs import train as verb
 from apportion.world import World
 
-EXACT = 1e-10
 EACH = FullySharded(min_num_params=1)
 """Every layer travels by itself."""
 WORKLOADS = Path(__file__).parent / "fault_workloads.py"
@@ -41,11 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
 def prove(workload: Workload, strategy: Strategy, workers: int, steps: int = 5) -> None:
     with by_value(networks), by_value(sys.modules[__name__]):
         proof = apportion.check(workload, strategy, workers=workers, steps=steps)
-    (found,) = proof.rounds
-    assert found.disagreement is None
-    assert found.worst.absolute <= EXACT, found
-    assert proof.holds
-    assert not proof.by_design
+    assert_equal(proof)
 
 
 # Exactness, layer by layer
@@ -471,11 +467,6 @@ def test_a_layer_that_only_some_ranks_compute_is_an_error_and_not_a_wrong_number
 def trained(run_dir: Path, name: str, strategy: Strategy, workers: int, **options: Any) -> apportion.Event:
     launcher = Local(workers=workers, threads=1)
     return apportion.train(f"{WORKLOADS}:{name}", strategy, launcher=launcher, run_dir=run_dir, **options)
-
-
-def saved(run_dir: Path) -> dict[str, Tensor]:
-    folder = run_dir / "checkpoints" / "latest"
-    return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
 
 
 @pytest.mark.parametrize(

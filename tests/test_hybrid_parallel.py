@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from networks import adam
+from proofs import EXACT, assert_equal
 from ranks import by_value, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,7 +31,6 @@ from apportion.strategies.single_device import SingleDevice
 from apportion.strategy import State
 from apportion.world import World
 
-EXACT = 1e-10
 WAYS = ["all", "rotate"]
 
 
@@ -41,11 +41,7 @@ def prove(workload: Workload, workers: int, steps: int = 8, **options: Any) -> P
 
 
 def assert_exact(proof: Proof) -> None:
-    (found,) = proof.rounds
-    assert found.precision == "float64"
-    assert found.disagreement is None
-    assert found.worst.absolute <= EXACT, found
-    assert proof.holds
+    assert_equal(proof, by_design=True)
 
 
 class Named(nn.Module):

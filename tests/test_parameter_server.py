@@ -14,6 +14,7 @@ import planted
 import pytest
 import seats
 import torch
+from proofs import EXACT, assert_equal
 from ranks import by_value, on_ranks
 from torch.utils.data import TensorDataset
 
@@ -30,7 +31,6 @@ from apportion.strategy import State, batches
 from apportion.values import parse
 from apportion.world import World
 
-EXACT = 1e-10
 REFUSED = {
     "two_optimizers": "update=",
     "update_with_a_shard_without_loss_terms": "update=",
@@ -64,10 +64,7 @@ def ordered() -> list[object]:
 @pytest.mark.parametrize(("name", "workers"), ordered())
 def test_pushes_in_rank_order_give_what_is_defined(name: str, workers: int) -> None:
     proof = prove(networks.cases[name](61), 'parameter_server(mode="ordered")', workers)
-    (found,) = proof.rounds
-    assert found.disagreement is None
-    assert found.worst.absolute <= EXACT, found
-    assert proof.holds
+    assert_equal(proof, by_design=True)
     assert not proof.exact
 
 

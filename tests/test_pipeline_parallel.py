@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
-import signal
 import sys
 import time
 import weakref
@@ -17,38 +15,31 @@ from typing import Any
 import networks
 import pytest
 import torch
+from killed import faults_of, saved
+from proofs import EXACT, assert_equal
 from ranks import by_value, on_ranks
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import apportion
-from apportion import Workload, supervisor
+from apportion import Workload
 from apportion.batch import Batches
-from apportion.crew import Crew
-from apportion.launch.local import Local
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.layer_placement import LayerPlacement
 from apportion.strategies.pipeline_parallel import PipelineParallel
 from apportion.strategies.single_device import SingleDevice
 from apportion.strategy import State, Strategy
-from apportion.verbs import train as verb
 from apportion.world import World
 
-EXACT = 1e-10
 pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
 
 
 def prove(workload: Workload, strategy: Strategy, workers: int, steps: int = 5) -> None:
     with by_value(networks), by_value(sys.modules[__name__]):
         proof = apportion.check(workload, strategy, workers=workers, steps=steps)
-    (found,) = proof.rounds
-    assert found.disagreement is None
-    assert found.worst.absolute <= EXACT, found
-    assert proof.holds
-    assert not proof.by_design
+    assert_equal(proof)
 
 
 def workload(model: Callable[[], nn.Module], shape: tuple[int, ...], batch_size: int = 7, **options: Any) -> Workload:
@@ -660,11 +651,6 @@ def paced() -> nn.Module:
     )  # fmt: skip
 
 
-def saved(run_dir: Path) -> dict[str, Tensor]:
-    folder = run_dir / "checkpoints" / "latest"
-    return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
-
-
 CUTS = {2: ("5",), 3: ("2", "5")}
 """Not measured: another cut is another order of sums, and other draws of dropout."""
 
@@ -673,20 +659,9 @@ SAME_CODE = (3, True), (2, False)
 
 
 def trained(strategy: Strategy, workers: int, run_dir: Path, doomed: Sequence[int] = ()) -> list[apportion.Event]:
-    """``doomed``: ranks to be killed, each once the one before has been replaced; what was told of them."""
-    crews: list[Crew] = []
     given = replace(workload(paced, (10,), 8, **adam), steps=120)
-    faults: list[apportion.Event] = []
-    waiting = list(doomed)
-    with pytest.MonkeyPatch.context() as patch, by_value(networks), by_value(sys.modules[__name__]):
-        patch.setattr(supervisor, "Crew", lambda *made: crews.append(Crew(*made)) or crews[-1])
-        patch.setattr(verb, "_report", lambda run_dir: None)
-        for event in apportion.run(given, strategy, launcher=Local(workers=workers, threads=1), run_dir=run_dir):
-            faults += [event] if event.kind == "fault" else []
-            if event.kind == "step" and event.step > 3 and waiting and len(faults) == len(doomed) - len(waiting):
-                os.kill(crews[-1].pids()[waiting.pop(0)], signal.SIGKILL)
-    assert not waiting
-    return faults
+    with by_value(sys.modules[__name__]):
+        return faults_of(given, strategy, workers, run_dir, doomed)
 
 
 @pytest.mark.parametrize(

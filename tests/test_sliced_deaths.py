@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -13,19 +11,16 @@ from typing import Any
 import networks
 import pytest
 import torch
+from killed import faults_of, saved
 from ranks import by_value
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import apportion
-from apportion import Workload, supervisor
-from apportion.crew import Crew
-from apportion.launch.local import Local
+from apportion import Workload
 from apportion.strategies.hybrid_parallel import HybridParallel
 from apportion.strategies.tensor_parallel import TensorParallel
 from apportion.strategy import Strategy
-from apportion.verbs import train as verb
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
 
@@ -57,25 +52,9 @@ def slow() -> Workload:
     return networks.workload(Net, Slow, 8, optimizer=adam, clip_grad_norm=1.0, steps=120)
 
 
-def saved(run_dir: Path) -> dict[str, Tensor]:
-    folder = run_dir / "checkpoints" / "latest"
-    return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
-
-
 def trained(strategy: Strategy, workers: int, run_dir: Path, doomed: Sequence[int] = ()) -> list[apportion.Event]:
-    """``doomed``: ranks to be killed, each once the one before has been replaced; what was told of them."""
-    crews: list[Crew] = []
-    faults: list[apportion.Event] = []
-    waiting = list(doomed)
-    with pytest.MonkeyPatch.context() as patch, by_value(networks), by_value(sys.modules[__name__]):
-        patch.setattr(supervisor, "Crew", lambda *made: crews.append(Crew(*made)) or crews[-1])
-        patch.setattr(verb, "_report", lambda run_dir: None)
-        for event in apportion.run(slow(), strategy, launcher=Local(workers=workers, threads=1), run_dir=run_dir):
-            faults += [event] if event.kind == "fault" else []
-            if event.kind == "step" and event.step > 3 and waiting and len(faults) == len(doomed) - len(waiting):
-                os.kill(crews[-1].pids()[waiting.pop(0)], signal.SIGKILL)
-    assert not waiting
-    return faults
+    with by_value(sys.modules[__name__]):
+        return faults_of(slow(), strategy, workers, run_dir, doomed)
 
 
 TENSOR, ALL, ROTATE = TensorParallel(), HybridParallel(), HybridParallel(exchange="rotate")

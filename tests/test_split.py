@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from proofs import EXACT, assert_equal
 from ranks import by_value, on_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -28,15 +29,15 @@ from apportion.batch import Batch
 from apportion.comm.group import Group
 from apportion.launch.local import Local
 from apportion.parallel.one_device import reference
-from apportion.parallel.pieces import Layout
+from apportion.parallel.part import Alike, Part
+from apportion.parallel.pieces import Layout, Piece
 from apportion.parallel.replica import Replica
-from apportion.parallel.split import Alike, Part, Piece, SplitStep
+from apportion.parallel.split import SplitStep
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.single_device import SingleDevice
 from apportion.strategy import State, Step, Strategy
 from apportion.world import World
 
-EXACT = 1e-10
 pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
 
 
@@ -158,11 +159,7 @@ def mlp(batch_size: int = 61, **options: Any) -> Workload:
 def prove(workload: Workload, strategy: Strategy, workers: int, steps: int = 5) -> None:
     with by_value(networks), by_value(sys.modules[__name__]):
         proof = apportion.check(workload, strategy, workers=workers, steps=steps)
-    (found,) = proof.rounds
-    assert found.disagreement is None
-    assert found.worst.absolute <= EXACT, found
-    assert proof.holds
-    assert not proof.by_design
+    assert_equal(proof)
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -11,6 +11,7 @@ import networks
 import pytest
 import torch
 from networks import adam
+from proofs import EXACT, assert_equal
 from ranks import by_value, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,7 +27,6 @@ from apportion.strategies.tensor_parallel import TensorParallel
 from apportion.strategy import State
 from apportion.world import World
 
-EXACT = 1e-10
 EVERYTHING = TensorParallel(min_width=1)
 
 
@@ -36,11 +36,7 @@ def prove(workload: Workload, workers: int, strategy: TensorParallel = EVERYTHIN
 
 
 def assert_exact(proof: Proof, by_design: str = "") -> None:
-    (found,) = proof.rounds
-    assert found.precision == "float64"
-    assert found.disagreement is None
-    assert found.worst.absolute <= EXACT, found
-    assert proof.holds
+    assert_equal(proof, by_design=bool(by_design))
     assert by_design in " ".join(proof.by_design)
     assert bool(by_design) == bool(proof.by_design)
 

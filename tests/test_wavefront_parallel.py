@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from networks import adam
+from proofs import EXACT, assert_equal
 from ranks import by_value, on_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -36,7 +37,6 @@ from apportion.strategies.wavefront_parallel import WavefrontParallel
 from apportion.strategy import State
 from apportion.world import World
 
-EXACT = 1e-10
 WORDS = 9
 
 
@@ -86,11 +86,7 @@ def carried(layers: int, kind: Any = nn.LSTM, **options: Any) -> Workload:
 def prove(workload: Workload, workers: int, chunk: int | None = 2, steps: int = 8) -> None:
     with by_value(networks), by_value(sys.modules[__name__]):
         proof = apportion.check(workload, WavefrontParallel(chunk=chunk), workers=workers, steps=steps)
-    (found,) = proof.rounds
-    assert found.precision == "float64"
-    assert found.disagreement is None
-    assert found.worst.absolute <= EXACT, found
-    assert proof.holds
+    assert_equal(proof, by_design=True)
 
 
 @pytest.mark.parametrize(("workers", "optimizer"), networks.sizes())

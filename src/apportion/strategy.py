@@ -110,14 +110,15 @@ class Step(ABC):
         """One optimizer update with the gradients of all ranks; the named values of the whole global batch
         (``{"loss": ...}``), each a detached tensor of one element, the same on every rank."""
 
-    @abstractmethod
     def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
         """For ``Workload.update``: one update of that optimizer's parameters along the gradient of the loss, a mean
         over this rank's rows; the other parameters get no gradient. The detached loss, unchanged."""
+        raise ValueError("minimize() is for update=, which this strategy does not go with: use data_parallel")
 
-    @abstractmethod
     def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
         """``backward``, then ``update``; or the workload's own ``update``. The named values of the global batch."""
+        self.backward(batch)
+        return self.update()
 
     def leave(self) -> None:  # noqa: B027 (nobody waits for it is the common case)
         """This rank takes no more batches for now."""
@@ -141,7 +142,7 @@ class Step(ABC):
         """Go on in a world whose membership has changed, from the last update that is whole; what was begun after it
         is forgotten, and done again with the same draws. Called by all ranks of that world: by those that were there
         before after ``MembershipChanged``, by a replacement right after ``build``. Where the strategy ``survives``."""
-        raise NotImplementedError(f"{type(self).__name__} does not survive the loss of a worker")
+        raise AssertionError(f"{type(self).__name__} does not survive the loss of a worker")
 
     def committed(self) -> State | None:
         """The state after the last update, asked from another thread while ``backward`` may be running, without

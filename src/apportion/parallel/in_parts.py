@@ -15,9 +15,9 @@ from apportion.comm.group import Alone
 from apportion.parallel.cuts import changing_buffers
 from apportion.parallel.linear import Products, plain_layers
 from apportion.parallel.loss_share import LossShare
+from apportion.parallel.part import Part
 from apportion.parallel.pieces import Piece
 from apportion.parallel.replica import Replica
-from apportion.parallel.split import Part
 from apportion.parallel.whole_batch import normalises, refuse_coupled
 
 

@@ -171,13 +171,6 @@ class ReplicatedStep(Step):
         self._keep()
         return values
 
-    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
-        raise AssertionError("update= is refused")
-
-    def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
-        self.backward(batch)
-        return self.update()
-
     # State
 
     def state_dict(self) -> State:

@@ -25,6 +25,7 @@ from apportion import tree
 from apportion.batch import Batch
 from apportion.comm.group import Group
 from apportion.parallel import sliced_attention, sliced_embedding, sliced_graph, sliced_recurrent
+from apportion.parallel.part import Alike
 from apportion.parallel.replica import Replica
 from apportion.parallel.sliced_attention import slice_heads
 from apportion.parallel.sliced_embedding import slice_vocabulary
@@ -34,7 +35,6 @@ from apportion.parallel.sliced_look import Look, look
 from apportion.parallel.sliced_loss import cross_entropy_of, sliced_cross_entropy
 from apportion.parallel.sliced_recurrent import slice_units
 from apportion.parallel.slices import Slicer
-from apportion.parallel.split import Alike
 from apportion.workload import Workload
 
 _BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)

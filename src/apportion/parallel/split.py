@@ -13,30 +13,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adafactor,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-    SparseAdam,
-)  # fmt: skip
+from torch.optim import Optimizer
 
 from apportion import tree
 from apportion.allocator import give_back
@@ -47,64 +31,15 @@ from apportion.errors import StateLost
 from apportion.parallel import same_outputs
 from apportion.parallel.gradients import GradientSum
 from apportion.parallel.kept_parts import KeptParts, whole
+from apportion.parallel.part import MakePart
 from apportion.parallel.pieces import Layout, Piece
 from apportion.parallel.plain_model import PlainModel
 from apportion.parallel.replica import Replica, seed_everything
+from apportion.parallel.splittable import refuse_optimizers, refuse_workload
 from apportion.parallel.spread import Spread
 from apportion.strategy import State, Step
 from apportion.workload import Workload
 from apportion.world import World
-
-__all__ = ["Alike", "Part", "Piece", "SplitStep"]
-
-ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop)
-"""Optimizers that update each weight by itself, so that a slice needs nothing of the others."""
-BY_PARAMETER = (*ELEMENTWISE, Adafactor, SparseAdam, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []))
-"""Those that update each parameter by itself, so that a stage needs nothing of the others."""
-
-
-MakePart = Callable[[nn.Module, Any], "Part"]
-
-
-class Part(ABC):
-    """One rank's part of a network, and how it is run."""
-
-    model: nn.Module
-    """Its parameters and buffers, under their plain names."""
-    pieces: Mapping[str, Piece]
-    """By plain name; a name that is missing: whole, held by every rank that has it, its gradient alike everywhere."""
-    alike: ClassVar[bool] = False
-    """Do all ranks compute the same outputs and the same loss? Then they draw the same random numbers, too."""
-
-    @abstractmethod
-    def backward(self, replica: Replica, batch: Batch) -> Tensor | None:
-        """Of a whole global batch: sets ``p.grad`` of its own parameters; the batch's mean loss (detached), None where
-        only another rank knows it. What is not needed of the batch is not to be touched: it loads when it is."""
-
-    @abstractmethod
-    def predict(self, replica: Replica, batch: Batch) -> Any | None:
-        """Outputs of the whole batch in evaluation mode; None where another rank has them."""
-
-    def close(self) -> None:  # noqa: B027 (nothing to let go of is the common case)
-        """Let go of what it holds."""
-
-
-class Alike(Part):
-    """Every rank calls ``model`` on the whole batch and computes the loss alike: its layers do the dividing."""
-
-    alike = True
-
-    def __init__(self, model: nn.Module, pieces: Mapping[str, Piece] | None = None) -> None:
-        self.model, self.pieces = model, pieces or {}
-
-    def backward(self, replica: Replica, batch: Batch) -> Tensor:
-        with replica.autocast():
-            loss = replica.loss(replica.outputs(batch), batch.targets)
-        replica.backward(loss, 1.0)
-        return loss.detach()
-
-    def predict(self, replica: Replica, batch: Batch) -> Any:
-        return replica.predict(batch)
 
 
 @final
@@ -125,7 +60,7 @@ class SplitStep(Step):
         *,
         again: Callable[[World], MakePart] | None = None,
     ) -> None:
-        _refuse(workload)
+        refuse_workload(workload)
         self._workload, self._again = workload, again
         dtype = torch.float64 if workload.precision == "float64" else None
         # Rank 0's draws everywhere: whoever loads a batch loads the same one.
@@ -169,7 +104,7 @@ class SplitStep(Step):
         pieces = self._plain.pieces(self.model, self._part.pieces)
         self._layout = Layout.of(gather_messages(pieces, self._group, device=world.device))
         self._spread = Spread(self._plain, self._layout, pieces, world.rank, list(self.optimizers))
-        self._refuse_optimizers()
+        refuse_optimizers(self.optimizers, self._replica.searching, self._layout, self._group.size)
         self._counted = self._layout.owned(world.rank)
         self._others: list[nn.Parameter] = []
         """What other ranks sum, of which there is nothing here."""
@@ -207,21 +142,6 @@ class SplitStep(Step):
         self._plain.forget()
         model = self._part.model
         return replace(self._workload, model=lambda: model, optimizer=lambda _: made, clip_grad_norm=None)
-
-    def _refuse_optimizers(self) -> None:
-        holders = self._layout.holders.values()
-        cut = any(piece.index is not None for held in holders for _, piece in held)
-        spread = cut or any(len(held) < self._group.size for held in holders)
-        known = ELEMENTWISE if cut else BY_PARAMETER
-        for name, optimizer in self.optimizers.items():
-            kind = type(optimizer)
-            if name in self._replica.searching:
-                raise ValueError(f"{kind.__name__} evaluates the loss several times an update: use map_reduce")
-            if spread and kind not in known:
-                raise ValueError(
-                    f"{kind.__name__} is not known to update each {'weight' if cut else 'parameter'} by itself, and no "
-                    f"rank has all of them: use one of {', '.join(k.__name__ for k in known)}, or data_parallel"
-                )
 
     def _make_sums(self) -> dict[str | None, GradientSum]:
         """Of the partial gradients: of all, or with ``update`` of one optimizer's at a time."""
@@ -396,15 +316,3 @@ class SplitStep(Step):
 def _nothing(piece: Piece, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """A parameter that takes no memory."""
     return nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(piece.held))
-
-
-def _refuse(workload: Workload) -> None:
-    for given, why in (
-        (workload.compile, "compile=True would compile a network that waits for other ranks: use compile=False, or"),
-        (
-            workload.precision == "float16",
-            'precision="float16" scales the loss by what whole gradients overflow at: use "bfloat16", or',
-        ),
-    ):
-        if given:
-            raise ValueError(f"{why} data_parallel")

@@ -29,9 +29,9 @@ from apportion.network import evaluating
 from apportion.parallel.cuts import balanced, calls, changing_buffers, measured, named
 from apportion.parallel.in_parts import InParts, checkpointed, refuse_state
 from apportion.parallel.linear import Products, plain_layers
+from apportion.parallel.part import Part
 from apportion.parallel.passes import Ends, Passes
 from apportion.parallel.replica import Replica
-from apportion.parallel.split import Part
 from apportion.parallel.stage_graph import StageGraph, adopt_the_rest, prove, terms, used
 from apportion.parallel.turns import turns
 from apportion.parallel.whole_batch import Rows, needs_whole_batch, refuse_coupled, refuse_coupled_stage, rows_at

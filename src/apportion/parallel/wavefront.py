@@ -26,11 +26,12 @@ from apportion.batch import Batch
 from apportion.comm.group import Group, Work
 from apportion.network import evaluating
 from apportion.parallel.carry import Carry
+from apportion.parallel.part import Part
+from apportion.parallel.pieces import Piece
 from apportion.parallel.recurrent_cut import Cut
 from apportion.parallel.recurrent_graph import Graphs
 from apportion.parallel.recurrent_layer import Layer, LSTMLayer, chunk_length, chunks, layer
 from apportion.parallel.replica import Replica
-from apportion.parallel.split import Part, Piece
 
 
 @dataclass

@@ -149,13 +149,6 @@ class GroupsStep(Step):
         loss, _ = told[turn, :2].tolist()
         return {"loss": torch.tensor(loss), "staleness": torch.tensor(turn, dtype=torch.float64)}
 
-    def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
-        self.backward(batch)
-        return self.update()
-
-    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
-        raise ValueError("minimize() is for update=, which does not go with asynchronous workers: use data_parallel")
-
     # The whole
 
     def predict(self, batch: Batch) -> Any | None:

@@ -70,16 +70,10 @@ class ServerStep(Step):
         self._store.settle(lambda: None, first=False)
 
     def backward(self, batch: Batch) -> Tensor | None:
-        raise NotImplementedError("a parameter server takes no batches")
+        raise AssertionError("a rank without batches calls step.serve()")
 
     def update(self) -> Mapping[str, Tensor]:
-        raise NotImplementedError("a parameter server takes no batches")
-
-    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
-        raise NotImplementedError("a parameter server takes no batches")
-
-    def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
-        raise NotImplementedError("a parameter server takes no batches")
+        raise AssertionError("a rank without batches calls step.serve()")
 
     def predict(self, batch: Batch) -> Any | None:
         return None

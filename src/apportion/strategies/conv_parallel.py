@@ -40,7 +40,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 from apportion.parallel.one_device import reference
-from apportion.parallel.split import Alike, MakePart, SplitStep
+from apportion.parallel.part import Alike, MakePart
+from apportion.parallel.split import SplitStep
 from apportion.parallel.strips_forward import cut_network
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload

@@ -183,13 +183,6 @@ class FullyShardedStep(Step):
         self._replica.commit()
         return {"loss": loss}
 
-    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
-        raise AssertionError("fully_sharded refuses update=")
-
-    def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
-        self.backward(batch)
-        return self.update()
-
     def state_dict(self) -> State:
         state = self._replica.state(self._group, self._own_rows)
         return state if self._sharded is None else self._sharded.whole(state)

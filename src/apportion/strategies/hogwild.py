@@ -192,13 +192,6 @@ class HogwildStep(Step):
                 slots["momentum_buffer"] = shared
             self._touched[number] = 1
 
-    def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
-        self.backward(batch)
-        return self.update()
-
-    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
-        raise ValueError("minimize() is for update=, which does not go with asynchronous workers: use data_parallel")
-
     def predict(self, batch: Batch) -> Any | None:
         self._enter()
         if batch.start and len(self._before):

@@ -43,9 +43,10 @@ from apportion.parallel.exchanging import Exchanging
 from apportion.parallel.fused import with_fused_updates
 from apportion.parallel.memory_format import takes_channels_last
 from apportion.parallel.one_device import reference
+from apportion.parallel.part import MakePart
 from apportion.parallel.sliced import Plan, plan
 from apportion.parallel.sliced_graph import trace
-from apportion.parallel.split import MakePart, SplitStep
+from apportion.parallel.split import SplitStep
 from apportion.parallel.two_parts import Parts, cut, what_crosses
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload

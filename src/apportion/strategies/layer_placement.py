@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from apportion.parallel.one_device import reference
-from apportion.parallel.split import MakePart, SplitStep
+from apportion.parallel.part import MakePart
+from apportion.parallel.split import SplitStep
 from apportion.parallel.stages import staged
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload

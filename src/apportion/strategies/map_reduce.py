@@ -190,13 +190,6 @@ class MapReduceStep(Step):
         if self._kept is not None and self.rank == 0:
             self._kept.write(self._replica.state())
 
-    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
-        raise AssertionError("map_reduce refuses update=")
-
-    def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
-        self.backward(batch)
-        return self.update()
-
     def state_dict(self) -> State:
         return self._replica.state()
 

@@ -39,7 +39,8 @@ from typing import Any, final
 
 from apportion.parallel.fused import with_fused_updates
 from apportion.parallel.one_device import reference
-from apportion.parallel.split import MakePart, SplitStep
+from apportion.parallel.part import MakePart
+from apportion.parallel.split import SplitStep
 from apportion.parallel.stages import staged
 from apportion.parallel.turns import SCHEDULES
 from apportion.strategy import State, Step, Strategy

@@ -39,8 +39,9 @@ from torch import nn
 from apportion.comm.group import Group
 from apportion.parallel.fused import with_fused_updates
 from apportion.parallel.one_device import reference
+from apportion.parallel.part import MakePart
 from apportion.parallel.sliced import Plan, SlicedModel, plan
-from apportion.parallel.split import MakePart, SplitStep
+from apportion.parallel.split import SplitStep
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
 from apportion.world import World

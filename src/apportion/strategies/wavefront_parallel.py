@@ -36,8 +36,9 @@ from torch import nn
 
 from apportion.parallel.carry import Carry
 from apportion.parallel.one_device import reference
+from apportion.parallel.part import Alike, MakePart, Part
 from apportion.parallel.recurrent_cut import cut
-from apportion.parallel.split import Alike, MakePart, Part, SplitStep
+from apportion.parallel.split import SplitStep
 from apportion.parallel.wavefront import WavefrontPart
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
