@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
 from apportion.fingerprint import fingerprint
+from apportion.pricing.cost import Cost
+from apportion.pricing.layout import Layout
+from apportion.profile import Profile
 from apportion.values import Value
 from apportion.workload import Workload
 from apportion.world import World
@@ -195,6 +198,16 @@ class Strategy(Value, ABC):
     def ranks(self, workers: int) -> int:
         """Processes for so many workers that take batches (servers are additional)."""
         return workers
+
+    @classmethod
+    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+        """Its values that are worth a price on this layout, a few; none where it has nothing to do there."""
+        if cls.one_process == (layout.ranks == 1):
+            yield cls()
+
+    def cost(self, profile: Profile, layout: Layout) -> Cost:
+        """What a step takes there: predicted, and pure. ValueError says why it cannot run this network, or there."""
+        raise ValueError(f"{self} has no price yet")
 
     @abstractmethod
     def build(self, workload: Workload, world: World) -> Step:

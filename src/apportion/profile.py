@@ -1,0 +1,308 @@
+"""What a step of one workload computes and how long that takes, as plain data: with it, and a cluster, a plan needs
+neither the model nor the machines."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from apportion.cluster import Device
+
+
+class Seconds(NamedTuple):
+    """Of a forward and of a backward pass."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        """One after the other."""
+        return self.forward + self.backward
+
+    def times(self, factor: float) -> Seconds:
+        """Both of them."""
+        return Seconds(self.forward * factor, self.backward * factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """A layer, or a part of it, timed on so many rows, in each of ``together`` workers at once."""
+
+    rows: float
+    threads: int = 1
+    together: int = 1
+    way: str = ""
+    """How the layer was cut: ``""`` not at all; ``units`` (output features, heads, hidden units, vocabulary, output
+    channels), ``inputs`` (input features), ``height`` or ``width`` (a strip of the image), ``layer`` (one layer of a
+    recurrent stack), ``chunk`` (a stretch of its time steps)."""
+    share: float = 1.0
+    """What part of it this is."""
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerProfile:
+    """One call, in order of execution; bytes and FLOPs of the whole batch."""
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...]
+    """The layers that it takes from; those before the first are the network's arguments."""
+    parameter_bytes: int
+    activation_bytes: int
+    """Of its outputs."""
+    kept_bytes: int
+    """Of what it keeps for the backward pass."""
+    flops: float
+    """Of the forward pass."""
+    timings: tuple[Timing, ...] = ()
+    ways: tuple[str, ...] = ()
+    """In which it can be cut, see ``Timing.way``."""
+    stack: int = 1
+    """Layers inside: of a recurrent stack."""
+    length: int = 1
+    """Time steps: of a recurrent layer."""
+    image: tuple[int, int, int] | None = None
+    """Height of its input, height of its kernel and its stride: of what moves a window over an image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """The whole network, forward, loss and backward, on so many rows, in each of ``together`` workers at once."""
+
+    rows: float
+    threads: int = 1
+    together: int = 1
+    forward: float
+    backward: float
+    update: float
+    """Of all weights, by the workload's optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A workload's step."""
+
+    name: str
+    batch_size: int
+    layers: tuple[LayerProfile, ...]
+    device: str
+    """The model of device that the times are from."""
+    passes: tuple[Pass, ...] = ()
+    slots: int = 1
+    """Numbers that the optimizer keeps for each weight."""
+    buffer_bytes: int = 0
+    loading_seconds: float = 0.0
+    """To gather one example's row."""
+    examples: int | None = None
+    """In the training set."""
+    batch_norm: bool = False
+    """Does a layer look at the whole batch?"""
+    cut_by_rows: bool = True
+    """Is the loss a mean over examples, so that a batch can be dealt out?"""
+    own_update: bool = False
+    """Has the workload an ``update`` of its own?"""
+    carries: bool = False
+    """Is a recurrent state carried from batch to batch?"""
+    element_wise: bool = True
+    """Does the optimizer treat each number by itself, so that its work can be divided anywhere?"""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError(f"profile {self.name}: it has no layers")
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        """Of all weights."""
+        return sum(layer.parameter_bytes for layer in self.layers)
+
+    @cached_property
+    def crossing_bytes(self) -> tuple[int, ...]:
+        """What would go over a cut before each layer, of the whole batch: outputs used on its far side."""
+        at = {layer.name: i for i, layer in enumerate(self.layers)}
+        last = list(range(len(self.layers)))
+        for i, layer in enumerate(self.layers):
+            for name in layer.inputs:
+                if name in at:
+                    last[at[name]] = max(last[at[name]], i)
+        change = [0] * (len(self.layers) + 1)
+        for i, layer in enumerate(self.layers):
+            if last[i] > i:
+                change[i + 1] += layer.activation_bytes
+                change[last[i] + 1] -= layer.activation_bytes
+        crossing, now = [], 0
+        for i in range(len(self.layers)):
+            now += change[i]
+            crossing.append(now)
+        return tuple(crossing)
+
+    # Time
+
+    def layer_seconds(  # noqa: PLR0913 (what a time depends on)
+        self,
+        layer: LayerProfile,
+        device: Device,
+        *,
+        rows: float,
+        threads: int = 1,
+        together: int = 1,
+        way: str = "",
+        share: float = 1.0,
+    ) -> Seconds:
+        """Of (a part of) a layer on so many rows: measured where the device is the profile's, else worked out."""
+        if device.model == self.device and layer.timings:
+            return self._measured(layer, device, rows, threads, together, way, share)
+        return self._worked_out(layer, device, rows, threads, together, share)
+
+    def network_seconds(self, device: Device, *, rows: float, threads: int = 1, together: int = 1) -> Seconds:
+        """Of all layers and the loss, one after the other."""
+        if rows <= 0:
+            return Seconds(0.0, 0.0)
+        passes = self._passes(device, threads, together)
+        if passes:
+            return Seconds(
+                interpolated([(p.rows, p.forward) for p in passes], rows),
+                interpolated([(p.rows, p.backward) for p in passes], rows),
+            )
+        each = [
+            self.layer_seconds(layer, device, rows=rows, threads=threads, together=together) for layer in self.layers
+        ]
+        return Seconds(sum(s.forward for s in each), sum(s.backward for s in each))
+
+    def update_seconds(
+        self, device: Device, *, threads: int = 1, together: int = 1, nbytes: float | None = None
+    ) -> float:
+        """Of so many bytes of weights (None: of all)."""
+        share = 1.0 if nbytes is None else nbytes / max(1, self.parameter_bytes)
+        passes = self._passes(device, threads, together)
+        if passes:
+            return min(p.update for p in passes) * share
+        rate = device.rate(threads, together).bytes_per_second
+        moved = self.parameter_bytes * (3 + 2 * self.slots)  # weights twice, gradients once, slots twice
+        return moved / rate * share + device.call_seconds
+
+    def _passes(self, device: Device, threads: int, together: int) -> list[Pass]:
+        if device.model != self.device:
+            return []
+        return [p for p in self.passes if (p.threads, p.together) == (threads, together)]
+
+    def _measured(  # noqa: PLR0913
+        self,
+        layer: LayerProfile,
+        device: Device,
+        rows: float,
+        threads: int,
+        together: int,
+        way: str,
+        share: float,
+    ) -> Seconds:
+        if rows <= 0:
+            return Seconds(0.0, 0.0)
+        same = [t for t in layer.timings if (t.threads, t.together) == (threads, together)]
+        factor = 1.0
+        if not same:  # another layout: by what the device reaches on each
+            near = min(layer.timings, key=lambda t: (abs(t.threads * t.together - threads * together), t.together))
+            same = [t for t in layer.timings if (t.threads, t.together) == (near.threads, near.together)]
+            factor = device.rate(near.threads, near.together).flops / device.rate(threads, together).flops
+        cut = [t for t in same if t.way == way and abs(t.share - share) < 1e-6] if share != 1.0 else []
+        if not cut:  # a share that was not timed: between the whole and the nearest that was
+            cut = [t for t in same if not t.way and t.share == 1.0]
+            nearer = [t for t in same if t.way == way and t.share < 1.0]
+            if share != 1.0 and nearer:
+                known = min(nearer, key=lambda t: abs(t.share - share)).share
+                part = [t for t in nearer if t.share == known]
+                whole = _at(cut, rows)
+                some = _at(part, rows)
+                return Seconds(
+                    max(0.0, interpolated([(known, some.forward), (1.0, whole.forward)], share)) * factor,
+                    max(0.0, interpolated([(known, some.backward), (1.0, whole.backward)], share)) * factor,
+                )
+            factor *= share
+        return _at(cut, rows).times(factor)
+
+    def _worked_out(
+        self, layer: LayerProfile, device: Device, rows: float, threads: int, together: int, share: float
+    ) -> Seconds:
+        """By the device's rates: as long as its products take, or its bytes, and a call."""
+        rate = device.rate(threads, together)
+        part = rows / self.batch_size * share
+        nbytes = 2 * layer.activation_bytes * part + layer.parameter_bytes * share
+        forward = max(layer.flops * part / rate.flops, nbytes / rate.bytes_per_second) + device.call_seconds
+        backward = max(2 * layer.flops * part / rate.flops, 2 * nbytes / rate.bytes_per_second)
+        return Seconds(forward, backward + 2 * device.call_seconds)
+
+    # JSON
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Profile:
+        """The same profile. ValueError where a field is missing or unknown."""
+        try:
+            layers = tuple(_layer(layer) for layer in data["layers"])
+            passes = tuple(Pass(**p) for p in data.get("passes", ()))
+            return Profile(**{**data, "layers": layers, "passes": passes})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this is no profile: {error}; docs/planner.md has one to begin with") from None
+
+    def save(self, path: str | Path) -> None:
+        """As JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Profile:
+        """From a file of JSON. ValueError where it holds no profile."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is no JSON: {error}") from None
+        return Profile.from_json(data)
+
+
+def _layer(data: dict[str, Any]) -> LayerProfile:
+    image = data.get("image")
+    return LayerProfile(
+        **{
+            **data,
+            "inputs": tuple(data["inputs"]),
+            "timings": tuple(Timing(**t) for t in data.get("timings", ())),
+            "ways": tuple(data.get("ways", ())),
+            "image": None if image is None else tuple(image),
+        }
+    )
+
+
+def _at(timings: list[Timing], rows: float) -> Seconds:
+    return Seconds(
+        interpolated([(t.rows, t.forward) for t in timings], rows),
+        interpolated([(t.rows, t.backward) for t in timings], rows),
+    )
+
+
+def interpolated(points: list[tuple[float, float]], at: float) -> float:
+    """Between the nearest two points of the raw table; outside of it on the line through the last two, and no steeper
+    downwards than through nothing."""
+    known = sorted(points)
+    if len(known) == 1:
+        return known[0][1] * at / known[0][0]
+    low, high = next(
+        ((a, b) for a, b in _pairs(known) if a[0] <= at <= b[0]),
+        (known[0], known[1]) if at < known[0][0] else known[-2:],
+    )
+    value = low[1] + (high[1] - low[1]) * (at - low[0]) / (high[0] - low[0])
+    if at < known[0][0]:
+        return max(value, known[0][1] * at / known[0][0])
+    return max(value, known[-1][1]) if at > known[-1][0] else value
+
+
+def _pairs(points: list[tuple[float, float]]) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
+    return itertools.pairwise(points)
