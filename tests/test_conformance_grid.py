@@ -28,11 +28,16 @@ BATCH = 13
 """So that no number of workers divides it, and the last batch, of one row, leaves three of four workers without any."""
 NETWORKS = {**networks.cases, **example_networks.examples}
 EXAMPLES = tuple(example_networks.examples)
+OF_SLICES, OF_STAGES = (
+    f"data_parallel(of={of}, replicas=2)"
+    for of in ("tensor_parallel(min_width=1)", "pipeline_parallel(microbatches=3)")
+)
+WHOLE = 'pipeline_parallel(microbatches=4, batch_norm="whole")'
 STRATEGIES = (
     "conv_parallel", 'conv_parallel(split="width")', 'conv_parallel(split="channel")', "data_parallel",
-    "fully_sharded", "hybrid_parallel", 'hybrid_parallel(exchange="rotate")', "layer_placement", "map_reduce",
-    "pipeline_parallel", 'pipeline_parallel(schedule="1f1b")', "single_device", "tensor_parallel(min_width=1)",
-    "wavefront_parallel",
+    OF_SLICES, OF_STAGES, "fully_sharded", "hybrid_parallel", 'hybrid_parallel(exchange="rotate")', "layer_placement",
+    "map_reduce", "pipeline_parallel", 'pipeline_parallel(schedule="1f1b")', WHOLE, "single_device",
+    "tensor_parallel(min_width=1)", "wavefront_parallel",
 )  # fmt: skip
 
 # The optimizers
@@ -116,6 +121,9 @@ def fewer(most: Mapping[str, int], workers: int) -> tuple[str, ...]:
 
 
 def refused(strategy: str, workers: int) -> Refused:
+    if strategy in (OF_SLICES, OF_STAGES):
+        inner = strategy.partition("of=")[2].removesuffix(", replicas=2)")
+        return {"cannot feed": fewer(ROWS, 2), **refused(inner, workers // 2)}
     kind = strategy.partition("(")[0]
     cannot_feed: Refused = {"cannot feed": fewer(ROWS, workers)}
     staged: Refused = {
@@ -148,7 +156,16 @@ def refused(strategy: str, workers: int) -> Refused:
             "update=": UPDATES, "use workers<=": fewer(LAYERS, workers), "recurrent": besides(LAYERS),
         },
     }  # fmt: skip
+    if strategy == WHOLE:  # whoever needs the whole batch computes it at once
+        del found[kind]["the statistics of a part"], found[kind]["change the buffer"]
     return found[kind]
+
+
+def workers_of(strategy: str) -> tuple[int, ...]:
+    """That it can run on, up to four."""
+    if strategy in (OF_SLICES, OF_STAGES):
+        return (2, 4)
+    return (1,) if strategy == "single_device" else (1, 2, 3, 4)
 
 
 SEARCHES = ("single_device", "map_reduce")
@@ -160,7 +177,7 @@ def refusal(strategy: str, name: str, workers: int, optimizer: str) -> str | Non
     reasons = refused(strategy, workers)
     why = next((reason for reason, of in reasons.items() if name in of), None)
     searches = name == "lbfgs" and optimizer == "own"
-    return why or ("use map_reduce" if searches and strategy not in SEARCHES else None)
+    return why or ("map_reduce" if searches and strategy not in SEARCHES else None)
 
 
 # The grid
@@ -168,6 +185,8 @@ def refusal(strategy: str, name: str, workers: int, optimizer: str) -> str | Non
 
 def prove(strategy: str, name: str, workers: int, optimizer: str) -> Proof:
     workload = OPTIMIZERS[optimizer](NETWORKS[name](BATCH))
+    if name == "lbfgs":  # a line search on another part of the examples each time runs off, on one device too
+        workload = replace(workload, batch_size=len(workload.data()))
     with by_value(networks), by_value(example_networks), by_value(sys.modules[__name__]):
         return apportion.check(workload, strategy, workers=workers, steps=STEPS)
 
@@ -176,7 +195,7 @@ def prove(strategy: str, name: str, workers: int, optimizer: str) -> Proof:
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_network_equals_one_device_or_is_refused(strategy: str, name: str) -> None:
-    for workers in (1,) if strategy == "single_device" else (1, 2, 3, 4):
+    for workers in workers_of(strategy):
         for optimizer in optimizers(name):
             why = refusal(strategy, name, workers, optimizer)
             if why is None:
@@ -186,7 +205,9 @@ def test_every_network_equals_one_device_or_is_refused(strategy: str, name: str)
                 assert found.precision == "float64", at
                 assert found.steps == STEPS, at
                 assert found.disagreement is None, at
-                assert found.worst.absolute <= EXACT, at
+                # L-BFGS divides by differences of gradients that vanish as it converges, which makes rounding large on
+                # one device too: `check` measures how large, and `holds` is by that.
+                assert found.worst.absolute <= EXACT or (name, optimizer) == ("lbfgs", "own"), at
                 assert proof.holds, at
                 assert not proof.by_design, at
                 continue
