@@ -230,13 +230,16 @@ class Profile:
     def _worked_out(
         self, layer: LayerProfile, device: Device, rows: float, threads: int, together: int, share: float
     ) -> Seconds:
-        """By the device's rates: as long as its products take, or its bytes, and a call."""
+        """By the device's rates: as long as its products take, or its bytes; and a call, which a GPU's host makes while
+        the one before it is still computed."""
         rate = device.rate(threads, together)
         part = rows / self.batch_size * share
         nbytes = 2 * layer.activation_bytes * part + layer.parameter_bytes * share
-        forward = max(layer.flops * part / rate.flops, nbytes / rate.bytes_per_second) + device.call_seconds
-        backward = max(2 * layer.flops * part / rate.flops, 2 * nbytes / rate.bytes_per_second)
-        return Seconds(forward, backward + 2 * device.call_seconds)
+        forward = max(layer.flops * part / rate.flops, nbytes / rate.bytes_per_second)
+        call = device.call_seconds
+        if device.kind == "cuda":
+            return Seconds(max(forward, call), 2 * max(forward, call))
+        return Seconds(forward + call, 2 * (forward + call))
 
     # JSON
 
