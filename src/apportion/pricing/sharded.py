@@ -39,13 +39,14 @@ def units(profile: Profile, least: int, forward: Sequence[float], backward: Sequ
 
 
 def gather(layout: Layout, nbytes: int) -> float:
-    """Seconds until every rank has so many bytes that lay in shards: sent, and copied to where the layer has them."""
-    return all_gather(layout, range(layout.ranks), nbytes) + 2 * nbytes / memory_rate(layout) if nbytes else 0.0
+    """Seconds until every rank has so many bytes that lay in shards: sent, and copied to where the layer has them
+    (torch lays shards side by side first)."""
+    return all_gather(layout, range(layout.ranks), nbytes) + 3 * nbytes / memory_rate(layout) if nbytes else 0.0
 
 
 def scatter(layout: Layout, nbytes: int) -> float:
     """Seconds until every rank has its shard of the sum; gradients are first laid side by side."""
-    return reduce_scatter(layout, range(layout.ranks), nbytes) + 2 * nbytes / memory_rate(layout) if nbytes else 0.0
+    return reduce_scatter(layout, range(layout.ranks), nbytes) + 4 * nbytes / memory_rate(layout) if nbytes else 0.0
 
 
 def in_turn(layout: Layout, root: int, parts: Sequence[Unit]) -> float:

@@ -52,7 +52,7 @@ def computed(
     spread = max(layout.device(rank).spread for rank in layout.kinds) / between**0.5
     longest = max(load + one.both for load, one in zip(loading, seconds, strict=True))
     mean = sum(loading) / n
-    waiting = longest * slowest(n, spread) - mean - forward - backward
+    waiting = longest * slowest(n, spread) - mean - forward - backward if n > 1 else 0.0
     return Computed(forward, backward, mean, max(0.0, waiting))
 
 
