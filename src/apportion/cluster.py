@@ -148,13 +148,15 @@ class Cluster:
         return tuple(dict.fromkeys(device.host for device in self.devices))
 
     def link(self, a: str, b: str) -> Link:
-        """The fastest that joins these two."""
+        """The fastest that joins these two; within a host those that do not lead out of it come first."""
         found = self._joining.get((a, b))
         if found is None:
             joining = [link for link in self.links if a in link.devices and b in link.devices]
             if not joining:
                 raise ValueError(f"cluster {self.name}: no link joins {a} and {b}; add one to its links")
-            found = self._joining[a, b] = max(joining, key=lambda link: link.bandwidth)
+            home = {device.name for device in self.devices if device.host == self.device(a).host}
+            found = max(joining, key=lambda link: (home.issuperset(link.devices), link.bandwidth))
+            self._joining[a, b] = found
         return found
 
     def joining(self, devices: Iterable[str]) -> Link:

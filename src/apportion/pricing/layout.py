@@ -20,6 +20,8 @@ class Layout:
     """Of each rank."""
     threads: int = 1
     """Of each rank."""
+    beside: tuple[str, ...] = ()
+    """Devices of further ranks, which compute meanwhile and have no part in this: those of other replicas."""
 
     def __post_init__(self) -> None:
         for name, ranks in self._together.items():
@@ -37,7 +39,7 @@ class Layout:
 
     @cached_property
     def _together(self) -> Counter[str]:
-        return Counter(self.devices)
+        return Counter((*self.devices, *self.beside))
 
     def device(self, rank: int) -> Device:
         """Where a rank sits."""
@@ -57,8 +59,11 @@ class Layout:
         return tuple(self.devices[r] for r in ranks)
 
     def part(self, ranks: range | tuple[int, ...]) -> Layout:
-        """Of some of the ranks, by themselves."""
-        return Layout(cluster=self.cluster, devices=self.group(ranks), threads=self.threads)
+        """Of some of the ranks, while the others compute beside them."""
+        others = tuple(name for rank, name in enumerate(self.devices) if rank not in ranks)
+        return Layout(
+            cluster=self.cluster, devices=self.group(ranks), threads=self.threads, beside=(*self.beside, *others)
+        )
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:

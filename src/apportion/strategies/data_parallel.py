@@ -32,8 +32,8 @@ A worker's death loses nothing: the others and its replacement make the step und
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, replace
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -43,14 +43,22 @@ from apportion.batch import Batch, Batches
 from apportion.comm.differentiable import gather_rows
 from apportion.deal import DataShard
 from apportion.parallel.batch_norm import Attendance, use_whole_batch
-from apportion.parallel.gradients import GradientSum
+from apportion.parallel.gradients import LARGE_BYTES, GradientSum
 from apportion.parallel.one_device import reference
 from apportion.parallel.places import check_of, check_replicas
 from apportion.parallel.recovery import agree
 from apportion.parallel.replica import Replica, seed_everything
+from apportion.parallel.replica_costs import cost as cost_of_groups
 from apportion.parallel.replicas import ReplicatedStep
 from apportion.parallel.shared_update import SharedUpdate, unsuited
 from apportion.parallel.shares import MeasuredShares
+from apportion.pricing import shared_pages, towers
+from apportion.pricing.cost import Cost
+from apportion.pricing.layout import Layout
+from apportion.pricing.memory import parts_that_fit
+from apportion.pricing.refusals import must_be_whole, must_feed
+from apportion.pricing.shares import by_speed, computed, dealt
+from apportion.profile import Profile
 from apportion.strategy import Held, State, Step, Strategy, held
 from apportion.workload import Workload, examples
 from apportion.world import World
@@ -92,6 +100,37 @@ class DataParallel(Strategy):
     @property
     def exact(self) -> bool:
         return self.of is None or self.of.exact
+
+    @classmethod
+    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+        if layout.ranks < 2:
+            return
+        yield cls()
+        if len(layout.kinds) > 1 and not profile.carries:
+            yield cls(shares="measured")
+        if (parts := parts_that_fit(profile, layout)) > 1:
+            yield cls(microbatches=parts)
+
+    def cost(self, profile: Profile, layout: Layout) -> Cost:
+        if self.of is not None:
+            return cost_of_groups(self.of, self.replicas, profile, layout)
+        must_feed(profile, layout.ranks)
+        must_be_whole(profile, self.microbatches)
+        if self.shares == "measured" and profile.carries:
+            raise ValueError(
+                'shares="measured" would move rows between ranks, and a carried state stays with its rank: '
+                'use shares="equal"'
+            )
+        even: list[float] = [*dealt(profile.batch_size, layout.ranks)]
+        rows = by_speed(profile, layout) if self.shares == "measured" else even
+        found = computed(profile, layout, rows, parts=self.microbatches)
+        at_once = max(rows) / self.microbatches
+        if shared_pages.suits(profile, layout):
+            cost = shared_pages.cost(profile, layout, found, at_once)
+        else:
+            cost = towers.cost(profile, layout, found, at_once, large=LARGE_BYTES)
+        asked = towers.asked_while_computing(profile, layout)
+        return replace(cost, terms={**cost.terms, "communicating": cost.terms["communicating"] + asked})
 
     def build(self, workload: Workload, world: World) -> Step:
         if self.of is not None:

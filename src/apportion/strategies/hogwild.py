@@ -27,6 +27,7 @@ again, and the others do not stop.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,6 +38,12 @@ from torch import Tensor
 
 from apportion.batch import Batch
 from apportion.parallel.one_device import reference
+from apportion.pricing.cost import Cost
+from apportion.pricing.layout import Layout
+from apportion.pricing.memory import Holding, activations, copies
+from apportion.pricing.refusals import must_have_store
+from apportion.pricing.shares import call_seconds, computed, memory_rate, updating
+from apportion.profile import Profile
 from apportion.store.computing import WHOLE, Worker
 from apportion.store.downpour import extent_of
 from apportion.store.memory import Memory
@@ -44,6 +51,10 @@ from apportion.store.store import Store
 from apportion.strategy import Held, State, Step, Strategy
 from apportion.workload import Workload
 from apportion.world import World
+
+STEP_CALLS, LAYER_CALLS = 200.0, 10.0
+"""Of Python, in ``Device.call_seconds``: of a step, in which a batch is dealt and counted under a lock, and for each
+layer. Found with a network of three small layers."""
 
 
 @final
@@ -56,6 +67,30 @@ class Hogwild(Strategy):
     @property
     def exact(self) -> bool:
         return False
+
+    def cost(self, profile: Profile, layout: Layout) -> Cost:
+        must_have_store(profile, layout)
+        n, state = layout.ranks, profile.parameter_bytes * (1 + profile.slots)
+        found = computed(profile, layout, [profile.batch_size] * n, between=math.inf)  # nobody waits
+        # What the others have written since is no longer in this core's cache.
+        foreign = state * (n - 1) / n / memory_rate(layout)
+        python = (STEP_CALLS + LAYER_CALLS * len(profile.layers)) * call_seconds(layout)
+        return Cost(
+            terms={
+                "computing": found.both,
+                "updating": updating(profile, layout) + python,
+                "communicating": foreign,
+                "loading": found.loading,
+            },
+            memory=Holding(
+                own={
+                    **copies(profile, weights=1, gradients=1, buffers=2),
+                    "activations": activations(profile, profile.batch_size),
+                },
+                shared=copies(profile, weights=1, slots=1, buffers=1),
+            ).a_worker(n),
+            examples=profile.batch_size * n,
+        )
 
     def build(self, workload: Workload, world: World) -> Step:
         return HogwildStep(workload, world)

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, Self, final
 
 from torch import Tensor
 
@@ -42,6 +42,10 @@ from apportion.parallel.average import Frame, Outer, Parts
 from apportion.parallel.exchange import Exchange, Round, Together
 from apportion.parallel.one_device import OneDeviceStep
 from apportion.parallel.simulated import simulated
+from apportion.pricing import rounds
+from apportion.pricing.cost import Cost
+from apportion.pricing.layout import Layout
+from apportion.profile import Profile
 from apportion.store.shared_average import SharedAverage, can_share
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
@@ -83,6 +87,20 @@ class LocalSgd(Strategy):
     @property
     def _outer(self) -> Outer | None:
         return Outer(self.outer_lr, self.outer_momentum) if self.outer == "nesterov" else None
+
+    @classmethod
+    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+        if layout.ranks > 1:
+            yield from (cls(every=every) for every in (1, 8, 32))
+
+    def cost(self, profile: Profile, layout: Layout) -> Cost:
+        if profile.carries:
+            raise ValueError(
+                "local_sgd deals out whole batches in turn, and a recurrent state that is carried along needs the one "
+                "before: use data_parallel"
+            )
+        kind = rounds.Kind(outer=self.outer == "nesterov", slots=self.slots == "averaged")
+        return rounds.cost(profile, layout, kind, every=self.every)
 
     def build(self, workload: Workload, world: World) -> Step:
         if workload.carry is not None:

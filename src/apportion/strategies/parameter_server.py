@@ -32,12 +32,21 @@ server's loses nothing: the shards are in memory that outlives it. With ``of`` t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final, get_args
 
 from apportion.parallel.one_device import reference
 from apportion.parallel.places import check_of, check_replicas, how_many
+from apportion.parallel.replica_costs import slowest_group
+from apportion.pricing.cost import Cost
+from apportion.pricing.layout import Layout
+from apportion.pricing.memory import Holding, copies, of_replica
+from apportion.pricing.refusals import must_have_store
+from apportion.pricing.shares import Computed, computed
+from apportion.pricing.store import Push, push
+from apportion.profile import Profile
 from apportion.store.downpour import DownpourStep, Mode, Rhythm
 from apportion.store.groups import GroupsStep
 from apportion.store.replay import ordered_reference, replay
@@ -46,6 +55,18 @@ from apportion.store.serving import ServerStep
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
 from apportion.world import World
+
+
+def _in_order(found: Computed, once: Push, workers: int) -> dict[str, float]:
+    """Of one update of a round: all compute at once, then they push one after the other."""
+    whole = {
+        "computing": found.both,
+        "updating": workers * once.push,
+        "communicating": once.gather + once.pull,
+        "waiting": found.waiting,
+        "loading": found.loading,
+    }
+    return {what: seconds / workers for what, seconds in whole.items()}
 
 
 @final
@@ -126,6 +147,63 @@ class ParameterServer(Strategy):
             return False
         alone = workers == 1 and (self.push_every, self.pull_every) == (1, 1)
         return self.mode == "sharded" and not alone
+
+    def cost(self, profile: Profile, layout: Layout) -> Cost:
+        must_have_store(profile, layout)
+        if self.of is not None:
+            return self._cost_of_groups(self.of, profile, layout)
+        workers = layout.ranks - self.servers
+        if workers < 1:
+            raise ValueError(f"servers={self.servers} leaves no worker among {layout.ranks} processes: start more")
+        once = push(profile, layout, locks=self.mode != "hogwild")
+        in_turns = self.mode == "ordered"
+        found = computed(
+            profile, layout.part(range(workers)), [profile.batch_size] * workers, between=1.0 if in_turns else math.inf
+        )
+        terms = _in_order(found, once, workers) if in_turns else self._apart(found, once, workers)
+        many, ranks = (1 if in_turns else workers), layout.ranks
+        store = copies(profile, weights=1, slots=1 if self.mode == "hogwild" else 2, buffers=2)
+        own = of_replica(profile, profile.batch_size)
+        own = {**own, "gradients": 2 * own.get("gradients", 0.0), "slots": 0.0}
+        return Cost(
+            terms=terms,
+            memory=Holding(own=own, shared=store).a_worker(ranks),
+            examples=profile.batch_size * many,
+        )
+
+    def _apart(self, found: Computed, once: Push, workers: int) -> dict[str, float]:
+        """Of a worker's way through one batch; where it waits, it is for the store, which is a queue."""
+        pulls_alone = self.pull_every % self.push_every != 0
+        gathering = once.gather + (1.5 * once.gather if self.pull_every > 1 else 0.0)  # a step of its own
+        pulling = once.pull / self.pull_every if pulls_alone or self.servers else 0.0
+        applying = once.push / max(1, self.servers) / self.push_every
+        alone = found.both + found.loading + gathering + pulling + applying
+        # Shards are updated side by side, by as many workers as there are shards; a server updates one push at a time.
+        busy = workers * applying / (1 if self.servers else once.shards)
+        return {
+            "computing": found.both,
+            "updating": applying,
+            "communicating": gathering + pulling,
+            "waiting": max(0.0, busy - alone),
+            "loading": found.loading,
+        }
+
+    def _cost_of_groups(self, of: Strategy, profile: Profile, layout: Layout) -> Cost:
+        """A round, of one batch for each group."""
+        groups = how_many(of, self.replicas, layout.ranks)
+        size = layout.ranks // groups
+        inner = slowest_group(of, profile, layout, groups, profile.batch_size)
+        once = push(profile, layout, part=1 / size, locks=self.mode != "hogwild")
+        turns = groups if self.mode == "ordered" else 1
+        terms = {**inner.terms, "updating": once.push * turns}
+        terms["communicating"] = inner.terms.get("communicating", 0.0) + once.gather
+        store = copies(profile, weights=(1 / groups + 1) / size, gradients=1 / size, slots=2 / groups / size)
+        memory = {what: inner.memory.get(what, 0) + round(store.get(what, 0.0)) for what in {**inner.memory, **store}}
+        return Cost(
+            terms={what: seconds / turns if turns > 1 else seconds for what, seconds in terms.items()},
+            memory=memory,
+            examples=profile.batch_size * (1 if turns > 1 else groups),
+        )
 
     def build(self, workload: Workload, world: World) -> Step:
         ruled = self._ruled(workload)
