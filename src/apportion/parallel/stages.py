@@ -70,7 +70,7 @@ def staged(  # noqa: PLR0913 (what a pipeline has)
     return make
 
 
-def refuse_stages(own_update: bool, carries: bool, device: str) -> None:
+def refuse_stages(own_update: bool, carries: bool, device: str, untraceable: str | None = None) -> None:
     """ValueError where a workload cannot be computed by several stages, or not on such devices."""
     if own_update:
         raise ValueError("update= asks for the gradient of a loss that only the last stage has: use data_parallel")
@@ -84,6 +84,8 @@ def refuse_stages(own_update: bool, carries: bool, device: str) -> None:
             f"stages on {device} devices are not there yet: use launcher=local(device='cpu'), or data_parallel, or "
             "fully_sharded"
         )
+    if untraceable is not None:
+        raise ValueError(_cannot_be_cut(untraceable))
 
 
 @final
@@ -248,7 +250,11 @@ def _followed(model: nn.Module, inputs: Any) -> fx.Graph:
     try:
         return follow(model, inputs)
     except Unfollowed as error:
-        raise ValueError(
-            f"{error}; so it cannot be cut into stages: put what decides or changes into a module of its own, "
-            "or use data_parallel"
-        ) from error
+        raise ValueError(_cannot_be_cut(error)) from error
+
+
+def _cannot_be_cut(why: object) -> str:
+    return (
+        f"{why}; so it cannot be cut into stages: put what decides or changes into a module of its own, or use "
+        "data_parallel"
+    )

@@ -33,11 +33,13 @@ class LayerTimes:
         found = self._alone(layer, rows, way, share)
         return Seconds(found.forward * fit.forward, found.backward * fit.backward)
 
-    def update(self, nbytes: float) -> float:
-        """Of so many bytes of weights."""
+    def update(self, nbytes: float, *, fused: bool = False) -> float:
+        """Of so many bytes of weights; ``fused``: by torch's fused kernels, where the optimizer has them."""
         if nbytes <= 0:
             return 0.0
-        return self._profile.update_seconds(self._device, threads=self._threads, together=self._together, nbytes=nbytes)
+        return self._profile.update_seconds(
+            self._device, threads=self._threads, together=self._together, nbytes=nbytes, fused=fused
+        )
 
     def _alone(self, layer: LayerProfile, rows: float, way: str = "", share: float = 1.0) -> Seconds:
         return self._profile.layer_seconds(

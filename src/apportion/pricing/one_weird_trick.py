@@ -36,7 +36,7 @@ def exchanging(profile: Profile, layout: Layout, at: int, how: dict[str, How], *
             + sliced.communicating * parts
             + all_reduce(layout, ranks, weights)
             + 4 * norms * all_reduce(layout, ranks, 64),
-            "updating": own.update(weights + sliced.weights),
+            "updating": own.update(weights + sliced.weights, fused=True),
             "waiting": (computing + sliced.computing * parts) * chance(layout),
             "loading": profile.loading_seconds * batch,
         },
@@ -59,7 +59,7 @@ def begins(profile: Profile, layout: Layout, how: dict[str, How], *, least: int)
     for i, layer in enumerate(profile.layers):
         by_rows = own.of(layer, profile.batch_size / n).both + all_reduce(layout, ranks, layer.parameter_bytes)
         cut = price(profile, layout, own, how, [layer], rows=profile.batch_size)
-        updates = own.update(layer.parameter_bytes), own.update(cut.weights)
+        updates = own.update(layer.parameter_bytes, fused=True), own.update(cut.weights, fused=True)
         costs.append((by_rows + updates[0], cut.computing + cut.communicating + updates[1] if i >= least else inf))
 
     def change(i: int, a: int, b: int) -> float:

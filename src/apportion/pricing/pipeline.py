@@ -73,7 +73,7 @@ def _named(profile: Profile, cuts: Sequence[str], stages: int) -> list[int]:
     return found
 
 
-def stages(
+def stages(  # noqa: PLR0913 (what a pipeline has)
     profile: Profile,
     layout: Layout,
     begins: Sequence[int],
@@ -81,12 +81,13 @@ def stages(
     *,
     recompute: bool = False,
     at_once: Sequence[bool] = (),
+    fused: bool = False,
 ) -> Cost:
     """Of stages that begin with these layers and compute in these orders. ``at_once``: of each stage, does it compute
-    the whole batch, which comes and goes in micro-batches?"""
+    the whole batch, which comes and goes in micro-batches? ``fused``: are updates made by torch's fused kernels?"""
     microbatches = len(orders[0]) // 2
     whole = at_once or [False] * layout.ranks
-    parts = _parts(profile, layout, begins, microbatches, recompute, whole)
+    parts = _parts(profile, layout, begins, microbatches, recompute, whole, fused)
     links = _links(profile, layout, begins, microbatches)
     spans: tuple[Span, ...] = ()
     if 4 * layout.ranks * microbatches <= MOST_TASKS or any(whole):
@@ -114,8 +115,14 @@ def _on(stage: int) -> str:
     return f"rank {stage}"
 
 
-def _parts(
-    profile: Profile, layout: Layout, begins: Sequence[int], microbatches: int, recompute: bool, at_once: Sequence[bool]
+def _parts(  # noqa: PLR0913 (what a pipeline has)
+    profile: Profile,
+    layout: Layout,
+    begins: Sequence[int],
+    microbatches: int,
+    recompute: bool,
+    at_once: Sequence[bool],
+    fused: bool,
 ) -> list[_Stage]:
     known: dict[tuple[int, float], list[Seconds]] = {}
     sums: list[_Stage] = []
@@ -136,7 +143,7 @@ def _parts(
                 forward + messages * times_sent,
                 backward + (forward if recompute else 0.0) + messages * times_sent,
                 messages * times_sent,
-                own.update(weights[end] - weights[begin]),
+                own.update(weights[end] - weights[begin], fused=fused),
                 at_once[stage],
             )
         )

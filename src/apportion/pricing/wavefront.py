@@ -88,16 +88,17 @@ def _sum(own: LayerTimes, layers: Sequence[LayerProfile], rows: float) -> Second
 def _chunk(profile: Profile, layout: Layout, own: LayerTimes, rank: int, waves: Waves, shown: int) -> _Chunk:
     net, rows = profile.layers[waves.at], profile.batch_size
     layer = own.of(net, rows, way="layer", share=1.0 / net.stack)
-    if any(t.way == "chunk" for t in net.timings):
-        part = own.of(net, rows, way="chunk", share=1.0 / (net.stack * waves.chunks))
-        layer = part.times(waves.chunks)
+    late = WEIGHTS * layer.backward if waves.late else 0.0
+    if any(t.way == "chunk" for t in net.timings):  # without the gradients of the weights, if these come late
+        part = own.of(net, rows, way="chunk", share=1.0 / (net.stack * waves.chunks)).times(waves.chunks)
+        late = max(0.0, layer.backward - part.backward) if waves.late else 0.0
+        layer = Seconds(part.forward, part.backward + late)
     many = waves.chunks / shown
     call = own.call * CHUNK_CALLS * many
     a, b = rank, (rank + 1) % layout.ranks
     seconds = message(layout, a, b, net.activation_bytes / waves.chunks) * many
     share = exposed(layout, a, b) if a != b else 0.0
     messages = MESSAGE_CALLS * own.call * many + seconds * share / 2 if a != b else 0.0
-    late = WEIGHTS * layer.backward if waves.late else 0.0
     return _Chunk(
         layer.forward / shown + call + 2 * messages,
         (layer.backward - late) / shown + call + 2 * messages,

@@ -89,7 +89,9 @@ class ConvParallel(Strategy):
 
     def cost(self, profile: Profile, layout: Layout) -> Cost:
         _refuse(profile.own_update, profile.carries)
-        way = self.split if self.split in ("height", "width") else "units"
+        if profile.untraceable is not None:
+            raise ValueError(f"{profile.untraceable}; so it cannot be cut into parts of an image: use data_parallel")
+        way = "height" if self.split in ("height", "width") else "units"  # square images: rows for columns
         found = strips.images(profile, way)
         if found is None:
             raise ValueError(

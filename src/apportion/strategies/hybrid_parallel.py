@@ -107,6 +107,8 @@ class HybridParallel(Strategy):
                 f"use workers<={profile.batch_size} or batch_size>={layout.ranks}"
             )
         self._refuse(profile.own_update, profile.carries, not profile.cut_by_rows)
+        if profile.untraceable is not None:
+            raise ValueError(_no_graph(profile.name))
         at = self._begins(profile)
         if at is None:
             what = "convolution" if self.data is None else f"layer under {self.data!r}"
@@ -152,10 +154,7 @@ class HybridParallel(Strategy):
     def _part(self, workload: Workload, group: Group, model: nn.Module, inputs: Any) -> Exchanging:
         traced = [part for part in trace(model) if not part.name and part.pure]
         if not traced:
-            raise ValueError(
-                f"{type(model).__name__} has no graph that could be cut: its flow depends on the data, or it makes "
-                "layers or changes buffers of its own as it runs; use data_parallel or tensor_parallel"
-            )
+            raise ValueError(_no_graph(type(model).__name__))
         back = self._sliced_names(model, traced[0].graphs[0])
         trains, evaluates = (cut(model, g, lambda name: _under(name, back)) for g in traced[0].graphs)
         self._check(model, trains, evaluates, back)
@@ -236,6 +235,13 @@ def _prefix(profile: Profile, at: int) -> str:
     parts = profile.layers[at].name.split(".")
     names = [".".join(parts[: i + 1]) for i in range(len(parts))]
     return next(n for n in names if not any(_under(layer.name, [n]) for layer in profile.layers[:at]))
+
+
+def _no_graph(network: str) -> str:
+    return (
+        f"{network} has no graph that could be cut: its flow depends on the data, or it makes layers or changes "
+        "buffers of its own as it runs; use data_parallel or tensor_parallel"
+    )
 
 
 def _no_layer(network: str, what: str) -> str:

@@ -64,7 +64,7 @@ class LayerPlacement(Strategy):
 
     def cost(self, profile: Profile, layout: Layout) -> Cost:
         if layout.ranks > 1:
-            refuse_stages(profile.own_update, profile.carries, layout.device(0).kind)
+            refuse_stages(profile.own_update, profile.carries, layout.device(0).kind, profile.untraceable)
         begins = pipeline.cut(profile, layout, microbatches=1, cuts=self.cuts)
         orders = [turns("gpipe", stage, layout.ranks, 1) for stage in range(layout.ranks)]
         return pipeline.stages(profile, layout, begins, orders)

@@ -94,27 +94,32 @@ class PipelineParallel(Strategy):
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
-        """Schedules take the same time: 1f1b, which keeps less. ``recompute`` only for what does not fit without."""
+        """1f1b, which keeps less; gpipe where that is faster, as it hides what is under way between two stages.
+        ``recompute`` only for what does not fit without."""
         if layout.ranks == 1 or layout.ranks > len(profile.layers) or not profile.cut_by_rows:
             return
         for microbatches in TRIED:
             if microbatches <= profile.batch_size / 2 or microbatches == TRIED[0] <= profile.batch_size:
                 found = cls(microbatches=microbatches, batch_norm="whole" if profile.batch_norm else None)
                 yield found
-                if not found.batch_norm and not found._fits(profile, layout):
-                    yield replace(found, recompute=True)
+                if not found.batch_norm:
+                    yield from found._others(profile, layout)
 
-    def _fits(self, profile: Profile, layout: Layout) -> bool:
+    def _others(self, profile: Profile, layout: Layout) -> Iterator[Self]:
+        gpipe = replace(self, schedule="gpipe")
         try:
-            memory = self.cost(profile, layout).memory_bytes
-        except ValueError:  # it is refused for another reason
-            return True
-        return all(memory * layout.together(r) <= layout.device(r).memory_bytes for r in layout.kinds)
+            usual, other = self.cost(profile, layout), gpipe.cost(profile, layout)
+        except ValueError:  # it is refused, whatever its schedule
+            return
+        if other.step_seconds < 0.99 * usual.step_seconds:
+            yield gpipe
+        if any(usual.memory_bytes * layout.together(r) > layout.device(r).memory_bytes for r in layout.kinds):
+            yield replace(self, recompute=True)
 
     def cost(self, profile: Profile, layout: Layout) -> Cost:
         self._refuse(layout.ranks, not profile.cut_by_rows, profile.own_update, profile.carries)
         if layout.ranks > 1:
-            refuse_stages(profile.own_update, profile.carries, layout.device(0).kind)
+            refuse_stages(profile.own_update, profile.carries, layout.device(0).kind, profile.untraceable)
         microbatches = min(self.microbatches, profile.batch_size)
         normalises = [layer.kind for layer in profile.layers if "BatchNorm" in layer.kind]
         if profile.batch_norm and (microbatches > 1 or self.recompute) and self.batch_norm is None:
@@ -133,7 +138,7 @@ class PipelineParallel(Strategy):
         at_once = [each and microbatches > 1 for each in at_once]
         schedule = "gpipe" if any(at_once) else self.schedule
         orders = [turns(schedule, stage, layout.ranks, microbatches) for stage in range(layout.ranks)]
-        return pipeline.stages(profile, layout, begins, orders, recompute=self.recompute, at_once=at_once)
+        return pipeline.stages(profile, layout, begins, orders, recompute=self.recompute, at_once=at_once, fused=True)
 
     def _refuse(self, ranks: int, couples: bool, own_update: bool, carries: bool) -> None:
         if self.stages not in (None, ranks):

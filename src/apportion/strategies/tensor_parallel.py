@@ -95,7 +95,7 @@ class TensorParallel(Strategy):
         ]
         slowest = max(ranks, key=lambda rank: rank.computing)
         mean = sum(rank.computing for rank in ranks) / len(ranks)
-        update = max(own.update(slowest.weights) for own in times(profile, layout))
+        update = max(own.update(slowest.weights, fused=True) for own in times(profile, layout))
         return Cost(
             terms={
                 "computing": mean,

@@ -50,8 +50,6 @@ from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
 from apportion.world import World
 
-OWN_UPDATE = "update= asks for the gradient of a loss that only the last worker computes: use data_parallel"
-
 
 @final
 @dataclass(frozen=True, repr=False)
@@ -86,8 +84,7 @@ class WavefrontParallel(Strategy):
 
     def cost(self, profile: Profile, layout: Layout) -> Cost:
         _refuse_on(layout.device(0).kind)
-        if profile.own_update:
-            raise ValueError(OWN_UPDATE)
+        _refuse_kind(profile.precision, profile.own_update)
         at = _recurrent(profile)
         if at is None:
             raise ValueError(
@@ -124,13 +121,7 @@ class WavefrontParallel(Strategy):
 
 def _refuse(workload: Workload, world: World) -> None:
     _refuse_on(world.device.type)
-    if workload.precision not in ("float32", "float64"):
-        raise ValueError(
-            f"precision={workload.precision!r} has the recurrent kernel choose a type for each operation: "
-            'use precision="float32", or data_parallel'
-        )
-    if workload.update is not None:
-        raise ValueError(OWN_UPDATE)
+    _refuse_kind(workload.precision, workload.update is not None)
 
 
 def _refuse_on(device: str) -> None:
@@ -138,6 +129,18 @@ def _refuse_on(device: str) -> None:
         raise ValueError(
             f"device={device!r}: on a GPU, cuDNN runs the wavefront inside of nn.LSTM; use data_parallel, "
             'or device="cpu"'
+        )
+
+
+def _refuse_kind(precision: str, own_update: bool) -> None:
+    if precision not in ("float32", "float64"):
+        raise ValueError(
+            f"precision={precision!r} has the recurrent kernel choose a type for each operation: "
+            'use precision="float32", or data_parallel'
+        )
+    if own_update:
+        raise ValueError(
+            "update= asks for the gradient of a loss that only the last worker computes: use data_parallel"
         )
 
 
