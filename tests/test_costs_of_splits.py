@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from apportion.cluster import Cluster, Device, Link, Rate
 from apportion.parallel.turns import turns
-from apportion.pricing import pipeline
+from apportion.pricing import pipeline, wavefront
 from apportion.pricing.cost import Cost
 from apportion.pricing.layout import Layout
 from apportion.pricing.partition import Work, balanced, chain, replicated
@@ -295,6 +294,16 @@ def test_long_pipelines_cost_what_their_simulation_says(monkeypatch: pytest.Monk
     assert closed.step_seconds == pytest.approx(simulated.step_seconds, rel=0.05)
 
 
+def test_long_waves_cost_what_their_simulation_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, where = recurrent(8, 128, 32), layout(4)
+    simulated = WavefrontParallel().cost(profile, where)
+    monkeypatch.setattr(wavefront, "MOST_TASKS", 0)
+    closed = WavefrontParallel().cost(profile, where)
+    assert simulated.timeline
+    assert not closed.timeline
+    assert closed.step_seconds == pytest.approx(simulated.step_seconds, rel=0.05)
+
+
 def test_1f1b_keeps_fewer_activations_than_gpipe_in_the_same_time() -> None:
     profile, where = timed([0.01] * 8, 32), layout(4)
     gpipe, one = (PipelineParallel(microbatches=16, schedule=s).cost(profile, where) for s in ("gpipe", "1f1b"))
@@ -481,13 +490,12 @@ def test_too_few_layers_and_rows_are_refused() -> None:
         TensorParallel().cost(timed([0.1], 8), layout(2))
 
 
-def test_two_hundred_layers_on_64_devices_are_priced_at_once() -> None:
-    """Prices only: that a plan is quick is measured with the plan. Here, that no price explodes."""
+def test_many_layers_on_many_devices_take_few_tasks() -> None:
     profile, where = mlp([256] * 101, 512), layout(64)
-    began = time.process_time()
     for microbatches in (4, 8, 16, 32):
-        PipelineParallel(microbatches=microbatches).cost(profile, where)
-    assert time.process_time() - began < 5.0
+        cost = PipelineParallel(microbatches=microbatches).cost(profile, where)
+        assert len(cost.timeline) <= pipeline.MOST_TASKS
+    assert len(WavefrontParallel().cost(recurrent(64, 512, 32), where).timeline) <= wavefront.MOST_TASKS
 
 
 # What others have measured

@@ -164,8 +164,9 @@ def chain(costs: Sequence[Sequence[float]], change: Callable[[int, int, int], fl
     came: list[list[int]] = []
     for i, own in enumerate(costs[1:], 1):
         ends = list(total)
-        come = [min(ways, key=lambda a, b=b, i=i, ends=ends: ends[a] + change(i, a, b)) for b in ways]  # type: ignore[misc]
-        total = [ends[come[b]] + change(i, come[b], b) + own[b] for b in ways]
+        reached = [[ends[a] + change(i, a, b) for a in ways] for b in ways]
+        come = [min(ways, key=each.__getitem__) for each in reached]
+        total = [each[a] + seconds for each, a, seconds in zip(reached, come, own, strict=True)]
         came.append(come)
     choices = [min(ways, key=lambda a: total[a])]
     for come in reversed(came):

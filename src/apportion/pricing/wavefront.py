@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from apportion.pricing.collectives import message
-from apportion.pricing.cost import Cost
+from apportion.pricing.cost import Cost, Span
 from apportion.pricing.layer_times import LayerTimes, chance, exposed, held, times, worst
 from apportion.pricing.layout import Layout
-from apportion.pricing.simulate import Task, makespan, simulate, terms
+from apportion.pricing.simulate import Task, simulate, terms
 from apportion.profile import LayerProfile, Profile, Seconds
 
 CHUNK_CALLS = 30.0
@@ -19,8 +19,9 @@ MESSAGE_CALLS = 15.0
 32 of 64 moments."""
 WEIGHTS = 0.5
 """Share of the backward pass that makes the gradients of the weights: two of its four products."""
-MOST_CHUNKS = 48
-"""Of a layer, that are simulated one by one; more are priced as so many longer ones, with all their bookkeeping."""
+MOST_TASKS = 3000
+"""That are simulated; longer waves are priced by their closed form, which forgets only how ranks that differ hold each
+other up."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +53,19 @@ def wavefront(profile: Profile, layout: Layout, waves: Waves) -> Cost:
     """A step: layers before the recurrent ones on the first rank, those after on the last layer's."""
     net = profile.layers[waves.at]
     each = times(profile, layout)
-    shown = min(waves.chunks, MOST_CHUNKS)
     last = (net.stack - 1) % layout.ranks
-    chunks = [_chunk(profile, layout, own, rank, waves, shown) for rank, own in enumerate(each)]
+    chunks = [_chunk(profile, layout, own, rank, waves) for rank, own in enumerate(each)]
     before = _sum(each[0], profile.layers[: waves.at], profile.batch_size)
     after = _sum(each[last], profile.layers[waves.at + 1 :], profile.batch_size)
-    spans = simulate(_tasks(net.stack, layout.ranks, shown, chunks, before, after))
-    busiest = max(range(layout.ranks), key=lambda r: sum(s.end - s.begin for s in spans if s.on == _on(r)))
-    found = terms(spans, _on(busiest))
-    layers = len(range(busiest, net.stack, layout.ranks))
-    own = min(found["computing"], 4 * layers * shown * chunks[busiest].own)
-    found["computing"] -= own
-    found["communicating"] += own
+    spans: tuple[Span, ...] = ()
+    if 4 * net.stack * waves.chunks <= MOST_TASKS:
+        spans = simulate(_tasks(net.stack, layout.ranks, waves.chunks, chunks, before, after))
+        found = _found(spans, net.stack, waves.chunks, chunks)
+    else:
+        found = _closed(net.stack, waves.chunks, chunks, before.both + after.both)
     found["updating"] = max(each[r].update(w) for r, w in enumerate(_weights(profile, layout, waves.at)))
     found["waiting"] = found["computing"] * chance(layout)
     found["loading"] = profile.loading_seconds * profile.batch_size
-    assert makespan(spans) > 0
     return Cost(
         terms=found,
         memory=worst(_memories(profile, layout, waves.at)),
@@ -85,7 +83,34 @@ def _sum(own: LayerTimes, layers: Sequence[LayerProfile], rows: float) -> Second
     return Seconds(sum(s.forward for s in found), sum(s.backward for s in found))
 
 
-def _chunk(profile: Profile, layout: Layout, own: LayerTimes, rank: int, waves: Waves, shown: int) -> _Chunk:
+def _found(spans: Sequence[Span], stack: int, many: int, chunks: Sequence[_Chunk]) -> dict[str, float]:
+    """As the rank sees it that computes most; its own part of messages is counted with the others."""
+    busy = dict.fromkeys((_on(rank) for rank in range(len(chunks))), 0.0)
+    for span in spans:
+        if span.on in busy:
+            busy[span.on] += span.end - span.begin
+    busiest = max(range(len(chunks)), key=lambda rank: busy[_on(rank)])
+    found = terms(spans, _on(busiest))
+    own = 4 * len(range(busiest, stack, len(chunks))) * many * chunks[busiest].own
+    found["computing"] -= own
+    found["communicating"] += own
+    return found
+
+
+def _closed(stack: int, many: int, chunks: Sequence[_Chunk], ends: float) -> dict[str, float]:
+    """Every rank's layers, one after the other, and a chunk of every other rank at either end."""
+    slowest = max(chunks, key=lambda chunk: chunk.forward + chunk.backward)
+    layers = -(-stack // len(chunks))
+    own = 4 * layers * many * slowest.own
+    pace = slowest.forward + slowest.backward
+    return {
+        "computing": layers * (many * pace + slowest.weights) - own + ends,
+        "communicating": own + 2 * sum(chunk.message for chunk in chunks[:-1]),
+        "bubble": sum(chunk.forward + chunk.backward for chunk in chunks) - pace,
+    }
+
+
+def _chunk(profile: Profile, layout: Layout, own: LayerTimes, rank: int, waves: Waves) -> _Chunk:
     net, rows = profile.layers[waves.at], profile.batch_size
     layer = own.of(net, rows, way="layer", share=1.0 / net.stack)
     late = WEIGHTS * layer.backward if waves.late else 0.0
@@ -93,15 +118,14 @@ def _chunk(profile: Profile, layout: Layout, own: LayerTimes, rank: int, waves: 
         part = own.of(net, rows, way="chunk", share=1.0 / (net.stack * waves.chunks)).times(waves.chunks)
         late = max(0.0, layer.backward - part.backward) if waves.late else 0.0
         layer = Seconds(part.forward, part.backward + late)
-    many = waves.chunks / shown
-    call = own.call * CHUNK_CALLS * many
+    call = own.call * CHUNK_CALLS
     a, b = rank, (rank + 1) % layout.ranks
-    seconds = message(layout, a, b, net.activation_bytes / waves.chunks) * many
+    seconds = message(layout, a, b, net.activation_bytes / waves.chunks)
     share = exposed(layout, a, b) if a != b else 0.0
-    messages = MESSAGE_CALLS * own.call * many + seconds * share / 2 if a != b else 0.0
+    messages = MESSAGE_CALLS * own.call + seconds * share / 2 if a != b else 0.0
     return _Chunk(
-        layer.forward / shown + call + 2 * messages,
-        (layer.backward - late) / shown + call + 2 * messages,
+        layer.forward / waves.chunks + call + 2 * messages,
+        (layer.backward - late) / waves.chunks + call + 2 * messages,
         late,
         seconds * (1.0 - share),
         messages,
