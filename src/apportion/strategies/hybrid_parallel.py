@@ -97,8 +97,9 @@ class HybridParallel(Strategy):
         yield cls()
         how = slices.sliced(profile, min_width=cls.min_width, ranks=layout.ranks, among=profile.layers[usual:])
         at = one_weird_trick.begins(profile, layout, how, least=usual)
-        if at is not None and at > usual and profile.layers[at].name in how:
-            yield cls(tensor=_prefix(profile, at))
+        later = [i for i, layer in enumerate(profile.layers) if at is not None and i >= at and layer.name in how]
+        if later and later[0] > usual:
+            yield cls(tensor=_prefix(profile, later[0]))
 
     def cost(self, profile: Profile, layout: Layout) -> Cost:
         if profile.batch_size < layout.ranks:
