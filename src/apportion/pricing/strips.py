@@ -16,7 +16,7 @@ from apportion.profile import LayerProfile, Profile
 
 EDGE_CALLS = 60.0
 """What a convolution on a strip costs each way besides its own rows, in calls: halos sent, received and added, and a
-small convolution at each edge. From 2 and 6 convolutions of 4 channels on two ranks: what each adds."""
+small convolution at each edge. Counted in the code; not measured by itself."""
 
 
 @dataclass(frozen=True)
