@@ -29,8 +29,9 @@ from apportion.parallel.cuts import (
 from apportion.parallel.kept_parts import Version, whole
 from apportion.parallel.passing import Inlet, Outlet
 from apportion.parallel.stage_graph import StageGraph, prove, terms
-from apportion.parallel.turns import in_flight, turns
+from apportion.parallel.turns import turns
 from apportion.parallel.whole_batch import Rows, joined, needs_whole_batch, refuse_coupled_stage, rows_at, taken_apart
+from apportion.pricing.pipeline import most_in_flight
 from apportion.world import World
 
 # Where to cut
@@ -179,8 +180,8 @@ def test_every_schedule_computes_every_micro_batch_and_no_stage_waits_for_ever(
 @given(sizes, st.integers(1, 12))
 def test_1f1b_keeps_as_many_as_there_are_stages_to_the_last_and_gpipe_all(stages: int, microbatches: int) -> None:
     for stage in range(stages):
-        assert in_flight(turns("1f1b", stage, stages, microbatches)) == min(stages - stage, microbatches)
-        assert in_flight(turns("gpipe", stage, stages, microbatches)) == microbatches
+        assert most_in_flight(turns("1f1b", stage, stages, microbatches)) == min(stages - stage, microbatches)
+        assert most_in_flight(turns("gpipe", stage, stages, microbatches)) == microbatches
 
 
 # Stages are the network

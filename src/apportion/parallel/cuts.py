@@ -14,10 +14,9 @@ from torch.utils import _pytree as pytree
 from apportion import tree
 from apportion.graph import arguments, names
 from apportion.network import undisturbed
+from apportion.pricing import partition
+from apportion.pricing.partition import SECONDS_PER_BYTE, SECONDS_PER_MESSAGE
 
-SECONDS_PER_BYTE = 1 / 2e9
-"""Of what goes from stage to stage: a copy into shared memory and one out of it, there and back."""
-SECONDS_PER_MESSAGE = 1e-4
 RUNS = 3
 """That a layer's time is the shortest of; one more comes before them."""
 
@@ -39,35 +38,8 @@ class Places:
 
 def balanced(places: Places, stages: int) -> list[int]:
     """The calls that the stages after the first begin with: the longest stage is as short as can be, what it sends and
-    receives included; of equals, the one that sends least in all. Dynamic programming over (stages, calls)."""
-    n = len(places.seconds)
-    at = [0, *(i for i in range(1, n) if places.crossing[i] is not None), n]
-    if len(at) - 1 < stages:
-        raise ValueError(
-            f"the network can be cut into {len(at) - 1} stages at most, and there are {stages} workers: "
-            f"use workers<={len(at) - 1}"
-        )
-    upto = [0.0]
-    for seconds in places.seconds:
-        upto.append(upto[-1] + seconds)
-    cross = [*(c or 0.0 for c in places.crossing), 0.0]
-    # best[i]: (longest stage, sent in all, cuts) with the first stages ending before at[i].
-    best: list[tuple[float, float, tuple[int, ...]] | None] = [(0.0, 0.0, ())] + [None] * (len(at) - 1)
-    for stage in range(stages):
-        following: list[tuple[float, float, tuple[int, ...]] | None] = [None] * len(at)
-        for j in range(stage + 1, len(at) - (stages - stage - 1)):
-            for i in range(stage, j):
-                before = best[i]
-                if before is None:
-                    continue
-                begin, end = at[i], at[j]
-                longest = max(before[0], upto[end] - upto[begin] + cross[begin] + cross[end])
-                found = (longest, before[1] + cross[end], (*before[2], begin))
-                if following[j] is None or found[:2] < following[j][:2]:  # type: ignore[index]
-                    following[j] = found
-        best = following
-    assert best[-1] is not None
-    return list(best[-1][2][1:])
+    receives included."""
+    return partition.balanced(places.seconds, places.crossing, stages)
 
 
 def named(places: Places, cuts: Sequence[str]) -> list[int]:

@@ -55,19 +55,8 @@ def staged(  # noqa: PLR0913 (what a pipeline has)
             f"cuts={tuple(cuts)} make {len(cuts) + 1} stages, and there are {world.size} workers: use "
             f"workers={len(cuts) + 1}, or name {world.size - 1} layers"
         )
-    if world.size > 1 and workload.update is not None:
-        raise ValueError("update= asks for the gradient of a loss that only the last stage has: use data_parallel")
-    if world.size > 1 and workload.carry is not None:
-        raise ValueError(
-            "a recurrent state that is carried would go back from the last stage to the first: use wavefront_parallel, "
-            "or data_parallel"
-        )
-
-    if world.size > 1 and world.device.type != "cpu":
-        raise ValueError(
-            f"stages on {world.device.type} devices are not there yet: use launcher=local(device='cpu'), or "
-            "data_parallel, or fully_sharded"
-        )
+    if world.size > 1:
+        refuse_stages(workload.update is not None, workload.carry is not None, world.device.type)
 
     def make(model: nn.Module, inputs: Any) -> Part:
         if world.size == 1:
@@ -79,6 +68,24 @@ def staged(  # noqa: PLR0913 (what a pipeline has)
         )  # fmt: skip
 
     return make
+
+
+def refuse_stages(own_update: bool, carries: bool, device: str, untraceable: str | None = None) -> None:
+    """ValueError where a workload cannot be computed by several stages, or not on such devices."""
+    if own_update:
+        raise ValueError("update= asks for the gradient of a loss that only the last stage has: use data_parallel")
+    if carries:
+        raise ValueError(
+            "a recurrent state that is carried would go back from the last stage to the first: use wavefront_parallel, "
+            "or data_parallel"
+        )
+    if device != "cpu":
+        raise ValueError(
+            f"stages on {device} devices are not there yet: use launcher=local(device='cpu'), or data_parallel, or "
+            "fully_sharded"
+        )
+    if untraceable is not None:
+        raise ValueError(_cannot_be_cut(untraceable))
 
 
 @final
@@ -243,7 +250,11 @@ def _followed(model: nn.Module, inputs: Any) -> fx.Graph:
     try:
         return follow(model, inputs)
     except Unfollowed as error:
-        raise ValueError(
-            f"{error}; so it cannot be cut into stages: put what decides or changes into a module of its own, "
-            "or use data_parallel"
-        ) from error
+        raise ValueError(_cannot_be_cut(error)) from error
+
+
+def _cannot_be_cut(why: object) -> str:
+    return (
+        f"{why}; so it cannot be cut into stages: put what decides or changes into a module of its own, or use "
+        "data_parallel"
+    )

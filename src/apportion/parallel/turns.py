@@ -13,7 +13,6 @@ those of as many as there are stages from this one to the last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 Turn = tuple[Literal["forward", "backward"], int]
@@ -30,12 +29,3 @@ def turns(schedule: str, stage: int, stages: int, microbatches: int) -> list[Tur
     for m in range(microbatches - before):
         order += [("forward", m + before), ("backward", m)]
     return [*order, *(("backward", m) for m in range(microbatches - before, microbatches))]
-
-
-def in_flight(order: Sequence[Turn]) -> int:
-    """The most micro-batches whose activations a stage keeps at once."""
-    most = now = 0
-    for kind, _ in order:
-        now += 1 if kind == "forward" else -1
-        most = max(most, now)
-    return most

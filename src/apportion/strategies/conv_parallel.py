@@ -37,12 +37,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, Self, final
 
 from apportion.parallel.one_device import reference
 from apportion.parallel.part import Alike, MakePart
 from apportion.parallel.split import SplitStep
 from apportion.parallel.strips_forward import cut_network
+from apportion.pricing import strips
+from apportion.pricing.cost import Cost
+from apportion.pricing.layer_times import chance, held, times
+from apportion.pricing.layout import Layout
+from apportion.profile import Profile
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
 from apportion.world import World
@@ -69,17 +74,48 @@ class ConvParallel(Strategy):
     def exact(self) -> bool:
         return True
 
+    @classmethod
+    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+        """Rows of images that are high enough to be shared out; channels where the filters are many."""
+        if layout.ranks == 1:
+            return
+        found = strips.images(profile, "height")
+        if found is not None:
+            shape = profile.layers[found.first].image
+            if shape is not None and shape[0] >= 2 * shape[1] * layout.ranks:
+                yield cls(split="height")
+        if strips.images(profile, "units") is not None:
+            yield cls(split="channel")
+
+    def cost(self, profile: Profile, layout: Layout) -> Cost:
+        _refuse(profile.own_update, profile.carries)
+        if profile.untraceable is not None:
+            raise ValueError(f"{profile.untraceable}; so it cannot be cut into parts of an image: use data_parallel")
+        way = "height" if self.split in ("height", "width") else "units"  # square images: rows for columns
+        found = strips.images(profile, way)
+        if found is None:
+            raise ValueError(
+                "the network has no convolution or pooling over images: there is nothing to cut; use data_parallel"
+            )
+        own = max(times(profile, layout), key=lambda o: o.of(profile.layers[found.first], profile.batch_size).both)
+        if way == "units":
+            run = strips.channels(profile, layout, own, found)
+        else:
+            run = strips.height(profile, layout, own, found, way)
+        return Cost(
+            terms={
+                **run.terms,
+                "updating": own.update(run.weights),
+                "waiting": run.terms["computing"] * chance(layout),
+                "loading": profile.loading_seconds * profile.batch_size,
+            },
+            memory=held(profile, layout, run.weights, run.activations, share=1.0),
+            examples=profile.batch_size,
+            timeline=run.spans,
+        )
+
     def build(self, workload: Workload, world: World) -> Step:
-        if workload.update is not None:
-            raise ValueError(
-                "update= calls the network as it likes, or layers of it, and here what forward calls is cut: "
-                "use data_parallel"
-            )
-        if workload.carry is not None:
-            raise ValueError(
-                "a recurrent state that is carried goes with the rows of a batch, which conv_parallel does not divide: "
-                "use data_parallel, or wavefront_parallel"
-            )
+        _refuse(workload.update is not None, workload.carry is not None)
         return SplitStep(workload, world, self._part(world), again=self._part)
 
     def _part(self, world: World) -> MakePart:
@@ -89,3 +125,16 @@ class ConvParallel(Strategy):
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return reference(workload)
+
+
+def _refuse(own_update: bool, carries: bool) -> None:
+    if own_update:
+        raise ValueError(
+            "update= calls the network as it likes, or layers of it, and here what forward calls is cut: "
+            "use data_parallel"
+        )
+    if carries:
+        raise ValueError(
+            "a recurrent state that is carried goes with the rows of a batch, which conv_parallel does not divide: "
+            "use data_parallel, or wavefront_parallel"
+        )

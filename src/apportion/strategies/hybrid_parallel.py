@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, Self, final
 
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -48,11 +48,16 @@ from apportion.parallel.sliced import Plan, plan
 from apportion.parallel.sliced_graph import trace
 from apportion.parallel.split import SplitStep
 from apportion.parallel.two_parts import Parts, cut, what_crosses
+from apportion.pricing import one_weird_trick, slices
+from apportion.pricing.cost import Cost
+from apportion.pricing.layout import Layout
+from apportion.profile import Profile
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
 from apportion.world import World
 
 _SLICED = (nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.RNNBase)
+_SLICED_KINDS = ("Linear", "Embedding", "MultiheadAttention", "LSTM", "GRU", "RNN")
 
 
 @final
@@ -83,16 +88,64 @@ class HybridParallel(Strategy):
     def exact(self) -> bool:
         return True
 
-    def build(self, workload: Workload, world: World) -> Step:
-        workload.must_feed(world.size)
+    @classmethod
+    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+        """As the names are found by themselves; and sliced from a later layer on, where that is cheaper."""
+        usual = cls()._begins(profile)
+        if layout.ranks == 1 or usual is None:
+            return
+        yield cls()
+        how = slices.sliced(profile, min_width=cls.min_width, ranks=layout.ranks, among=profile.layers[usual:])
+        at = one_weird_trick.begins(profile, layout, how, least=usual)
+        later = [i for i, layer in enumerate(profile.layers) if at is not None and i >= at and layer.name in how]
+        if later and later[0] > usual:
+            yield cls(tensor=_prefix(profile, later[0]))
+
+    def cost(self, profile: Profile, layout: Layout) -> Cost:
+        if profile.batch_size < layout.ranks:
+            raise ValueError(
+                f"batch_size={profile.batch_size} cannot feed {layout.ranks} workers: each needs at least one example; "
+                f"use workers<={profile.batch_size} or batch_size>={layout.ranks}"
+            )
+        self._refuse(profile.own_update, profile.carries, not profile.cut_by_rows)
+        if profile.untraceable is not None:
+            raise ValueError(_no_graph(profile.name))
+        at = self._begins(profile)
+        if at is None:
+            what = "convolution" if self.data is None else f"layer under {self.data!r}"
+            raise ValueError(_no_layer(profile.name, what))
+        back = profile.layers[at:]
+        among = [layer for layer in back if self.tensor is None or _under(layer.name, [self.tensor])]
+        how = slices.sliced(profile, min_width=self.min_width, ranks=layout.ranks, among=among)
+        if not how:
+            raise ValueError(f"there is no layer that can be sliced under {back[0].name}: use data_parallel")
+        return one_weird_trick.exchanging(profile, layout, at, how, rotates=self.exchange == "rotate")
+
+    def _begins(self, profile: Profile) -> int | None:
+        """The first layer that is sliced; None: there is none."""
+        layers = list(enumerate(profile.layers))
+        if self.tensor is not None:
+            return next((i for i, layer in layers if _under(layer.name, [self.tensor])), None)
+        if self.data is None:
+            first = [i for i, layer in layers if layer.kind.startswith("Conv")]
+        else:
+            first = [i for i, layer in layers if _under(layer.name, [self.data])]
+        after = [i for i, layer in layers if layer.kind in _SLICED_KINDS and i > max(first, default=len(layers))]
+        return after[0] if after else None
+
+    def _refuse(self, own_update: bool, carries: bool, couples: bool) -> None:
         for given, why in (
-            (workload.update is not None, "update= calls the network as it likes, and here its parts are called: use"),
-            (workload.carry is not None, "carry= gives every row a state, and rows do not stay with a rank here: use"),
+            (own_update, "update= calls the network as it likes, and here its parts are called: use"),
+            (carries, "carry= gives every row a state, and rows do not stay with a rank here: use"),
         ):
             if given:
                 raise ValueError(f"{why} data_parallel")
-        if self.exchange == "rotate" and workload.count is None:
+        if self.exchange == "rotate" and couples:
             raise ValueError('exchange="rotate" would cut the batch under a loss that couples examples: use "all"')
+
+    def build(self, workload: Workload, world: World) -> Step:
+        workload.must_feed(world.size)
+        self._refuse(workload.update is not None, workload.carry is not None, workload.count is None)
 
         def part(world: World) -> MakePart:
             return lambda model, inputs: self._part(workload, world.group(), model, inputs)
@@ -102,10 +155,7 @@ class HybridParallel(Strategy):
     def _part(self, workload: Workload, group: Group, model: nn.Module, inputs: Any) -> Exchanging:
         traced = [part for part in trace(model) if not part.name and part.pure]
         if not traced:
-            raise ValueError(
-                f"{type(model).__name__} has no graph that could be cut: its flow depends on the data, or it makes "
-                "layers or changes buffers of its own as it runs; use data_parallel or tensor_parallel"
-            )
+            raise ValueError(_no_graph(type(model).__name__))
         back = self._sliced_names(model, traced[0].graphs[0])
         trains, evaluates = (cut(model, g, lambda name: _under(name, back)) for g in traced[0].graphs)
         self._check(model, trains, evaluates, back)
@@ -145,10 +195,7 @@ class HybridParallel(Strategy):
         after = [name for name, m in calls[max(first, default=0) :] if isinstance(m, _SLICED)]
         if not first or not after:
             what = "convolution" if self.data is None else f"layer under {self.data!r}"
-            raise ValueError(
-                f"{type(model).__name__} calls no layer that can be sliced after a {what}: say which with tensor=, or "
-                "use data_parallel or tensor_parallel"
-            )
+            raise ValueError(_no_layer(type(model).__name__, what))
         return list(dict.fromkeys(after))
 
     def _is_data(self, name: str, layer: nn.Module) -> bool:
@@ -182,3 +229,24 @@ class HybridParallel(Strategy):
 
 def _under(name: str, prefixes: Sequence[str]) -> bool:
     return any(not prefix or name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def _prefix(profile: Profile, at: int) -> str:
+    """The shortest name that no layer before this one is under."""
+    parts = profile.layers[at].name.split(".")
+    names = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return next(n for n in names if not any(_under(layer.name, [n]) for layer in profile.layers[:at]))
+
+
+def _no_graph(network: str) -> str:
+    return (
+        f"{network} has no graph that could be cut: its flow depends on the data, or it makes layers or changes "
+        "buffers of its own as it runs; use data_parallel or tensor_parallel"
+    )
+
+
+def _no_layer(network: str, what: str) -> str:
+    return (
+        f"{network} calls no layer that can be sliced after a {what}: say which with tensor=, or use data_parallel or "
+        "tensor_parallel"
+    )

@@ -26,12 +26,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Self, final
 
 from apportion.parallel.one_device import reference
 from apportion.parallel.part import MakePart
 from apportion.parallel.split import SplitStep
-from apportion.parallel.stages import staged
+from apportion.parallel.stages import refuse_stages, staged
+from apportion.parallel.turns import turns
+from apportion.pricing import pipeline
+from apportion.pricing.cost import Cost
+from apportion.pricing.layout import Layout
+from apportion.profile import Profile
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
 from apportion.world import World
@@ -51,6 +56,18 @@ class LayerPlacement(Strategy):
     @property
     def exact(self) -> bool:
         return True
+
+    @classmethod
+    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+        if 1 < layout.ranks <= len(profile.layers):
+            yield cls()
+
+    def cost(self, profile: Profile, layout: Layout) -> Cost:
+        if layout.ranks > 1:
+            refuse_stages(profile.own_update, profile.carries, layout.device(0).kind, profile.untraceable)
+        begins = pipeline.cut(profile, layout, microbatches=1, cuts=self.cuts)
+        orders = [turns("gpipe", stage, layout.ranks, 1) for stage in range(layout.ranks)]
+        return pipeline.stages(profile, layout, begins, orders)
 
     def build(self, workload: Workload, world: World) -> Step:
         def part(world: World) -> MakePart:

@@ -34,18 +34,26 @@ its replacement go on from the last update. Elsewhere the run ends, and resumes 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Self, final
 
 from apportion.parallel.fused import with_fused_updates
 from apportion.parallel.one_device import reference
 from apportion.parallel.part import MakePart
 from apportion.parallel.split import SplitStep
-from apportion.parallel.stages import staged
-from apportion.parallel.turns import SCHEDULES
+from apportion.parallel.stages import refuse_stages, staged
+from apportion.parallel.turns import SCHEDULES, turns
+from apportion.pricing import pipeline
+from apportion.pricing.cost import Cost
+from apportion.pricing.layout import Layout
+from apportion.profile import Profile
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
 from apportion.world import World
+
+TRIED = (4, 8, 16, 32)
+"""Micro-batches that are worth a price; more than one is what this strategy is for."""
 
 
 @final
@@ -84,23 +92,74 @@ class PipelineParallel(Strategy):
     def exact(self) -> bool:
         return True
 
-    def build(self, workload: Workload, world: World) -> Step:
-        if self.stages not in (None, world.size):
+    @classmethod
+    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+        """1f1b, which keeps less; gpipe where that is faster, as it hides what is under way between two stages.
+        ``recompute`` only for what does not fit without."""
+        if layout.ranks == 1 or layout.ranks > len(profile.layers) or not profile.cut_by_rows:
+            return
+        for microbatches in TRIED:
+            if microbatches <= profile.batch_size / 2 or microbatches == TRIED[0] <= profile.batch_size:
+                found = cls(microbatches=microbatches, batch_norm="whole" if profile.batch_norm else None)
+                yield found
+                if not found.batch_norm:
+                    yield from found._others(profile, layout)
+
+    def _others(self, profile: Profile, layout: Layout) -> Iterator[Self]:
+        gpipe = replace(self, schedule="gpipe")
+        try:
+            usual, other = self.cost(profile, layout), gpipe.cost(profile, layout)
+        except ValueError:  # it is refused, whatever its schedule
+            return
+        if other.step_seconds < 0.99 * usual.step_seconds:
+            yield gpipe
+        if any(usual.memory_bytes * layout.together(r) > layout.device(r).memory_bytes for r in layout.kinds):
+            yield replace(self, recompute=True)
+
+    def cost(self, profile: Profile, layout: Layout) -> Cost:
+        self._refuse(layout.ranks, not profile.cut_by_rows, profile.own_update, profile.carries)
+        if layout.ranks > 1:
+            refuse_stages(profile.own_update, profile.carries, layout.device(0).kind, profile.untraceable)
+        microbatches = min(self.microbatches, profile.batch_size)
+        normalises = [layer.kind for layer in profile.layers if "BatchNorm" in layer.kind]
+        if profile.batch_norm and (microbatches > 1 or self.recompute) and self.batch_norm is None:
+            what = f"microbatches={self.microbatches}" if microbatches > 1 else "recompute=True"
+            name = normalises[0] if normalises else "a normalisation"
             raise ValueError(
-                f"stages={self.stages} needs as many workers, and there are {world.size}: use workers={self.stages}, "
+                f"{what} would give {name} the statistics of a part of the batch: use "
+                'batch_norm="whole", microbatches=1, layer_placement, data_parallel, or a normalisation that looks at '
+                "one example (GroupNorm, LayerNorm)"
+            )
+        begins = pipeline.cut(profile, layout, microbatches=microbatches, cuts=self.cuts)
+        bounds = pairwise([*begins, len(profile.layers)])
+        at_once = [any("BatchNorm" in layer.kind for layer in profile.layers[a:b]) for a, b in bounds]
+        if profile.batch_norm and not any(at_once):  # one that is made of functions may be anywhere
+            at_once = [True] * layout.ranks
+        at_once = [each and microbatches > 1 for each in at_once]
+        schedule = "gpipe" if any(at_once) else self.schedule
+        orders = [turns(schedule, stage, layout.ranks, microbatches) for stage in range(layout.ranks)]
+        return pipeline.stages(profile, layout, begins, orders, recompute=self.recompute, at_once=at_once, fused=True)
+
+    def _refuse(self, ranks: int, couples: bool, own_update: bool, carries: bool) -> None:
+        if self.stages not in (None, ranks):
+            raise ValueError(
+                f"stages={self.stages} needs as many workers, and there are {ranks}: use workers={self.stages}, "
                 "or leave stages= out"
             )
-        if self.microbatches > 1 and workload.count is None:
+        if self.microbatches > 1 and couples:
             raise ValueError(
                 f"microbatches={self.microbatches} would cut the batch under a loss that couples examples: "
                 "use microbatches=1, or layer_placement"
             )
-        if self.microbatches > 1 and world.size == 1 and (workload.update is not None or workload.carry is not None):
-            what = "update=" if workload.update is not None else "a recurrent state that is carried"
+        if self.microbatches > 1 and ranks == 1 and (own_update or carries):
+            what = "update=" if own_update else "a recurrent state that is carried"
             raise ValueError(
                 f"microbatches={self.microbatches} would cut the batch under {what}: use microbatches=1, or "
                 "data_parallel"
             )
+
+    def build(self, workload: Workload, world: World) -> Step:
+        self._refuse(world.size, workload.count is None, workload.update is not None, workload.carry is not None)
 
         def part(now: World) -> MakePart:
             # Of fewer workers there are fewer stages: what was said of the others does not fit them.

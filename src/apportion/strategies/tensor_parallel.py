@@ -30,9 +30,9 @@ its replacement go on from the last update. Elsewhere the run ends, and resumes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Self, final
 
 from torch import nn
 
@@ -42,9 +42,19 @@ from apportion.parallel.one_device import reference
 from apportion.parallel.part import MakePart
 from apportion.parallel.sliced import Plan, SlicedModel, plan
 from apportion.parallel.split import SplitStep
+from apportion.pricing import slices
+from apportion.pricing.cost import Cost
+from apportion.pricing.layer_times import chance, held, times, worst
+from apportion.pricing.layout import Layout
+from apportion.profile import Profile
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
 from apportion.world import World
+
+OWN_UPDATE = (
+    "update= calls the network as it likes, which shows only as it runs, and slices are found before: use loss=, or "
+    "data_parallel"
+)
 
 
 @final
@@ -67,12 +77,40 @@ class TensorParallel(Strategy):
     def exact(self) -> bool:
         return True
 
+    @classmethod
+    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+        if layout.ranks > 1 and slices.sliced(profile, min_width=1, ranks=layout.ranks):
+            yield cls()
+
+    def cost(self, profile: Profile, layout: Layout) -> Cost:
+        if profile.own_update:
+            raise ValueError(OWN_UPDATE)
+        how = slices.sliced(profile, min_width=self.min_width, ranks=layout.ranks)
+        if not how:
+            kinds = dict.fromkeys(layer.kind for layer in profile.layers if layer.parameter_bytes)
+            raise ValueError(_nothing(list(kinds)))
+        ranks = [
+            slices.price(profile, layout, own, how, profile.layers, rows=profile.batch_size)
+            for own in dict.fromkeys(times(profile, layout))
+        ]
+        slowest = max(ranks, key=lambda rank: rank.computing)
+        mean = sum(rank.computing for rank in ranks) / len(ranks)
+        update = max(own.update(slowest.weights, fused=True) for own in times(profile, layout))
+        return Cost(
+            terms={
+                "computing": mean,
+                "communicating": slowest.communicating,
+                "updating": update,
+                "waiting": slowest.computing * (1.0 + chance(layout)) - mean,
+                "loading": profile.loading_seconds * profile.batch_size,
+            },
+            memory=worst(held(profile, layout, r.weights, r.activations, share=1.0) for r in ranks),
+            examples=profile.batch_size,
+        )
+
     def build(self, workload: Workload, world: World) -> Step:
         if workload.update is not None:
-            raise ValueError(
-                "update= calls the network as it likes, which shows only as it runs, and slices are found before: use "
-                "loss=, or data_parallel"
-            )
+            raise ValueError(OWN_UPDATE)
 
         def part(world: World) -> MakePart:
             return lambda model, inputs: self._part(workload, world.group(), model, inputs)
@@ -85,17 +123,17 @@ class TensorParallel(Strategy):
             if not found.layers():
                 found = plan(model, inputs, workload, min_width=width)
         if not found.layers():
-            raise ValueError(_nothing(model))
+            kinds = dict.fromkeys(
+                type(m).__name__ for m in model.modules() if next(m.parameters(recurse=False), None) is not None
+            )
+            raise ValueError(_nothing(list(kinds)))
         return SlicedModel(model, found, group, workload)
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return reference(workload)
 
 
-def _nothing(model: nn.Module) -> str:
-    kinds = dict.fromkeys(
-        type(m).__name__ for m in model.modules() if next(m.parameters(recurse=False), None) is not None
-    )
+def _nothing(kinds: Sequence[str]) -> str:
     return (
         f"tensor_parallel finds no layer that it can slice (there are {', '.join(kinds) or 'none with weights'}): it "
         "slices Linear, Embedding, MultiheadAttention, LSTM, GRU and RNN layers whose weights nothing else uses; use "

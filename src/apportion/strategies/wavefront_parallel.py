@@ -30,7 +30,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, final
+from math import ceil
+from typing import Any, Self, final
 
 from torch import nn
 
@@ -38,8 +39,13 @@ from apportion.parallel.carry import Carry
 from apportion.parallel.one_device import reference
 from apportion.parallel.part import Alike, MakePart, Part
 from apportion.parallel.recurrent_cut import cut
+from apportion.parallel.recurrent_layer import chunk_length
 from apportion.parallel.split import SplitStep
 from apportion.parallel.wavefront import WavefrontPart
+from apportion.pricing.cost import Cost
+from apportion.pricing.layout import Layout
+from apportion.pricing.wavefront import Waves, wavefront
+from apportion.profile import LayerProfile, Profile
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
 from apportion.world import World
@@ -64,6 +70,33 @@ class WavefrontParallel(Strategy):
     def exact(self) -> bool:
         return True
 
+    @classmethod
+    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+        at = _recurrent(profile)
+        if layout.ranks == 1 or at is None or profile.layers[at].stack < layout.ranks:
+            return
+        net = profile.layers[at]
+        usual = _rule(net, profile.batch_size, layout)
+        yield cls()
+        for chunk in (usual // 2, usual * 2):
+            if 2 <= chunk <= net.length // 2:
+                yield cls(chunk=chunk)
+
+    def cost(self, profile: Profile, layout: Layout) -> Cost:
+        _refuse_on(layout.device(0).kind)
+        _refuse_kind(profile.precision, profile.own_update)
+        at = _recurrent(profile)
+        if at is None:
+            raise ValueError(
+                f"{profile.name} has no recurrent layers that work one after the other (nn.LSTM, nn.GRU or nn.RNN): "
+                "use data_parallel"
+            )
+        net = profile.layers[at]
+        if net.stack < layout.ranks:
+            raise ValueError(_too_few(net.name, net.stack, layout.ranks))
+        length = self.chunk or _rule(net, profile.batch_size, layout)
+        return wavefront(profile, layout, Waves(at, ceil(net.length / length), _late(net, layout)))
+
     def build(self, workload: Workload, world: World) -> Step:
         _refuse(workload, world)
 
@@ -76,10 +109,7 @@ class WavefrontParallel(Strategy):
         found = cut(model, inputs, carries=workload.carry is not None)
         layers = found.net.num_layers
         if layers < world.size:
-            raise ValueError(
-                f"{found.path or type(model).__name__} has num_layers={layers}, and each of {world.size} workers "
-                f"holds one at least: use workers<={layers}, or data_parallel"
-            )
+            raise ValueError(_too_few(found.path or type(model).__name__, layers, world.size))
         if world.size == 1:
             return Alike(model)
         seen = Carry(workload.carry, world.device, workload.dtype) if workload.carry is not None else None
@@ -90,17 +120,48 @@ class WavefrontParallel(Strategy):
 
 
 def _refuse(workload: Workload, world: World) -> None:
-    if world.device.type != "cpu":
+    _refuse_on(world.device.type)
+    _refuse_kind(workload.precision, workload.update is not None)
+
+
+def _refuse_on(device: str) -> None:
+    if device != "cpu":
         raise ValueError(
-            f"device={world.device.type!r}: on a GPU, cuDNN runs the wavefront inside of nn.LSTM; use data_parallel, "
+            f"device={device!r}: on a GPU, cuDNN runs the wavefront inside of nn.LSTM; use data_parallel, "
             'or device="cpu"'
         )
-    if workload.precision not in ("float32", "float64"):
+
+
+def _refuse_kind(precision: str, own_update: bool) -> None:
+    if precision not in ("float32", "float64"):
         raise ValueError(
-            f"precision={workload.precision!r} has the recurrent kernel choose a type for each operation: "
+            f"precision={precision!r} has the recurrent kernel choose a type for each operation: "
             'use precision="float32", or data_parallel'
         )
-    if workload.update is not None:
+    if own_update:
         raise ValueError(
             "update= asks for the gradient of a loss that only the last worker computes: use data_parallel"
         )
+
+
+def _too_few(name: str, layers: int, ranks: int) -> str:
+    return (
+        f"{name} has num_layers={layers}, and each of {ranks} workers holds one at least: use workers<={layers}, or "
+        "data_parallel"
+    )
+
+
+def _recurrent(profile: Profile) -> int | None:
+    """Which of the layers are recurrent ones that follow each other."""
+    return next((i for i, layer in enumerate(profile.layers) if layer.kind in ("LSTM", "GRU", "RNN")), None)
+
+
+def _late(net: LayerProfile, layout: Layout) -> bool:
+    """Is a layer made of matrix products, here (``recurrent_layer.layer``)?"""
+    return net.kind == "LSTM" and "AMD" not in layout.device(0).model
+
+
+def _rule(net: LayerProfile, rows: int, layout: Layout) -> int:
+    """Moments of a chunk where nobody says how many."""
+    each = max(1, net.stack // layout.ranks)
+    return chunk_length(net.length, rows, layout.ranks, each, short=_late(net, layout))

@@ -1,0 +1,174 @@
+"""Where a chain of layers is divided: into stages of the same length, into stages with replicas, by choices a layer.
+
+All three are dynamic programming over the layers in order: what is best up to a layer does not depend on what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+SECONDS_PER_BYTE = 1 / 2e9
+"""Of what goes from stage to stage, by which a cut is judged before anything is measured: a copy into shared memory and
+one out of it, there and back."""
+SECONDS_PER_MESSAGE = 1e-4
+
+Found = tuple[float, float, tuple[int, ...]]
+"""(longest stage, sent in all, first calls of the stages so far)."""
+
+
+def balanced(seconds: Sequence[float], crossing: Sequence[float | None], stages: int) -> list[int]:
+    """The calls that the stages after the first begin with: the longest stage is as short as can be, what it sends and
+    receives included; of equals, the one that sends least in all.
+
+    ``seconds``: of each call; ``crossing``: seconds to send what would go over a cut before it, None where there can be
+    none. ValueError where there are more stages than places to cut at.
+    """
+    n = len(seconds)
+    at = [0, *(i for i in range(1, n) if crossing[i] is not None), n]
+    if len(at) - 1 < stages:
+        raise ValueError(
+            f"the network can be cut into {len(at) - 1} stages at most, and there are {stages} workers: "
+            f"use workers<={len(at) - 1}"
+        )
+    upto = [0.0, *accumulate(seconds)]
+    cross = [*(c or 0.0 for c in crossing), 0.0]
+    best: list[Found | None] = [(0.0, 0.0, ())] + [None] * (len(at) - 1)
+    for stage in range(stages):
+        following: list[Found | None] = [None] * len(at)
+        for j in range(stage + 1, len(at) - (stages - stage - 1)):
+            following[j] = _last_stage(best, at, upto, cross, range(j - 1, stage - 1, -1), at[j])
+        best = following
+    assert best[-1] is not None
+    return list(best[-1][2][1:])
+
+
+def _last_stage(
+    best: Sequence[Found | None],
+    at: Sequence[int],
+    upto: Sequence[float],
+    cross: Sequence[float],
+    begins: range,
+    end: int,
+) -> Found | None:
+    """The best way to end with a stage at ``end``; from short ones to those that are too long by themselves."""
+    found: Found | None = None
+    for i in begins:
+        before, begin = best[i], at[i]
+        own = upto[end] - upto[begin]
+        if found is not None and own > found[0]:
+            break
+        if before is None:
+            continue
+        sent = before[1] + cross[end]
+        longest = max(before[0], own + cross[begin] + cross[end])
+        if found is None or (longest, sent) <= found[:2]:
+            found = longest, sent, (*before[2], begin)
+    return found
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one layer, for one batch."""
+
+    forward: float
+    backward: float
+    parameter_bytes: float
+    crossing_bytes: float
+    """What would go over a cut before it, in one direction."""
+
+
+class Stage(NamedTuple):
+    """Consecutive layers, each batch computed by one of the replicas."""
+
+    first: int
+    last: int
+    replicas: int
+
+
+def replicated(layers: Sequence[Work], workers: int, bandwidth: float) -> tuple[tuple[Stage, ...], float]:
+    """Stages with replicas for a full pipeline of batches, and the seconds that each batch takes of the slowest one.
+
+    The recurrence of Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,
+    section 3.1: the best pipeline of m workers up to a layer is the best one of fewer workers up to an earlier layer
+    and one more stage of the others. ``bandwidth``: bytes a second of each worker's port, each way.
+
+    What a stage of m replicas takes a batch differs from the paper's ``max(sum T, 2 (m - 1) |w| / B) / m`` in two ways:
+
+    - A ring passes ``2 (m - 1) / m |w|`` through each port. The paper's ``2 (m - 1) |w|`` is what all ports together
+      carry: right where they share one link, and 16 times too much where each has its own.
+    - Gradients travel while the backward pass goes on, not during the forward pass, which needs the weights that they
+      change: ``(forward + max(backward, ring)) / m``.
+
+    ``2 a / B`` of activations and their gradients are shared by the ports of a stage's replicas: each counts on both
+    sides of the cut, so that the side with fewer replicas decides.
+    """
+    n = len(layers)
+    sums = _Sums(layers)
+    best: list[list[tuple[float, tuple[Stage, ...]] | None]] = [[(0.0, ())] + [None] * workers]
+    best += [[None] * (workers + 1) for _ in range(n)]
+    for end in range(1, n + 1):
+        for used in range(1, workers + 1):
+            best[end][used] = _one_more(sums, best, end, used, bandwidth)
+    found = min((b for b in best[n][1:] if b is not None), key=lambda b: b[0])
+    return found[1], found[0]
+
+
+def _one_more(
+    sums: _Sums, best: Sequence[Sequence[tuple[float, tuple[Stage, ...]] | None]], end: int, used: int, bandwidth: float
+) -> tuple[float, tuple[Stage, ...]] | None:
+    found: tuple[float, tuple[Stage, ...]] | None = None
+    for replicas in range(used, 0, -1):
+        for begin in range(end - 1, -1, -1):
+            if found is not None and sums.computing(begin, end) / replicas >= found[0]:
+                break
+            before = best[begin][used - replicas]
+            if before is None or (found is not None and before[0] >= found[0]):
+                continue
+            slowest = max(before[0], sums.stage(begin, end, replicas, bandwidth))
+            if found is None or slowest < found[0]:
+                found = slowest, (*before[1], Stage(begin, end - 1, replicas))
+    return found
+
+
+class _Sums:
+    """Of any consecutive layers."""
+
+    def __init__(self, layers: Sequence[Work]) -> None:
+        self._forward = [0.0, *accumulate(layer.forward for layer in layers)]
+        self._backward = [0.0, *accumulate(layer.backward for layer in layers)]
+        self._weights = [0.0, *accumulate(layer.parameter_bytes for layer in layers)]
+        self._crossing = [0.0, *(layer.crossing_bytes for layer in layers[1:]), 0.0]
+
+    def computing(self, begin: int, end: int) -> float:
+        return self._forward[end] - self._forward[begin] + self._backward[end] - self._backward[begin]
+
+    def stage(self, begin: int, end: int, replicas: int, bandwidth: float) -> float:
+        """Seconds for each batch that passes."""
+        ring = 2 * (replicas - 1) / replicas * (self._weights[end] - self._weights[begin]) / bandwidth
+        backward = max(self._backward[end] - self._backward[begin], ring)
+        sent = 2 * max(self._crossing[begin], self._crossing[end]) / bandwidth
+        return max(self._forward[end] - self._forward[begin] + backward, sent) / replicas
+
+
+def chain(costs: Sequence[Sequence[float]], change: Callable[[int, int, int], float]) -> tuple[float, list[int]]:
+    """The cheapest choice for each layer of a chain, and its price: each layer's own, and what it costs to change.
+
+    ``costs[i][a]``: of layer i done in way a; ``change(i, a, b)``: before layer i, from way a to way b (``inf``: that
+    cannot be). Of equals the first.
+    """
+    ways = range(len(costs[0]))
+    total = list(costs[0])
+    came: list[list[int]] = []
+    for i, own in enumerate(costs[1:], 1):
+        ends = list(total)
+        reached = [[ends[a] + change(i, a, b) for a in ways] for b in ways]
+        come = [min(ways, key=each.__getitem__) for each in reached]
+        total = [each[a] + seconds for each, a, seconds in zip(reached, come, own, strict=True)]
+        came.append(come)
+    choices = [min(ways, key=lambda a: total[a])]
+    for come in reversed(came):
+        choices.append(come[choices[-1]])
+    return min(total), choices[::-1]

@@ -1,0 +1,201 @@
+"""What a network costs whose images lie on the ranks in strips, or by channels: halos, sums, and the rest alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from apportion.pricing.collectives import all_reduce, message
+from apportion.pricing.cost import Span
+from apportion.pricing.layer_times import LayerTimes, exposed
+from apportion.pricing.layout import Layout
+from apportion.pricing.simulate import Task, simulate, terms
+from apportion.pricing.slices import is_elementwise
+from apportion.profile import LayerProfile, Profile
+
+EDGE_CALLS = 60.0
+"""What a convolution on a strip costs each way besides its own rows, in calls: halos sent, received and added, and a
+small convolution at each edge. Counted in the code; not measured by itself."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Which of the layers work on images."""
+
+    cut: int
+    """So many, from the first."""
+    first: int
+    """The first that looks at neighbours."""
+    joined: int | None
+    """The Linear layer that the image goes into, cut by its inputs; None: what is there is summed before."""
+
+
+def images(profile: Profile, way: str) -> Images | None:
+    """None where no layer moves a window over an image."""
+    moving = [i for i, layer in enumerate(profile.layers) if layer.image is not None]
+    if not any(way in profile.layers[i].ways for i in moving):
+        return None
+    end = moving[-1] + 1
+    pooled = False
+    while end < len(profile.layers) and _stays(profile.layers[end]):
+        pooled = pooled or "AvgPool" in profile.layers[end].kind
+        end += 1
+    joined = None
+    if end < len(profile.layers) and not pooled and profile.layers[end].kind == "Linear":
+        joined = end
+    return Images(end, moving[0], joined)
+
+
+def _stays(layer: LayerProfile) -> bool:
+    """Does it leave an image an image, or make a vector of it?"""
+    return is_elementwise(layer) or any(word in layer.kind.lower() for word in ("pool", "norm", "flatten", "view"))
+
+
+@dataclass
+class Strips:
+    """Of one rank."""
+
+    spans: tuple[Span, ...]
+    terms: dict[str, float]
+    weights: float
+    activations: float
+
+
+def height(profile: Profile, layout: Layout, own: LayerTimes, found: Images, way: str) -> Strips:
+    """Of rows (or columns) of every image. All ranks do the same at the same time: the one with most rows is shown."""
+    run = _Run(profile, layout, own)
+    n = layout.ranks
+    for back in (False, True):
+        for i, layer in reversed(list(enumerate(profile.layers))) if back else enumerate(profile.layers):
+            if i < found.cut:
+                run.layer(layer, _share(layer, n), way, halo=True, back=back)
+            else:
+                run.layer(layer, 1.0 / n if i == found.joined else 1.0, "inputs", halo=False, back=back)
+            if i == found.joined and not back:
+                run.joined(layer)
+    weights = sum(layer.parameter_bytes for layer in profile.layers[: found.cut])
+    run.add("sum of gradients", "communicating", all_reduce(layout, range(n), weights), "link")
+    return run.done(found, all_weights=True)
+
+
+def channels(profile: Profile, layout: Layout, own: LayerTimes, found: Images) -> Strips:
+    """Of channels: a convolution cut by its filters, then one by what it looks at, in turn; a sum after each two."""
+    run = _Run(profile, layout, own)
+    ranks, n = range(layout.ranks), layout.ranks
+    in_slices, columns = _channels(profile, found)
+    for i, layer in enumerate(profile.layers):
+        run.layer(layer, 1.0 / n if i in in_slices else 1.0, "units" if i in columns else "inputs", halo=False)
+        if layer.image is not None and layer.parameter_bytes and i in in_slices and i not in columns:
+            run.add(f"sum of {layer.name}", "communicating", all_reduce(layout, ranks, layer.activation_bytes), "link")
+        if i == found.joined and i in in_slices:
+            run.joined(layer)
+    for i, layer in reversed(list(enumerate(profile.layers))):
+        share = 1.0 / n if i in in_slices else 1.0
+        run.layer(layer, share, "units" if i in columns else "inputs", halo=False, back=True)
+        if i in columns and i > found.first:
+            nbytes = run.given(layer)
+            run.add(f"gradient of {layer.name}", "communicating", all_reduce(layout, ranks, nbytes), "link")
+    return run.done(found, all_weights=False, in_slices=in_slices)
+
+
+def _channels(profile: Profile, found: Images) -> tuple[set[int], set[int]]:
+    """(layers that work on channels of their own, convolutions cut by their filters)."""
+    in_slices: set[int] = set()
+    columns: set[int] = set()
+    whole = True
+    for i, layer in enumerate(profile.layers[: found.cut]):
+        if layer.image is not None and layer.parameter_bytes:
+            in_slices.add(i)
+            if whole:
+                columns.add(i)
+            whole = not whole
+        elif not whole:
+            in_slices.add(i)
+    if found.joined is not None and not whole:
+        in_slices.add(found.joined)
+    return in_slices, columns
+
+
+def _share(layer: LayerProfile, ranks: int) -> float:
+    """Of the rank with most rows."""
+    if layer.image is None:
+        return 1.0 / ranks
+    rows = layer.image[0]
+    return math.ceil(rows / ranks) / rows
+
+
+class _Run:
+    """The tasks of a rank, one layer after the other."""
+
+    def __init__(self, profile: Profile, layout: Layout, own: LayerTimes) -> None:
+        self._profile, self._layout, self._own = profile, layout, own
+        self._by_name = {layer.name: layer for layer in profile.layers}
+        self._tasks: list[Task] = []
+        self._last: tuple[int, ...] = ()
+        self._norms = 0
+
+    def given(self, layer: LayerProfile) -> float:
+        """Bytes of what a layer takes; of the network's arguments, none."""
+        return sum(self._by_name[name].activation_bytes for name in layer.inputs if name in self._by_name)
+
+    def add(self, name: str, kind: str, seconds: float, on: str = "rank 0") -> None:
+        """What all wait for."""
+        if seconds > 0:
+            self._tasks.append(Task(name, kind, (on,), seconds, self._last))
+            self._last = (len(self._tasks) - 1,)
+
+    def layer(self, layer: LayerProfile, share: float, way: str, *, halo: bool, back: bool = False) -> None:
+        """One way through a layer; where its window needs them, with rows of the neighbours that arrive meanwhile."""
+        both = self._own.of(layer, self._profile.batch_size, way=way if share < 1.0 else "", share=share)
+        seconds = both.backward if back else both.forward
+        name = f"{layer.name}, backward" if back else layer.name
+        rows = (layer.image[1] - 1) / 2 if halo and layer.image is not None else 0.0
+        travels = self._halo(layer, rows)
+        before = self._last
+        self.add(name, "computing", seconds)
+        if rows > 0 and layer.image is not None and self._layout.ranks > 1:
+            share_open = exposed(self._layout, 0, 1)
+            if travels * (1 - share_open) > 0:
+                self._tasks.append(
+                    Task(f"halo of {name}", "communicating", ("link",), travels * (1 - share_open), before)
+                )
+                self._last = (*self._last, len(self._tasks) - 1)
+            self.add(f"halo of {name}", "communicating", travels * share_open)
+            edges = 2 if self._layout.ranks > 2 else 1
+            at_edge = both.backward if back else both.forward
+            self.add(
+                f"edges of {name}",
+                "computing",
+                edges * (EDGE_CALLS * self._own.call + at_edge * min(1.0, rows / (share * layer.image[0]))),
+            )
+        if halo and "BatchNorm" in layer.kind:  # statistics of the whole image: two numbers a channel
+            self.add(f"statistics of {name}", "communicating", all_reduce(self._layout, range(self._layout.ranks), 64))
+
+    def joined(self, layer: LayerProfile) -> None:
+        """The outputs of a Linear layer that was given parts of its inputs."""
+        ranks = range(self._layout.ranks)
+        self.add(
+            f"sum of {layer.name}", "communicating", all_reduce(self._layout, ranks, layer.activation_bytes), "link"
+        )
+
+    def _halo(self, layer: LayerProfile, rows: float) -> float:
+        """Seconds of the rows that come from each neighbour: both come at once."""
+        if rows <= 0 or layer.image is None or self._layout.ranks < 2:
+            return 0.0
+        nbytes = self.given(layer) / layer.image[0] * rows
+        at_once = 2 if self._layout.ranks > 2 else 1
+        return max(
+            message(self._layout, a, a + 1, nbytes, at_once=at_once) for a in range(min(self._layout.ranks - 1, 8))
+        )
+
+    def done(self, found: Images, *, all_weights: bool, in_slices: Sequence[int] | set[int] = ()) -> Strips:
+        """Simulated."""
+        spans, n = simulate(self._tasks), self._layout.ranks
+        weights = activations = 0.0
+        for i, layer in enumerate(self._profile.layers):
+            part = i < found.cut if all_weights else i in in_slices
+            cut = (not all_weights and part) or i == found.joined
+            weights += layer.parameter_bytes / (n if cut else 1)
+            activations += layer.kept_bytes / (n if part else 1)
+        return Strips(spans, terms(spans, "rank 0"), weights, activations)
