@@ -140,8 +140,9 @@ def _send(findings: Findings, place: Place, crew: Crew, seconds: float) -> None:
     for nbytes, samples in _ask(crew, "all_messages", seconds=seconds * 0.25, pairs=[[0, 1]])[0]:
         findings.add(samples, "message", place, nbytes)
     pairs = [[a, a + 1] for a in range(0, place.workers - 1, 2)]
-    how = {"nbytes": AT_ONCE_BYTES, "seconds": seconds * 0.05, "pairs": pairs, "both": len(pairs) == 1}
-    findings.add(slowest(_ask(crew, "messages", **how)), "at once", place)
+    how = {"nbytes": AT_ONCE_BYTES, "seconds": seconds * 0.05}
+    findings.add(_ask(crew, "messages", pairs=[[0, 1]], **how)[0], "alone", place)
+    findings.add(slowest(_ask(crew, "messages", pairs=pairs, both=len(pairs) == 1, **how)), "at once", place)
     for runs in _ask(crew, "overlap"):
         findings.rounds["overlap", place] += runs
 
@@ -187,7 +188,7 @@ def _link(nominal: Cluster, link: Link, findings: Findings) -> Link:
         return link
     few, most = min(places, key=lambda p: p.workers), max(places, key=lambda p: p.workers)
     messages = findings.tables("message", few)
-    alone = typical(findings.tables("message", most)[AT_ONCE_BYTES])
+    alone = typical(findings.rounds["alone", most])
     port = whose(alone, typical(findings.rounds["at once", most]), max(2, most.workers // 2))
     reduced = {place.workers: findings.tables("all_reduce", place) for place in places}
     return measured_link(replace(link, port=port), messages, reduced, findings.rounds["overlap", most])
