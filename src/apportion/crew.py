@@ -21,6 +21,7 @@ from apportion.comm.channel import Lines, Message, SharedMemory
 from apportion.comm.membership import Membership
 from apportion.entry import PROGRESS_BYTES
 from apportion.errors import CheckpointError, WorkerFailed
+from apportion.gauge import Gauging
 from apportion.happening import Began, Changed, Exited, Finished, Happening, Late, Loss, Raised
 from apportion.job import Job
 from apportion.launch.local import Local, Process
@@ -36,7 +37,7 @@ KILL_SECONDS = 30.0
 class Crew:
     """So many worker processes that run ``target`` (``module:function``) on a job."""
 
-    def __init__(self, launcher: Local, target: str, job: Job, ranks: int) -> None:
+    def __init__(self, launcher: Local, target: str, job: Job | Gauging, ranks: int) -> None:
         self._launcher, self._target, self._job, self._payload = launcher, target, job, cloudpickle.dumps(job)
         self._replaceable = isinstance(job, Job) and job.replaceable
         self._policy = job.policy if isinstance(job, Job) else Policy()
@@ -282,6 +283,7 @@ class Crew:
         self._memory.close()
         self._memory = SharedMemory()
         self._changed(losses, restarted=True)
+        assert isinstance(self._job, Job), "what only measures has no workers that are replaced"
         run_dir = self._job.run_dir
         if self._begun and run_dir is not None and RunDirectory(run_dir).steps():  # not those of another run
             self._payload = cloudpickle.dumps(dataclasses.replace(self._job, resume=True))

@@ -21,6 +21,7 @@ from apportion.agreement import Wish
 from apportion.allocator import keep_what_is_freed
 from apportion.comm.channel import Channel
 from apportion.errors import ApportionError, CheckpointError, PeerLost, StateLost
+from apportion.gauge import Gauging, serve_gauges
 from apportion.job import Job
 from apportion.parked import serve_reference, serve_steps
 from apportion.worker import work
@@ -52,7 +53,12 @@ def reference(sock: socket.socket, payload: bytes) -> int:
     return _run(sock, lambda: cloudpickle.loads(payload), serve_reference)
 
 
-def _run(sock: socket.socket, load: Callable[[], Job], program: Any) -> int:
+def gauges(sock: socket.socket, payload: bytes) -> int:
+    """Measure what the machine reaches."""
+    return _run(sock, lambda: cloudpickle.loads(payload), serve_gauges)
+
+
+def _run(sock: socket.socket, load: Callable[[], Job | Gauging], program: Any) -> int:
     channel = Channel(sock)
     try:
         job = load()

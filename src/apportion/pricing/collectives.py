@@ -54,6 +54,10 @@ def _collective(layout: Layout, ranks: Sequence[int], nbytes: float, *, passes: 
         by_host.setdefault(layout.device(rank).host, []).append(rank)
     if len(by_host) == 1:
         return _ring(layout, ranks, nbytes, passes)
+    over_all = layout.cluster.joining(layout.group(tuple(ranks))).measured if len(ranks) > len(by_host) else ()
+    table = [(m.nbytes, m.seconds) for m in over_all if m.what == "all_reduce" and m.ranks == len(ranks)]
+    if table:  # these ranks on these hosts, as they were measured
+        return interpolated(table, nbytes) * passes / 2
     sizes = Counter(len(group) for group in by_host.values())
     within = max(_ring(layout, group, nbytes, passes) for group in by_host.values())
     # Between hosts each rank of a host takes its own share of the bytes on: together they are one ring of all of them.

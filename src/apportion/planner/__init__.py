@@ -1,0 +1,1 @@
+"""Which way to split a workload on the machines at hand: measured, predicted, explained."""

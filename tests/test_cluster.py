@@ -1,0 +1,169 @@
+"""Machines as plain data: JSON, rates and links that are asked for, more hosts, the catalogue."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apportion import catalogue
+from apportion.cluster import Cluster, Device, Link, Moved, Rate
+from apportion.pricing import collectives
+from apportion.pricing.layout import Layout, layouts
+
+
+def rate(threads: int, together: int, flops: float, memory: float = 1e10) -> Rate:
+    return Rate(threads=threads, together=together, flops=flops, bytes_per_second=memory)
+
+
+def cpu(name: str = "a/cpu", cores: int = 4, **fields: Any) -> Device:
+    rates = (rate(1, 1, 1e10), rate(4, 1, 3e10, 2e10), rate(1, 4, 8e9, 5e9))
+    known = {"host": name.split("/")[0], "kind": "cpu", "model": "m", "memory_bytes": 1 << 30, "rates": rates}
+    return Device(name=name, cores=cores, **{**known, **fields})  # type: ignore[arg-type]
+
+
+def memory(*devices: str, **fields: Any) -> Link:
+    return Link(**{"kind": "memory", "devices": devices, "latency": 1e-5, "bandwidth": 4e9, "port": "all", **fields})
+
+
+def two_hosts() -> Cluster:
+    table = tuple(Moved(what="all_reduce", ranks=n, nbytes=1 << 20, seconds=0.1 * n) for n in (2, 4))
+    network = memory("a/cpu", "b/cpu", kind="ethernet", bandwidth=1e8, port="host", measured=table)
+    own = (memory("a/cpu", bandwidth=4e9), memory("b/cpu", bandwidth=5e9))
+    return Cluster(name="two", devices=(cpu("a/cpu"), cpu("b/cpu")), links=(*own, network), measured=True)
+
+
+# JSON
+
+
+def test_a_cluster_is_the_same_after_json(tmp_path: Path) -> None:
+    two_hosts().save(tmp_path / "c.json")
+    assert Cluster.load(tmp_path / "c.json") == two_hosts()
+    assert Cluster.from_json(json.loads(json.dumps(two_hosts().to_json()))) == two_hosts()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "is no JSON"),
+        ("{}", "no cluster: 'devices'"),
+        ('{"name": "x", "devices": [], "links": []}', "needs at least one device"),
+        ('{"name": "x", "devices": [{"name": "d", "rates": []}]}', "no cluster"),
+        ('{"name": "x", "devices": [{"rates": [{"thread": 1}]}]}', "thread"),
+    ],
+)
+def test_a_file_that_holds_no_cluster_says_so(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(ValueError, match=why):
+        Cluster.load(tmp_path / "c.json")
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one rate"):
+        cpu(rates=())
+    with pytest.raises(ValueError, match="its bandwidth is positive"):
+        memory("a/cpu", bandwidth=0.0)
+    with pytest.raises(ValueError, match="two devices have the same name"):
+        Cluster(name="x", devices=(cpu(), cpu()))
+    with pytest.raises(ValueError, match="joins b/cpu, which is no device"):
+        Cluster(name="x", devices=(cpu(),), links=(memory("a/cpu", "b/cpu"),))
+
+
+# Rates and links
+
+
+def test_a_measured_rate_is_taken_as_it_is() -> None:
+    assert cpu().rate(4, 1) == rate(4, 1, 3e10, 2e10)
+
+
+def test_another_layout_shares_what_the_nearest_reached() -> None:
+    """Two workers of two threads have what one of four has, or four of one; two threads alone their share of it."""
+    assert cpu().rate(2, 2).flops == pytest.approx(3e10 / 2)
+    assert cpu().rate(2, 2).bytes_per_second == pytest.approx(2e10 / 2)
+    assert cpu(rates=(rate(4, 1, 4e10),)).rate(2, 1).flops == pytest.approx(2e10)
+    # Nothing is left to give beyond what was measured.
+    assert cpu(rates=(rate(4, 1, 4e10),)).rate(8, 1).flops == pytest.approx(4e10)
+
+
+def test_the_fastest_link_of_two_and_the_slowest_on_the_way() -> None:
+    cluster = two_hosts()
+    assert cluster.link("a/cpu", "b/cpu").kind == "ethernet"
+    assert cluster.link("b/cpu", "b/cpu").bandwidth == 5e9
+    assert cluster.joining(["a/cpu", "a/cpu"]).bandwidth == 4e9
+    assert cluster.joining(["a/cpu", "b/cpu", "b/cpu"]).kind == "ethernet"
+    with pytest.raises(ValueError, match="no link joins a/cpu and b/cpu"):
+        replace(cluster, links=cluster.links[:2]).link("a/cpu", "b/cpu")
+
+
+def test_sums_over_the_ranks_that_were_measured_take_what_was_measured() -> None:
+    """Four ranks on two hosts: their own entry, rather than one within the hosts and one between them."""
+    layout = Layout(cluster=two_hosts(), devices=("a/cpu", "a/cpu", "b/cpu", "b/cpu"))
+    assert collectives.all_reduce(layout, range(4), 1 << 20) == pytest.approx(0.4)
+    assert collectives.all_reduce(layout, (0, 2), 1 << 20) == pytest.approx(0.2)
+
+
+# More hosts
+
+
+def test_another_host_is_like_the_last_one() -> None:
+    four = two_hosts().with_hosts(4)
+    assert four.hosts == ("a", "b", "b.2", "b.3")
+    assert not four.measured
+    assert four.device("b.3/cpu").rates == two_hosts().device("b/cpu").rates
+    assert four.link("b.3/cpu", "b.3/cpu").bandwidth == 5e9
+    assert four.link("a/cpu", "b.3/cpu").kind == "ethernet"
+    # Four ranks lay on two hosts when they were measured.
+    assert [m.ranks for m in four.link("a/cpu", "b.3/cpu").measured] == [2]
+    assert Cluster.from_json(four.to_json()) == four
+
+
+def test_fewer_hosts_are_the_first_ones() -> None:
+    one = two_hosts().with_hosts(1)
+    assert one.hosts == ("a",)
+    assert [link.devices for link in one.links] == [("a/cpu",)]
+    same = two_hosts().with_hosts(2)
+    assert (same.devices, [link.devices for link in same.links]) == (
+        two_hosts().devices,
+        [link.devices for link in two_hosts().links],
+    )
+
+
+def test_no_host_is_added_without_a_link_to_it() -> None:
+    with pytest.raises(ValueError, match="no link joins hosts"):
+        two_hosts().with_hosts(1).with_hosts(2)
+    with pytest.raises(ValueError, match="many=0"):
+        two_hosts().with_hosts(0)
+
+
+# The catalogue
+
+
+def test_the_catalogue_has_the_common_machines() -> None:
+    hosts = {f"4-hosts-{speed}gbit" for speed in (1, 10, 25)}
+    assert set(catalogue.names()) == {"2-cores", "16-cores", "32-cores", "8xv100", "8xa100", "8xh100"} | hosts
+    with pytest.raises(ValueError, match="did you mean '8xa100'"):
+        catalogue.named("8a100")
+    with pytest.raises(ValueError, match="there are 16-cores, "):
+        catalogue.named("?")
+
+
+@pytest.mark.parametrize("name", catalogue.names())
+def test_a_cluster_of_the_catalogue_makes_sense(name: str) -> None:
+    cluster = catalogue.named(name)
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    assert not cluster.measured
+    assert "taken as" in cluster.name, "where its numbers are from"
+    for layout in layouts(cluster):
+        assert collectives.all_reduce(layout, range(layout.ranks), 1e6) >= 0.0
+        for rank in layout.kinds:
+            device, key = layout.device(rank), (layout.threads, layout.together(rank))
+            assert key in {(r.threads, r.together) for r in device.rates}, "every layout worth a look has its rate"
+    for device in cluster.devices:
+        alone = device.rate(1, 1)
+        for known in device.rates:
+            assert known.flops <= known.threads * alone.flops, "threads do not help each other"
+            assert known.bytes_per_second <= known.threads * alone.bytes_per_second
+            assert known.threads * known.together <= device.cores
