@@ -23,6 +23,7 @@ from apportion.comm.channel import Channel
 from apportion.errors import ApportionError, CheckpointError, PeerLost, StateLost
 from apportion.job import Job
 from apportion.parked import serve_reference, serve_steps
+from apportion.timing import serve_timings
 from apportion.worker import work
 from apportion.world import World
 
@@ -50,6 +51,11 @@ def steps(sock: socket.socket, payload: bytes) -> int:
 def reference(sock: socket.socket, payload: bytes) -> int:
     """Give the states that a strategy must compute."""
     return _run(sock, lambda: cloudpickle.loads(payload), serve_reference)
+
+
+def timings(sock: socket.socket, payload: bytes) -> int:
+    """Time a step and its parts when told to."""
+    return _run(sock, lambda: cloudpickle.loads(payload), serve_timings)
 
 
 def _run(sock: socket.socket, load: Callable[[], Job], program: Any) -> int:

@@ -84,6 +84,8 @@ class Pass:
     backward: float
     update: float
     """Of all weights, by the workload's optimizer."""
+    fused_update: float | None = None
+    """The same by torch's fused kernels, as strategies run it that divide the weights; None: as above."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +115,10 @@ class Profile:
     """Is a recurrent state carried from batch to batch?"""
     element_wise: bool = True
     """Does the optimizer treat each number by itself, so that its work can be divided anywhere?"""
+    precision: str = "float32"
+    """``Workload.precision``."""
+    untraceable: str | None = None
+    """Why the network cannot be cut between its layers; None: it can."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -177,13 +183,20 @@ class Profile:
         return Seconds(sum(s.forward for s in each), sum(s.backward for s in each))
 
     def update_seconds(
-        self, device: Device, *, threads: int = 1, together: int = 1, nbytes: float | None = None
+        self,
+        device: Device,
+        *,
+        threads: int = 1,
+        together: int = 1,
+        nbytes: float | None = None,
+        fused: bool = False,
     ) -> float:
-        """Of so many bytes of weights (None: of all)."""
+        """Of so many bytes of weights (None: of all); by the workload's optimizer, or ``fused``."""
         share = 1.0 if nbytes is None else nbytes / max(1, self.parameter_bytes)
         passes = self._passes(device, threads, together)
         if passes:
-            return min(p.update for p in passes) * share
+            best = (p.update if not fused or p.fused_update is None else p.fused_update for p in passes)
+            return min(best) * share
         rate = device.rate(threads, together).bytes_per_second
         moved = self.parameter_bytes * (3 + 2 * self.slots)  # weights twice, gradients once, slots twice
         return moved / rate * share + device.call_seconds
