@@ -46,12 +46,16 @@ def clock(device: torch.device) -> float:
 
 
 def fresh(value: Any, taken: list[tuple[Tensor, Tensor]], *, copies: bool) -> Any:
-    """The same tensors, cut off from what made them; those that need a gradient get one of their own."""
+    """The same tensors, cut off from what made them; those that need a gradient get one of their own. What is given
+    twice stays one: attention looks whether its queries are its keys."""
+    known: dict[int, Tensor] = {}
 
     def own(tensor: Tensor) -> Tensor:
-        leaf = tensor.detach().requires_grad_(tensor.requires_grad)
-        taken.append((tensor, leaf))
-        return leaf.clone() if copies else leaf
+        if id(tensor) not in known:
+            leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+            taken.append((tensor, leaf))
+            known[id(tensor)] = leaf.clone() if copies else leaf
+        return known[id(tensor)]
 
     return tree.map_tensors(own, value)
 

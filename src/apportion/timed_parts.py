@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -197,29 +197,28 @@ def _first(value: Any) -> int:
     return int(value[0] if isinstance(value, tuple | list) else value)
 
 
-def parts(call: Callable[..., Any], given: tuple[Any, Any], way: str, ranks: int, *, copies: bool) -> Iterator[Any]:
-    """(share, part) of a call cut in this way for so many ranks; none where it is too small to be."""
+def part_of(
+    call: Callable[..., Any], given: tuple[Any, Any], way: str, ranks: int, *, copies: bool
+) -> tuple[float, Part] | None:
+    """(share, part) of a call cut in this way for so many ranks; None where it is too small to be."""
     args, kwargs = given
-    device = args[0].device
     if way in ("layer", "chunk"):
-        yield from _stack_parts(call, args[0], way, ranks)
-        return
+        return _of_stack(call, args[0], way, ranks)
     made = _sliced(call, args, way, ranks) if isinstance(call, nn.Module) and way != "height" else None
     if made is None:
         made = _strip(call, args, ranks) if way == "height" else _narrow(call, args, ranks)
-    if made is not None:
-        yield 1 / ranks, Called(made[0], made[1], kwargs, device, copies=copies)
+    return None if made is None else (1 / ranks, Called(made[0], made[1], kwargs, args[0].device, copies=copies))
 
 
-def _stack_parts(net: Any, x: Tensor, way: str, ranks: int) -> Iterator[Any]:
+def _of_stack(net: Any, x: Tensor, way: str, ranks: int) -> tuple[float, Part] | None:
     if ranks > net.num_layers:
-        return
+        return None
     moments = x.transpose(0, 1) if net.batch_first else x
     time, rows = moments.shape[:2]
     short = isinstance(layer(net, 0), LSTMLayer)
     length = chunk_length(time, rows, ranks, net.num_layers // ranks, short=short)
     part = OneOfStack(net, moments, length, only_one=way == "chunk")
-    yield (1 if way == "layer" else length / time) / net.num_layers, part
+    return (1 if way == "layer" else length / time) / net.num_layers, part
 
 
 def _sliced(call: nn.Module, args: Any, way: str, ranks: int) -> tuple[Any, Any] | None:
@@ -303,11 +302,11 @@ def _strip(call: Callable[..., Any], args: Any, ranks: int) -> tuple[Any, Any] |
 def _all_cut(args: Any, dim: int, ranks: int) -> Any:
     """The same part of everything that is as long there as the first; of one element at least."""
     length = args[0].shape[dim]
-    own = -(-length // ranks)
+    own, from_the_end = -(-length // ranks), dim % args[0].dim() - args[0].dim()  # as shapes are broadcast
 
     def cut(t: Tensor) -> Tensor:
-        same = t.dim() == args[0].dim() and t.shape[dim] == length
-        return _cut(t, dim, own) if same else t
+        same = t.dim() >= -from_the_end and t.shape[from_the_end] == length
+        return _cut(t, from_the_end, own) if same else t
 
     return tree.map_tensors(cut, args)
 

@@ -24,7 +24,7 @@ from apportion.parallel.one_device import OneDeviceStep
 from apportion.parallel.replica import Replica
 from apportion.parallel.rules import rule_of
 from apportion.timed_calls import Calls, Ran, clock, kept_bytes
-from apportion.timed_parts import Called, Part, parts, ways, window
+from apportion.timed_parts import Called, Part, part_of, ways, window
 from apportion.workload import Workload
 from apportion.world import World
 
@@ -44,7 +44,7 @@ def serve_timings(job: Job, world: World, channel: Channel) -> None:
         if order["kind"] == "close":
             break
         if order["kind"] == "pass":
-            channel.send({"kind": "pass", **timed.whole(order["rows"], order["seconds"])})
+            channel.send({"kind": "pass", **timed.whole(order["rows"], order["seconds"], fused=order["fused"])})
         elif order["kind"] == "layers":
             channel.send({"kind": "layers", **timed.layers(order["rows"], order["seconds"])})
         elif order["kind"] == "part":
@@ -173,8 +173,9 @@ class Timed:
 
     # Whole steps
 
-    def whole(self, rows: int, seconds: float) -> Message:
-        """Steps of so many rows: seconds of each one's forward (with the loss), backward and update."""
+    def whole(self, rows: int, seconds: float, *, fused: bool) -> Message:
+        """Steps of so many rows: seconds of each one's forward (with the loss), backward and update; in turns with
+        ``fused`` updates where that is asked for."""
         batch = self._rows(rows)
         found: dict[str, list[float]] = {"forward": [], "backward": [], "update": [], "fused": []}
         for first in self._timed(seconds):
@@ -183,7 +184,7 @@ class Timed:
                 self._one(batch, kept)
             else:
                 self._one_of_its_own(batch, kept)
-            if self._fused is not None:
+            if fused and self._fused is not None:
                 self._one(batch, kept, self._fused)
         return {"rows": len(batch), **{name: _median(times) for name, times in found.items()}}
 
@@ -264,21 +265,25 @@ class Timed:
         followed = self._followed(len(batch))
         assert followed is not None, "only a network that is followed has parts"
         ran = self._ran(followed, batch, order["layer"])
-        for share, part in self._parts(ran, order["way"], order["ranks"]):
-            with self._replica.autocast():
-                found = self._time(part, order["seconds"])
-            return {"share": share, "rows": len(batch), "forward": found[0], "backward": found[1]}
-        return {"share": None}
+        with self._replica.autocast():
+            made = self._part(ran, order["way"], order["ranks"])
+            if made is None:
+                return {"share": None}
+            forward, backward = self._time(made[1], order["seconds"])
+        return {"share": made[0], "rows": len(batch), "forward": forward, "backward": backward}
 
-    def _parts(self, ran: Ran, way: str, ranks: int) -> Iterator[tuple[float, Part]]:
+    def _part(self, ran: Ran, way: str, ranks: int) -> tuple[float, Part] | None:
+        """With its share, run once; None where the layer has no such part."""
         given = (ran.args, ran.kwargs)
         if not way:
-            yield 1.0, Called(ran.call, *given, self._device, copies=ran.copies)
-            return
+            return 1.0, Called(ran.call, *given, self._device, copies=ran.copies)
         try:
-            yield from parts(ran.call, given, way, ranks, copies=ran.copies)
+            made: tuple[float, Part] | None = part_of(ran.call, given, way, ranks, copies=ran.copies)
+            if made is not None:
+                made[1].run()
         except (RuntimeError, ValueError):  # its sizes, or shapes that it was told, do not go with a part
-            return
+            return None
+        return made
 
     def _time(self, part: Part, seconds: float) -> tuple[float, float]:
         found = []

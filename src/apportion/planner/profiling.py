@@ -52,6 +52,11 @@ class _Setting:
     together: int
     counts: set[int] = field(default_factory=set)
 
+    @property
+    def weight(self) -> int:
+        """Of its time: where there are parts of layers there is more to do."""
+        return 2 if self.counts else 1
+
 
 @dataclass
 class _Found:
@@ -85,10 +90,11 @@ def profile(
     found: list[_Found] = []
     left = seconds
     for at, setting in enumerate(settings):
+        share = setting.weight / sum(later.weight for later in settings[at:])
         with _Measuring(workload, here, setting) as measuring:
             facts = measuring.facts()
             began = time.monotonic()
-            found.append(measuring.measure(facts, left / (len(settings) - at)))
+            found.append(measuring.measure(facts, left * share))
             left = max(0.0, left - (time.monotonic() - began))
     return _profile(workload, here, found)
 
@@ -147,7 +153,8 @@ class _Measuring:
         end = time.monotonic() + seconds
         rows = self._rows(facts)
         for at in rows:
-            found.passes.append(self._whole(at, seconds * STEPS_SHARE / len(rows)))
+            share = 0.5 if at == rows[0] else 0.5 / (len(rows) - 1)  # what is asked for most
+            found.passes.append(self._whole(at, seconds * STEPS_SHARE * share, fused=at == rows[0]))
         if not facts["layers"]:
             return found
         left = max(0.0, min(seconds * LAYERS_SHARE, end - time.monotonic()))
@@ -166,15 +173,15 @@ class _Measuring:
     def _ask(self, order: Mapping[str, Any]) -> list[Message]:
         return self._crew.ask(order, str(order["kind"]), ANSWER_SECONDS)
 
-    def _whole(self, rows: int, seconds: float) -> Pass:
-        answers = self._ask({"kind": "pass", "rows": rows, "seconds": seconds})
-        fused = [a["fused"] for a in answers if a["fused"] is not None]
+    def _whole(self, rows: int, seconds: float, *, fused: bool) -> Pass:
+        answers = self._ask({"kind": "pass", "rows": rows, "seconds": seconds, "fused": fused})
+        known = [a["fused"] for a in answers if a["fused"] is not None]
         return Pass(
             rows=answers[0]["rows"],
             threads=self._setting.threads,
             together=self._setting.together,
             **{name: statistics.mean(a[name] for a in answers) for name in ("forward", "backward", "update")},
-            fused_update=statistics.mean(fused) if fused else None,
+            fused_update=statistics.mean(known) if known else None,
         )
 
     def _layers(self, whole: Pass, seconds: float, found: _Found) -> None:
