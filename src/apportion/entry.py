@@ -24,6 +24,7 @@ from apportion.errors import ApportionError, CheckpointError, PeerLost, StateLos
 from apportion.gauge import Gauging, serve_gauges
 from apportion.job import Job
 from apportion.parked import serve_reference, serve_steps
+from apportion.timing import serve_timings
 from apportion.worker import work
 from apportion.world import World
 
@@ -58,6 +59,9 @@ def gauges(sock: socket.socket, payload: bytes) -> int:
     return _run(sock, lambda: cloudpickle.loads(payload), serve_gauges)
 
 
+def timings(sock: socket.socket, payload: bytes) -> int:
+    """Time a step and its parts when told to."""
+    return _run(sock, lambda: cloudpickle.loads(payload), serve_timings)
 def _run(sock: socket.socket, load: Callable[[], Job | Gauging], program: Any) -> int:
     channel = Channel(sock)
     try:

@@ -1,1 +1,1 @@
-"""Which way to split a workload on the machines at hand: measured, predicted, explained."""
+"""Which way to split the work on the machines there are: measured, predicted, chosen, explained."""
