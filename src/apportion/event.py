@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-EventKind = Literal["plan", "trial", "start", "step", "speed", "evaluation", "checkpoint", "fault", "end"]
+EventKind = Literal["trial", "start", "step", "speed", "evaluation", "checkpoint", "fault", "end"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """Something that happened in a run. ``data`` by kind (every value is plain JSON):
 
-    - ``plan``: before the start, where no strategy was given: what ``Plan.to_json`` gives
     - ``trial``: before the start, where no strategy was given. ``ranking``: what was measured, the fastest (which is
       taken) first, each with ``strategy``, ``launcher``, ``step_seconds`` (median), ``examples_per_second``;
       ``refused``: what cannot run the workload, with the ``cause``; ``seconds`` (it took)

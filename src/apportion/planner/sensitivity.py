@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -83,11 +83,11 @@ def crossings(some: Sequence[Priced], profile: Profile, cluster: Cluster) -> lis
         now = min(link.bandwidth for link in cluster.links if link.kind == kind)
         scan = _Scan(some, profile, cluster, kind)
         for step in (0.5, 2.0):
-            factor = scan.change(step)
-            if factor is not None:
-                low, high = scan.fastest(factor * 0.999), scan.fastest(factor * 1.001)
-                if low is not None and high is not None and low is not high:
-                    found.append(Crossing(kind, now * factor, low, high))
+            ends = scan.change(step)
+            if ends is not None:
+                below, above = (scan.fastest(factor) for factor in sorted(ends))
+                if below is not None and above is not None:
+                    found.append(Crossing(kind, now * math.sqrt(ends[0] * ends[1]), below, above))
     return found
 
 
@@ -110,21 +110,22 @@ class _Scan:
         best = fastest(self.some, self.profile, with_bandwidth(self.cluster, self.kind, factor))
         return None if best is None else best[0]
 
-    def change(self, step: float) -> float | None:
-        """The first factor in this direction at which another one is fastest; None: there is none."""
+    def change(self, step: float) -> tuple[float, float] | None:
+        """Two factors close to each other, in this direction: at the first of them what is fastest today still is, at
+        the second it is not. None: it stays."""
         first, near = self.fastest(1.0), 1.0
         for n in range(1, FURTHEST + 1):
             far = step**n
             if self.fastest(far) is not first:
-                return self._between(near, far, lambda p: p is first)
+                return self._between(near, far, first)
             near = far
         return None
 
-    def _between(self, near: float, far: float, same: Callable[[Priced | None], bool]) -> float:
+    def _between(self, near: float, far: float, first: Priced | None) -> tuple[float, float]:
         for _ in range(HALVINGS):
             middle = math.sqrt(near * far)
-            near, far = (middle, far) if same(self.fastest(middle)) else (near, middle)
-        return math.sqrt(near * far)
+            near, far = (middle, far) if self.fastest(middle) is first else (near, middle)
+        return near, far
 
 
 def sensitivities(found: Sequence[Priced], profile: Profile, cluster: Cluster) -> tuple[str, ...]:

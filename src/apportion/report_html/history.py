@@ -67,7 +67,6 @@ class History:
     throughput: Curve
     """Of all workers together, against seconds."""
     workers: list[Worker]
-    plans: list[Moment]
     trials: list[Moment]
     starts: list[Moment]
     evaluations: list[Moment]
@@ -229,7 +228,6 @@ class _Reader:
             learning_rate=self._learning_rate.curve(),
             throughput=Curve(throughput[:, 0], throughput[:, 1]),
             workers=[reader.worker(rank) for rank, reader in sorted(self._workers.items()) if reader.seconds],
-            plans=self._moments.get("plan", []),
             trials=self._moments.get("trial", []),
             starts=self._moments.get("start", []),
             evaluations=_without_repeats(self._moments.get("evaluation", [])),

@@ -12,7 +12,6 @@ from apportion.report import duration, number
 from apportion.report_html import tables
 from apportion.report_html.frame import document, drawing, figure, numbers, pair, section, without_pictures
 from apportion.report_html.history import Curve, History, Moment
-from apportion.report_html.plan_page import plan_sections
 
 STATES = {"finished": "good", "stopped": "warn", "interrupted": "warn", "failed": "bad"}
 
@@ -27,7 +26,6 @@ def page(history: History) -> str:
         _metrics(history, pictures),
         _values(history, pictures),
         _speed(history, pictures),
-        _plan(history, pictures),
         _trial(history.trials),
         _faults(history.faults),
         _checkpoints(history.checkpoints),
@@ -208,10 +206,6 @@ def _flat(name: str, value: Any) -> list[tuple[str, str]]:
 def _written(history: History) -> str:
     rows = [(path, what) for path, what in tables.written(history.run_dir)]
     return section("Files", tables.table(["path", "what it is"], rows, texts=2))
-
-
-def _plan(history: History, pictures: ModuleType | None) -> str:
-    return "\n".join(plan_sections(history.plans[-1].event.data, pictures)) if history.plans else ""
 
 
 def _trial(trials: list[Moment]) -> str:

@@ -51,9 +51,9 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
     here = cluster is None or (isinstance(cluster, Cluster) and cluster.measured)
     if not (trial and here) or workload is None or network is not None:
         return planned
-    from apportion.planner.refine import refine  # with it come processes
+    from apportion.planner.trying import tried  # with it come processes
 
-    return refine(planned, workload, allow_approximate=allow_approximate)
+    return tried(planned, workload, allow_approximate=allow_approximate)
 
 
 def cluster_of(given: Cluster | str | Path) -> Cluster:
