@@ -363,7 +363,10 @@ def test_the_bandwidth_at_which_the_answer_changes_is_found() -> None:
     assert (str(crossing.below.strategy), str(crossing.above.strategy)) == ("single_device", "data_parallel")
     gigabits = f"{crossing.bandwidth * 8 / 1e9:.3g} Gb/s"
     here = "(here 10 Gb/s); below, single_device on local(workers=1, threads=1)"
-    assert f"data_parallel on env wins above {gigabits} of ethernet {here}" in planned(profile, cluster).sensitivities
+    assert (
+        f"data_parallel on 2 workers of 2 hosts wins above {gigabits} of ethernet {here}"
+        in planned(profile, cluster).sensitivities
+    )
 
 
 def test_a_crossing_above_todays_bandwidth_is_found_from_below() -> None:
@@ -371,7 +374,7 @@ def test_a_crossing_above_todays_bandwidth_is_found_from_below() -> None:
     assert search(profile, cluster)[0].strategy == SingleDevice()
     wanted = crossing_by_hand(profile, cluster)
     (line,) = (x for x in planned(profile, cluster).sensitivities if "of ethernet" in x)
-    assert re.match(r"\S+ on env wins above ", line)
+    assert re.match(r"\S+ on 2 workers of 2 hosts wins above ", line)
     at = float(re.search(r"above ([\d.]+) Gb/s", line)[1]) * 1e9 / 8  # type: ignore[index]
     assert at == pytest.approx(wanted, rel=0.01)
 
@@ -380,17 +383,21 @@ def test_other_batches_and_one_host_more_are_told_only_where_they_change_somethi
     small = planned(network(flops=1.5e8), hosts())
     assert small.strategy == "single_device"
     (line,) = (x for x in small.sensitivities if x.startswith("with batch"))
-    assert re.fullmatch(r"with batch (128|256) choose data_parallel on env \([\d.]+ times as fast as single_.*\)", line)
+    assert re.fullmatch(
+        r"with batch (128|256) choose data_parallel on 2 workers of 2 hosts \([\d.]+ times as fast as single_.*\)", line
+    )
     large = planned(network(flops=1e11), hosts())
     assert not [x for x in large.sensitivities if x.startswith("with batch")]
-    assert [x for x in large.sensitivities if re.fullmatch(r"a third host helps \d+%: data_parallel on env", x)]
+    assert [x for x in large.sensitivities if re.fullmatch(r"a third host helps \d+%: data_parallel on 3 .*", x)]
     tiny = planned(network(flops=1e6, weights=400_000_000), hosts())
     assert not [x for x in tiny.sensitivities if "host" in x]
 
 
 def test_a_second_host_says_what_network_it_is_thought_to_be_on() -> None:
     lines = planned(network(flops=1e11), host()).sensitivities
-    assert any(re.match(r"a second host on 10 Gb/s Ethernet helps \d+%: data_parallel on env", x) for x in lines)
+    assert any(
+        re.match(r"a second host on 10 Gb/s Ethernet helps \d+%: data_parallel on 4 workers of 2", x) for x in lines
+    )
 
 
 def test_changed_machines_are_the_same_but_for_the_change() -> None:

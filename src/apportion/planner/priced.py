@@ -55,7 +55,8 @@ class Priced:
     """On how many it was priced; this one is the best of them."""
 
     def __str__(self) -> str:
-        return f"{self.strategy} on {self.launcher}"
+        hosts = len(self.layout.hosts)
+        return f"{self.strategy} on {self.launcher if hosts == 1 else f'{self.layout.ranks} workers of {hosts} hosts'}"
 
     @property
     def workers(self) -> int:

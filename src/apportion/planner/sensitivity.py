@@ -16,7 +16,7 @@ from apportion.planner.changed import (
     with_bandwidth,
     with_batch,
 )
-from apportion.planner.priced import Priced, family, misfit
+from apportion.planner.priced import TIE, Priced, family, misfit
 from apportion.planner.search import search
 from apportion.pricing.layout import Layout
 from apportion.profile import Profile
@@ -24,8 +24,8 @@ from apportion.profile import Profile
 SHORT_LIST = 12
 """Exact candidates that the model is run again for."""
 OF_A_FAMILY = 2
-FURTHEST = 8
-"""Doublings and halvings of a bandwidth that are looked at."""
+STRIDE, FURTHEST = 4.0, 4
+"""A bandwidth is looked at so many times as large, and that again, so often; and as many times smaller."""
 HALVINGS = 8
 """Of the last of them, to find where the answer changes."""
 BATCHES = (2.0, 4.0, 0.5)
@@ -45,7 +45,7 @@ class Crossing(NamedTuple):
 
 
 def short_list(found: Sequence[Priced]) -> list[Priced]:
-    """The best few exact ones, of each strategy no more than two."""
+    """The best few exact ones, the fastest first, of each strategy no more than two."""
     kept, many = list[Priced](), dict[str, int]()
     for p in found:
         name = family(p.strategy)
@@ -82,7 +82,7 @@ def crossings(some: Sequence[Priced], profile: Profile, cluster: Cluster) -> lis
     for kind in _kinds(some, cluster):
         now = min(link.bandwidth for link in cluster.links if link.kind == kind)
         scan = _Scan(some, profile, cluster, kind)
-        for step in (0.5, 2.0):
+        for step in (1 / STRIDE, STRIDE):
             ends = scan.change(step)
             if ends is not None:
                 below, above = (scan.fastest(factor) for factor in sorted(ends))
@@ -133,8 +133,9 @@ def sensitivities(found: Sequence[Priced], profile: Profile, cluster: Cluster) -
     some = short_list(found)
     if not some:
         return ()
+    first = found[0] if found[0] in some else some[0]
     lines = [_told(crossing, cluster) for crossing in crossings(some, profile, cluster)]
-    return (*lines, *_batches(some, profile, cluster), *_more(some, profile, cluster))
+    return (*lines, *_batches(first, some, profile, cluster), *_more(some, profile, cluster))
 
 
 def _told(crossing: Crossing, cluster: Cluster) -> str:
@@ -146,16 +147,16 @@ def _told(crossing: Crossing, cluster: Cluster) -> str:
     return f"{crossing.above} wins above {at} {where} (here {here}); below, {crossing.below}"
 
 
-def _batches(some: Sequence[Priced], profile: Profile, cluster: Cluster) -> list[str]:
-    """Other batch sizes that another one is best with; the nearest in each direction."""
-    first, lines, told = some[0], list[str](), set[str]()
+def _batches(first: Priced, some: Sequence[Priced], profile: Profile, cluster: Cluster) -> list[str]:
+    """Other batch sizes that another one than the first is best with, by more than a tie; each one once."""
+    lines, told = list[str](), set[str]()
     for factor in BATCHES:
         batch = profile.batch_size * factor
         if batch < 1 or batch != int(batch):
             continue
         other = with_batch(profile, int(batch))
         best, ours = fastest(some, other, cluster), again(first, other, cluster)
-        if best is None or best[0] is first or str(best[0]) in told:
+        if best is None or best[0] is first or str(best[0]) in told or (ours is not None and ours / best[1] < 1 + TIE):
             continue
         told.add(str(best[0]))
         gain = "" if ours is None else f" ({ours / best[1]:.2f} times as fast as {first.strategy})"
