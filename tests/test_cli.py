@@ -30,7 +30,11 @@ FLAGS = {
     "train": ["--help", "--launcher", "--policy", "--resume", "--run-dir", "--steps", "--strategy", "--workers"],
     "check": ["--help", "--json", "--steps", "--strategy", "--workers"],
     "compare": ["--help", "--json", "--out", "--steps", "--strategy", "--workers"],
-}
+    "plan": [
+        "--against", "--allow-approximate", "--cluster", "--help", "--json", "--network", "--no-trial", "--out",
+        "--remeasure", "--workers",
+    ],
+}  # fmt: skip
 WRITTEN = ("checkpoint", "report", "tensorboard")
 TINY = '''
 import os
@@ -170,6 +174,7 @@ def test_help_says_what_a_verb_does_and_names_every_flag(apportion: Any, verb: s
     assert "FILE:NAME" in text
     assert all(flag in text for flag in FLAGS[verb])
     about = {"train": "Train a workload", "check": "Prove that a strategy", "compare": "Measure strategies"}
+    about["plan"] = "Say which way to split a workload"
     assert about[verb] in text
 
 

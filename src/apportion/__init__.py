@@ -11,6 +11,7 @@ from apportion import comm as comm  # apportion.comm.shared_memory_hook; it impo
 
 if TYPE_CHECKING:
     from apportion.batch import Batch as Batch
+    from apportion.cluster import Cluster as Cluster
     from apportion.deal import DataShard as DataShard
     from apportion.deal import Draws as Draws
     from apportion.errors import ApportionError as ApportionError
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from apportion.event import Event as Event
     from apportion.launch.env import Env as env  # noqa: F401
     from apportion.launch.local import Local as local  # noqa: F401
+    from apportion.planner.measure import measure as measure
+    from apportion.planner.plan import Plan as Plan
+    from apportion.profile import Profile as Profile
     from apportion.proof import Proof as Proof
     from apportion.strategies.data_parallel import DataParallel as data_parallel  # noqa: F401
     from apportion.strategies.fully_sharded import FullySharded as fully_sharded  # noqa: F401
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from apportion.trained import load as load
     from apportion.verbs.check import check as check
     from apportion.verbs.compare import compare as compare
+    from apportion.verbs.plan import plan as plan
     from apportion.verbs.train import run as run
     from apportion.verbs.train import train as train
     from apportion.workload import Evaluation as Evaluation
@@ -48,11 +53,14 @@ _HOMES = {
     "ApportionError": "errors",
     "Batch": "batch",
     "CheckpointError": "errors",
+    "Cluster": "cluster",
     "DataShard": "deal",
     "Draws": "deal",
     "Evaluation": "workload",
     "Event": "event",
+    "Plan": "planner.plan",
     "Policy": "supervise",
+    "Profile": "profile",
     "Proof": "proof",
     "State": "strategy",
     "Step": "strategy",
@@ -65,6 +73,8 @@ _HOMES = {
     "check": "verbs.check",
     "compare": "verbs.compare",
     "load": "trained",
+    "measure": "planner.measure",
+    "plan": "verbs.plan",
     "run": "verbs.train",
     "train": "verbs.train",
 }

@@ -19,7 +19,7 @@ from apportion.errors import ApportionError, WorkerFailed
 from apportion.template import template
 
 NO, WRONG_USE, FAILED, INTERRUPTED = 1, 2, 3, 130
-_START_WORKERS = ("train", "check", "compare")
+_START_WORKERS = ("train", "check", "compare", "plan")
 
 app = typer.Typer(
     help="Train one network on all the devices you have, and prove that it is the same network.",
@@ -134,6 +134,52 @@ def compare(
             _print_json([asdict(row) for row in rows])
         else:
             show_rows(rows)
+
+
+@app.command()
+def plan(  # noqa: PLR0913 (the flags)
+    workload: Annotated[
+        str | None, typer.Argument(metavar="FILE:NAME", help="the workload; not with --network")
+    ] = None,
+    network: Annotated[str | None, typer.Option(metavar="FILE", help="instead of it, its profile")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="FILE|NAME", help="which machines (default: this one, measured)")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="FILE|NAME", help="other machines: how many of them match these?")
+    ] = None,
+    workers: Workers = None,
+    no_trial: Annotated[bool, typer.Option("--no-trial", help="stop at the prediction")] = False,
+    allow_approximate: Annotated[
+        bool, typer.Option("--allow-approximate", help="choose an approximate one if a pilot speaks for it")
+    ] = False,
+    remeasure: Annotated[bool, typer.Option("--remeasure", help="measure this machine again")] = False,
+    out: Annotated[str | None, typer.Option(metavar="FILE.html", help="write the plan there, with pictures")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say which way to split a workload, why, and when the answer would change."""
+    with _guarded():
+        from apportion.display_plan import show_plan
+        from apportion.verbs.plan import plan as decide
+
+        decided = decide(
+            workload,
+            cluster,
+            network=network,
+            against=against,
+            workers=workers,
+            trial=not no_trial,
+            allow_approximate=allow_approximate,
+            remeasure=remeasure,
+        )
+        if out is not None:
+            from apportion.report_html import write_plan_html
+
+            write_plan_html(decided.to_json(), out)
+        if as_json:
+            _print_json(decided.to_json())
+        else:
+            show_plan(decided)
 
 
 def _launcher(text: str | None, workers: int | None) -> Any:

@@ -6,28 +6,23 @@ import json
 from collections.abc import Mapping
 from html import escape
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from apportion.report import duration, number
 from apportion.report_html import tables
+from apportion.report_html.frame import document, drawing, figure, numbers, pair, section, without_pictures
 from apportion.report_html.history import Curve, History, Moment
-from apportion.report_html.style import STYLE
 
-if TYPE_CHECKING:
-    from apportion.report_html.pictures import Picture
-
-# Whatever a text in the run may hold, no browser fetches or runs anything for this page.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 STATES = {"finished": "good", "stopped": "warn", "interrupted": "warn", "failed": "bad"}
 
 
 def page(history: History) -> str:
     """The whole document."""
-    pictures = _pictures()
+    pictures = drawing()
     title = str(history.run.get("address") or history.run_dir.name)
     sections = [
         _facts(history),
-        _missing(pictures),
+        without_pictures(pictures),
         _metrics(history, pictures),
         _values(history, pictures),
         _speed(history, pictures),
@@ -38,21 +33,7 @@ def page(history: History) -> str:
         _written(history),
     ]
     body = "\n".join(section for section in (_head(history, title), *sections) if section)
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
-
-
-def _pictures() -> ModuleType | None:
-    """What draws; None where matplotlib is not installed."""
-    try:
-        from apportion.report_html import pictures
-    except ImportError:
-        return None
-    return pictures
+    return document(title, body)
 
 
 def _head(history: History, title: str) -> str:
@@ -121,16 +102,6 @@ def _facts(history: History) -> str:
     return f"<section>\n{html}\n</section>" if "<dd>" in html else ""
 
 
-def _missing(pictures: ModuleType | None) -> str:
-    if pictures is not None:
-        return ""
-    return _section(
-        "Without pictures",
-        '<p class="note">The curves are drawn with matplotlib, which is not installed: '
-        "<code>pip install &quot;apportion[report]&quot;</code></p>",
-    )
-
-
 def _metrics(history: History, pictures: ModuleType | None) -> str:
     results = tables.metrics_table(history)
     if not results:
@@ -139,11 +110,11 @@ def _metrics(history: History, pictures: ModuleType | None) -> str:
     if pictures is not None and len(history.evaluations) > 1:
         for name in tables.metric_names(history.evaluations):
             curve = tables.metric_curve(history.evaluations, name)
-            drawn.append(_figure(pictures.metric_picture(name, curve, best), f"test {name}"))
-    html = results + _pair(drawn)
+            drawn.append(figure(pictures.metric_picture(name, curve, best), f"test {name}"))
+    html = results + pair(drawn)
     if history.evaluations:
-        html += _numbers("All evaluations", tables.evaluations_table(history.evaluations), shown=pictures is None)
-    return _section("Evaluation", html)
+        html += numbers("All evaluations", tables.evaluations_table(history.evaluations), shown=pictures is None)
+    return section("Evaluation", html)
 
 
 def _values(history: History, pictures: ModuleType | None) -> str:
@@ -152,21 +123,21 @@ def _values(history: History, pictures: ModuleType | None) -> str:
     sections = []
     if curves:
         first = "loss" if "loss" in curves else next(iter(curves))
-        sections.append(_section(_capital(first), _value(first, curves.pop(first), pictures, wide=True)))
+        sections.append(section(_capital(first), _value(first, curves.pop(first), pictures, wide=True)))
     others = [_value(name, curve, pictures, wide=False) for name, curve in curves.items()]
     others.append(_learning_rate(history.learning_rate, pictures))
     if any(others):
-        sections.append(_section("Other values" if sections else "Values", _pair(others)))
+        sections.append(section("Other values" if sections else "Values", pair(others)))
     return "\n".join(sections)
 
 
 def _value(name: str, curve: Curve, pictures: ModuleType | None, *, wide: bool) -> str:
     picture = pictures.value_picture(name, curve, wide=wide) if pictures is not None and len(curve.x) > 1 else None
     bad = tables.not_finite(curve)
-    html = _figure(picture, "" if wide else name)
+    html = figure(picture, "" if wide else name)
     html += f'<p class="note">{escape(bad)}</p>' if bad else ""
     shown = picture is None
-    return html + _numbers(f"{_capital(name)} in numbers", tables.values_table(curve), shown=shown)
+    return html + numbers(f"{_capital(name)} in numbers", tables.values_table(curve), shown=shown)
 
 
 def _speed(history: History, pictures: ModuleType | None) -> str:
@@ -174,26 +145,26 @@ def _speed(history: History, pictures: ModuleType | None) -> str:
         return ""
     html = ""
     if pictures is not None:
-        html = _figure(pictures.speed_picture(history), "Examples per second")
+        html = figure(pictures.speed_picture(history), "Examples per second")
         stages = pictures.stages_picture(history.workers)
-        html += _figure(stages, "Where a step's time goes")
+        html += figure(stages, "Where a step's time goes")
     if history.workers:
-        html += _numbers("Workers in numbers", tables.workers_table(history), shown=not html)
+        html += numbers("Workers in numbers", tables.workers_table(history), shown=not html)
     if not html:
         html = f"<p>{number(float(history.throughput.y[-1]))} examples per second at the end.</p>"
-    return _section("Speed", html)
+    return section("Speed", html)
 
 
 def _learning_rate(curve: Curve, pictures: ModuleType | None) -> str:
     if not len(curve.x) or curve.y.min() == curve.y.max():
         return ""
     picture = pictures.learning_rate_picture(curve) if pictures is not None else None
-    numbers = _numbers("Learning rate in numbers", tables.values_table(curve), shown=picture is None)
-    return _figure(picture, "learning rate") + numbers
+    table = numbers("Learning rate in numbers", tables.values_table(curve), shown=picture is None)
+    return figure(picture, "learning rate") + table
 
 
 def _faults(faults: list[Moment]) -> str:
-    return _section("Faults", "".join(map(_fault, faults))) if faults else ""
+    return section("Faults", "".join(map(_fault, faults))) if faults else ""
 
 
 def _fault(moment: Moment) -> str:
@@ -214,7 +185,7 @@ def _checkpoints(checkpoints: list[Moment]) -> str:
     spent = sum(moment.event.data.get("seconds") or 0.0 for moment in checkpoints)
     times = "One was" if len(checkpoints) == 1 else f"{len(checkpoints):,} were"
     last = "" if len(checkpoints) <= 5 else " The last five:"
-    return _section(
+    return section(
         "Checkpoints", f"<p>{times} written, in {duration(spent)}.{last}</p>{tables.checkpoints_table(checkpoints)}"
     )
 
@@ -223,7 +194,7 @@ def _environment(history: History) -> str:
     """What else run.json holds; the fingerprint is for programs."""
     told = ("address", "strategy", "launcher", "fingerprint")
     pairs = [pair for name, value in history.run.items() if name not in told for pair in _flat(name, value)]
-    return _section("Environment", tables.facts(pairs)) if pairs else ""
+    return section("Environment", tables.facts(pairs)) if pairs else ""
 
 
 def _flat(name: str, value: Any) -> list[tuple[str, str]]:
@@ -234,7 +205,7 @@ def _flat(name: str, value: Any) -> list[tuple[str, str]]:
 
 def _written(history: History) -> str:
     rows = [(path, what) for path, what in tables.written(history.run_dir)]
-    return _section("Files", tables.table(["path", "what it is"], rows, texts=2))
+    return section("Files", tables.table(["path", "what it is"], rows, texts=2))
 
 
 def _trial(trials: list[Moment]) -> str:
@@ -242,37 +213,7 @@ def _trial(trials: list[Moment]) -> str:
         return ""
     took = duration(float(trials[-1].event.data.get("seconds") or 0.0))
     note = f'<p class="note">No strategy was given: the fastest of these was taken, after {escape(took)} of trial.</p>'
-    return _section("Trial", note + tables.trial_table(trials[-1]))
-
-
-def _section(title: str, html: str) -> str:
-    return f"<section>\n<h2>{escape(title)}</h2>\n{html}\n</section>"
-
-
-def _figure(picture: Picture | None, title: str) -> str:
-    if picture is None:
-        return ""
-    keys = "".join(
-        f'<span><i class="{_faint(colour)}" style="background:var(--{colour.split()[0]})"></i>{escape(what)}</span>'
-        for what, colour in picture.keys
-    )
-    head = f"<h3>{escape(title)}</h3>" if title else ""
-    caption = f'<figcaption>{head}<span class="keys">{keys}</span></figcaption>' if head or keys else ""
-    return f"<figure>{caption}{picture.svg}</figure>"
-
-
-def _faint(colour: str) -> str:
-    return "faint" if colour.endswith(" faint") else ""
-
-
-def _pair(parts: list[str]) -> str:
-    cells = "".join(f"<div>{part}</div>" for part in parts if part)
-    return f'<div class="pair">{cells}</div>' if cells else ""
-
-
-def _numbers(title: str, html: str, *, shown: bool) -> str:
-    """A table to be opened by who wants it; open where it stands in for a picture."""
-    return f"<details{' open' if shown else ''}><summary>{escape(title)}</summary>{html}</details>"
+    return section("Trial", note + tables.trial_table(trials[-1]))
 
 
 def _capital(name: str) -> str:

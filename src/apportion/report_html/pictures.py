@@ -30,7 +30,7 @@ SERIES = 8
 MOST_BARS = 32
 
 _COLOURS = ("ink", "muted", "grid", "surface", "bad", *(f"series-{n}" for n in range(1, SERIES + 1)))
-_MARKS = {name: f"#0{n:x}0b0c" for n, name in enumerate(_COLOURS)}
+MARKS = {name: f"#0{n:x}0b0c" for n, name in enumerate(_COLOURS)}
 """Colours that are drawn with, each standing for one of the page's: light and dark are the style sheet's matter."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: it takes the page's font, and can be searched and read aloud
@@ -40,19 +40,19 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.spines.left": False,
-    "axes.edgecolor": _MARKS["muted"],
-    "axes.labelcolor": _MARKS["muted"],
+    "axes.edgecolor": MARKS["muted"],
+    "axes.labelcolor": MARKS["muted"],
     "axes.labelsize": 12,
     "axes.axisbelow": True,
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.xmargin": 0.015,
     "axes.unicode_minus": False,
-    "grid.color": _MARKS["grid"],
+    "grid.color": MARKS["grid"],
     "grid.linewidth": 1,
-    "text.color": _MARKS["ink"],
-    "xtick.color": _MARKS["muted"],
-    "ytick.color": _MARKS["muted"],
+    "text.color": MARKS["ink"],
+    "xtick.color": MARKS["muted"],
+    "ytick.color": MARKS["muted"],
     "ytick.left": False,
     "lines.linewidth": 2,
     "lines.solid_joinstyle": "round",
@@ -81,13 +81,13 @@ def value_picture(name: str, curve: Curve, *, wide: bool) -> Picture | None:
         axes.plot(
             points.x,
             points.y,
-            color=_MARKS["series-1"],
+            color=MARKS["series-1"],
             alpha=0.35,
             linewidth=1,
             marker="o" if few else "",
             markersize=3,
         )
-        axes.plot(course.x, course.y, color=_MARKS["series-1"], linewidth=2)
+        axes.plot(course.x, course.y, color=MARKS["series-1"], linewidth=2)
         if on_log_scale(course) and finite(curve).y.min() > 0:
             _log_scale(axes)
         _mark_not_finite(axes, curve)
@@ -98,7 +98,7 @@ def value_picture(name: str, curve: Curve, *, wide: bool) -> Picture | None:
     if len(finite(curve).x) < len(curve.x):
         keys.append(("not finite", "bad"))
     what = f"{name} against the step"
-    return Picture(_broad_and_slim(_one(draw), what, 330) if wide else _slim(_one(draw), what, 280), keys)
+    return Picture(broad_and_slim(one_plot(draw), what, 330) if wide else _slim(one_plot(draw), what, 280), keys)
 
 
 def metric_picture(name: str, curve: Curve, best: int | None) -> Picture | None:
@@ -107,7 +107,7 @@ def metric_picture(name: str, curve: Curve, best: int | None) -> Picture | None:
         return None
 
     def draw(axes: Axes) -> None:
-        axes.plot(curve.x, curve.y, color=_MARKS["series-2"], marker="o", markersize=4 if len(curve.x) <= 60 else 0)
+        axes.plot(curve.x, curve.y, color=MARKS["series-2"], marker="o", markersize=4 if len(curve.x) <= 60 else 0)
         if best is not None and np.isfinite(curve.y[best]):
             _mark_best(axes, curve, best)
         axes.margins(y=0.18)
@@ -115,7 +115,7 @@ def metric_picture(name: str, curve: Curve, best: int | None) -> Picture | None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
 
-    return Picture(_slim(_one(draw), f"{name} against the epoch", 280))
+    return Picture(_slim(one_plot(draw), f"{name} against the epoch", 280))
 
 
 def learning_rate_picture(curve: Curve) -> Picture | None:
@@ -125,11 +125,11 @@ def learning_rate_picture(curve: Curve) -> Picture | None:
 
     def draw(axes: Axes) -> None:
         points = thinned(curve)
-        axes.plot(points.x, points.y, color=_MARKS["series-5"])
+        axes.plot(points.x, points.y, color=MARKS["series-5"])
         axes.set_ylim(bottom=0)
         _steps(axes)
 
-    return Picture(_slim(_one(draw), "learning rate against the step", 280))
+    return Picture(_slim(one_plot(draw), "learning rate against the step", 280))
 
 
 def speed_picture(history: History) -> Picture | None:
@@ -157,11 +157,11 @@ def speed_picture(history: History) -> Picture | None:
         strip.set_xlim(left=0)
         for moment in history.starts[1:]:
             for axes in (*plots, strip):
-                axes.axvline(moment.seconds / per, color=_MARKS["muted"], linewidth=1, dashes=(3, 3))
+                axes.axvline(moment.seconds / per, color=MARKS["muted"], linewidth=1, dashes=(3, 3))
 
     what = "examples per second of each worker over time, with checkpoints, evaluations and faults"
     height = 70 + 160 * len(panels) + 24 * len(happened)
-    return Picture(_broad_and_slim(draw, what, height), _worker_keys(history, drawn) if len(drawn) > 1 else ())
+    return Picture(broad_and_slim(draw, what, height), _worker_keys(history, drawn) if len(drawn) > 1 else ())
 
 
 def stages_picture(workers: Sequence[Worker]) -> Picture | None:
@@ -175,9 +175,9 @@ def stages_picture(workers: Sequence[Worker]) -> Picture | None:
         left = np.zeros(len(workers))
         for number_, stage in enumerate(STAGES, 1):
             widths = np.array([worker.stages.get(stage, 0.0) * 1e3 for worker in workers])
-            bars = axes.barh(rows, widths, left=left, height=0.62, color=_MARKS[f"series-{number_}"])
+            bars = axes.barh(rows, widths, left=left, height=0.62, color=MARKS[f"series-{number_}"])
             for bar in bars:
-                bar.set(edgecolor=_MARKS["surface"], linewidth=1.5)
+                bar.set(edgecolor=MARKS["surface"], linewidth=1.5)
             left += widths
         for row, total in enumerate(left):
             axes.annotate(f"{number(total)} ms", (total, row), (6, 0), textcoords="offset points", va="center")
@@ -191,7 +191,7 @@ def stages_picture(workers: Sequence[Worker]) -> Picture | None:
         axes.set_xlabel("milliseconds a step")
 
     keys = [(stage, f"series-{n}") for n, stage in enumerate(STAGES, 1)]
-    return Picture(_broad_and_slim(_one(draw), "where a step's time goes, by worker", 70 + 34 * len(workers)), keys)
+    return Picture(broad_and_slim(one_plot(draw), "where a step's time goes, by worker", 70 + 34 * len(workers)), keys)
 
 
 def slowest(workers: Sequence[Worker]) -> list[Worker]:
@@ -217,8 +217,8 @@ def _draw_workers(axes: Axes, workers: Sequence[Worker], per: float) -> None:
     ends = [worker.speed.x[-1] for worker in workers]
     x = np.linspace(min(worker.speed.x[0] for worker in workers), max(ends), 200)
     y = np.array([np.interp(x, worker.speed.x, worker.speed.y) for worker in workers])
-    axes.fill_between(x / per, y.min(0), y.max(0), color=_MARKS["series-1"], alpha=0.2, linewidth=0)
-    axes.plot(x / per, np.median(y, 0), color=_MARKS["series-1"])
+    axes.fill_between(x / per, y.min(0), y.max(0), color=MARKS["series-1"], alpha=0.2, linewidth=0)
+    axes.plot(x / per, np.median(y, 0), color=MARKS["series-1"])
 
 
 def _worker_keys(history: History, workers: Sequence[Worker]) -> list[tuple[str, str]]:
@@ -231,7 +231,7 @@ def _worker_keys(history: History, workers: Sequence[Worker]) -> list[tuple[str,
 
 def _draw_line(axes: Axes, curve: Curve, per: float, colour: str) -> None:
     points = thinned(curve)
-    axes.plot(points.x / per, points.y, color=_MARKS[colour], linewidth=1.5)
+    axes.plot(points.x / per, points.y, color=MARKS[colour], linewidth=1.5)
 
 
 def _happened(history: History) -> dict[str, list[Moment]]:
@@ -244,7 +244,7 @@ def _draw_strip(axes: Axes, happened: Sequence[tuple[str, list[Moment]]], per: f
     for row, (name, moments) in enumerate(happened):
         colour, marker, size = look[name]
         x = [moment.seconds / per for moment in moments]
-        axes.plot(x, [row] * len(x), marker, color=_MARKS[colour], markersize=size, linestyle="none", clip_on=False)
+        axes.plot(x, [row] * len(x), marker, color=MARKS[colour], markersize=size, linestyle="none", clip_on=False)
     axes.set_yticks(range(len(happened)), [name for name, _ in happened])
     axes.set_ylim(len(happened) - 0.4, -0.6)
     axes.grid(visible=False)
@@ -252,9 +252,7 @@ def _draw_strip(axes: Axes, happened: Sequence[tuple[str, list[Moment]]], per: f
 
 def _mark_best(axes: Axes, curve: Curve, best: int) -> None:
     x, y = float(curve.x[best]), float(curve.y[best])
-    axes.plot(
-        [x], [y], "o", markersize=9, color=_MARKS["series-2"], markeredgecolor=_MARKS["surface"], markeredgewidth=2
-    )
+    axes.plot([x], [y], "o", markersize=9, color=MARKS["series-2"], markeredgecolor=MARKS["surface"], markeredgewidth=2)
     _annotate(axes, f"best {measure(y)}", x, y, below=y < float(np.nanmedian(curve.y)))
 
 
@@ -276,7 +274,7 @@ def _mark_not_finite(axes: Axes, curve: Curve) -> None:
     bad = curve.x[~np.isfinite(curve.y)]
     if len(bad):
         bad = bad[spread(len(bad), 500)]
-        look: dict[str, Any] = {"color": _MARKS["bad"], "markersize": 10, "clip_on": False}
+        look: dict[str, Any] = {"color": MARKS["bad"], "markersize": 10, "clip_on": False}
         axes.plot(bad, np.ones(len(bad)), "|", transform=axes.get_xaxis_transform(), **look)
 
 
@@ -303,12 +301,12 @@ def _time_unit(seconds: float) -> tuple[str, float]:
     return "seconds", 1.0
 
 
-def _one(draw: Callable[[Axes], None]) -> Callable[[Figure], None]:
+def one_plot(draw: Callable[[Axes], None]) -> Callable[[Figure], None]:
     """A figure of one plot."""
     return lambda figure: draw(figure.subplots())
 
 
-def _broad_and_slim(draw: Callable[[Figure], None], what: str, height: int) -> str:
+def broad_and_slim(draw: Callable[[Figure], None], what: str, height: int) -> str:
     """Drawn twice, for a desk and for a telephone: the style sheet shows the one that fits."""
     return _figure(draw, what, (BROAD, height), "broad") + _figure(draw, what, (SLIM, height), "slim")
 
@@ -330,7 +328,7 @@ def _figure(draw: Callable[[Figure], None], what: str, pixels: tuple[int, int], 
 def _for_the_page(svg: str, what: str, shown: str) -> str:
     """The element alone, named for those who cannot see it, in the page's colours and type, with ids of its own."""
     svg = svg[svg.index("<svg") :]
-    for name, mark in _MARKS.items():
+    for name, mark in MARKS.items():
         svg = svg.replace(mark, f"var(--{name})")
     svg = re.sub(r"font: ((?:\w+ )*)([\d.]+)px [^;\"]*", lambda m: f"font: {m[1]}{m[2]}px var(--type)", svg)
     svg = svg.replace("xlink:href", "href")

@@ -1,0 +1,162 @@
+"""Why the first won, and why each other lost: in words, from what their steps are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from apportion.planner.priced import Priced, alike, family, gibibytes
+from apportion.pricing.cost import TERMS
+from apportion.profile import Profile
+
+_SAVES = {
+    "computing": "of computing",
+    "updating": "of updating weights",
+    "communicating": "of communication that nothing hides",
+    "bubble": "of bubble",
+    "waiting": "of waiting for the slowest worker",
+    "loading": "of loading examples",
+}
+_SUMS = ("data_parallel", "map_reduce", "local_sgd", "fully_sharded")
+"""What they send is gradients, or weights, of the whole network."""
+_SMALL = 0.02
+"""Of a step: parts that differ by less are not worth a word."""
+
+
+def why_first(candidates: Sequence[Priced], profile: Profile) -> tuple[str, ...]:
+    """A few lines on the first of them, against the second."""
+    first = candidates[0]
+    assert first.cost is not None
+    how = "measured" if first.tried is not None else "predicted"
+    lines = [
+        f"{first}: {milliseconds(first.step_seconds)} a step, {how}, {first.examples_per_second:,.0f} examples/s "
+        f"(within {first.error:.0%})"
+    ]
+    if first.layout.ranks == 1:
+        lines.append("do not distribute: one process is fastest" + _no_other(candidates))
+    rivals = [p for p in candidates[1:] if p.cost is not None and p.strategy.exact]
+    if rivals:
+        lines.append(_against(first, rivals[0], profile))
+    return tuple(lines)
+
+
+def _no_other(candidates: Sequence[Priced]) -> str:
+    able = [p for p in candidates[1:] if p.cost is not None and p.layout.ranks > 1 and p.strategy.exact]
+    return "" if able else ", and nothing else that is exact can run this network there"
+
+
+def _against(first: Priced, second: Priced, profile: Profile) -> str:
+    ratio = second.seconds_per_example / first.seconds_per_example
+    if ratio < 1:
+        return (
+            f"{second} is {1 / ratio - 1:.1%} faster, which is less than can be told: the simpler one is taken "
+            f"({_workers(first)} instead of {_workers(second)})"
+        )
+    saved, lost = differences(first, second, profile.batch_size)
+    text = f"{ratio:.2f} times as fast as {second}"
+    if saved:
+        text += ": it saves " + _and(f"{milliseconds(s)} {_SAVES[term]}" for term, s in saved.items())
+    if lost:
+        text += " and spends " if saved else ": it spends "
+        text += _and(f"{milliseconds(s)} more {_SAVES[term]}" for term, s in lost.items())
+    return text
+
+
+def differences(first: Priced, second: Priced, batch_size: int) -> tuple[dict[str, float], dict[str, float]]:
+    """(what the first saves, what it spends more) in seconds for one batch, by term, the largest first."""
+    ours, theirs = per_batch(first, batch_size), per_batch(second, batch_size)
+    least = _SMALL * sum(theirs.values())
+    by = {term: theirs[term] - ours[term] for term in TERMS}
+    order = sorted(by, key=lambda term: -abs(by[term]))
+    return (
+        {term: by[term] for term in order if by[term] > least},
+        {term: -by[term] for term in order if -by[term] > least},
+    )
+
+
+def per_batch(p: Priced, batch_size: int) -> dict[str, float]:
+    """Predicted seconds for one global batch, by term: strategies differ in how many examples a step learns from."""
+    assert p.cost is not None
+    return {term: p.cost.terms.get(term, 0.0) * batch_size / p.cost.examples for term in TERMS}
+
+
+def why_not(p: Priced, first: Priced, profile: Profile) -> str:
+    """One line: why this one was not chosen."""
+    if p is first:
+        return "chosen"
+    if p.cost is None:
+        return p.refusal
+    if not p.strategy.exact:
+        return approximate(p, first)
+    slower = p.seconds_per_example / first.seconds_per_example
+    if slower <= 1:
+        return f"as fast as can be told ({1 - slower:.1%} faster), and less simple: {_workers(p)}"
+    by = f"{slower:.2f} times as long" if slower >= 1.1 else f"{slower - 1:.1%} slower"
+    more = differences(first, p, profile.batch_size)[0]
+    if not more:
+        return f"{by}: {'measured' if p.tried is not None else 'a little of everything'}"
+    term, seconds = next(iter(more.items()))
+    tie = ", which is less than can be told" if alike(first, p) else ""
+    return f"{by}{tie}: {_dominating(p, term, seconds, profile)}"
+
+
+def approximate(p: Priced, exact: Priced) -> str:
+    """What is said of a strategy that computes something else: its step time alone decides nothing."""
+    faster = exact.seconds_per_example / p.seconds_per_example
+    if faster > 1.005:
+        return (
+            f"approximate: {faster:.2f}x faster per example; wins only if it needs less than {faster:.2f}x the examples"
+        )
+    return f"approximate, and no faster per example ({faster:.2f}x)"
+
+
+def _dominating(p: Priced, term: str, seconds: float, profile: Profile) -> str:
+    assert p.cost is not None
+    took = milliseconds(seconds)
+    share = p.cost.terms.get(term, 0.0) / p.cost.step_seconds
+    if term == "communicating":
+        if family(p.strategy).partition("(")[0] in _SUMS:
+            return f"waits {took} for the sum of {size(profile.parameter_bytes)} of gradients"
+        return f"waits {took} for what its workers send each other"
+    if term == "bubble":
+        half = "half" if 0.45 <= share <= 0.55 else f"{share:.0%}"
+        return f"{half} of each step is bubble"
+    if term == "waiting":
+        return f"waits {took} for the slowest of {_workers(p)}"
+    if term == "loading":
+        return f"loads examples for {took} longer"
+    if term == "updating":
+        return f"updates {size(profile.parameter_bytes)} of weights for {took} longer"
+    return f"computes {took} longer: {_workers(p)} of {_count(p.layout.threads, 'thread')}"
+
+
+def size(nbytes: float) -> str:
+    """40 MB: what is sent, in the units that links are sold by."""
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} GB"
+
+
+def milliseconds(seconds: float) -> str:
+    """3.12 ms, 0.0213 ms, 12.3 s."""
+    return f"{seconds:.3g} s" if seconds >= 10 else f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def memory_text(memory: Mapping[str, int]) -> str:
+    """12 MiB: 4 MiB weights, 8 MiB activations."""
+    parts = _and(f"{gibibytes(n)} {name}" for name, n in memory.items() if n)
+    return f"{gibibytes(sum(memory.values()))}: {parts}" if parts else gibibytes(0)
+
+
+def _workers(p: Priced) -> str:
+    return _count(p.layout.ranks, "worker")
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _and(parts: object) -> str:
+    texts = list(parts)  # type: ignore[call-overload]
+    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " and " + texts[-1] if texts else ""

@@ -1,0 +1,111 @@
+"""From prices to a plan: ranked, folded, explained; again whenever trials have taught something."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from apportion.cluster import Cluster
+from apportion.planner.changed import of_hosts
+from apportion.planner.explain import milliseconds, why_first, why_not
+from apportion.planner.plan import Matched, Plan
+from apportion.planner.priced import Priced, folded, ranked
+from apportion.planner.search import search
+from apportion.planner.sensitivity import sensitivities
+from apportion.profile import Profile
+
+MOST_HOSTS = 64
+"""That two clusters are matched with."""
+MATCHED_WITH = 6
+"""Of what is fastest on the other cluster, as many are looked at on more hosts of it."""
+
+
+def make(
+    found: Sequence[Priced],
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    workload: str | None = None,
+    chosen: Priced | None = None,
+    against: Cluster | None = None,
+) -> Plan:
+    """The plan that these prices (and measurements) speak for. ``chosen``: an approximate one, where it was asked for
+    and has shown in a pilot that it learns enough; None: the best exact one. ``against``: a cluster to match.
+
+    ValueError where nothing exact can run, with the reasons.
+    """
+    order = ranked(found)
+    first = chosen if chosen is not None else (order[0] if order else None)
+    if first is None or first.cost is None or (chosen is None and not first.strategy.exact):
+        raise ValueError(_none(order, profile, cluster))
+    candidates = folded([first, *(p for p in order if p is not first)])
+    if chosen is None:
+        first = candidates[0]
+    return Plan(
+        workload=profile.name if workload is None else workload,
+        profile=profile,
+        cluster=cluster,
+        chosen=candidates[0],
+        candidates=tuple(candidates),
+        why=why_first(candidates, profile),
+        reasons=tuple(why_not(p, candidates[0], profile) for p in candidates),
+        sensitivities=sensitivities(order, profile, cluster),
+        matched=None if against is None else match(candidates[0], profile, cluster, against),
+        found=tuple(order),
+    )
+
+
+def _none(order: Sequence[Priced], profile: Profile, cluster: Cluster) -> str:
+    refused = [p for p in folded(order) if p.cost is None]
+    reasons = "; ".join(f"{p.strategy}: {p.refusal}" for p in refused[:4])
+    return f"nothing exact can run {profile.name} on cluster {cluster.name}: {reasons}"
+
+
+def match(chosen: Priced, profile: Profile, cluster: Cluster, against: Cluster) -> Matched:
+    """How many hosts of the slower of two clusters are as fast as the other one: predicted."""
+    there = _able(profile, against)
+    best = there[0]
+    names = list(dict.fromkeys(str(p.strategy).partition("(")[0] for p in (*there[:MATCHED_WITH], chosen)))
+    ratio = best.seconds_per_example / chosen.seconds_per_example
+    said = f"on {against.name} {best} takes {milliseconds(best.step_seconds)} a step"
+    if 0.99 < ratio < 1.01:
+        return Matched(other=against.name, best=best, hosts=None, text=f"{said}: as fast as on {cluster.name}")
+    slow, fast, wanted = (against, cluster, chosen) if ratio > 1 else (cluster, against, best)
+    hosts = hosts_to_match(profile, slow, wanted.seconds_per_example, names)
+    times = f"{ratio:.2f} times as long as" if ratio > 1 else f"{1 / ratio:.2f} times as fast as"
+    how = (
+        f"{hosts} hosts of {slow.name} match {fast.name}"
+        if hosts is not None
+        else f"no number of hosts of {slow.name} up to {MOST_HOSTS} matches {fast.name}"
+    )
+    return Matched(other=against.name, best=best, hosts=hosts, text=f"{said}, {times} on {cluster.name}; {how}")
+
+
+def hosts_to_match(
+    profile: Profile, cluster: Cluster, seconds_per_example: float, strategies: Sequence[str] | None = None
+) -> int | None:
+    """The fewest hosts like its first one that need no longer for an example, with one of these strategies; None:
+    ``MOST_HOSTS`` are too few."""
+
+    def enough(hosts: int) -> bool:
+        try:
+            return _able(profile, of_hosts(cluster, hosts), strategies)[0].seconds_per_example <= seconds_per_example
+        except ValueError:
+            return False
+
+    few, many = 0, 1
+    while not enough(many):
+        few, many = many, many * 2
+        if many > MOST_HOSTS:
+            return None
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if enough(middle) else (middle, many)
+    return many
+
+
+def _able(profile: Profile, cluster: Cluster, strategies: Sequence[str] | None = None) -> list[Priced]:
+    """What is exact and runs there, the fastest first."""
+    able = [p for p in search(profile, cluster, strategies=strategies) if p.cost is not None and p.strategy.exact]
+    if not able:
+        raise ValueError(f"nothing exact can run {profile.name} on cluster {cluster.name}")
+    return sorted(able, key=lambda p: p.seconds_per_example)

@@ -1,0 +1,162 @@
+"""Every strategy on every layout worth a look, priced: a few hundred at most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+from apportion.cluster import Cluster
+from apportion.planner.priced import Priced, family, priced, ranked
+from apportion.pricing.layout import Layout, layouts
+from apportion.profile import Profile
+from apportion.strategy import Strategy
+from apportion.values import find, names, parse
+
+STRATEGIES = "apportion.strategies"
+MOST_PRICED = 400
+"""What is left over is not looked at: the largest layouts come first."""
+MOST_EACH = 12
+"""Values of one strategy on one layout."""
+COMPOSED_LAYOUTS = 3
+"""The largest, which replicas of groups are tried on."""
+GROUP_VALUES = 2
+"""Of the values of what such a group is made of."""
+
+
+def search(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    workers: int | None = None,
+    threads: int | None = None,
+    strategies: Sequence[Strategy | str] | None = None,
+) -> tuple[Priced, ...]:
+    """All of them, the best first (see ``ranked``), each strategy once for each layout.
+
+    ``workers``, ``threads``: only layouts of so many. ``strategies``: only these: a name stands for all values that
+    it has to offer, a value (``"pipeline_parallel(stages=2)"``) for itself. Pure: nothing is measured.
+    """
+    places = places_of(cluster, workers, threads)
+    if not places:
+        raise ValueError(
+            f"workers={workers}, threads={threads}: cluster {cluster.name} has no place for them; never more threads "
+            f"than cores: {', '.join(f'{d.name} has {d.cores}' for d in cluster.devices[:8])}"
+        )
+    kinds, values = _asked(strategies)
+    found = [
+        priced(strategy, layout, profile)
+        for strategy, layout in islice(_choices(kinds, values, profile, places), MOST_PRICED)
+    ]
+    missing = {family(cls()) for cls in kinds} - {family(p.strategy) for p in found}
+    found += [_nothing(cls(), profile, places) for cls in kinds if family(cls()) in missing]
+    return tuple(ranked(found))
+
+
+def places_of(cluster: Cluster, workers: int | None = None, threads: int | None = None) -> list[Layout]:
+    """The layouts worth a look, the largest first; of so many workers and threads where they are given."""
+    if workers is None:
+        found = [layout for layout in layouts(cluster) if threads in (None, layout.threads)]
+    else:
+        found = list(_of_workers(cluster, workers, threads))
+    return sorted(found, key=lambda layout: (-layout.ranks, -layout.threads))
+
+
+def _of_workers(cluster: Cluster, workers: int, threads: int | None) -> Iterator[Layout]:
+    """So many workers on the GPUs where there are any, else on the cores; on one host, and on all evenly."""
+    gpus = [d for d in cluster.devices if d.kind == "cuda"]
+    devices = gpus or list(cluster.devices)
+    hosts = list(dict.fromkeys(d.host for d in devices))
+    for many in sorted({1, len(hosts)}):
+        here = [d for d in devices if d.host in hosts[:many]]
+        if workers % many:
+            continue
+        names_ = []
+        for host in hosts[:many]:
+            own = [d for d in here if d.host == host]
+            names_ += sorted((own[i % len(own)].name for i in range(workers // many)), key=[d.name for d in own].index)
+        most = min(d.cores // names_.count(d.name) for d in here if d.name in names_)
+        for each in dict.fromkeys([most, 1] if threads is None else [threads]):
+            if 1 <= each <= most:
+                yield Layout(cluster=cluster, devices=tuple(names_), threads=each)
+
+
+def _asked(strategies: Sequence[Strategy | str] | None) -> tuple[list[type[Strategy]], list[Strategy]]:
+    """(classes to try in all their values, values to try as they are)."""
+    if strategies is None:
+        return [find(name, STRATEGIES) for name in names(STRATEGIES)], []
+    kinds, values = list[type[Strategy]](), list[Strategy]()
+    for strategy in strategies:
+        if isinstance(strategy, str) and strategy in names(STRATEGIES):
+            kinds.append(find(strategy, STRATEGIES))
+        else:
+            values.append(parse(strategy, STRATEGIES) if isinstance(strategy, str) else strategy)
+    return kinds, values
+
+
+def _choices(
+    kinds: Sequence[type[Strategy]], values: Sequence[Strategy], profile: Profile, places: Sequence[Layout]
+) -> Iterator[tuple[Strategy, Layout]]:
+    """Each once."""
+    seen = set()
+    every = [_plain(kinds, profile, places), _composed(kinds, profile, places), _as_they_are(values, places)]
+    for strategy, layout in (choice for choices in every for choice in choices):
+        key = str(strategy), layout.devices, layout.threads
+        if key in seen:
+            continue
+        seen.add(key)
+        yield strategy, layout
+
+
+def _plain(
+    kinds: Sequence[type[Strategy]], profile: Profile, places: Sequence[Layout]
+) -> Iterator[tuple[Strategy, Layout]]:
+    for layout in places:
+        for cls in kinds:
+            for strategy in _candidates(cls, profile, layout):
+                yield strategy, layout
+
+
+def _composed(
+    kinds: Sequence[type[Strategy]], profile: Profile, places: Sequence[Layout]
+) -> Iterator[tuple[Strategy, Layout]]:
+    """Replicas of groups that hold the network in parts. The ranks of a group follow each other, so they share a host
+    before they share anything else."""
+    replicated = next((cls for cls in kinds if cls.__name__ == "DataParallel"), None)
+    if replicated is None:
+        return
+    makers = [cls for cls in (find(name, STRATEGIES) for name in names(STRATEGIES)) if cls.splits]
+    for layout in [place for place in places if place.ranks >= 4][:COMPOSED_LAYOUTS]:
+        for size in group_sizes(layout):
+            group = layout.part(range(size))
+            for of in (value for cls in makers for value in _candidates(cls, profile, group)[:GROUP_VALUES]):
+                yield replicated(of=of, replicas=layout.ranks // size), layout  # type: ignore[call-arg]
+
+
+def group_sizes(layout: Layout) -> list[int]:
+    """Ranks of a group: two, four, and all that a host has."""
+    here = sum(1 for rank in range(layout.ranks) if layout.device(rank).host == layout.device(0).host)
+    return [n for n in sorted({2, 4, here}) if 1 < n < layout.ranks and layout.ranks % n == 0]
+
+
+def _as_they_are(values: Iterable[Strategy], places: Sequence[Layout]) -> Iterator[tuple[Strategy, Layout]]:
+    for strategy in values:
+        for layout in places:
+            if strategy.one_process == (layout.ranks == 1):
+                yield strategy, layout
+
+
+def _candidates(cls: type[Strategy], profile: Profile, layout: Layout) -> list[Strategy]:
+    try:
+        return list(islice(cls.candidates(profile, layout), MOST_EACH))
+    except ValueError:  # its reason is told where its plain value is priced
+        return [cls()]
+
+
+def _nothing(strategy: Strategy, profile: Profile, places: Sequence[Layout]) -> Priced:
+    """It offered no value anywhere: what it says when it is asked for a price, or that there is nothing to divide."""
+    alone = max(place.ranks for place in places) == 1
+    asked = priced(strategy, places[0], profile)
+    if asked.cost is None and not alone:
+        return asked
+    what = "there is one device, which is one worker" if alone else "it has nothing to divide of this network there"
+    return Priced(strategy=strategy, layout=places[0], refusal=what)

@@ -1,0 +1,70 @@
+"""A plan that was predicted, once its best few have made real steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from apportion.errors import ApportionError
+from apportion.launch.local import Local
+from apportion.planner.make import make
+from apportion.planner.pilot import pilot
+from apportion.planner.plan import Plan
+from apportion.planner.priced import Priced, Tried
+from apportion.planner.refine import Refined, refine
+from apportion.trial import MANY_STEPS, Measured, candidate
+from apportion.workload import Workload
+
+TRIAL_SECONDS = 20.0
+PILOT_SECONDS = 10.0
+"""Of the exact one, and as long of the approximate one."""
+
+
+def tried(planned: Plan, workload: Workload | str, *, allow_approximate: bool = False) -> Plan:
+    """The best few, one process with all threads and plain data_parallel measured on this machine; the rest corrected
+    by that; the best of all chosen. ``allow_approximate``: the best approximate one is chosen where it has the lower
+    loss after the same time, from the same seed."""
+    able = [p for p in planned.found if p.cost is not None]
+    refined = refine(able, workload, {}, seconds=TRIAL_SECONDS)
+    found = [after(p, refined) for p in planned.found]
+    chosen = next(p for p in found if str(p) == str(refined.chosen))
+    lines: tuple[str, ...] = ()
+    if allow_approximate:
+        chosen, lines = _piloted(chosen, found, workload)
+    again = make(found, planned.profile, planned.cluster, workload=planned.workload, chosen=chosen)
+    return replace(again, why=(*again.why, *lines), matched=planned.matched)
+
+
+def after(p: Priced, refined: Refined) -> Priced:
+    """With what was measured of it, or why it was refused; else corrected by what the others have taught."""
+    assert p.cost is not None or p.refusal
+    if p.cost is None:
+        return p
+    found = next((t for t in refined.tried if str(t) == str(p)), None)
+    if found is None:
+        return replace(p, corrected=refined.correction.step_seconds(p.cost))
+    if found.measured is None:
+        return replace(p, cost=None, refusal=found.refused or "it could not run")
+    return replace(p, tried=_tried(found.measured))
+
+
+def _tried(measured: Measured) -> Tried:
+    low, middle, high = (float(q) for q in np.quantile(measured.seconds, (0.25, 0.5, 0.75)))
+    return Tried(step_seconds=middle, low=low, high=high, steps=len(measured.seconds), terms=measured.terms)
+
+
+def _piloted(exact: Priced, found: Sequence[Priced], workload: Workload | str) -> tuple[Priced, tuple[str, ...]]:
+    """(what to choose, what the pilot said)."""
+    others = [p for p in found if p.cost is not None and not p.strategy.exact and isinstance(p.launcher, Local)]
+    best = min(others, key=lambda p: p.seconds_per_example, default=None)
+    if best is None or best.seconds_per_example >= exact.seconds_per_example:
+        return exact, ("no approximate strategy is faster per example: there is nothing to try in a pilot",)
+    pair = [candidate(p.strategy, p.launcher) for p in (exact, best) if isinstance(p.launcher, Local)]
+    try:
+        told = pilot(*pair, workload, {}, steps=MANY_STEPS, seconds=PILOT_SECONDS)
+    except (ValueError, ApportionError) as error:
+        return exact, (f"no pilot of {best}: {error}",)
+    verdict = "chosen" if told.better else "not chosen"
+    return best if told.better else exact, (f"pilot of {best}: {told.text}: {verdict}",)

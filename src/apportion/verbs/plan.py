@@ -1,0 +1,97 @@
+"""Say how to split the work: from a workload and this machine, or from two files of JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from apportion.address import check_place
+from apportion.cluster import Cluster
+from apportion.planner.make import make
+from apportion.planner.plan import Plan
+from apportion.planner.search import places_of, search
+from apportion.profile import Profile
+from apportion.workload import Workload
+
+
+def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
+    workload: Workload | str | None = None,
+    cluster: Cluster | str | Path | None = None,
+    *,
+    network: Profile | str | Path | None = None,
+    against: Cluster | str | Path | None = None,
+    workers: int | None = None,
+    trial: bool = True,
+    allow_approximate: bool = False,
+    remeasure: bool = False,
+) -> Plan:
+    """Which way to split a workload, with the price of every alternative and when the answer would change.
+
+    ``cluster``: the machines; a file of JSON, or a name of the catalogue (``"4x32-cores-10g"``). None measures this
+    machine, which is kept: ``remeasure`` does it again. ``network``: a profile, or a file of it; None times the
+    workload's layers here. With ``network`` neither a model nor its machines are needed. ``against``: another cluster,
+    to say how many of its hosts match this one.
+
+    ``workers``: only layouts of so many. ``trial``: the best few are tried, where the machines are those that this
+    runs on; else all is predicted. ``allow_approximate``: an approximate strategy may be chosen, after a pilot.
+
+    Raises ValueError for what was asked wrongly, and where nothing can run.
+    """
+    if workload is None and network is None:
+        raise ValueError("plan needs a workload (FILE:NAME), or network=: a profile of one; give either")
+    if network is not None and cluster is None:
+        raise ValueError("network= is a profile from elsewhere: say which machines with cluster=, a file or a name")
+    if isinstance(workload, str) and (network is None or cluster is None):
+        check_place(workload)
+    machines = _here(remeasure) if cluster is None else cluster_of(cluster)
+    other = None if against is None else cluster_of(against)
+    profile = profile_of(network) if network is not None else _profiled(workload, machines, cluster, workers)
+    found = search(profile, machines, workers=workers)
+    name = workload if isinstance(workload, str) else None
+    planned = make(found, profile, machines, workload=name, against=other)
+    here = cluster is None or (isinstance(cluster, Cluster) and cluster.measured)
+    if not (trial and here) or workload is None or network is not None:
+        return planned
+    from apportion.planner.trying import tried  # with it come processes
+
+    return tried(planned, workload, allow_approximate=allow_approximate)
+
+
+def cluster_of(given: Cluster | str | Path) -> Cluster:
+    """Itself, from its file, or from the catalogue by its name. ValueError where there is no such cluster."""
+    if isinstance(given, Cluster):
+        return given
+    if isinstance(given, Path) or given.endswith(".json"):
+        return Cluster.load(_file(given, "cluster"))
+    from apportion.planner.catalogue import catalogue
+
+    return catalogue(given)
+
+
+def profile_of(given: Profile | str | Path) -> Profile:
+    """Itself, or from its file. ValueError where it holds none."""
+    return given if isinstance(given, Profile) else Profile.load(_file(given, "profile"))
+
+
+def _file(given: str | Path, what: str) -> Path:
+    path = Path(given)
+    if not path.is_file():
+        raise ValueError(f"there is no file {given} (in {Path.cwd()}): a {what} is a file of JSON, see docs/planner.md")
+    return path
+
+
+def _here(remeasure: bool) -> Cluster:
+    from apportion.planner.measure import measure
+
+    return measure(remeasure=remeasure)
+
+
+def _profiled(
+    workload: Workload | str | None, machines: Cluster, cluster: Cluster | str | Path | None, workers: int | None
+) -> Profile:
+    """Timed on this machine, whichever the plan is for: elsewhere the times are worked out from its rates."""
+    from apportion.planner.profiling import profile
+
+    assert workload is not None
+    elsewhere = cluster is not None and not machines.measured
+    here = _here(False) if elsewhere else machines
+    return profile(workload, here, places_of(here, None if elsewhere else workers))
