@@ -1,0 +1,1 @@
+"""Which way to split the work: measured, predicted, tried, chosen and explained."""
