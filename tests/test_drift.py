@@ -30,7 +30,10 @@ def test_within_20_percent_nothing_is_told() -> None:
 @pytest.mark.parametrize(
     ("ranks", "told"),
     [
-        ({0: rank(computing=0.005), 1: rank(computing=0.005)}, "computing takes 1.71 times as long: something else runs"),
+        (
+            {0: rank(computing=0.005), 1: rank(computing=0.005)},
+            "computing takes 1.71 times as long: something else runs",
+        ),
         ({0: rank(waiting=0.005), 1: rank(computing=0.005)}, "rank 1 is slow, its own work takes 1.62 times"),
         ({0: rank(waiting=0.004), 1: rank(waiting=0.004)}, "communicating takes 3.00 times as long"),
         ({0: rank(loading=0.004)}, "loading data takes 9.00 times as long"),

@@ -164,7 +164,7 @@ def test_only_rounds_that_were_made_in_turns_are_held_against_each_other() -> No
 
 def refined(workload: Any, offers: Sequence[Offer], **options: Any) -> Any:
     with by_value(networks), by_value(sys.modules[__name__]):
-        return refine(offers, workload, {}, seconds=2.0, **options)
+        return refine(offers, workload, {}, seconds=5.0, **options)
 
 
 def test_candidates_make_real_steps_and_the_fastest_first() -> None:

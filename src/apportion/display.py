@@ -252,9 +252,9 @@ def show_rows(rows: Sequence[Row]) -> None:
 
 
 _LEGEND = (
-    "workers: processes x threads; step: the median; predicted: before it ran, and by how much it took longer;",
-    "speed-up: over single_device;",
-    "compute, wait (for others), send: shares of the time; MiB: weights, slots, buffers of all",
+    "workers: processes x threads; step: the median, and ~ what was predicted before any was made; off: by how much it",
+    "takes longer than that; speed-up: over single_device; compute, wait (for others), send: shares of the time;",
+    "MiB: weights, slots, buffers of all",
 )
 
 
@@ -262,19 +262,18 @@ def _mebibytes(size: int) -> str:
     return f"{size / 2**20:,.0f}" if size >= 10 << 20 else f"{size / 2**20:.2g}"
 
 
-def _prediction(row: Row) -> str:
-    """Milliseconds, and by how much the step takes longer than that."""
-    if row.predicted_seconds is None or row.error is None:
-        return ""
-    return f"{row.predicted_seconds * 1e3:.3g}\n{row.error:+.0%}"
+def _step(row: Row) -> str:
+    """Milliseconds, and below what was predicted."""
+    predicted = "" if row.predicted_seconds is None else f"\n~{row.predicted_seconds * 1e3:.3g}"
+    return f"{row.step_seconds * 1e3:.3g}{predicted}"
 
 
 def _cells(row: Row) -> list[Any]:
     return [
         row.strategy.replace("(", "\n("),
         f"{row.workers} x {row.threads}",
-        f"{row.step_seconds * 1e3:.3g}",
-        _prediction(row),
+        _step(row),
+        "" if row.error is None else f"{row.error:+.0%}",
         f"{row.examples_per_second:,.0f}",
         f"{row.times_one_device:.2f}",
         f"{row.computing:.0%}",

@@ -22,7 +22,7 @@ def told_apart(first: Sequence[float], second: Sequence[float]) -> float:
     rounds = won + lost
     if not won:
         return 0.0
-    return 1.0 - sum(math.comb(rounds, heads) for heads in range(won, rounds + 1)) / 2**rounds
+    return 1.0 - sum(math.comb(rounds, heads) for heads in range(won, rounds + 1)) / float(2**rounds)
 
 
 def alike(first: Sequence[float], second: Sequence[float], ratio: float) -> bool:

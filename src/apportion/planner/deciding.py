@@ -28,6 +28,8 @@ MOST_SECONDS, SHARE = 10.0, 0.05
 """Of measuring: never longer, and never more of the run."""
 LEAST_SECONDS = 0.5
 """Less is not worth beginning with: it takes as long to start a second candidate."""
+LONG_SECONDS = 1.0
+"""A first step that takes so long is not made again."""
 PREDICTING, PILOT = 0.4, 0.3
 """Shares of the time."""
 STEPS_EACH = 3 + LEAST_ROUNDS
@@ -207,8 +209,12 @@ class _Deciding:
 
 
 def _a_step(alone: Parked) -> float:
-    """Seconds, roughly: the second one."""
+    """Seconds, roughly: the second one; the first where that was long."""
+    began = time.perf_counter()
     alone.go(1, measure=False)
+    first = time.perf_counter() - began
+    if first > LONG_SECONDS:
+        return first
     alone.go(1)
     return alone.measured.step_seconds
 

@@ -126,14 +126,12 @@ class Watch:
 
     def take(self, event: Event) -> Event | None:
         """One more; a ``drift`` event where there is something to tell."""
-        if self._expected is None:
-            return None
         if event.kind == "fault":
             self._seen.clear()  # the step under way was made again
             self._begun.clear()
             if event.data["action"].startswith("goes on with ") and "worker" in event.data["action"]:
                 self._expected = None  # that was of more workers
-        if event.kind != "speed":
+        if event.kind != "speed" or self._expected is None:
             return None
         rank = event.data["rank"]
         if rank not in self._begun:  # a first step sets up what the others use

@@ -99,6 +99,7 @@ def refine(
 ) -> Refined:
     """Try what is worth trying of these (exact ones on this machine; ``most``: so many at most), and choose. ValueError
     or WorkerFailed where none of it runs: what the first says."""
+    Local().prepare()  # what workers are forked from is needed anyway
     began = time.monotonic()
     offers = [
         Offer(strategy=c.strategy, launcher=c.launcher, cost=c.cost)

@@ -25,6 +25,8 @@ from typing import Any, final
 
 from apportion.parallel.fused import with_fused_updates
 from apportion.parallel.one_device import OneDeviceStep, reference
+from apportion.pricing.layout import Layout
+from apportion.profile import Profile
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
 from apportion.world import World
@@ -43,6 +45,13 @@ class SingleDevice(Strategy):
     @property
     def exact(self) -> bool:
         return True
+
+    @classmethod
+    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[SingleDevice]:
+        if layout.ranks == 1:
+            yield cls()
+            if profile.element_wise:  # others have no fused kernel
+                yield cls(fused=True)
 
     def build(self, workload: Workload, world: World) -> Step:
         if world.size != 1:

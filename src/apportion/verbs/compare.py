@@ -21,7 +21,7 @@ from apportion.workload import Workload
 ROUNDS = 5
 """Turns that each strategy's steps are divided in."""
 WARM_UP = 3
-PROFILE_SECONDS = 20.0
+PROFILE_SECONDS = 8.0
 """Of measuring this machine, where it has not been, and the workload."""
 
 
@@ -63,7 +63,7 @@ class Row:
         return {**asdict(self), "error": self.error}
 
 
-def compare(
+def compare(  # noqa: PLR0913 (all of it by name)
     workload: Workload | str,
     strategies: Sequence[Strategy | str] | None = None,
     *,
@@ -71,20 +71,21 @@ def compare(
     steps: int = 50,
     launcher: Local | None = None,
     path: str | Path | None = None,
+    predict: bool = True,
 ) -> list[Row]:
     """So many steps of each strategy after a warm-up, in ``ROUNDS`` turns; the rows, fastest first,
     and after the exact strategies the approximate ones: as many examples teach them less.
 
     ``strategies``: None takes all there are that can run this workload. ``workers``: of each strategy that divides its
     work. single_device with all threads is always among them, to compare with. ``path``: where to save the rows as
-    JSON.
+    JSON. ``predict``: first measure this machine and the workload for some seconds, and say what each step should take.
     """
     if isinstance(workload, str):
         check_place(workload)
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
     candidates = _candidates(strategies, workers, launcher or Local())
-    predicted = _predicted(workload, candidates)
+    predicted = _predicted(workload, candidates) if predict else dict.fromkeys(candidates)
     rounds = min(ROUNDS, steps)
     refused: list[tuple[Candidate, str]] | None = [] if strategies is None else None
     with parked(candidates, workload, {}, refused) as groups:
