@@ -346,7 +346,7 @@ def test_the_table_of_compare_fits_80_columns(monkeypatch: pytest.MonkeyPatch, c
     assert all(
         part in text for part in ("16 x 12", "12.3", "~11.1", "+11%", "1,234,567", "12.34", "100%", "no", "9,999")
     )
-    head = "strategy workers step ms off examples/s speed-up compute wait send exact MiB"
+    head = "strategy workers step ms examples/s speed-up compute wait send exact MiB"
     assert words(text.splitlines()[0]) == head
 
 

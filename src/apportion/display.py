@@ -252,9 +252,9 @@ def show_rows(rows: Sequence[Row]) -> None:
 
 
 _LEGEND = (
-    "workers: processes x threads; step: the median, and ~ what was predicted before any was made; off: by how much it",
-    "takes longer than that; speed-up: over single_device; compute, wait (for others), send: shares of the time;",
-    "MiB: weights, slots, buffers of all",
+    "workers: processes x threads; step: the median, ~ what was predicted before any was made, and",
+    "by how much it takes longer than that; speed-up: over single_device",
+    "compute, wait (for others), send: shares of the time; MiB: weights, slots, buffers of all",
 )
 
 
@@ -263,9 +263,11 @@ def _mebibytes(size: int) -> str:
 
 
 def _step(row: Row) -> str:
-    """Milliseconds, and below what was predicted."""
-    predicted = "" if row.predicted_seconds is None else f"\n~{row.predicted_seconds * 1e3:.3g}"
-    return f"{row.step_seconds * 1e3:.3g}{predicted}"
+    """Milliseconds; below it what was predicted, and by how much the step takes longer than that."""
+    measured = f"{row.step_seconds * 1e3:.3g}"
+    if row.predicted_seconds is None:
+        return measured
+    return f"{measured}\n~{row.predicted_seconds * 1e3:.3g}\n{row.error:+.0%}"
 
 
 def _cells(row: Row) -> list[Any]:
@@ -273,7 +275,6 @@ def _cells(row: Row) -> list[Any]:
         row.strategy.replace("(", "\n("),
         f"{row.workers} x {row.threads}",
         _step(row),
-        "" if row.error is None else f"{row.error:+.0%}",
         f"{row.examples_per_second:,.0f}",
         f"{row.times_one_device:.2f}",
         f"{row.computing:.0%}",

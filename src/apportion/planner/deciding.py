@@ -118,10 +118,13 @@ class _Deciding:
     def keep(self, decision: Decision) -> None:
         """For the next run. What was not measured is not worth it."""
         if decision.expected is not None and decision.told is not None:
-            expected = vars(decision.expected)
-            remembered.keep(
-                self._key, {"told": decision.told, "expected": {**expected, "terms": dict(expected["terms"])}}
-            )
+            expected = {**vars(decision.expected), "terms": dict(decision.expected.terms)}
+            plan = {"told": decision.told, "expected": expected}
+            remembered.keep(self._key, {**plan, "a_step": self._a_step, "measured_for": self._budget()})
+
+    def _budget(self) -> float:
+        """Seconds that measuring may take."""
+        return min(MOST_SECONDS, SHARE * self._steps * self._a_step)
 
     def decide(self) -> Decision:
         """By what the time allows."""
@@ -139,7 +142,7 @@ class _Deciding:
         piloted = self._pilot(priced, refined, PILOT * seconds) if self._planning.approximate else None
         if piloted is not None and piloted[1].better:
             return self._taken(piloted[0], piloted[1].text, _told_tried(refined.tried, priced))
-        return self._refined(refined, priced)
+        return self._refined(refined, priced, piloted)
 
     def _all(self, priced: Sequence[Offer]) -> list[Offer]:
         """And what was not priced."""
@@ -160,12 +163,13 @@ class _Deciding:
         best = min(exact, key=lambda p: p.cost.seconds_per_example if p.cost is not None else float("inf"))
         return self._taken(best, "the fastest by prediction; nothing was tried", _told_priced(priced))
 
-    def _refined(self, refined: Refined, priced: Sequence[Offer]) -> Decision:
+    def _refined(self, refined: Refined, priced: Sequence[Offer], piloted: tuple[Offer, Piloted] | None) -> Decision:
         chosen = refined.chosen
         assert chosen.measured is not None
         measured = Expected(step_seconds=chosen.measured.step_seconds, terms=chosen.measured.terms, measured=True)
         data = _told_tried(refined.tried, priced)
-        return self._decision(chosen.strategy, chosen.launcher, _why(refined), data, measured)
+        learned = "" if piloted is None else f"; {piloted[0].strategy} learned no more in the same time"
+        return self._decision(chosen.strategy, chosen.launcher, _why(refined) + learned, data, measured)
 
     def _pilot(self, priced: Sequence[Offer], refined: Refined, seconds: float) -> tuple[Offer, Piloted] | None:
         found = [(p.cost.seconds_per_example, str(p), p) for p in priced if p.cost is not None and not p.strategy.exact]

@@ -27,14 +27,12 @@ def offered(launcher: Local) -> list[Offer]:
     if launcher.workers is not None:
         return [_offer((single if launcher.workers == 1 else parallel)(), launcher)]
     places = launcher.places()
-    alone, fused = _offer(single(), launcher), _offer(single(fused=True), launcher)
-    first, *fewer = [
-        _offer(parallel(), replace(launcher, workers=n)) for n in (places, places // 2, places // 4) if n > 1
-    ] or [None]
-    found = [alone, first, fused]
-    if alone.launcher.threads != 1:  # a small network is fastest where no thread waits for another
+    found = [_offer(single(), launcher)]
+    shared = [_offer(parallel(), replace(launcher, workers=n)) for n in (places, places // 2, places // 4) if n > 1]
+    found += [*shared[:1], _offer(single(fused=True), launcher)]
+    if found[0].launcher.threads != 1:  # a small network is fastest where no thread waits for another
         found.append(_offer(single(), replace(launcher, threads=1)))
-    return [p for p in (*found, *fewer) if p is not None]
+    return found + shared[1:]
 
 
 def _offer(strategy: Strategy, launcher: Local) -> Offer:
