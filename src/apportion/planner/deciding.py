@@ -173,9 +173,10 @@ class _Deciding:
 
     def _pilot(self, priced: Sequence[Offer], refined: Refined, seconds: float) -> tuple[Offer, Piloted] | None:
         found = [(p.cost.seconds_per_example, str(p), p) for p in priced if p.cost is not None and not p.strategy.exact]
-        if not found:
+        best, chosen = min(found)[2] if found else None, refined.chosen
+        assert chosen.measured is not None
+        if best is None or min(found)[0] >= chosen.measured.seconds_per_example:  # it is not even faster
             return None
-        best, chosen = min(found)[2], refined.chosen
         exact = candidate(chosen.strategy, chosen.launcher)
         approximate = candidate(best.strategy, best.launcher)
         try:
