@@ -19,7 +19,7 @@ from apportion.event import Event
 from apportion.job import Job
 from apportion.launch.local import Local
 from apportion.planner import remembered
-from apportion.planner.deciding import Planning, decide
+from apportion.planner.deciding import decide
 from apportion.planner.drift import WINDOW, Expected, Watch
 from apportion.planner.predicting import offered
 from apportion.report import read_events
@@ -102,9 +102,9 @@ def resting() -> Workload:
 def test_a_short_run_takes_one_process_and_a_long_one_what_is_found() -> None:
     with by_value(networks), by_value(sys.modules[__name__]):
         short = decide(resting(), {"steps": 100}, Local())
-        long = decide(resting(), {"steps": 10_000}, Local())
-        again = decide(resting(), {"steps": 9_000}, Local())
-        longer = decide(resting(), {"steps": 90_000}, Local(), Planning(remeasure=False))
+        long = decide(resting(), {"steps": 3_000}, Local())
+        again = decide(resting(), {"steps": 2_900}, Local())
+        longer = decide(resting(), {"steps": 90_000}, Local())
     assert short.chosen.strategy == SingleDevice()
     assert short.told is not None
     assert "too short" in short.told["why"]
@@ -118,7 +118,7 @@ def test_a_short_run_takes_one_process_and_a_long_one_what_is_found() -> None:
     assert (again.told["remembered"], again.chosen) == (True, long.chosen)
     assert again.expected == long.expected
     assert longer.told is not None
-    assert longer.told["remembered"] is False, "what two seconds found is not enough for ten"
+    assert longer.told["remembered"] is False, "what one second found is not enough for ten"
 
 
 # What is told

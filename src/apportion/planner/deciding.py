@@ -30,6 +30,8 @@ LEAST_SECONDS = 0.5
 """Less is not worth beginning with: it takes as long to start a second candidate."""
 LONG_SECONDS = 1.0
 """A first step that takes so long is not made again."""
+SHORT_SECONDS = 0.1
+"""For a few more."""
 PREDICTING, PILOT = 0.4, 0.3
 """Shares of the time."""
 STEPS_EACH = 3 + LEAST_ROUNDS
@@ -214,13 +216,13 @@ class _Deciding:
 
 
 def _a_step(alone: Parked) -> float:
-    """Seconds, roughly: the second one; the first where that was long."""
+    """Seconds, roughly: of a few after the first; of the first where that was long."""
     began = time.perf_counter()
     alone.go(1, measure=False)
     first = time.perf_counter() - began
     if first > LONG_SECONDS:
         return first
-    alone.go(1)
+    alone.go(max(1, min(5, int(SHORT_SECONDS / first))))
     return alone.measured.step_seconds
 
 
