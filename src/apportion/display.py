@@ -232,7 +232,6 @@ def show_rows(rows: Sequence[Row]) -> None:
     for name in (
         "workers",
         "step ms",
-        "predicted",
         "examples/s",
         "speed-up",
         "compute",
@@ -252,9 +251,10 @@ def show_rows(rows: Sequence[Row]) -> None:
 
 
 _LEGEND = (
-    "workers: processes x threads; step: the median, ~ what was predicted before any was made, and",
-    "by how much it takes longer than that; speed-up: over single_device",
-    "compute, wait (for others), send: shares of the time; MiB: weights, slots, buffers of all",
+    "workers: processes x threads; step: the median; ~ predicted before it ran, and",
+    "by how much it took longer than that; speed-up: over single_device",
+    "compute, wait (for others), send: shares of the time",
+    "MiB: weights, slots, buffers of all",
 )
 
 
