@@ -3,6 +3,7 @@ a drift reaches whoever reads the events."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Generator
 from dataclasses import replace
@@ -104,6 +105,8 @@ def test_a_short_run_takes_one_process_and_a_long_one_what_is_found() -> None:
         short = decide(resting(), {"steps": 100}, Local())
         long = decide(resting(), {"steps": 3_000}, Local())
         again = decide(resting(), {"steps": 2_900}, Local())
+        (kept,) = remembered.folder().glob("*.json")
+        kept.write_text(json.dumps({**json.loads(kept.read_text()), "measured_for": 1.0}))
         longer = decide(resting(), {"steps": 90_000}, Local())
     assert short.chosen.strategy == SingleDevice()
     assert short.told is not None
