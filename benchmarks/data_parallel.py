@@ -39,6 +39,8 @@ from table import main, measured
 
 import apportion
 from apportion import trial
+from apportion.planner.predicting import offered
+from apportion.planner.refine import refine
 
 HERE = Path(__file__).resolve().parent
 DIGITS, CIFAR10 = (str(HERE.parent / "examples" / f"{name}.py:workload") for name in ("digits", "cifar10"))
@@ -120,13 +122,15 @@ class Choice:
 
     def measure(self):
         """(chosen, best, ratio)."""
-        tried, changes = trial.candidates(apportion.local()), {"batch_size": self.batch_size, "evaluation": None}
-        chosen = trial.choose(tried, self.workload, changes).ranking[0].candidate
-        measured = trial.choose(tried, self.workload, changes, CHOICE_SECONDS).ranking
-        ours, best = (
-            next(m for m in measured if m.candidate == chosen).examples_per_second,
-            max(m.examples_per_second for m in measured),
-        )
+        offers, changes = offered(apportion.local()), {"batch_size": self.batch_size, "evaluation": None}
+        chosen = refine(offers, self.workload, changes).chosen.measured.candidate
+        candidates = [trial.candidate(offer.strategy, offer.launcher) for offer in offers]
+        with trial.parked(candidates, self.workload, changes, []) as groups:
+            end = time.monotonic() + CHOICE_SECONDS
+            while time.monotonic() < end:
+                trial.take_turns(groups, CHOICE_SECONDS / 5)
+            speeds = {group.measured.candidate: group.measured.examples_per_second for group in groups}
+        ours, best = speeds[chosen], max(speeds.values())
         print(f"chosen: {chosen.strategy} {chosen.launcher}", flush=True)
         return ours, best, ours / best
 

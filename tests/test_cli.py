@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,18 @@ import typer
 from typer.testing import CliRunner, Result
 
 from apportion.cli import app
-from apportion.display import show_rows
+from apportion.display import plan_line, show_rows
+from apportion.event import Event
 from apportion.report import read_events
 from apportion.verbs.compare import Row
+from apportion.verbs.train import run
 
 APPORTION = (sys.executable, "-c", "from apportion.cli import main; main()")
 FLAGS = {
-    "train": ["--help", "--launcher", "--policy", "--resume", "--run-dir", "--steps", "--strategy", "--workers"],
+    "train": [
+        "--allow-approximate", "--help", "--launcher", "--no-trial", "--policy", "--remeasure", "--resume", "--run-dir",
+        "--steps", "--strategy", "--workers",
+    ],
     "check": ["--help", "--json", "--steps", "--strategy", "--workers"],
     "compare": ["--help", "--json", "--out", "--steps", "--strategy", "--workers"],
     "plan": [
@@ -94,6 +100,18 @@ def of(model, **changed):
 workload = of(lambda: nn.Linear(8, 2))
 long = of(lambda: nn.Linear(8, 2), steps=2000)
 small = of(lambda: nn.Linear(8, 2), batch_size=1, steps=5)
+
+
+class Rests(nn.Linear):
+    """A run of these is long enough to measure something first."""
+
+    def forward(self, x):
+        time.sleep(0.005)
+        return super().forward(x)
+
+
+resting = of(lambda: Rests(8, 2))
+resting_small = of(lambda: Rests(8, 2), batch_size=1)
 reads_rank = of(lambda: Reads(8, 2))
 broken = of(lambda: Breaks(8, 2))
 slow = of(lambda: nn.Linear(8, 2), data=marking)
@@ -212,34 +230,71 @@ def test_a_terminal_shows_epoch_speed_loss_time_left_and_each_worker(folder: Pat
     assert "run/report.html" in table
 
 
-def test_without_a_strategy_a_trial_says_what_it_measured_and_took(apportion: Any, folder: Path) -> None:
-    result = apportion("train", "tiny.py:workload", "--run-dir", "run")
-    trial, start = read_events("run")[:2]
-    assert (trial.kind, start.kind) == ("trial", "start")
-    ranking = trial.data["ranking"]
-    assert len(ranking) >= 2
-    times = [tried["step_seconds"] for tried in ranking]
+def test_without_a_strategy_a_few_are_tried_and_it_says_what_was_measured_and_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    with closing(run("tiny.py:resting", steps=100_000, run_dir="run")) as events:
+        plan, start = next(events), next(events)
+    assert (plan.kind, start.kind) == ("plan", "start")
+    tried = [c for c in plan.data["candidates"] if c["step_seconds"]]
+    assert len(tried) >= 2
+    times = [1 / c["examples_per_second"] for c in tried]
     assert times == sorted(times)
-    assert (start.data["strategy"], start.data["launcher"]) == (ranking[0]["strategy"], ranking[0]["launcher"])
-    first, second = result.output.splitlines()[:2]
-    assert first == "measuring which strategy is fastest here"
-    taken = f"{ranking[0]['strategy']} on {ranking[0]['launcher']}"
-    assert re.match(re.escape(taken) + r" is fastest: [\d.]+ ms a step \(", second)
-    assert all(f"{t['strategy']} on {t['launcher']}: " in second for t in ranking[1:])
-    assert "the fastest of these was taken" in (folder / "run" / "report.html").read_text()
+    assert (start.data["strategy"], start.data["launcher"]) == (plan.data["strategy"], plan.data["launcher"])
+    line = plan_line(plan)
+    assert line.startswith(f"{plan.data['strategy']} on {plan.data['launcher']}: ")
+    assert re.search(r"[\d.]+ ms a step", line)
+    others = [c for c in tried if (c["strategy"], c["launcher"]) != (plan.data["strategy"], plan.data["launcher"])]
+    assert all(f"{c['strategy']} on {c['launcher']}: " in line for c in others)
+    assert "No strategy was given" in (folder / "run" / "report.html").read_text()
 
 
-def test_what_cannot_run_the_workload_is_left_out_of_the_trial(apportion: Any) -> None:
-    output = apportion("train", "tiny.py:small", "--run-dir", "run").output
-    assert re.search(r"single_device on local\(workers=1, threads=\d\) is fastest", output)
-    assert re.search(r"data_parallel on local\(workers=2, threads=\d\): batch_size=1 cannot feed 2 workers", output)
+def test_the_next_run_takes_what_the_first_has_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+
+    def planned(**options: Any) -> Event:
+        with closing(run("tiny.py:resting", steps=100_000, run_dir="run", **options)) as events:
+            return next(events)
+
+    first, second = planned(), planned()
+    assert [e.data["remembered"] for e in (first, second)] == [False, True]
+    assert second.data["strategy"] == first.data["strategy"]
+    assert second.data["why"].endswith("as an earlier run found")
+    assert planned(remeasure=True).data["remembered"] is False
+    source = (folder / "tiny.py").read_text()
+    (folder / "tiny.py").write_text(
+        source.replace("resting = of(lambda: Rests(8, 2))", "resting = of(lambda: nn.Sequential(Rests(8, 2)))")
+    )
+    assert planned().data["remembered"] is False, "it is another network now"
+
+
+def test_a_run_that_is_short_measures_nothing_else_first(apportion: Any) -> None:
+    lines = apportion("train", "tiny.py:workload", "--run-dir", "run").output.splitlines()
+    assert lines[0] == "finding out which strategy is fastest here"
+    assert re.match(r"single_device on local\(workers=1, threads=\d\): the run takes about \S+ s, too short", lines[1])
+    assert [event.kind for event in read_events("run")[:2]] == ["plan", "start"]
+
+
+def test_what_cannot_run_the_workload_is_left_out_of_the_trial(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    with closing(run("tiny.py:resting_small", steps=100_000, run_dir="run")) as events:
+        line = plan_line(next(events))
+    assert re.match(r"single_device\S* on local\(workers=1, threads=\d\): ", line)
+    assert re.search(r"data_parallel on local\(workers=2, threads=\d\): batch_size=1 cannot feed 2 workers", line)
+
+
+def test_how_to_choose_goes_with_no_strategy(apportion: Any) -> None:
+    for flag in ("--no-trial", "--remeasure", "--allow-approximate"):
+        output = apportion("train", "tiny.py:workload", "--strategy", "single_device", flag, status=2).output
+        assert "say how a strategy is chosen, and single_device is given" in output
 
 
 def test_with_a_number_of_workers_there_is_nothing_to_try(apportion: Any) -> None:
     output = apportion("train", "tiny.py:workload", "--workers", "2", "--steps", "4", "--run-dir", "run").output
     assert re.match(r"data_parallel on local\(workers=2, threads=\d+\) \(cpu\)", output)
     assert {event.kind for event in read_events("run")} >= {"start", "end"}
-    assert "trial" not in {event.kind for event in read_events("run")}
+    assert "plan" not in {event.kind for event in read_events("run")}
 
 
 def test_ctrl_c_during_the_trial_ends_it_with_130(folder: Path, eventually: Any) -> None:
@@ -281,6 +336,7 @@ def rows(**changed: Any) -> list[Row]:
         "held_bytes": 9999 << 20,
         "peak_bytes": 9999 << 20,
         "steps": 50,
+        "predicted_seconds": 0.0111111,
     }
     return [Row(**{**given, **changed}), Row(**{**given, "strategy": "single_device"})]
 
@@ -292,7 +348,9 @@ def test_the_table_of_compare_fits_80_columns(monkeypatch: pytest.MonkeyPatch, c
     show_rows(rows())
     text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     assert max(map(len, text.splitlines())) <= 80
-    assert all(part in text for part in ("16 x 12", "12.3", "1,234,567", "12.34", "100%", "no", "9,999"))
+    assert all(
+        part in text for part in ("16 x 12", "12.3", "~11.1", "+11%", "1,234,567", "12.34", "100%", "no", "9,999")
+    )
     head = "strategy workers step ms examples/s speed-up compute wait send exact MiB"
     assert words(text.splitlines()[0]) == head
 
@@ -309,6 +367,7 @@ def test_compare_prints_and_saves_a_row_a_strategy(apportion: Any, folder: Path)
         assert row["exact"] is True
         assert row["peak_bytes"] > row["held_bytes"] > 0
         assert row["steps"] == 6
+        assert {"predicted_seconds", "error"} <= row.keys()
         assert row["strategy"].partition("(")[0] in output
     alone = next(row for row in saved if row["strategy"] == "single_device")
     assert alone["times_one_device"] == 1

@@ -247,14 +247,14 @@ def test_break_checkpoints_and_stops_every_rank_at_one_step(folder: Path) -> Non
     assert again.step == end.step + 5
 
 
-def test_without_a_strategy_a_trial_is_the_first_event(folder: Path) -> None:
+def test_without_a_strategy_a_plan_is_the_first_event(folder: Path) -> None:
     events = list(apportion.run(points(), run_dir="run"))
     kinds = [event.kind for event in events]
-    assert kinds[:2] == ["trial", "start"]
-    assert "trial" not in kinds[1:]
-    fastest = events[0].data["ranking"][0]
-    assert (events[1].data["strategy"], events[1].data["launcher"]) == (fastest["strategy"], fastest["launcher"])
-    assert events[0].data["seconds"] < 60
+    assert kinds[:2] == ["plan", "start"]
+    assert "plan" not in kinds[1:]
+    plan, start = events[0].data, events[1].data
+    assert (start["strategy"], start["launcher"]) == (plan["strategy"], plan["launcher"])
+    assert plan["seconds"] < 60
 
 
 def test_a_schedule_that_ends_does_not_end_the_trial(folder: Path) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import networks
 import pytest
 import torch
+from proofs import assert_equal
+from ranks import by_value
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset, default_collate
 
+import apportion
 from apportion import Workload
 from apportion.deal import Deal
 from apportion.strategies.single_device import SingleDevice
@@ -179,3 +184,36 @@ def test_what_a_forward_pass_after_the_last_update_has_made_of_the_buffers_can_b
     assert any(not torch.equal(b, kept[name]) for name, b in step.model.named_buffers())
     step.replica.roll_back()
     assert all(torch.equal(b, kept[name]) for name, b in step.model.named_buffers())
+
+
+# fused
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": sgd,
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, eps=networks.EPS),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, eps=networks.EPS),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fused_updates_are_the_same_updates(name: str) -> None:
+    with by_value(networks), by_value(sys.modules[__name__]):
+        job = replace(networks.cases["mlp"](61), optimizer=OPTIMIZERS[name], clip_grad_norm=0.3)
+        assert_equal(apportion.check(job, "single_device(fused=True)", steps=networks.STEPS))
+
+
+def test_fused_says_which_kernel_computes_and_leaves_the_groups_as_they_were_written() -> None:
+    job = networks.cases["mlp"](8)
+    plain, fused = (strategy.build(job, World()) for strategy in (SingleDevice(), SingleDevice(fused=True)))
+    for step in (plain, fused):
+        optimizer = step.optimizers[""]
+        chosen = list[Any]()
+        optimizer.register_step_pre_hook(lambda o, *_: chosen.append(o.param_groups[0]["fused"]))  # noqa: B023
+        step(step.source.at(0))
+        assert chosen == [True if step is fused else None]
+        assert optimizer.param_groups[0]["fused"] is None
+    assert str(SingleDevice(fused=True)) == "single_device(fused=True)"
+    assert fused.state_dict().settings == plain.state_dict().settings, "one resumes from the other's checkpoints"

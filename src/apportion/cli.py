@@ -34,6 +34,11 @@ Address = Annotated[
 Workers = Annotated[int | None, typer.Option(min=1, help="processes that take batches (default: one a core or GPU)")]
 Steps = Annotated[int | None, typer.Option(min=1, help="updates")]
 Launcher = Annotated[str | None, typer.Option(metavar="L", help='"local(workers=4, threads=8)" or env')]
+NoTrial = Annotated[bool, typer.Option("--no-trial", help="choose by prediction alone")]
+Remeasure = Annotated[bool, typer.Option("--remeasure", help="forget what earlier runs have measured")]
+AllowApproximate = Annotated[
+    bool, typer.Option("--allow-approximate", help="choose an approximate strategy where it learns more in a pilot")
+]
 Json = Annotated[bool, typer.Option("--json", help="the answer as JSON, on standard output")]
 
 
@@ -56,7 +61,7 @@ def train(  # noqa: PLR0913 (the flags)
     workload: Address,
     strategy: Annotated[
         str | None,
-        typer.Option(metavar="S", help='for example "data_parallel(microbatches=2)"; without it a few are measured'),
+        typer.Option(metavar="S", help='for example "data_parallel(microbatches=2)"; without it the best is found'),
     ] = None,
     workers: Workers = None,
     steps: Steps = None,
@@ -68,6 +73,9 @@ def train(  # noqa: PLR0913 (the flags)
     policy: Annotated[
         str | None, typer.Option(metavar="P", help="for example \"policy(checkpoint_every='30 s', keep=3)\"")
     ] = None,
+    no_trial: NoTrial = False,
+    remeasure: Remeasure = False,
+    allow_approximate: AllowApproximate = False,
 ) -> None:
     """Train a workload, and say how well it does."""
     with _guarded():
@@ -84,10 +92,13 @@ def train(  # noqa: PLR0913 (the flags)
             resume=resume,
             policy=parse_as(policy, Policy) if policy is not None else None,
             steps=steps,
+            trial=not no_trial,
+            remeasure=remeasure,
+            allow_approximate=allow_approximate,
         )
         with closing(events), Display() as display:
             if strategy is None and workers is None and launcher is None and not resume:
-                display.say("measuring which strategy is fastest here")
+                display.say("finding out which strategy is fastest here")
             for event in events:
                 display.show(event)
         display.summarize()
@@ -131,7 +142,7 @@ def compare(
 
         rows = measure(workload, strategy, workers=workers, steps=steps, path=out)
         if as_json:
-            _print_json([asdict(row) for row in rows])
+            _print_json([row.to_json() for row in rows])
         else:
             show_rows(rows)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -91,8 +91,8 @@ class _Lines:
 
     def show(self, event: Event) -> None:
         now = time.monotonic()
-        if event.kind == "trial":
-            self.say(trial_line(event))
+        if event.kind == "plan":
+            self.say(plan_line(event))
         elif event.kind == "start":
             self._start = event
             self.say(start_line(event))
@@ -102,6 +102,8 @@ class _Lines:
         elif event.kind == "evaluation":
             metrics = "  ".join(f"{name} {value:.4f}" for name, value in event.data["metrics"].items())
             self.say(f"epoch {event.epoch:.2f}  test {metrics}")
+        elif event.kind == "drift":
+            self.say(f"step {event.step}: {event.data['cause']}")
         elif event.kind == "fault" and event.data["action"] != "stops":  # that is told as the error that it ends with
             self.say(f"fault: {event.data['cause']} ({event.data['action']})")
 
@@ -159,15 +161,23 @@ class _Bar(_Lines):
             super().show(event)
 
 
-def trial_line(event: Event) -> str:
-    """What was tried, and taken."""
-    first, *others = [
-        (f"{tried['strategy']} on {tried['launcher']}", f"{tried['step_seconds'] * 1e3:.3g} ms")
-        for tried in event.data["ranking"]
+def plan_line(event: Event) -> str:
+    """What is taken, why, and what the others took."""
+    data = event.data
+    taken = data["strategy"], data["launcher"]
+    others = [
+        f"{other['strategy']} on {other['launcher']}: {told}"
+        for other in data["candidates"]
+        if (other["strategy"], other["launcher"]) != taken and (told := _tried(other))
     ]
-    rest = [f"{name}: {took}" for name, took in others]
-    rest += [f"{no['strategy']} on {no['launcher']}: {no['cause']}" for no in event.data["refused"]]
-    return f"{first[0]} is fastest: {first[1]} a step ({'; '.join(rest)})"
+    return f"{taken[0]} on {taken[1]}: {data['why']}" + (f" ({'; '.join(others)})" if others else "")
+
+
+def _tried(candidate: Mapping[str, Any]) -> str:
+    """How it went; empty where it was not tried."""
+    if candidate["refused"] is not None:
+        return str(candidate["refused"])
+    return "" if candidate["step_seconds"] is None else f"{candidate['step_seconds'] * 1e3:.3g} ms"
 
 
 def start_line(event: Event) -> str:
@@ -219,7 +229,17 @@ def show_rows(rows: Sequence[Row]) -> None:
     """What ``compare`` measured, as a table that fits 80 columns."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("strategy", overflow="fold", min_width=13)
-    for name in ("workers", "step ms", "examples/s", "speed-up", "compute", "wait", "send", "exact", "MiB"):
+    for name in (
+        "workers",
+        "step ms",
+        "examples/s",
+        "speed-up",
+        "compute",
+        "wait",
+        "send",
+        "exact",
+        "MiB",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*_cells(row))
@@ -231,8 +251,10 @@ def show_rows(rows: Sequence[Row]) -> None:
 
 
 _LEGEND = (
-    "workers: processes x threads; step: the median; speed-up: over single_device",
-    "compute, wait (for others), send: shares of the time; MiB: weights, slots, buffers of all",
+    "workers: processes x threads; step: the median; ~ predicted before it ran, and",
+    "by how much it took longer than that; speed-up: over single_device",
+    "compute, wait (for others), send: shares of the time",
+    "MiB: weights, slots, buffers of all",
 )
 
 
@@ -240,11 +262,19 @@ def _mebibytes(size: int) -> str:
     return f"{size / 2**20:,.0f}" if size >= 10 << 20 else f"{size / 2**20:.2g}"
 
 
+def _step(row: Row) -> str:
+    """Milliseconds; below it what was predicted, and by how much the step takes longer than that."""
+    measured = f"{row.step_seconds * 1e3:.3g}"
+    if row.predicted_seconds is None:
+        return measured
+    return f"{measured}\n~{row.predicted_seconds * 1e3:.3g}\n{row.error:+.0%}"
+
+
 def _cells(row: Row) -> list[Any]:
     return [
         row.strategy.replace("(", "\n("),
         f"{row.workers} x {row.threads}",
-        f"{row.step_seconds * 1e3:.3g}",
+        _step(row),
         f"{row.examples_per_second:,.0f}",
         f"{row.times_one_device:.2f}",
         f"{row.computing:.0%}",

@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-EventKind = Literal["trial", "start", "step", "speed", "evaluation", "checkpoint", "fault", "end"]
+EventKind = Literal["plan", "start", "step", "speed", "drift", "evaluation", "checkpoint", "fault", "end"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """Something that happened in a run. ``data`` by kind (every value is plain JSON):
 
-    - ``trial``: before the start, where no strategy was given. ``ranking``: what was measured, the fastest (which is
-      taken) first, each with ``strategy``, ``launcher``, ``step_seconds`` (median), ``examples_per_second``;
-      ``refused``: what cannot run the workload, with the ``cause``; ``seconds`` (it took)
+    - ``plan``: before the start, where no strategy was given. ``strategy``, ``launcher`` (what is taken) and ``why``
+      (one line); ``candidates``: the best first, each with ``strategy``, ``launcher``, ``exact``, ``predicted_seconds``
+      (a step; None: nobody knows), ``step_seconds`` and ``examples_per_second`` (measured, medians; None: not tried),
+      ``refused`` (why it cannot run the workload, or None); ``remembered`` (from an earlier run), ``seconds`` (it took)
     - ``start``: ``strategy``, ``launcher`` (as they are typed), ``workers``, ``threads``, ``device``, ``parameters``
       (how many), ``examples`` (in the training set), ``batch_size``, ``steps`` (planned in all),
       ``steps_per_epoch``, ``first_step`` (0, or where a resumed run goes on), ``resumed`` (bool)
@@ -24,6 +25,8 @@ class Event:
       (global, since the previous one), ``learning_rate``
     - ``speed``: sampled, one a rank. ``rank``, ``examples_per_second`` (its own), and seconds a step since the
       previous one: ``loading``, ``computing``, ``waiting`` (in collectives), ``updating``
+    - ``drift``: steps take 20 % more or less than they should, or again what they should. ``cause`` (one line),
+      ``ratio``, ``step_seconds``, ``expected_seconds``
     - ``evaluation``: ``metrics`` (``{"accuracy": 0.97}``), ``final`` (bool), ``best`` (bool: the best so far)
     - ``checkpoint``: ``path``, ``seconds`` (it took), ``bytes``
     - ``fault``: ``rank``, ``cause`` (one line), ``traceback`` (text or None), ``action`` (what was decided)

@@ -17,18 +17,25 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.data import Subset
 
+from apportion import tree
+from apportion.batch import Batches
 from apportion.comm.channel import Channel, Message
+from apportion.comm.group import Alone
+from apportion.deal import DataShard
+from apportion.evaluate import evaluate
 from apportion.job import Job
 from apportion.randomness import Observed, silence_recurrent_dropout, without_dropout
 from apportion.strategy import State, Step
-from apportion.workload import Workload
+from apportion.workload import Evaluation, Workload
 from apportion.world import World
 
 
 def serve_steps(job: Job, world: World, channel: Channel) -> None:
-    """Build the step, say so, and obey: ``go`` (so many steps, timed), ``state`` and ``log`` (into a file), ``again``
-    (from the beginning, in another precision), ``close``."""
+    """Build the step, say so, and obey: ``go`` (so many steps, timed), ``state`` and ``log`` (into a file), ``facts``
+    (what a plan for this workload holds for), ``evaluate`` (the loss on examples that are kept for it), ``again`` (from
+    the beginning, in another precision), ``close``."""
     again: Job | None = job
     while again is not None:
         again = _serve_steps(again, world, channel)
@@ -42,25 +49,90 @@ def _serve_steps(job: Job, world: World, channel: Channel) -> Job | None:
         step.source.load_ahead(job.loaders)
         if not workload.compile:  # what is compiled cannot be watched
             seen.watch(step.model)
+        serving = _Serving(job, workload, step, world, seen)
         channel.send({"kind": "built", "steps": _steps(step), "precision": job.as_written().precision})
-        while (order := channel.commands.get()) is not None:
-            if order["kind"] == "close":
-                break
-            if order["kind"] == "go":
-                channel.send({"kind": "went", **_go(step, world, order["steps"]), **seen.told()})
-            elif order["kind"] == "state":
-                path = order["path"] if world.rank in order["ranks"] else None
-                channel.send({"kind": "state", **_deliver(step.state_dict(), path)})
-            elif order["kind"] == "log":
-                if world.rank == 0:
-                    Path(order["path"]).write_bytes(pickle.dumps(step.log()))
-                channel.send({"kind": "log"})
-            elif order["kind"] == "again":
+        while (order := channel.commands.get()) is not None and order["kind"] != "close":
+            if order["kind"] == "again":
                 again = replace(job, **order["job"])
                 break
+            channel.send(serving.answer(order))
+        serving.close()
     step.source.close()
     step.close()
     return again
+
+
+class _Serving:
+    """A step that is built, and what it is asked."""
+
+    def __init__(self, job: Job, workload: Workload, step: Step, world: World, seen: _Seen) -> None:
+        self._job, self._workload, self._step, self._world, self._seen = job, workload, step, world, seen
+        self._kept: tuple[Evaluation, Batches] | None = None
+
+    def answer(self, order: Message) -> Message:
+        """What an order is answered with."""
+        kind, rank = order["kind"], self._world.rank
+        if kind == "go":
+            return {"kind": "went", **_go(self._step, self._world, order["steps"]), **self._seen.told()}
+        if kind == "state":
+            return {
+                "kind": "state",
+                **_deliver(self._step.state_dict(), order["path"] if rank in order["ranks"] else None),
+            }
+        if kind == "facts":
+            return {"kind": "facts", **_facts(self._step, self._workload, self._job.as_written())}
+        if kind == "evaluate":
+            return {"kind": "evaluated", "loss": self._loss(order["examples"])}
+        assert kind == "log", kind
+        if rank == 0:
+            Path(order["path"]).write_bytes(pickle.dumps(self._step.log()))
+        return {"kind": "log"}
+
+    def _loss(self, examples: int) -> float | None:
+        """The mean loss on at most so many examples of the evaluation set, or of the training set where there is none.
+        None of a rank that takes no part: where each goes its own way, all but the first."""
+        if not self._step.lockstep and self._world.rank != 0:
+            return None
+        if self._kept is None:
+            kept = _kept(self._workload, examples)
+            workload = replace(self._workload, evaluation=kept)
+            source = Batches.of_evaluation(
+                workload, device=self._step.device, dtype=self._step.source.dtype, rank=self._world.rank
+            )
+            self._kept = kept, source
+        group = self._world.group() if self._step.lockstep else Alone()
+        return evaluate(self._step, *self._kept, group, lambda: None)["loss"]
+
+    def close(self) -> None:
+        """Let go of the examples."""
+        if self._kept is not None:
+            self._kept[1].close()
+
+
+def _kept(workload: Workload, examples: int) -> Evaluation:
+    given, loss = workload.data if workload.evaluation is None else workload.evaluation.data, workload.loss
+    if loss is None:
+        raise ValueError("update= has no loss that two strategies could be compared by: choose an exact one")
+
+    def data() -> Any:
+        everything: Any = given()
+        return Subset(everything, range(min(examples, len(everything))))
+
+    return Evaluation(data=data, metrics={"loss": lambda outputs, targets: loss(outputs, targets)})
+
+
+def _facts(step: Step, workload: Workload, written: Workload) -> dict[str, Any]:
+    """What tells this workload from others whose steps take another time; and how many there are of them."""
+    mark = step.fingerprint(workload)
+    for name in ("seed", "total steps", "schedule"):  # of no account here
+        mark.pop(name, None)
+    batch = step.source.at(0, DataShard())
+    shapes = [[list(t.shape), str(t.dtype)] for t in tree.tensors((batch.inputs, batch.targets))]
+    network = hashlib.sha256(repr(step.model).encode()).hexdigest()[:16]
+    return {
+        "mark": {**mark, "network": network, "batch": shapes, "compile": workload.compile},
+        "steps": written.total_steps(step.source.deal.batches),
+    }
 
 
 def serve_reference(job: Job, world: World, channel: Channel) -> None:

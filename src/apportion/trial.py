@@ -12,20 +12,22 @@ import numpy as np
 
 from apportion.comm.channel import Message
 from apportion.crew import Crew
+from apportion.errors import WorkerFailed
 from apportion.job import Job
 from apportion.launch.local import Local
 from apportion.strategy import Strategy
-from apportion.values import find
 from apportion.workload import Workload
 
 BUILD_SECONDS = 600.0
 ROUND_SECONDS = 600.0
-TRIAL_SECONDS = 2.0
-"""Of measuring, for all candidates together; starting them comes on top."""
+TURN_SECONDS = 0.05
+"""Of one candidate's turn: long beside what a turn costs to begin, short beside what else the machine does."""
+ROUNDS, LEAST_ROUNDS = 20, 4
+"""Of turns: in four a coin does not fall on one side by chance, at 90 %."""
+BEHIND = 1.5
+"""Who takes so many times as long as the fastest is not measured to the end."""
 MANY_STEPS = 1_000_000
 """What a schedule is told: it may refuse to go on where it takes the training to be over."""
-LEAST_STEPS = 3
-"""That each candidate is judged by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +49,13 @@ class Measured:
     candidate: Candidate
     seconds: list[float] = field(default_factory=list)
     """Of each step: the slowest rank's."""
+    rounds: dict[int, float] = field(default_factory=dict)
+    """The median step of each round, by its number: rounds of the same number were one after the other."""
     examples: int = 0
     computing: float = 0.0
+    """With ``loading`` and ``updating``, which are told by themselves, too."""
+    loading: float = 0.0
+    updating: float = 0.0
     waiting: float = 0.0
     """For other ranks to arrive; with ``communicating`` and ``computing``, sums over ranks."""
     communicating: float = 0.0
@@ -56,6 +63,11 @@ class Measured:
     """Of the largest worker."""
     held_bytes: int = 0
     """Weights, slots and buffers of all workers, what they share counted once."""
+
+    @property
+    def next_round(self) -> int:
+        """Its number."""
+        return max(self.rounds, default=-1) + 1
 
     @property
     def step_seconds(self) -> float:
@@ -67,10 +79,30 @@ class Measured:
         """At the median step."""
         return self.examples / len(self.seconds) / self.step_seconds
 
-    def add(self, answers: Sequence[Message]) -> None:
-        """One round, as every rank tells it."""
+    @property
+    def seconds_per_example(self) -> float:
+        """What candidates are ranked by."""
+        return 1.0 / self.examples_per_second
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The median step, by what a rank's time goes to: ``loading``, ``computing``, ``updating``, and ``waiting``
+        in collectives, for others and for what is sent."""
+        parts = {
+            "loading": self.loading,
+            "computing": max(0.0, self.computing - self.loading - self.updating),
+            "waiting": self.waiting + self.communicating,
+            "updating": self.updating,
+        }
+        total = sum(parts.values()) or 1.0
+        return {name: self.step_seconds * seconds / total for name, seconds in parts.items()}
+
+    def add(self, answers: Sequence[Message], turn: int | None = None) -> None:
+        """One round, as every rank tells it; ``turn``: its number."""
         stepping = [a["seconds"] for a in answers if a["seconds"]]  # servers make no steps
-        self.seconds += [max(parts) for parts in zip(*stepping, strict=True)]
+        steps = [max(parts) for parts in zip(*stepping, strict=True)]
+        self.seconds += steps
+        self.rounds[self.next_round if turn is None else turn] = float(np.median(steps))
         # Ranks in lockstep make one step of one batch; otherwise each has a batch of its own.
         self.examples += sum(answer["examples"] for answer in (answers[:1] if answers[0]["lockstep"] else answers))
         waiting, communicating = divide_waits([a["waits"] for a in answers])
@@ -78,6 +110,8 @@ class Measured:
         self.waiting += waiting
         self.communicating += communicating
         self.computing += max(0.0, total - waiting - communicating)
+        self.loading += sum(a["spent"].get("loading", 0.0) for a in answers)
+        self.updating += sum(a["spent"].get("updating", 0.0) for a in answers)
         shared, own = max(a["held"]["shared"] for a in answers), sum(a["held"]["own"] for a in answers)
         self.held_bytes = shared + own
         self.peak_bytes = max(self.peak_bytes, *(a["peak_bytes"] for a in answers))
@@ -102,7 +136,15 @@ def divide_waits(waits: Sequence[Sequence[Sequence[float]]]) -> tuple[float, flo
 class Parked:
     """A candidate's processes: built, warm, and asleep between rounds."""
 
-    def __init__(self, candidate: Candidate, workload: Workload | str, changes: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        candidate: Candidate,
+        workload: Workload | str,
+        changes: Mapping[str, Any],
+        *,
+        steps: int = MANY_STEPS,
+    ) -> None:
+        """``steps``: what a schedule is told."""
         launcher = candidate.launcher
         job = Job(
             workload=workload,
@@ -111,20 +153,35 @@ class Parked:
             threads=launcher.threads_each(candidate.ranks),
             device=launcher.device,
             loaders=launcher.loaders,
-            changes={**changes, "steps": MANY_STEPS},
+            changes={**changes, "steps": steps},
         )
         self.measured = Measured(candidate)
+        self.failed = False
+        """Did a worker, instead of making steps?"""
         self.crew = Crew(launcher, "apportion.entry:steps", job, candidate.ranks)
 
     def built(self) -> Message:
         """What the ranks tell once their step is built: ``steps`` in all, ``precision``."""
         return self.crew.answers("built", BUILD_SECONDS)[0]
 
-    def go(self, steps: int, *, measure: bool = True) -> list[Message]:
-        """So many steps."""
-        answers = self.crew.ask({"kind": "go", "steps": steps}, "went", ROUND_SECONDS)
+    def facts(self) -> Message:
+        """``mark``: what tells this workload from others; ``steps``: how many there are of it as it is written."""
+        return self.crew.ask({"kind": "facts"}, "facts", ROUND_SECONDS)[0]
+
+    def loss(self, examples: int) -> float:
+        """On at most so many examples that are kept for it."""
+        answers = self.crew.ask({"kind": "evaluate", "examples": examples}, "evaluated", ROUND_SECONDS)
+        return float(next(a["loss"] for a in answers if a["loss"] is not None))
+
+    def go(self, steps: int, *, measure: bool = True, turn: int | None = None) -> list[Message]:
+        """So many steps; ``turn``: the number of the round that they are."""
+        try:
+            answers = self.crew.ask({"kind": "go", "steps": steps}, "went", ROUND_SECONDS)
+        except (ValueError, WorkerFailed):
+            self.failed = True
+            raise
         if measure:
-            self.measured.add(answers)
+            self.measured.add(answers, turn)
         return answers
 
 
@@ -154,36 +211,6 @@ def parked(
             group.crew.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """What was tried, and how it went."""
-
-    ranking: list[Measured]
-    """The fastest first."""
-    refused: list[tuple[Candidate, str]]
-    """What cannot run this workload, and why."""
-    seconds: float
-    """It all took."""
-
-    def told(self) -> dict[str, Any]:
-        """The data of a ``trial`` event."""
-        return {
-            "ranking": [
-                {
-                    "strategy": str(m.candidate.strategy),
-                    "launcher": str(m.candidate.launcher),
-                    "step_seconds": m.step_seconds,
-                    "examples_per_second": m.examples_per_second,
-                }
-                for m in self.ranking
-            ],
-            "refused": [
-                {"strategy": str(c.strategy), "launcher": str(c.launcher), "cause": why} for c, why in self.refused
-            ],
-            "seconds": self.seconds,
-        }
-
-
 def candidate(strategy: Strategy, launcher: Local) -> Candidate:
     """The strategy with every number of the launcher filled in."""
     workers, ranks = layout(strategy, launcher)
@@ -199,43 +226,31 @@ def layout(strategy: Strategy, launcher: Local) -> tuple[int, int]:
     return workers, strategy.ranks(workers)
 
 
-def candidates(launcher: Local) -> list[Candidate]:
-    """What can be tried: one process with all threads and with one, and data_parallel on a few layouts. Where so many
-    workers are asked for, only what has so many."""
-    single: Strategy = find("single_device", "apportion.strategies")()
-    parallel: Strategy = find("data_parallel", "apportion.strategies")()
-    if launcher.workers is not None:
-        return [candidate(single if launcher.workers == 1 else parallel, launcher)]
-    places = launcher.places()
-    counts = [n for n in (places, places // 2, places // 4) if n > 1]
-    alone = [candidate(single, launcher)]
-    if alone[0].launcher.threads != 1:  # a small network is fastest where no thread waits for another
-        alone.append(candidate(single, replace(launcher, threads=1)))
-    return [*alone, *(candidate(parallel, replace(launcher, workers=n)) for n in counts)]
-
-
-def choose(
-    tried: Sequence[Candidate], workload: Workload | str, changes: Mapping[str, Any], seconds: float = TRIAL_SECONDS
-) -> Trial:
-    """Each candidate measured, in turns. The first has to be able to run the workload, the others may refuse it."""
+def take_turns(groups: Sequence[Parked], seconds: float) -> None:
+    """Each of them measured, in turns that change their order from round to round, until ``ROUNDS`` are made or the
+    time is up, whichever is first; ``LEAST_ROUNDS`` at least. After these, who is far behind takes no more turns."""
     began = time.monotonic()
-    refused: list[tuple[Candidate, str]] = []
-    with parked(tried, workload, changes, refused) as groups:
-        _measure(groups, seconds)
-        ranking = sorted((g.measured for g in groups), key=lambda m: m.step_seconds)
-    return Trial(ranking=ranking, refused=refused, seconds=time.monotonic() - began)
+    turn = min(TURN_SECONDS, seconds / (ROUNDS * len(groups)))
+    steps = {id(group): _warm(group, turn) for group in groups}
+    going = list(groups)
+    first = max(group.measured.next_round for group in groups)
+    for done in range(ROUNDS):
+        if done >= LEAST_ROUNDS:
+            if len(going) < 2 or time.monotonic() - began > seconds:
+                return
+            going = in_sight(going)
+        for group in going if done % 2 == 0 else reversed(going):
+            group.go(steps[id(group)], turn=first + done)
 
 
-def _measure(groups: Sequence[Parked], seconds: float) -> None:
-    steps = [_warm(group, seconds / (4 * len(groups))) for group in groups]
-    end = time.monotonic() + seconds
-    while time.monotonic() < end or not all(len(g.measured.seconds) >= LEAST_STEPS for g in groups):
-        for group, many in zip(groups, steps, strict=True):
-            group.go(many)
+def in_sight(groups: Sequence[Parked]) -> list[Parked]:
+    """Those that may still come out first."""
+    best = min(group.measured.seconds_per_example for group in groups)
+    return [group for group in groups if group.measured.seconds_per_example < BEHIND * best]
 
 
 def _warm(group: Parked, seconds: float) -> int:
-    """A first step and a few more; how many make about a quarter of the time."""
+    """A first step and a few more; how many make one turn."""
     group.go(1, measure=False)
     began = time.perf_counter()
     group.go(2, measure=False)

@@ -67,7 +67,8 @@ class History:
     throughput: Curve
     """Of all workers together, against seconds."""
     workers: list[Worker]
-    trials: list[Moment]
+    plans: list[Moment]
+    drifts: list[Moment]
     starts: list[Moment]
     evaluations: list[Moment]
     checkpoints: list[Moment]
@@ -228,7 +229,8 @@ class _Reader:
             learning_rate=self._learning_rate.curve(),
             throughput=Curve(throughput[:, 0], throughput[:, 1]),
             workers=[reader.worker(rank) for rank, reader in sorted(self._workers.items()) if reader.seconds],
-            trials=self._moments.get("trial", []),
+            plans=self._moments.get("plan", []),
+            drifts=self._moments.get("drift", []),
             starts=self._moments.get("start", []),
             evaluations=_without_repeats(self._moments.get("evaluation", [])),
             checkpoints=self._moments.get("checkpoint", []),

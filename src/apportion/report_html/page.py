@@ -26,7 +26,8 @@ def page(history: History) -> str:
         _metrics(history, pictures),
         _values(history, pictures),
         _speed(history, pictures),
-        _trial(history.trials),
+        _plan(history.plans),
+        _drifts(history.drifts),
         _faults(history.faults),
         _checkpoints(history.checkpoints),
         _environment(history),
@@ -208,12 +209,18 @@ def _written(history: History) -> str:
     return section("Files", tables.table(["path", "what it is"], rows, texts=2))
 
 
-def _trial(trials: list[Moment]) -> str:
-    if not trials:
+def _plan(plans: list[Moment]) -> str:
+    if not plans:
         return ""
-    took = duration(float(trials[-1].event.data.get("seconds") or 0.0))
-    note = f'<p class="note">No strategy was given: the fastest of these was taken, after {escape(took)} of trial.</p>'
-    return section("Trial", note + tables.trial_table(trials[-1]))
+    data = plans[-1].event.data
+    taken, why = f"{data.get('strategy')} on {data.get('launcher')}", str(data.get("why", ""))
+    took = "" if data.get("remembered") else f", after {duration(float(data.get('seconds') or 0.0))}"
+    note = f'<p class="note">No strategy was given: {escape(taken)} was taken{escape(took)}; {escape(why)}.</p>'
+    return section("Plan", note + tables.plan_table(plans[-1]))
+
+
+def _drifts(drifts: list[Moment]) -> str:
+    return section("Drift", tables.drifts_table(drifts)) if drifts else ""
 
 
 def _capital(name: str) -> str:

@@ -96,17 +96,31 @@ def checkpoints_table(checkpoints: Sequence[Moment]) -> str:
     return table(["path", "step", "epoch", "after", "took", "size"], rows)
 
 
-def trial_table(trial: Moment) -> str:
-    """What was tried before the run, the fastest first."""
+def plan_table(plan: Moment) -> str:
+    """What was predicted and tried before the run, the best first."""
     rows = [
-        (str(m["strategy"]), str(m["launcher"]), f"{m['step_seconds'] * 1e3:.3g} ms", number(m["examples_per_second"]))
-        for m in trial.event.data.get("ranking", [])
+        (
+            str(c["strategy"]) + (f" (refused: {c['refused']})" if c.get("refused") else ""),
+            str(c["launcher"]),
+            _milliseconds(c.get("predicted_seconds")),
+            _milliseconds(c.get("step_seconds")),
+            number(c["examples_per_second"]) if c.get("examples_per_second") else "",
+            "yes" if c.get("exact") else "no",
+        )
+        for c in plan.event.data.get("candidates", [])
     ]
-    rows += [
-        (f"{no['strategy']} (refused: {no['cause']})", str(no["launcher"]), "", "")
-        for no in trial.event.data.get("refused", [])
-    ]
-    return table(["strategy", "launcher", "step (median)", "examples/s"], rows, texts=2)
+    heads = ["strategy", "launcher", "step (predicted)", "step (measured)", "examples/s", "exact"]
+    return table(heads, rows, texts=2)
+
+
+def drifts_table(drifts: Sequence[Moment]) -> str:
+    """When the steps took another time than they should, and why."""
+    rows = [(str(m.event.data.get("cause", "")), f"{m.event.step:,}", duration(m.seconds)) for m in drifts]
+    return table(["what was seen", "step", "after"], rows)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.3g} ms"
 
 
 def best_of(evaluations: Sequence[Moment]) -> int | None:

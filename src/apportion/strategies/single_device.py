@@ -10,6 +10,10 @@ Wins whenever the batch or the network is too small to be worth cutting: on one 
 since threads share the weights and their caches for nothing. Loses when threads have too little work each (many small
 layers, small matrices), or when there is more than one device.
 
+``fused=True`` makes the same update by torch's fused kernels (SGD, Adam, AdamW and Adagrad have one), which read and
+write every number once: the weights differ in the last bits from those of a loop that does not ask for it. It wins
+where the network is mostly weights. Without it the step is, to the last bit, the loop that anyone would write.
+
 A worker's death loses the steps since the last checkpoint.
 """
 
@@ -19,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
+from apportion.parallel.fused import with_fused_updates
 from apportion.parallel.one_device import OneDeviceStep, reference
 from apportion.pricing.cost import Cost
 from apportion.pricing.layout import Layout
@@ -40,9 +45,19 @@ class SingleDevice(Strategy):
 
     one_process = True
 
+    fused: bool = False
+    """The same update by torch's fused kernel, where its optimizer has one: it differs in the last bits."""
+
     @property
     def exact(self) -> bool:
         return True
+
+    @classmethod
+    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[SingleDevice]:
+        if layout.ranks == 1:
+            yield cls()
+            if profile.element_wise:  # others have no fused kernel
+                yield cls(fused=True)
 
     def cost(self, profile: Profile, layout: Layout) -> Cost:
         if layout.ranks != 1:
@@ -63,7 +78,7 @@ class SingleDevice(Strategy):
     def build(self, workload: Workload, world: World) -> Step:
         if world.size != 1:
             raise ValueError(f"single_device runs in one process, not in {world.size}: use workers=1, or data_parallel")
-        return OneDeviceStep(workload, world.device)
+        return OneDeviceStep(with_fused_updates(workload) if self.fused else workload, world.device)
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return reference(workload)

@@ -7,9 +7,12 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from apportion.address import check_place
+from apportion.errors import ApportionError
 from apportion.launch.local import Local
+from apportion.planner.predicting import prices
 from apportion.strategy import Strategy
 from apportion.trial import Candidate, Measured, candidate, parked
 from apportion.values import names, parse
@@ -18,6 +21,8 @@ from apportion.workload import Workload
 ROUNDS = 5
 """Turns that each strategy's steps are divided in."""
 WARM_UP = 3
+PROFILE_SECONDS = 8.0
+"""Of measuring this machine, where it has not been, and the workload."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +49,21 @@ class Row:
     peak_bytes: int
     """Resident memory of the largest worker, with Python and torch."""
     steps: int
+    predicted_seconds: float | None = None
+    """A step, by the strategy's price on this machine as it was measured, before any step was made; None: it has no
+    price for this network, or there."""
+
+    @property
+    def error(self) -> float | None:
+        """Of the prediction: 0.1 says that the step takes 10 % longer than predicted."""
+        return None if self.predicted_seconds is None else self.step_seconds / self.predicted_seconds - 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: the fields, and the ``error``."""
+        return {**asdict(self), "error": self.error}
 
 
-def compare(
+def compare(  # noqa: PLR0913 (all of it by name)
     workload: Workload | str,
     strategies: Sequence[Strategy | str] | None = None,
     *,
@@ -54,19 +71,21 @@ def compare(
     steps: int = 50,
     launcher: Local | None = None,
     path: str | Path | None = None,
+    predict: bool = True,
 ) -> list[Row]:
     """So many steps of each strategy after a warm-up, in ``ROUNDS`` turns; the rows, fastest first,
     and after the exact strategies the approximate ones: as many examples teach them less.
 
     ``strategies``: None takes all there are that can run this workload. ``workers``: of each strategy that divides its
     work. single_device with all threads is always among them, to compare with. ``path``: where to save the rows as
-    JSON.
+    JSON. ``predict``: first measure this machine and the workload for some seconds, and say what each step should take.
     """
     if isinstance(workload, str):
         check_place(workload)
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
     candidates = _candidates(strategies, workers, launcher or Local())
+    predicted = _predicted(workload, candidates) if predict else dict.fromkeys(candidates)
     rounds = min(ROUNDS, steps)
     refused: list[tuple[Candidate, str]] | None = [] if strategies is None else None
     with parked(candidates, workload, {}, refused) as groups:
@@ -79,10 +98,22 @@ def compare(
     for left_out, why in refused or ():
         warnings.warn(f"{left_out.strategy} is left out: {why}", stacklevel=2)
     alone = next(m for m in measured if m.candidate.strategy.one_process)
-    rows = sorted((_row(m, alone) for m in measured), key=lambda row: (not row.exact, -row.examples_per_second))
+    rows = sorted(
+        (_row(m, alone, predicted[m.candidate]) for m in measured),
+        key=lambda row: (not row.exact, -row.examples_per_second),
+    )
     if path is not None:
-        Path(path).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        Path(path).write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
     return rows
+
+
+def _predicted(workload: Workload | str, candidates: Sequence[Candidate]) -> dict[Candidate, float | None]:
+    """Seconds a step of each; none where the workload cannot be profiled, which says nothing about running it."""
+    try:
+        costs = prices(workload, candidates, PROFILE_SECONDS)
+    except (ValueError, ApportionError):
+        costs = [None] * len(candidates)
+    return {c: None if cost is None else cost.step_seconds for c, cost in zip(candidates, costs, strict=True)}
 
 
 def _candidates(strategies: Sequence[Strategy | str] | None, workers: int | None, launcher: Local) -> list[Candidate]:
@@ -100,7 +131,7 @@ def _candidates(strategies: Sequence[Strategy | str] | None, workers: int | None
     return chosen
 
 
-def _row(measured: Measured, alone: Measured) -> Row:
+def _row(measured: Measured, alone: Measured, predicted: float | None) -> Row:
     total = measured.computing + measured.waiting + measured.communicating or 1.0
     chosen = measured.candidate
     return Row(
@@ -118,4 +149,5 @@ def _row(measured: Measured, alone: Measured) -> Row:
         held_bytes=measured.held_bytes,
         peak_bytes=measured.peak_bytes,
         steps=len(measured.seconds),
+        predicted_seconds=predicted,
     )

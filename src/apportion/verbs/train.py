@@ -20,11 +20,13 @@ from apportion.event import Event
 from apportion.job import Job
 from apportion.launch.env import Env
 from apportion.launch.local import Local
+from apportion.planner.deciding import Decision, Planning, decide
+from apportion.planner.drift import Watch
 from apportion.report import Journal
 from apportion.strategy import Strategy
 from apportion.supervise import Policy
 from apportion.supervisor import Supervised
-from apportion.trial import candidate, candidates, choose
+from apportion.trial import candidate
 from apportion.values import parse
 from apportion.worker import work
 from apportion.workload import Workload
@@ -42,11 +44,18 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     resume: bool = False,
     policy: Policy | None = None,
     steps: int | None = None,
+    trial: bool = True,
+    remeasure: bool = False,
+    allow_approximate: bool = False,
 ) -> Generator[Event, None, None]:
     """Train, and yield what happens: steps, evaluations, checkpoints, faults, and the end.
 
-    ``workload``: itself, or its address (``path/to/file.py:name``). ``strategy``: None measures a few for some seconds
-    and takes the fastest. ``run_dir``: None makes one under ``runs/``. ``steps`` replaces the workload's.
+    ``workload``: itself, or its address (``path/to/file.py:name``). ``strategy``: None predicts what each
+    would take here, tries the best for at most 10 s or 5 % of the run, and takes the fastest; the next run like it
+    takes the same. ``run_dir``: None makes one under ``runs/``. ``steps`` replaces the workload's.
+
+    Where no strategy is given: ``trial=False`` takes the one that is predicted to be the fastest; ``remeasure``
+    forgets earlier runs; ``allow_approximate`` also takes an approximate one, if it learns more in the same time.
 
     ``break`` checkpoints and stops every rank at the same step. Raises WorkerFailed where a worker fails,
     CheckpointError where the state cannot be kept, ValueError for what was asked wrongly.
@@ -68,7 +77,15 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
         changes={} if steps is None else {"steps": steps},
     )
     chosen: Strategy | None = parse(strategy, "apportion.strategies") if isinstance(strategy, str) else strategy
-    return _joined(asked, chosen, launcher) if isinstance(launcher, Env) else _started(asked, chosen, launcher)
+    planning = Planning(trial=trial, remeasure=remeasure, approximate=allow_approximate)
+    if chosen is not None and planning != Planning():
+        raise ValueError(
+            f"trial=, remeasure= and allow_approximate= say how a strategy is chosen, and {chosen} is given: leave "
+            "either out"
+        )
+    if isinstance(launcher, Env):
+        return _joined(asked, chosen, launcher)
+    return _started(asked, chosen, launcher, planning)
 
 
 def train(workload: Workload | str, strategy: Strategy | str | None = None, **options: Any) -> Event:
@@ -103,14 +120,17 @@ class _Asked:
         )
 
 
-def _started(asked: _Asked, strategy: Strategy | None, launcher: Local) -> Generator[Event, None, None]:
+def _started(
+    asked: _Asked, strategy: Strategy | None, launcher: Local, planning: Planning
+) -> Generator[Event, None, None]:
     """On processes of this machine."""
-    tried = candidates(launcher) if strategy is None else [candidate(strategy, launcher)]
-    chosen, before = tried[0], list[Event]()
-    if len(tried) > 1:
-        trial = choose(tried, asked.workload, asked.changes)
-        chosen = trial.ranking[0].candidate
-        before.append(Event(kind="trial", step=0, epoch=0.0, seconds=0.0, data=trial.told()))
+    if strategy is None:
+        decision = decide(asked.workload, asked.changes, launcher, planning)
+    else:
+        decision = Decision(chosen=candidate(strategy, launcher), told=None, expected=None)
+    chosen, before = decision.chosen, list[Event]()
+    if decision.told is not None:
+        before.append(Event(kind="plan", step=0, epoch=0.0, seconds=0.0, data=decision.told))
         yield from before
     warning = chosen.launcher.overload(chosen.ranks)
     if warning is not None:
@@ -119,7 +139,8 @@ def _started(asked: _Asked, strategy: Strategy | None, launcher: Local) -> Gener
     replaceable = chosen.strategy.survives and chosen.ranks > 1 and chosen.launcher.on_cpu()
     job = replace(job, replaceable=replaceable, workers=chosen.ranks)
     supervised = Supervised(job, chosen.launcher, chosen.ranks)
-    yield from _journaled(job, supervised.events(), before, supervised.rest)
+    watch = None if decision.expected is None else Watch(decision.expected)
+    yield from _journaled(job, supervised.events(), before, supervised.rest, watch)
 
 
 def _joined(asked: _Asked, strategy: Strategy | None, launcher: Env) -> Generator[Event, None, None]:
@@ -135,10 +156,15 @@ def _joined(asked: _Asked, strategy: Strategy | None, launcher: Env) -> Generato
 
 
 def _journaled(
-    job: Job, events: Generator[Event, None, None], before: Sequence[Event], rest: Sequence[Event]
+    job: Job,
+    events: Generator[Event, None, None],
+    before: Sequence[Event],
+    rest: Sequence[Event],
+    watch: Watch | None = None,
 ) -> Iterator[Event]:
     """The same events, each written into the run directory on its way; the report at the end. ``before``: what happened
-    before the first; ``rest``: what happens after the loop was left."""
+    before the first; ``rest``: what happens after the loop was left; ``watch``: holds them against what was expected,
+    and adds what there is to tell."""
     assert job.run_dir is not None
     journal: Journal | None = None
     try:
@@ -150,6 +176,11 @@ def _journaled(
             if journal is not None:
                 journal.write(event)
             yield event
+            drifted = watch.take(event) if watch is not None else None
+            if drifted is not None:
+                if journal is not None:
+                    journal.write(drifted)
+                yield drifted
     except CheckpointError as error:
         events.throw(error)  # a run that cannot be written down is not to be saved either
     finally:

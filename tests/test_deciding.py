@@ -1,0 +1,159 @@
+"""What a run takes where no strategy is given: what is kept of a decision, what is tried without predictions, and that
+a drift reaches whoever reads the events."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Generator
+from dataclasses import replace
+from pathlib import Path
+
+import networks
+import pytest
+import torch
+from ranks import by_value
+from torch import nn
+
+from apportion.display import plan_line
+from apportion.event import Event
+from apportion.job import Job
+from apportion.launch.local import Local
+from apportion.planner import remembered
+from apportion.planner.deciding import decide
+from apportion.planner.drift import WINDOW, Expected, Watch
+from apportion.planner.predicting import offered
+from apportion.report import read_events
+from apportion.strategies.single_device import SingleDevice
+from apportion.verbs.train import _journaled
+from apportion.workload import Workload
+
+MARK = {"batch_size": 64, "parameters": {"elements": 10}, "batch": [[[64, 3], "torch.float32"]]}
+PLAN = {"told": {}, "expected": None, "a_step": 0.1, "measured_for": 2.0}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+# What is kept
+
+
+def test_a_plan_is_found_again_for_the_same_workload_asked_for_in_the_same_way() -> None:
+    key = remembered.key(MARK, {"launcher": "local"})
+    assert remembered.recall(key) is None
+    remembered.keep(key, PLAN)
+    assert remembered.recall(remembered.key(dict(MARK), {"launcher": "local"})) == PLAN
+    for other in ({**MARK, "batch_size": 32}, {**MARK, "batch": [[[64, 4], "torch.float32"]]}):
+        assert remembered.recall(remembered.key(other, {"launcher": "local"})) is None
+    assert remembered.recall(remembered.key(MARK, {"launcher": "local(threads=1)"})) is None
+
+
+def test_another_machine_or_another_torch_has_plans_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = remembered.key(MARK, {})
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    assert remembered.key(MARK, {}) != here
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"told": {}}'])
+def test_what_is_damaged_counts_as_nothing(text: str) -> None:
+    key = remembered.key(MARK, {})
+    remembered.keep(key, PLAN)
+    (remembered.folder() / f"{key}.json").write_text(text)
+    assert remembered.recall(key) is None
+
+
+def test_where_nothing_can_be_kept_nothing_is(cache: Path) -> None:
+    cache.write_text("a file")
+    remembered.keep("name", PLAN)
+    assert remembered.recall("name") is None
+
+
+# What is tried
+
+
+@pytest.mark.parametrize("workers", [None, 1, 3])
+def test_one_process_with_all_threads_is_always_offered_first_unless_workers_are_asked_for(workers: int | None) -> None:
+    offers = list(map(str, offered(Local(workers=workers, threads=2, device="cpu"))))
+    if workers is None:
+        assert offers[0] == 'single_device on local(workers=1, threads=2, device="cpu")'.replace('"', "'")
+        assert any(o.startswith("single_device(fused=True) on ") for o in offers)
+        assert "single_device on local(workers=1, threads=1, device='cpu')" in offers
+    else:
+        name = "single_device" if workers == 1 else "data_parallel"
+        assert offers == [f"{name} on local(workers={workers}, threads=2, device='cpu')"]
+
+
+class Rests(nn.Linear):
+    """A step takes long enough for a run to be long."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import time
+
+        time.sleep(0.004)
+        return super().forward(x)
+
+
+def resting() -> Workload:
+    return replace(networks.cases["mlp"](64), model=lambda: Rests(10, 3))
+
+
+def test_a_short_run_takes_one_process_and_a_long_one_what_is_found() -> None:
+    with by_value(networks), by_value(sys.modules[__name__]):
+        short = decide(resting(), {"steps": 100}, Local())
+        long = decide(resting(), {"steps": 3_000}, Local())
+        again = decide(resting(), {"steps": 2_900}, Local())
+        (kept,) = remembered.folder().glob("*.json")
+        kept.write_text(json.dumps({**json.loads(kept.read_text()), "measured_for": 1.0}))
+        longer = decide(resting(), {"steps": 90_000}, Local())
+    assert short.chosen.strategy == SingleDevice()
+    assert short.told is not None
+    assert "too short" in short.told["why"]
+    assert short.told["candidates"] == []
+    assert long.told is not None
+    assert len([c for c in long.told["candidates"] if c["step_seconds"]]) >= 2
+    assert long.expected is not None
+    assert long.expected.measured
+    assert sum(long.expected.terms.values()) == pytest.approx(long.expected.step_seconds)
+    assert again.told is not None
+    assert (again.told["remembered"], again.chosen) == (True, long.chosen)
+    assert again.expected == long.expected
+    assert longer.told is not None
+    assert longer.told["remembered"] is False, "what one second found is not enough for ten"
+
+
+# What is told
+
+
+def events() -> Generator[Event, None, None]:
+    def event(kind: str, **data: object) -> Event:
+        return Event(kind=kind, step=3, epoch=0.1, seconds=1.0, data=data)  # type: ignore[arg-type]
+
+    yield event("start", strategy="single_device", launcher="local", steps=100, first_step=0, threads=1)
+    for _ in range(3 * WINDOW):
+        yield event("speed", rank=0, examples_per_second=1.0, loading=0.0, computing=0.02, waiting=0.0, updating=0.0)
+    yield event("end", reason="finished", examples_per_second=1.0, metrics={}, run_dir="run", resume=None, why=None)
+
+
+def test_a_drift_is_told_once_kept_and_shown_in_the_report(tmp_path: Path) -> None:
+    expected = Expected(step_seconds=0.01, terms={"computing": 0.01}, measured=True)
+    job = Job(workload="none.py:none", strategy=SingleDevice(), run_dir=str(tmp_path / "run"))
+    told = list(_journaled(job, events(), [], [], Watch(expected)))
+    drifts = [event for event in told if event.kind == "drift"]
+    assert len(drifts) == 1
+    assert drifts[0].data["ratio"] == pytest.approx(2.0)
+    assert [e.kind for e in read_events(job.run_dir or "")].count("drift") == 1
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "2.00 times the measured 10 ms: computing takes 2.00 times as long" in page
+
+
+def test_the_line_of_a_plan_says_what_was_taken_and_what_the_others_took() -> None:
+    def told(strategy: str, seconds: float | None = None, refused: str | None = None) -> dict[str, object]:
+        return {"strategy": strategy, "launcher": "local", "step_seconds": seconds, "refused": refused}
+
+    candidates = [told("a", 0.001), told("b", 0.002), told("c"), told("d", refused="it cannot")]
+    data = {"strategy": "a", "launcher": "local", "why": "the fastest, 1 ms a step", "candidates": candidates}
+    line = plan_line(Event(kind="plan", step=0, epoch=0.0, seconds=0.0, data=data))
+    assert line == "a on local: the fastest, 1 ms a step (b on local: 2 ms; d on local: it cannot)"
