@@ -56,7 +56,13 @@ def cpus():
     )
     devices = tuple(
         Device(
-            name=f"host{h}/cpu", host=f"host{h}", kind="cpu", model="cores", memory_bytes=64 << 30, cores=16, rates=rates
+            name=f"host{h}/cpu",
+            host=f"host{h}",
+            kind="cpu",
+            model="cores",
+            memory_bytes=64 << 30,
+            cores=16,
+            rates=rates,
         )
         for h in range(64)
     )

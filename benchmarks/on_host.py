@@ -87,7 +87,7 @@ class Rank:
         plan = self.planned(trial=False)
         if plan is None:
             return None
-        one, many = (next(p for p in plan.found if str(p.strategy) == name) for name in (alone, parallel))
+        one, many = (able(plan, name) for name in (alone, parallel))
 
         def faster(rate):
             layout = replace(many.layout, cluster=with_cable(plan.cluster, rate))
@@ -100,6 +100,15 @@ class Rank:
             middle = exp((log(low) + log(high)) / 2)
             low, high = (low, middle) if faster(middle) else (middle, high)
         return 8 * high
+
+
+def able(plan, name):
+    """What was priced under that name. ValueError where it has no price, with the reason."""
+    found = [p for p in plan.found if str(p.strategy) == name]
+    for p in found:
+        if p.cost is not None:
+            return p
+    raise ValueError(f"{name}: {found[0].refusal if found else 'it was no candidate'}")
 
 
 def with_cable(cluster, rate):
