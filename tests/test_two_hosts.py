@@ -39,12 +39,19 @@ def namespaces() -> str:
 
 
 def test_nothing_is_left_after_an_error(hosts: Any) -> None:
-    with pytest.raises(RuntimeError, match="on purpose"), hosts.two_hosts(FAST) as made:
-        process = subprocess.Popen(made.command(1, ["sleep", "60"]))
-        assert all(name in namespaces() for name in made.names)
-        raise RuntimeError("on purpose")
+    started = []
+
+    def fail() -> None:
+        with hosts.two_hosts(FAST) as made:
+            started.append((made.names, subprocess.Popen(made.command(1, ["sleep", "60"]))))
+            assert all(name in namespaces() for name in made.names)
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fail()
+    ((names, process),) = started
     assert process.wait(10) != 0, "what ran there is gone too"
-    assert not any(name in namespaces() for name in made.names)
+    assert not any(name in namespaces() for name in names)
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["SIGTERM", "SIGKILL"])

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import quantiles
+
 import torch
 
 from apportion.comm.message import gather_messages
