@@ -41,15 +41,18 @@ def free_port():
 
 
 class Side:
-    """One side of a comparison: a process a rank, parked until `go`."""
+    """One side of a comparison: a process a rank, parked until `go`. `hosts`: a rank on each of them (hosts.py)."""
 
-    def __init__(self, command, *, ranks, python=sys.executable, more=None):
-        port = free_port()
+    def __init__(self, command, *, ranks, python=sys.executable, more=None, hosts=None):
+        port = free_port() if hosts is None else hosts.port()
+        command = [python, *command]
         self._errors = [tempfile.TemporaryFile() for _ in range(ranks)]  # noqa: SIM115 (closed by __exit__)
         self._processes = [
             subprocess.Popen(
-                [python, *command],
-                env=environment(rank=rank, ranks=ranks, port=port) | (more or {}),
+                command if hosts is None else hosts.command(rank, command),
+                env=environment(rank=rank, ranks=ranks, port=port)
+                | ({} if hosts is None else hosts.environment(rank, ranks, port))
+                | (more or {}),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors[rank],
@@ -79,12 +82,16 @@ class Side:
 
     def each(self, steps):
         """Of so many steps what every rank answers."""
+        return [float(answer) for answer in self.ask(steps)]
+
+    def ask(self, line):
+        """What every rank answers to a line."""
         for rank, process in enumerate(self._processes):
             try:
-                process.stdin.write(f"{steps}\n".encode())
+                process.stdin.write(f"{line}\n".encode())
             except BrokenPipeError:
                 raise self._failed(rank, "died") from None
-        return [float(answer) for answer in self._answers()]
+        return self._answers()
 
     def _answers(self):
         end = time.monotonic() + DEADLINE

@@ -8,12 +8,16 @@ from parked import SideFailed
 
 
 def result(name, what, unit, measure):
-    """One row: what `measure()` gives as (ours, peer, ratio); or the reason, where a side failed."""
+    """One row: what `measure()` gives as (ours, peer, ratio), or as these and more in a dict; or the reason, where a
+    side failed."""
     row = {"id": name, "what": what, "ours": None, "peer": None, "unit": unit, "ratio": None}
     try:
-        ours, peer, ratio = measure()
+        found = measure()
     except SideFailed as failure:
         return row | {"failed": str(failure)}
+    if isinstance(found, dict):
+        return row | found
+    ours, peer, ratio = found
     return row | {"ours": ours, "peer": peer, "ratio": ratio}
 
 

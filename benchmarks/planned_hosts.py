@@ -1,0 +1,147 @@
+"""What the ranks of two hosts plan for themselves, against what is then measured on them. See planner.py.
+
+Each of three networks has its own pair of processes, one a host (on_host.py), for all rates of the cable.
+"""
+
+import json
+import tempfile
+from contextlib import contextmanager
+from math import exp, log
+from pathlib import Path
+from statistics import median
+
+from fresh import distinguishable, interval
+from hosts import cannot, two_hosts
+from parked import Side, SideFailed
+
+HERE = Path(__file__).resolve().parent
+NAMES = ("digits", "mlp10m", "cifar10")
+RATES = {"100m": 1e8, "1g": 1e9, "unlimited": None}
+ROUNDS, LEAST_ROUNDS, ROUND_SECONDS, SECONDS = 11, 3, 0.4, 40.0
+CLOSE = 1.3
+ALONE, PARALLEL = "single_device", "data_parallel"
+CROSSING = (2.5e7, 2.5e10)
+"""Bits/s between which the crossing is looked for."""
+HALVINGS = 6
+MOST_RATE = 1e10
+"""Above it the cable is not what limits: the machine copies no faster."""
+
+
+@contextmanager
+def joined(workload, rate):
+    """A pair of ranks, parked, and their hosts."""
+    why = cannot()
+    if why is not None:
+        raise SideFailed(why)
+    with two_hosts(rate) as hosts, Side([str(HERE / "on_host.py"), workload], ranks=2, hosts=hosts) as side:
+        side.wait_until_ready()
+        yield hosts, side
+
+
+def asked(side, *order):
+    """Of all ranks; what one of them refuses is a ValueError."""
+    answers = [json.loads(line) for line in side.ask(json.dumps(order))]
+    for answer in answers:
+        if "refused" in answer:
+            raise ValueError(answer["refused"])
+    return answers
+
+
+def seconds(side, strategy, steps):
+    """Of a step, by the slower rank."""
+    return max(answer["seconds"] for answer in asked(side, strategy, steps)) / steps
+
+
+def plan(side):
+    """What the ranks choose, and what they have priced: {"strategy", "batch_size", "found": [...], "cluster", ...}."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        asked(side, "plan", file.name)
+        return json.loads(Path(file.name).read_text())
+
+
+def chosen(workload, label):
+    """A row: the chosen strategy against the best of all exact ones."""
+    with joined(workload, RATES[label]) as (_, side):
+        told = plan(side)
+        exact = list(dict.fromkeys([told["strategy"], *(p["strategy"] for p in told["found"] if p["exact"])]))
+        once = {}
+        for strategy in exact:
+            try:
+                seconds(side, strategy, 1)
+                once[strategy] = seconds(side, strategy, 1)
+            except ValueError as error:
+                print(f"left out: {strategy}: {error}", flush=True)
+        close = [s for s in once if once[s] < 2 * CLOSE * min(once.values()) or s == told["strategy"]]
+        taken = in_turns(side, {s: once[s] for s in close})
+    best = min(taken, key=lambda s: median(taken[s]))
+    own, least = taken[told["strategy"]], taken[best]
+    low, high = interval([a / b for a, b in zip(own, least, strict=True)])
+    predicted = {p["strategy"]: p["predicted"] for p in told["found"]}
+    return {
+        "what": f"chosen: {told['strategy']}; by prediction alone: {told['predicted']}; best: {best}",
+        "ours": told["batch_size"] / median(own),
+        "peer": told["batch_size"] / median(least),
+        "ratio": median(least) / median(own),
+        "interval": [low, high],
+        "distinguishable": distinguishable(low, high),
+        "points": [{"candidate": s, "predicted": predicted.get(s), "measured": median(t)} for s, t in taken.items()],
+    }
+
+
+def in_turns(side, once):
+    """Seconds a step in each round, of strategies of which one step takes so long."""
+    many = {s: max(1, round(ROUND_SECONDS / t)) for s, t in once.items()}
+    turn = sum(many[s] * t for s, t in once.items())
+    rounds = max(LEAST_ROUNDS, min(ROUNDS, round(SECONDS / turn)))
+    taken = {s: [] for s in once}
+    for _ in range(rounds):
+        for strategy in once:
+            taken[strategy].append(seconds(side, strategy, many[strategy]))
+    return taken
+
+
+def crossing(workload):
+    """A row: the rate at which data_parallel is as fast as one host by itself, predicted and measured, in Mb/s. The
+    prediction is made by ranks that have measured the cable as fast as it goes."""
+    with joined(workload, None) as (hosts, side):
+        found = asked(side, "crossing", ALONE, PARALLEL)[0]["bits"]
+        try:
+            measured = measured_crossing(hosts, side)
+        except SideFailed as failure:
+            said = "never" if found is None else f"at {found / 1e6:.0f} Mb/s"
+            raise SideFailed(f"{failure} (predicted: {said})") from failure
+    if found is None:
+        raise SideFailed(f"predicted: never; measured: at {measured / 1e6:.0f} Mb/s")
+    return {
+        "what": f"{PARALLEL} on two hosts is faster than {ALONE} above so many Mb/s, predicted and measured",
+        "ours": found / 1e6,
+        "peer": measured / 1e6,
+        "ratio": min(found, measured) / max(found, measured),
+    }
+
+
+def measured_crossing(hosts, side):
+    """By halving, then on the line through the last two."""
+    low, high = CROSSING[0], MOST_RATE
+    above = advantage(hosts, side, high)
+    if above <= 0:
+        raise SideFailed(f"measured: {PARALLEL} is slower than {ALONE} at any rate")
+    below = advantage(hosts, side, low)
+    if below >= 0:
+        raise SideFailed(f"measured: {PARALLEL} is faster than {ALONE} from {low / 1e6:g} Mb/s on")
+    for _ in range(HALVINGS):
+        middle = exp((log(low) + log(high)) / 2)
+        now = advantage(hosts, side, middle)
+        if now > 0:
+            high, above = middle, now
+        else:
+            low, below = middle, now
+    return exp(log(low) + (log(high) - log(low)) * -below / (above - below))
+
+
+def advantage(hosts, side, rate):
+    """Of data_parallel over one host at this rate: the logarithm of how many times as fast it is."""
+    hosts.set_rate(rate)
+    once = {strategy: seconds(side, strategy, 2) for strategy in (ALONE, PARALLEL)}
+    taken = in_turns(side, once)
+    return median(log(a / b) for a, b in zip(taken[ALONE], taken[PARALLEL], strict=True))

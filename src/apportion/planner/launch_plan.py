@@ -1,0 +1,146 @@
+"""A plan for ranks that are running already (torchrun, Slurm): all of them call ``plan_launched``.
+
+::
+
+    rank 0   machines, | profile | search |  steps of the best few, in turns |  explain -> the plan
+    others   links     |   wait           |  with it                         |
+
+What is tried runs in these very ranks, over the links that the training will have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from apportion.planner.launched import measure_here
+from apportion.planner.make import make
+from apportion.planner.plan import Plan
+from apportion.planner.priced import Priced, Tried, ranked
+from apportion.planner.profiling import profile
+from apportion.planner.refit import correction
+from apportion.planner.search import places_of, search
+
+from apportion.address import load_workload
+from apportion.cluster import Cluster
+from apportion.comm.message import broadcast_message
+from apportion.planner.on_ranks import Bench, Choice, Taken
+from apportion.pricing.layout import Layout
+from apportion.profile import Profile
+from apportion.values import written_name
+from apportion.workload import Workload
+from apportion.world import World
+
+TRIAL_SECONDS = 10.0
+BEST = 3
+"""So many of the best by prediction are tried."""
+AGAIN = 2
+"""How often what was learnt may bring another one into question."""
+
+
+def plan_launched(
+    workload: Workload | str, world: World, *, trial: bool = True, seconds: float = TRIAL_SECONDS
+) -> Plan | None:
+    """Which way to split a workload among the ranks of this world, or that one host by itself is faster: the plan on
+    rank 0, None on the others. Called by all ranks, with the same.
+
+    ``seconds``: of trying; at least ``on_ranks.LEAST_ROUNDS`` steps of each are made, however long they take. Raises
+    ValueError, on all ranks, where nothing can run.
+    """
+    opened = load_workload(workload) if isinstance(workload, str) else workload
+    cluster = measure_here(world)
+    planned = _predicted(opened, workload if isinstance(workload, str) else None, cluster, world)
+    return _tried(planned, opened, world, seconds) if trial else planned
+
+
+def _predicted(opened: Workload, name: str | None, cluster: Cluster, world: World) -> Plan | None:
+    """On rank 0, from a profile of its own host, while the others wait: hosts of the same make take the same times."""
+    planned, refusal = None, ""
+    if world.rank == 0:
+        try:
+            found, profiled = priced_here(opened, cluster, world)
+            planned = make(found, profiled, cluster, workload=name)
+        except ValueError as error:
+            refusal = str(error)
+    refusal = broadcast_message(refusal, world.group(), device=world.device)
+    if refusal:
+        raise ValueError(refusal)
+    return planned
+
+
+def priced_here(opened: Workload, cluster: Cluster, world: World) -> tuple[list[Priced], Profile]:
+    """Everything that these ranks could do, all of them or one alone, priced; and the profile that it is priced by."""
+    threads = torch.get_num_threads()
+    places = _places(cluster, world.size, threads)
+    profiled = profile(opened, cluster, places)
+    found = [
+        p
+        for workers, each in ((world.size, threads), (1, None))
+        for p in search(profiled, cluster, workers=workers, threads=each)
+        if p.layout.ranks in (1, world.size) and len(p.layout.hosts) in (1, len(cluster.hosts))
+    ]
+    return list({(str(p.strategy), p.layout.devices, p.layout.threads): p for p in found}.values()), profiled
+
+
+def _places(cluster: Cluster, ranks: int, threads: int) -> list[Layout]:
+    """Layouts that a profile has to know of."""
+    return [*places_of(cluster, ranks, threads), *places_of(cluster, 1)]
+
+
+def _tried(planned: Plan | None, opened: Workload, world: World, seconds: float) -> Plan | None:
+    """The same plan with what the steps of the best few have shown."""
+    bench = Bench(opened, world)
+    try:
+        for turn in range(1 + AGAIN):
+            told = None if planned is None else _worth_trying(planned, first=turn == 0)
+            told = broadcast_message(told, world.group(), device=world.device)
+            chosen: list[Choice] = [(strategy, threads) for strategy, threads in told]
+            if len(chosen) < 2:
+                break
+            for choice in chosen:
+                bench.build(choice)
+            taken = bench.measure(chosen, seconds if turn == 0 else seconds / 2)
+            if planned is not None:
+                planned = _corrected(planned, taken, bench.refused)
+    finally:
+        bench.close()
+    return planned
+
+
+def _worth_trying(planned: Plan, *, first: bool) -> list[Choice]:
+    """First the best by prediction, one process, and plain data_parallel; later the best so far, and beside it what
+    should be faster by the corrected predictions. With the threads of each."""
+    able = [p for p in ranked(planned.found) if p.cost is not None and p.strategy.exact]
+    if first:
+        always = [p for p in able if p.strategy.one_process or str(p.strategy) == written_name(type(p.strategy))]
+        kinds = ("SingleDevice", "DataParallel")
+        plain = [next((p for p in always if type(p.strategy).__name__ == kind), None) for kind in kinds]
+        chosen = [*able[:BEST], *(p for p in plain if p is not None)]
+    else:
+        done = [p for p in able if p.tried is not None]
+        best = min((p.seconds_per_example for p in done), default=0.0)
+        rest = sorted((p for p in able if p.tried is None), key=lambda p: p.seconds_per_example)
+        chosen = [*done[:1], *(p for p in rest[:1] if p.seconds_per_example < best)]
+    return list(dict.fromkeys((str(p.strategy), p.layout.threads) for p in chosen))
+
+
+def _corrected(planned: Plan, taken: dict[Choice, Taken], refused: dict[str, str]) -> Plan:
+    """Measured where it was tried, on the layout that it was tried on; the rest by what that has taught."""
+    found = [_with(p, taken, refused) for p in planned.found]
+    pairs = [(p.cost, p.tried.step_seconds) for p in found if p.tried is not None and p.cost is not None]
+    fitted = correction(pairs)
+    found = [
+        replace(p, corrected=fitted.step_seconds(p.cost)) if p.tried is None and p.cost is not None else p
+        for p in found
+    ]
+    return make(found, planned.profile, planned.cluster, workload=planned.workload)
+
+
+def _with(p: Priced, taken: dict[Choice, Taken], refused: dict[str, str]) -> Priced:
+    choice = str(p.strategy), p.layout.threads
+    if choice[0] in refused:
+        return replace(p, cost=None, refusal=refused[choice[0]])
+    if choice not in taken or p.cost is None:
+        return p
+    low, middle, high = taken[choice].quartiles
+    return replace(p, tried=Tried(step_seconds=middle, low=low, high=high, steps=taken[choice].steps))
