@@ -62,6 +62,8 @@ def gauges(sock: socket.socket, payload: bytes) -> int:
 def timings(sock: socket.socket, payload: bytes) -> int:
     """Time a step and its parts when told to."""
     return _run(sock, lambda: cloudpickle.loads(payload), serve_timings)
+
+
 def _run(sock: socket.socket, load: Callable[[], Job | Gauging], program: Any) -> int:
     channel = Channel(sock)
     try:
