@@ -196,9 +196,7 @@ class _Measuring:
             name = layer["name"]
             found.timings.setdefault(name, []).append(self._timing(whole.rows, forward[name], backward[name]))
 
-    def _timing(  # noqa: PLR0913 (a timing's own)
-        self, rows: float, forward: float, backward: float, way: str = "", share: float = 1.0
-    ) -> Timing:
+    def _timing(self, rows: float, forward: float, backward: float, way: str = "", share: float = 1.0) -> Timing:
         return Timing(
             rows=rows,
             threads=self._setting.threads,
