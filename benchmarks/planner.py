@@ -28,9 +28,6 @@ from pathlib import Path
 from statistics import median
 
 import planned_hosts
-from apportion.planner.measure import measure
-from apportion.planner.profiling import profile
-from apportion.planner.search import places_of
 from fresh import distinguishable, here, points, regret
 from many_layers import CLUSTERS, PROFILE
 from parked import SideFailed
@@ -39,6 +36,9 @@ from table import main, result
 import apportion
 from apportion.address import load_workload
 from apportion.errors import ApportionError
+from apportion.planner.measure import measure
+from apportion.planner.profiling import profile
+from apportion.planner.search import places_of
 from apportion.trial import candidate
 
 HERE = Path(__file__).resolve().parent

@@ -92,11 +92,11 @@ def test_recurrent_layers_one_by_one_and_in_chunks() -> None:
         return Last(nn.LSTM(6, 8, 2, batch_first=True))
 
     data = lambda: TensorDataset(networks.numbers(20, 64, 6), networks.classes(20, 8))  # noqa: E731
-    found = measured(networks.workload(model, data, 10, optimizer=networks.adam))
+    found = measured(networks.workload(model, data, 10, optimizer=networks.adam), seconds=6.0)
     add_up(found)
     lstm = named(found, "net")
     assert (lstm.stack, lstm.length) == (2, 64)
-    assert lstm.ways == ("units", "layer", "chunk")
+    assert lstm.ways == ("layer", "chunk", "units")
     known = shares(lstm)
     assert (known["units"], known["layer"]) == ([0.5], [0.5])
     assert len(known["chunk"]) == 1

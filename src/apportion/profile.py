@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -304,7 +304,7 @@ def _at(timings: list[Timing], rows: float) -> Seconds:
     )
 
 
-def interpolated(points: list[tuple[float, float]], at: float) -> float:
+def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
     """Between the nearest two points of the raw table; outside of it on the line through the last two, and no steeper
     downwards than through nothing."""
     known = sorted(points)

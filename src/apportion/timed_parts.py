@@ -160,7 +160,7 @@ def ways(call: Callable[..., Any], node: fx.Node, args: Any) -> tuple[str, ...]:
         stacked: Any = call
         slices = ("units",) if sliced_recurrent.can_be_sliced(call) else ()
         plain = args[0].dim() == 3 and args[0].device.type == "cpu" and not stacked.bidirectional
-        return (*slices, "layer", "chunk") if plain else slices
+        return ("layer", "chunk", *slices) if plain else slices  # slices take longest: every moment by itself
     if kind in CONVOLUTIONS:
         return ("units", "inputs", "height")
     if kind in TRANSPOSED or kind in POOLS or (kind in NORMS and is_image):

@@ -13,18 +13,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+
+from apportion.address import load_workload
+from apportion.cluster import Cluster
+from apportion.comm.message import broadcast_message
 from apportion.planner.launched import measure_here
 from apportion.planner.make import make
+from apportion.planner.on_ranks import Bench, Choice, Taken
 from apportion.planner.plan import Plan
 from apportion.planner.priced import Priced, Tried, ranked
 from apportion.planner.profiling import profile
 from apportion.planner.refit import correction
 from apportion.planner.search import places_of, search
-
-from apportion.address import load_workload
-from apportion.cluster import Cluster
-from apportion.comm.message import broadcast_message
-from apportion.planner.on_ranks import Bench, Choice, Taken
 from apportion.pricing.layout import Layout
 from apportion.profile import Profile
 from apportion.values import written_name

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib import import_module
-from typing import Any
 
 from apportion.cluster import Cluster
 from apportion.launch.local import Local
+from apportion.planner import measure, profiling
 from apportion.planner.refine import Offer
+from apportion.planner.search import search
 from apportion.pricing.cost import Cost
 from apportion.pricing.layout import Layout, layouts
 from apportion.profile import Profile
@@ -45,7 +45,7 @@ def predicted(workload: Workload | str, launcher: Local, seconds: float, *, reme
     if profiled is None:
         return []
     cluster, profile = profiled
-    found = _part("search").search(profile, cluster, threads=launcher.threads)
+    found = search(profile, cluster, threads=launcher.threads)
     return [
         Offer(strategy=p.strategy, launcher=replace(p.launcher, loaders=launcher.loaders), cost=p.cost)
         for p in found
@@ -72,9 +72,6 @@ def _profiled(
 ) -> tuple[Cluster, Profile] | None:
     """This machine and the workload on it, measured; the machine as it was once, where it was. None where no layout
     has anything to say."""
-    measure, profiling = _part("measure"), _part("profiling")
-    if measure is None or profiling is None:
-        return None
     cluster: Cluster = measure.measure(remeasure=remeasure, seconds=seconds / 2)
     wanted = places(cluster)
     return (cluster, profiling.profile(workload, cluster, wanted, seconds=seconds / 2)) if wanted else None
@@ -95,11 +92,4 @@ def _layout(chosen: Candidate, cluster: Cluster) -> Layout | None:
     try:
         return Layout(cluster=cluster, devices=tuple(devices), threads=chosen.launcher.threads_each(chosen.ranks))
     except ValueError:  # more threads than cores
-        return None
-
-
-def _part(name: str) -> Any:
-    try:
-        return import_module(f"apportion.planner.{name}")
-    except ModuleNotFoundError:
         return None

@@ -227,10 +227,13 @@ class _Measuring:
             for layer in found.facts["layers"]:
                 if layer["like"] == name:
                     known = whole[layer["name"]]
-                    times = [
-                        getattr(known, what) * part[what] / max(beside[what], 1e-9) for what in ("forward", "backward")
-                    ]
-                    timing = self._timing(rows, *times, way=way, share=part["share"])
+                    timing = self._timing(
+                        rows,
+                        known.forward * part["forward"] / max(beside["forward"], 1e-9),
+                        known.backward * part["backward"] / max(beside["backward"], 1e-9),
+                        way,
+                        part["share"],
+                    )
                     found.timings[layer["name"]].append(timing)
 
     def _orders(self, layers: list[dict[str, Any]], whole: Mapping[str, Timing]) -> Iterator[tuple[str, str, int]]:

@@ -124,7 +124,8 @@ def _composed(
     replicated = next((cls for cls in kinds if cls.__name__ == "DataParallel"), None)
     if replicated is None:
         return
-    makers = [cls for cls in (find(name, STRATEGIES) for name in names(STRATEGIES)) if cls.splits]
+    known: list[type[Strategy]] = [find(name, STRATEGIES) for name in names(STRATEGIES)]
+    makers = [cls for cls in known if cls.splits]
     for layout in [place for place in places if place.ranks >= 4][:COMPOSED_LAYOUTS]:
         for size in group_sizes(layout):
             group = layout.part(range(size))

@@ -61,9 +61,11 @@ def _piloted(exact: Priced, found: Sequence[Priced], workload: Workload | str) -
     best = min(others, key=lambda p: p.seconds_per_example, default=None)
     if best is None or best.seconds_per_example >= exact.seconds_per_example:
         return exact, ("no approximate strategy is faster per example: there is nothing to try in a pilot",)
-    pair = [candidate(p.strategy, p.launcher) for p in (exact, best) if isinstance(p.launcher, Local)]
+    assert isinstance(exact.launcher, Local)
+    assert isinstance(best.launcher, Local)
+    pair = candidate(exact.strategy, exact.launcher), candidate(best.strategy, best.launcher)
     try:
-        told = pilot(*pair, workload, {}, steps=MANY_STEPS, seconds=PILOT_SECONDS)
+        told = pilot(pair[0], pair[1], workload, {}, steps=MANY_STEPS, seconds=PILOT_SECONDS)
     except (ValueError, ApportionError) as error:
         return exact, (f"no pilot of {best}: {error}",)
     verdict = "chosen" if told.better else "not chosen"

@@ -64,7 +64,7 @@ def parts_that_fit(profile: Profile, layout: Layout) -> int:
     """Microbatches with which a rank's activations fit its memory; 1 where they do at once, or never do."""
     cut = profile.cut_by_rows and not profile.own_update and not profile.batch_norm
     rows = max(1, profile.batch_size // layout.ranks)
-    for parts in (2**k for k in range(rows.bit_length())) if cut else ():
+    for parts in (1 << k for k in range(rows.bit_length())) if cut else ():
         held = activations(profile, rows / parts) + sum(of_replica(profile, 0.0).values())
         if all(held * layout.together(r) <= layout.device(r).memory_bytes for r in layout.kinds):
             return parts

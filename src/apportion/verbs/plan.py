@@ -62,9 +62,9 @@ def cluster_of(given: Cluster | str | Path) -> Cluster:
         return given
     if isinstance(given, Path) or given.endswith(".json"):
         return Cluster.load(_file(given, "cluster"))
-    from apportion.planner.catalogue import catalogue
+    from apportion.catalogue import named
 
-    return catalogue(given)
+    return named(given)
 
 
 def profile_of(given: Profile | str | Path) -> Profile:
