@@ -416,7 +416,7 @@ def test_candidates_are_few_and_data_parallel_is_among_them() -> None:
     assert list(MapReduce.candidates(profile(examples=64), two)) == [MapReduce()]
     for kind in (DataParallel, FullySharded, MapReduce, LocalSgd, Hogwild, ParameterServer):
         assert list(kind.candidates(profile(examples=64), one)) == []
-    assert list(SingleDevice.candidates(profile(), one)) == [SingleDevice()]
+    assert list(SingleDevice.candidates(profile(), one)) == [SingleDevice(), SingleDevice(fused=True)]
 
 
 def test_microbatches_are_a_candidate_where_activations_do_not_fit_at_once() -> None:

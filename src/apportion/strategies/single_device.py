@@ -68,7 +68,8 @@ class SingleDevice(Strategy):
         return Cost(
             terms={
                 "computing": profile.network_seconds(device, rows=rows, threads=layout.threads).both,
-                "updating": profile.update_seconds(device, threads=layout.threads) + STEP_CALLS * device.call_seconds,
+                "updating": profile.update_seconds(device, threads=layout.threads, fused=self.fused)
+                + STEP_CALLS * device.call_seconds,
                 "loading": profile.loading_seconds * rows,
             },
             memory=Holding(own=of_replica(profile, rows)).a_worker(1),
