@@ -527,6 +527,11 @@ def test_the_terminal_shows_the_table_the_reasons_and_what_to_type(folder: Path)
     assert max(map(len, text.partition("\nwhy\n")[0].splitlines())) <= 110
 
 
+def test_a_cluster_of_the_catalogue_is_called_by_its_name(folder: Path) -> None:
+    told = json.loads(called("--network", "profile.json", "--cluster", "2-cores", "--json").stdout)
+    assert {c["launcher"] for c in told["candidates"]} >= {"local(workers=2, threads=1)"}
+
+
 def test_the_plan_is_written_for_the_address_that_was_given(folder: Path) -> None:
     told = json.loads(called("mine.py:workload", *FILES, "--json").stdout)
     assert told["workload"] == "mine.py:workload"
@@ -544,6 +549,7 @@ def test_the_plan_is_written_for_the_address_that_was_given(folder: Path) -> Non
         (("--network", "profile.json", "--cluster", "broken.json"), "broken.json is no JSON"),
         (("--network", "other.json", "--cluster", "cluster.json"), "this is no profile: 'layers'"),
         (("--network", "profile.json", "--cluster", "other.json"), "this is no cluster: 'devices'"),
+        (("--network", "profile.json", "--cluster", "4-hosts-10gbits"), "did you mean '4-hosts-10gbit'?"),
         (("nowhere.py:workload",), "there is no file nowhere.py"),
         ((*FILES, "--workers", "3"), "cluster one host has no place for them"),
         ((*FILES, "--out", "nowhere/plan.html"), "there is no folder nowhere"),

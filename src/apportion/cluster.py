@@ -138,6 +138,10 @@ class Cluster:
     def _joining(self) -> dict[tuple[str, str], Link]:
         return {}
 
+    @cached_property
+    def _joining_all(self) -> dict[tuple[str, ...], Link]:
+        return {}
+
     def device(self, name: str) -> Device:
         """By its name."""
         return self._by_name[name]
@@ -161,10 +165,14 @@ class Cluster:
 
     def joining(self, devices: Iterable[str]) -> Link:
         """The slowest of the links that these devices need to reach each other."""
-        names = list(dict.fromkeys(devices))
+        names = tuple(dict.fromkeys(devices))
         if len(names) == 1:
             return self.link(names[0], names[0])
-        return min((self.link(a, b) for a, b in itertools.pairwise(names)), key=lambda link: link.bandwidth)
+        found = self._joining_all.get(names)
+        if found is None:
+            pairs = (self.link(a, b) for a, b in itertools.pairwise(names))
+            found = self._joining_all[names] = min(pairs, key=lambda link: link.bandwidth)
+        return found
 
     def with_hosts(self, many: int) -> Cluster:
         """The same with so many hosts: the first ones, or more of the last one's kind, on the same links. ValueError

@@ -26,7 +26,7 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
 ) -> Plan:
     """Which way to split a workload, with the price of every alternative and when the answer would change.
 
-    ``cluster``: the machines; a file of JSON, or a name of the catalogue (``"4x32-cores-10g"``). None measures this
+    ``cluster``: the machines; a file of JSON, or a name of the catalogue (``"4-hosts-10gbit"``). None measures this
     machine, which is kept: ``remeasure`` does it again. ``network``: a profile, or a file of it; None times the
     workload's layers here. With ``network`` neither a model nor its machines are needed. ``against``: another cluster,
     to say how many of its hosts match this one.
