@@ -16,7 +16,7 @@ from apportion.pricing.slowest import slowest
 from apportion.profile import Profile
 from apportion.strategy import Strategy
 
-STEP_CALLS = 60.0
+STEP_CALLS = 10.0
 """Of a step's own Python, in ``Device.call_seconds``: the sum, and the state that is kept."""
 
 

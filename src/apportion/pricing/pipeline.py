@@ -9,19 +9,20 @@ from typing import Literal
 
 from apportion.pricing.collectives import all_reduce, message
 from apportion.pricing.cost import Cost, Span
+from apportion.pricing.few_rows import suited
 from apportion.pricing.layer_times import LayerTimes, chance, exposed, held, times, worst
 from apportion.pricing.layout import Layout
 from apportion.pricing.partition import SECONDS_PER_BYTE, SECONDS_PER_MESSAGE, balanced
 from apportion.pricing.simulate import Task, simulate, terms
-from apportion.profile import Profile, Seconds
+from apportion.profile import LayerProfile, Profile, Seconds
 
 Order = Sequence[tuple[Literal["forward", "backward"], int]]
 """What a stage does with its micro-batches, one after the other."""
 
-PASS_CALLS = 40.0
+PASS_CALLS = 14.0
 """What a forward or a backward pass of a micro-batch costs besides its layers, in calls: its rows, the call of the
 stage's graph, the loss and its weight."""
-MESSAGE_CALLS = 60.0
+MESSAGE_CALLS = 14.0
 """What a message costs each of its two ranks: the description, and a wait in Python. Both counted in the code, and held
 against the step of eight layers 8 wide on two ranks, where little else is left: 10 % to 15 % below it at 8 and at 32
 micro-batches, on a busy machine whose own calls and messages were measured just before."""
@@ -134,7 +135,7 @@ def _parts(  # noqa: PLR0913 (what a pipeline has)
         own, rows = each[stage], profile.batch_size / (1 if at_once[stage] else microbatches)
         key = id(own), rows
         if key not in known:
-            known[key] = [own.of(layer, rows) for layer in profile.layers]
+            known[key] = [_of_few(own, layer, rows) for layer in profile.layers]
         forward = sum(s.forward for s in known[key][begin:end]) + PASS_CALLS * own.call * (layout.ranks > 1)
         backward = sum(s.backward for s in known[key][begin:end]) + PASS_CALLS * own.call * (layout.ranks > 1)
         messages = _own_messages(profile, layout, begins, stage, microbatches, own.call)
@@ -149,6 +150,11 @@ def _parts(  # noqa: PLR0913 (what a pipeline has)
             )
         )
     return sums
+
+
+def _of_few(own: LayerTimes, layer: LayerProfile, rows: float) -> Seconds:
+    found, share = own.of(layer, rows), suited(layer, rows)
+    return Seconds(found.forward * share.forward, found.backward * share.backward)
 
 
 def _own_messages(

@@ -12,7 +12,7 @@ from apportion.pricing.memory import Holding, copies, of_replica
 from apportion.pricing.shares import call_seconds, computed, memory_rate, updating
 from apportion.profile import Profile
 
-STEP_CALLS, ROUND_CALLS, TENSOR_CALLS = 50.0, 300.0, 80.0
+STEP_CALLS, ROUND_CALLS, TENSOR_CALLS = 20.0, 45.0, 3.0
 """Of Python, in ``Device.call_seconds``: of a step, of a round, and of a round for each layer and slot and each
 contribution. Found with a network of three small layers under Adam: 3.9 ms a round of two, where a call took 1.2 us."""
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from apportion.pricing.cost import Cost
+from apportion.pricing.few_rows import saved
 from apportion.pricing.layout import Layout
 from apportion.pricing.memory import Holding, activations, copies
-from apportion.pricing.shares import Computed, call_seconds, memory_rate, updating
+from apportion.pricing.shares import Computed, call_seconds, layer_seconds, memory_rate, updating
 from apportion.profile import LayerProfile, Profile
 
-STEP_CALLS, LAYER_CALLS, LINEAR_CALLS, PIECE_CALLS = 120.0, 20.0, 60.0, 8.0
+STEP_CALLS, LAYER_CALLS, LINEAR_CALLS, PIECE_CALLS = 15.0, 2.0, 5.0, 1.0
 """Of a step's Python, in ``Device.call_seconds``: by itself; for each layer with weights (hooks take its gradients, and
 the live version is bound to it); for each Linear layer, whose products are made in Python; for each piece of a slice.
 Found with a network of three Linear layers of 64 to 256 inputs and 32 rows, with and without its hooks and products: 8
@@ -84,8 +85,8 @@ def cost(profile: Profile, layout: Layout, found: Computed, rows: float) -> Cost
     read = moved.dense + moved.factors
     return Cost(
         terms={
-            "computing": found.both,
-            "updating": updating(profile, layout, profile.parameter_bytes / n) + python,
+            "computing": found.both - _saved(profile, layout, found, rows),
+            "updating": updating(profile, layout, profile.parameter_bytes / n, fused=True) + python,
             "communicating": (written + read) / rate + MEETINGS * link.latency,
             "waiting": found.waiting,
             "loading": found.loading,
@@ -93,6 +94,12 @@ def cost(profile: Profile, layout: Layout, found: Computed, rows: float) -> Cost
         memory=_held(profile, moved, rows).a_worker(n),
         examples=profile.batch_size,
     )
+
+
+def _saved(profile: Profile, layout: Layout, found: Computed, rows: float) -> float:
+    """Seconds, of all parts of a step: by products of few rows."""
+    times = layer_seconds(profile, layout, rows, found.forward, found.backward)
+    return saved(profile.layers, *times, rows).both
 
 
 def _held(profile: Profile, moved: Exchanged, rows: float) -> Holding:

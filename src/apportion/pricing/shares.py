@@ -83,11 +83,11 @@ def of_rows(profile: Profile, rows: float) -> Profile:
     return replace(profile, batch_size=max(1, round(rows)), layers=layers)
 
 
-def updating(profile: Profile, layout: Layout, nbytes: float | None = None) -> float:
-    """Seconds until every rank has updated so many bytes of weights (None: all)."""
+def updating(profile: Profile, layout: Layout, nbytes: float | None = None, *, fused: bool = False) -> float:
+    """Seconds until every rank has updated so many bytes of weights (None: all), or ``fused``, by torch's kernels."""
     return max(
         profile.update_seconds(
-            layout.device(rank), threads=layout.threads, together=layout.together(rank), nbytes=nbytes
+            layout.device(rank), threads=layout.threads, together=layout.together(rank), nbytes=nbytes, fused=fused
         )
         for rank in layout.kinds
     )

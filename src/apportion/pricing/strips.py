@@ -10,6 +10,7 @@ from apportion.pricing.collectives import all_reduce, message
 from apportion.pricing.cost import Span
 from apportion.pricing.layer_times import LayerTimes, exposed
 from apportion.pricing.layout import Layout
+from apportion.pricing.shares import memory_rate
 from apportion.pricing.simulate import Task, simulate, terms
 from apportion.pricing.slices import is_elementwise
 from apportion.profile import LayerProfile, Profile
@@ -17,6 +18,11 @@ from apportion.profile import LayerProfile, Profile
 EDGE_CALLS = 60.0
 """What a convolution on a strip costs each way besides its own rows, in calls: halos sent, received and added, and a
 small convolution at each edge. Counted in the code; not measured by itself."""
+
+
+COPIES = 4.0
+"""How often each way what a convolution looks at is read or written besides: halos are laid beside a rank's own rows,
+and what its inside and its edges give is laid side by side; of channels, the sums are."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,7 @@ def channels(profile: Profile, layout: Layout, own: LayerTimes, found: Images) -
         run.layer(layer, 1.0 / n if i in in_slices else 1.0, "units" if i in columns else "inputs", halo=False)
         if layer.image is not None and layer.parameter_bytes and i in in_slices and i not in columns:
             run.add(f"sum of {layer.name}", "communicating", all_reduce(layout, ranks, layer.activation_bytes), "link")
+            run.copied(layer, layer.activation_bytes)
         if i == found.joined and i in in_slices:
             run.joined(layer)
     for i, layer in reversed(list(enumerate(profile.layers))):
@@ -96,6 +103,7 @@ def channels(profile: Profile, layout: Layout, own: LayerTimes, found: Images) -
         if i in columns and i > found.first:
             nbytes = run.given(layer)
             run.add(f"gradient of {layer.name}", "communicating", all_reduce(layout, ranks, nbytes), "link")
+            run.copied(layer, nbytes)
     return run.done(found, all_weights=False, in_slices=in_slices)
 
 
@@ -162,6 +170,7 @@ class _Run:
                 )
                 self._last = (*self._last, len(self._tasks) - 1)
             self.add(f"halo of {name}", "communicating", travels * share_open)
+            self.copied(layer, self.given(layer) / self._layout.ranks)
             edges = 2 if self._layout.ranks > 2 else 1
             at_edge = both.backward if back else both.forward
             self.add(
@@ -171,6 +180,10 @@ class _Run:
             )
         if halo and "BatchNorm" in layer.kind:  # statistics of the whole image: two numbers a channel
             self.add(f"statistics of {name}", "communicating", all_reduce(self._layout, range(self._layout.ranks), 64))
+
+    def copied(self, layer: LayerProfile, nbytes: float) -> None:
+        """What is laid together of what came and what was there."""
+        self.add(f"copies of {layer.name}", "computing", COPIES * nbytes / memory_rate(self._layout))
 
     def joined(self, layer: LayerProfile) -> None:
         """The outputs of a Linear layer that was given parts of its inputs."""

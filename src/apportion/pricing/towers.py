@@ -9,7 +9,7 @@ from apportion.pricing.memory import Holding, of_replica
 from apportion.pricing.shares import Computed, call_seconds, memory_rate, updating
 from apportion.profile import Profile
 
-STEP_CALLS, LAYER_CALLS, NORM_CALLS = 120.0, 10.0, 60.0
+STEP_CALLS, LAYER_CALLS, NORM_CALLS = 15.0, 2.0, 10.0
 """Of Python, in ``Device.call_seconds``: of a step; for each layer; for a batch normalisation that asks all ranks."""
 
 

@@ -52,7 +52,7 @@ from apportion.strategy import Held, State, Step, Strategy
 from apportion.workload import Workload
 from apportion.world import World
 
-STEP_CALLS, LAYER_CALLS = 200.0, 10.0
+STEP_CALLS, LAYER_CALLS = 80.0, 3.0
 """Of Python, in ``Device.call_seconds``: of a step, in which a batch is dealt and counted under a lock, and for each
 layer. Found with a network of three small layers."""
 

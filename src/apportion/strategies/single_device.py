@@ -33,7 +33,7 @@ from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
 from apportion.world import World
 
-STEP_CALLS = 50.0
+STEP_CALLS = 20.0
 """Of a step's own Python, in ``Device.call_seconds``: measured with a network of three small layers, whose passes and
 update take 1.5 ms by themselves."""
 
