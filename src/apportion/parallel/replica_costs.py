@@ -17,7 +17,8 @@ from apportion.profile import Profile
 from apportion.strategy import Strategy
 
 STEP_CALLS = 10.0
-"""Of a step's own Python, in ``Device.call_seconds``: the sum, and the state that is kept."""
+"""Of a step's own Python, in ``Device.call_seconds``: the sum, and the state that is kept. An
+estimate by what ``data_parallel`` needs."""
 
 
 def in_groups(kinds: Iterable[type[Strategy]], profile: Profile, layout: Layout) -> Iterator[tuple[Strategy, int]]:

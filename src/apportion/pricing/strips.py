@@ -17,7 +17,7 @@ from apportion.profile import LayerProfile, Profile
 
 EDGE_CALLS = 60.0
 """What a convolution on a strip costs each way besides its own rows, in calls: halos sent, received and added, and a
-small convolution at each edge. Counted in the code; not measured by itself."""
+small convolution at each edge. An estimate."""
 
 
 COPIES = 4.0

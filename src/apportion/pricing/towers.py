@@ -10,7 +10,8 @@ from apportion.pricing.shares import Computed, call_seconds, memory_rate, updati
 from apportion.profile import Profile
 
 STEP_CALLS, LAYER_CALLS, NORM_CALLS = 15.0, 2.0, 10.0
-"""Of Python, in ``Device.call_seconds``: of a step; for each layer; for a batch normalisation that asks all ranks."""
+"""Of Python, in ``Device.call_seconds``: of a step; for each layer; for a batch normalisation that asks all ranks.
+Estimates by what the update in shared pages needs."""
 
 
 def cost(profile: Profile, layout: Layout, found: Computed, rows: float, *, large: int) -> Cost:

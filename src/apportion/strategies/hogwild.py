@@ -54,7 +54,7 @@ from apportion.world import World
 
 STEP_CALLS, LAYER_CALLS = 80.0, 3.0
 """Of Python, in ``Device.call_seconds``: of a step, in which a batch is dealt and counted under a lock, and for each
-layer. Found with a network of three small layers."""
+layer. Chosen so that the measured step of a small network comes out, where a call took 8 us."""
 
 
 @final
