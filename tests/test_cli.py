@@ -37,8 +37,8 @@ FLAGS = {
     "check": ["--help", "--json", "--steps", "--strategy", "--workers"],
     "compare": ["--help", "--json", "--out", "--steps", "--strategy", "--workers"],
     "plan": [
-        "--against", "--allow-approximate", "--cluster", "--help", "--json", "--network", "--no-trial", "--out",
-        "--remeasure", "--workers",
+        "--against", "--allow-approximate", "--cluster", "--help", "--json", "--launcher", "--network", "--no-trial",
+        "--out", "--remeasure", "--workers",
     ],
 }  # fmt: skip
 WRITTEN = ("checkpoint", "report", "tensorboard")

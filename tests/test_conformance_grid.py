@@ -138,7 +138,8 @@ def refused(strategy: str, workers: int) -> Refused:
         "data_parallel": cannot_feed,
         "fully_sharded": {**cannot_feed, "update=": UPDATES, "sparse gradients": SPARSE},
         "hybrid_parallel": {
-            **({"couples examples": COUPLED} if "rotate" in strategy else {}), **cannot_feed, "update=": UPDATES, "carry=": CARRIED, "has no graph": (*CHANGING, "lbfgs"),
+            **({"couples examples": COUPLED} if "rotate" in strategy else {}), **cannot_feed,
+            "update=": UPDATES, "carry=": CARRIED, "has no graph": (*CHANGING, "lbfgs"),
             "no layer that can be sliced after": besides(CONVOLUTIONS),
         },
         "layer_placement": staged if workers > 1 else {},

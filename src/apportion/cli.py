@@ -11,12 +11,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from apportion.errors import ApportionError, WorkerFailed
 from apportion.template import template
+
+if TYPE_CHECKING:
+    from apportion.planner.plan import Plan
 
 NO, WRONG_USE, FAILED, INTERRUPTED = 1, 2, 3, 130
 _START_WORKERS = ("train", "check", "compare", "plan")
@@ -165,32 +168,69 @@ def plan(  # noqa: PLR0913 (the flags)
         bool, typer.Option("--allow-approximate", help="choose an approximate one if a pilot speaks for it")
     ] = False,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="measure this machine again")] = False,
+    launcher: Annotated[
+        str | None, typer.Option(metavar="L", help="env: for the ranks that run this, on their hosts")
+    ] = None,
     out: Annotated[str | None, typer.Option(metavar="FILE.html", help="write the plan there, with pictures")] = None,
     as_json: Json = False,
 ) -> None:
     """Say which way to split a workload, why, and when the answer would change."""
     with _guarded():
-        from apportion.display_plan import show_plan
-        from apportion.verbs.plan import plan as decide
-
-        decided = decide(
-            workload,
-            cluster,
-            network=network,
-            against=against,
-            workers=workers,
-            trial=not no_trial,
-            allow_approximate=allow_approximate,
-            remeasure=remeasure,
-        )
-        if out is not None:
-            from apportion.report_html import write_plan_html
-
-            write_plan_html(decided.to_json(), out)
-        if as_json:
-            _print_json(decided.to_json())
+        decided: Plan | None
+        if launcher is not None:
+            if any((network, cluster, against, workers, allow_approximate, remeasure)):
+                raise ValueError(
+                    "--launcher env plans for the ranks that run it: it goes with --no-trial, --out, --json"
+                )
+            decided = _plan_launched(workload, launcher, trial=not no_trial)
         else:
-            show_plan(decided)
+            from apportion.verbs.plan import plan as decide
+
+            decided = decide(
+                workload,
+                cluster,
+                network=network,
+                against=against,
+                workers=workers,
+                trial=not no_trial,
+                allow_approximate=allow_approximate,
+                remeasure=remeasure,
+            )
+        if decided is not None:
+            _show_plan(decided, out, as_json)
+
+
+def _plan_launched(workload: str | None, launcher: str, *, trial: bool) -> Plan | None:
+    """On rank 0; None on the others, which have helped to measure."""
+    from apportion.launch.env import Env
+    from apportion.planner.launch_plan import plan_launched
+    from apportion.values import parse
+    from apportion.world import World
+
+    given = parse(launcher, "apportion.launch")
+    if not isinstance(given, Env) or workload is None:
+        raise ValueError(
+            f"--launcher {launcher} with {workload}: plan looks at every layout of this machine by itself; --launcher "
+            "env, with FILE:NAME, is for ranks that torchrun or Slurm have started"
+        )
+    world = World.from_env(device=given.device)
+    try:
+        return plan_launched(workload, world, trial=trial)
+    finally:
+        world.close()
+
+
+def _show_plan(decided: Plan, out: str | None, as_json: bool) -> None:
+    if out is not None:
+        from apportion.report_html import write_plan_html
+
+        write_plan_html(decided.to_json(), out)
+    if as_json:
+        _print_json(decided.to_json())
+    else:
+        from apportion.display_plan import show_plan
+
+        show_plan(decided)
 
 
 def _launcher(text: str | None, workers: int | None) -> Any:
