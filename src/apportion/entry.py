@@ -24,7 +24,6 @@ from apportion.errors import ApportionError, CheckpointError, PeerLost, StateLos
 from apportion.gauge import Gauging, serve_gauges
 from apportion.job import Job
 from apportion.parked import serve_reference, serve_steps
-from apportion.timing import serve_timings
 from apportion.worker import work
 from apportion.world import World
 
@@ -61,6 +60,8 @@ def gauges(sock: socket.socket, payload: bytes) -> int:
 
 def timings(sock: socket.socket, payload: bytes) -> int:
     """Time a step and its parts when told to."""
+    from apportion.timing import serve_timings  # it brings all that cuts layers, which most runs never need
+
     return _run(sock, lambda: cloudpickle.loads(payload), serve_timings)
 
 
