@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,14 @@ from torch.optim import Optimizer
 from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
 from apportion.fingerprint import fingerprint
-from apportion.pricing.cost import Cost
-from apportion.pricing.layout import Layout
-from apportion.profile import Profile
 from apportion.values import Value
 from apportion.workload import Workload
 from apportion.world import World
+
+if TYPE_CHECKING:  # a run needs no prices
+    from apportion.pricing.cost import Cost
+    from apportion.pricing.layout import Layout
+    from apportion.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from apportion.errors import ApportionError
 from apportion.launch.local import Local
 from apportion.planner import remembered
 from apportion.planner.apart import SURE
+from apportion.planner.decision import Decision, Planning
 from apportion.planner.drift import Expected, expected_of
 from apportion.planner.pilot import Piloted, pilot
 from apportion.planner.predicting import offered, predicted
 from apportion.planner.refine import Offer, Refined, Tried, refine
 from apportion.strategy import Strategy
-from apportion.trial import LEAST_ROUNDS, Candidate, Parked, candidate
+from apportion.trial import LEAST_ROUNDS, Parked, candidate
 from apportion.values import parse, parse_as
 from apportion.workload import Workload
 
@@ -36,29 +36,6 @@ PREDICTING, PILOT = 0.4, 0.3
 """Shares of the time."""
 STEPS_EACH = 3 + LEAST_ROUNDS
 """That a candidate makes at least."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planning:
-    """How the choice is to be made."""
-
-    trial: bool = True
-    """Try the best few? False: take what is predicted."""
-    remeasure: bool = False
-    """Measure again what is known from earlier runs?"""
-    approximate: bool = False
-    """May an approximate strategy be taken, where it learns more in the same time?"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """What a run takes."""
-
-    chosen: Candidate
-    told: dict[str, Any] | None
-    """The data of a ``plan`` event; None where there was nothing to decide."""
-    expected: Expected | None
-    """What its steps should take; None: nobody knows."""
 
 
 def decide(

@@ -10,10 +10,12 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from apportion.event import Event
-from apportion.pricing.cost import Cost
+
+if TYPE_CHECKING:
+    from apportion.pricing.cost import Cost
 
 OFF, BACK = 1.2, 1.1
 """From so many times as long on it is told; from so near on all is well again."""

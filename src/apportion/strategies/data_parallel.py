@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -48,20 +48,17 @@ from apportion.parallel.one_device import reference
 from apportion.parallel.places import check_of, check_replicas
 from apportion.parallel.recovery import agree
 from apportion.parallel.replica import Replica, seed_everything
-from apportion.parallel.replica_costs import cost as cost_of_groups
 from apportion.parallel.replicas import ReplicatedStep
 from apportion.parallel.shared_update import SharedUpdate, unsuited
 from apportion.parallel.shares import MeasuredShares
-from apportion.pricing import shared_pages, towers
-from apportion.pricing.cost import Cost
-from apportion.pricing.layout import Layout
-from apportion.pricing.memory import parts_that_fit
-from apportion.pricing.refusals import must_be_whole, must_feed
-from apportion.pricing.shares import by_speed, computed, dealt
-from apportion.profile import Profile
 from apportion.strategy import Held, State, Step, Strategy, held
 from apportion.workload import Workload, examples
 from apportion.world import World
+
+if TYPE_CHECKING:
+    from apportion.pricing.cost import Cost
+    from apportion.pricing.layout import Layout
+    from apportion.profile import Profile
 
 
 @final
@@ -103,6 +100,8 @@ class DataParallel(Strategy):
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+        from apportion.pricing.memory import parts_that_fit
+
         if layout.ranks < 2:
             return
         yield cls()
@@ -112,8 +111,13 @@ class DataParallel(Strategy):
             yield cls(microbatches=parts)
 
     def cost(self, profile: Profile, layout: Layout) -> Cost:
+        from apportion.parallel import replica_costs  # these here: a run needs no prices, and begins sooner without
+        from apportion.pricing import shared_pages, towers
+        from apportion.pricing.refusals import must_be_whole, must_feed
+        from apportion.pricing.shares import by_speed, computed, dealt
+
         if self.of is not None:
-            return cost_of_groups(self.of, self.replicas, profile, layout)
+            return replica_costs.cost(self.of, self.replicas, profile, layout)
         must_feed(profile, layout.ranks)
         must_be_whole(profile, self.microbatches)
         if self.shares == "measured" and profile.carries:

@@ -20,7 +20,7 @@ from apportion.event import Event
 from apportion.job import Job
 from apportion.launch.env import Env
 from apportion.launch.local import Local
-from apportion.planner.deciding import Decision, Planning, decide
+from apportion.planner.decision import Decision, Planning
 from apportion.planner.drift import Watch
 from apportion.report import Journal
 from apportion.strategy import Strategy
@@ -125,6 +125,8 @@ def _started(
 ) -> Generator[Event, None, None]:
     """On processes of this machine."""
     if strategy is None:
+        from apportion.planner.deciding import decide  # a strategy that is given needs none of this
+
         decision = decide(asked.workload, asked.changes, launcher, planning)
     else:
         decision = Decision(chosen=candidate(strategy, launcher), told=None, expected=None)
