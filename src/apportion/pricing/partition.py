@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -26,6 +27,11 @@ def balanced(seconds: Sequence[float], crossing: Sequence[float | None], stages:
     ``seconds``: of each call; ``crossing``: seconds to send what would go over a cut before it, None where there can be
     none. ValueError where there are more stages than places to cut at.
     """
+    return list(_balanced(tuple(seconds), tuple(crossing), stages))
+
+
+@lru_cache(maxsize=4096)  # a plan asks for the same cuts again and again: of every schedule, and on every link
+def _balanced(seconds: tuple[float, ...], crossing: tuple[float | None, ...], stages: int) -> tuple[int, ...]:
     n = len(seconds)
     at = [0, *(i for i in range(1, n) if crossing[i] is not None), n]
     if len(at) - 1 < stages:
@@ -42,7 +48,7 @@ def balanced(seconds: Sequence[float], crossing: Sequence[float | None], stages:
             following[j] = _last_stage(best, at, upto, cross, range(j - 1, stage - 1, -1), at[j])
         best = following
     assert best[-1] is not None
-    return list(best[-1][2][1:])
+    return best[-1][2][1:]
 
 
 def _last_stage(

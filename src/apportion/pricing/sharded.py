@@ -60,6 +60,9 @@ def overlapped(layout: Layout, root: int, parts: Sequence[Unit]) -> tuple[float,
     the last one go, meanwhile."""
     device, wire = (layout.devices[0],), (layout.cluster.joining(layout.devices).kind,)
     tasks = [Task("gather the rest", "communicating", wire, gather(layout, root))]
+    sizes = {unit.nbytes for unit in parts}
+    gathering = {nbytes: gather(layout, nbytes) for nbytes in sizes}
+    scattering = {nbytes: scatter(layout, nbytes) for nbytes in sizes}
     computed = [0]
     order = [*range(len(parts)), *reversed(range(len(parts)))]
     for step, i in enumerate(order):
@@ -68,13 +71,13 @@ def overlapped(layout: Layout, root: int, parts: Sequence[Unit]) -> tuple[float,
         needs = [computed[-1]]
         if unit.nbytes:  # one layer ahead, and no more: that is the memory which it saves
             tasks.append(
-                Task(f"gather {i}", "communicating", wire, gather(layout, unit.nbytes), (computed[max(0, step - 1)],))
+                Task(f"gather {i}", "communicating", wire, gathering[unit.nbytes], (computed[max(0, step - 1)],))
             )
             needs.append(len(tasks) - 1)
         tasks.append(Task(name, "computing", device, unit.backward if back else unit.forward, tuple(needs)))
         computed.append(len(tasks) - 1)
         if back and unit.nbytes:
-            sent = scatter(layout, unit.nbytes)
+            sent = scattering[unit.nbytes]
             tasks.append(Task(f"scatter {i}", "communicating", wire, sent, (computed[-1],), order=1.0))
     tasks.append(Task("scatter the rest", "communicating", wire, scatter(layout, root), (computed[-1],), order=1.0))
     spans = simulate(tasks)
