@@ -11,6 +11,7 @@ have them.
 import re
 
 from apportion.cluster import Cluster, Device, Link, Rate
+from apportion.pricing.partition import Work
 from apportion.profile import LayerProfile, Profile, Timing
 
 BATCH_SIZE = 128
@@ -54,6 +55,14 @@ def _layer(name, text, numbers, inputs, batch_size):
         flops=0.0,
         timings=(timing,),
     )
+
+
+def works(profile):
+    """Its layers, as the recurrence for stages with replicas takes them."""
+    return [
+        Work(layer.timings[0].forward, layer.timings[0].backward, layer.parameter_bytes, crossing)
+        for layer, crossing in zip(profile.layers, profile.crossing_bytes, strict=True)
+    ]
 
 
 def machines(workers, bits_per_second):

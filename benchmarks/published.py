@@ -68,14 +68,10 @@ def within(limit, figure):
 
 def stages(name, published):
     """Replicas of the first stage; the ratio is 1 where all stages have as many as published, else 0."""
-    from apportion.pricing.partition import Work, replicated
+    from apportion.pricing.partition import replicated
 
     profile = pipedream.read(file(f"pipedream-{name}-graph.txt"))
-    works = [
-        Work(layer.timings[0].forward, layer.timings[0].backward, layer.parameter_bytes, crossing)
-        for layer, crossing in zip(profile.layers, profile.crossing_bytes, strict=True)
-    ]
-    replicas = [stage.replicas for stage in replicated(works, WORKERS, BITS_PER_SECOND / 8)[0]]
+    replicas = [stage.replicas for stage in replicated(pipedream.works(profile), WORKERS, BITS_PER_SECOND / 8)[0]]
     return replicas[0], published[0], float(replicas == published)
 
 

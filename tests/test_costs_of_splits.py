@@ -4,13 +4,9 @@ have published."""
 from __future__ import annotations
 
 import itertools
-import os
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from conftest import data_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -543,54 +539,6 @@ def test_the_speech_net_of_distbelief_is_slower_on_more_than_8_machines() -> Non
     }
     assert seconds[16] > seconds[8]
     assert seconds[8] < seconds[4] < seconds[2] < seconds[1]
-
-
-def pipedream(name: str) -> list[Work]:
-    """The layers of one of PipeDream's profiles (V100, 64 or 128 images), in an order in which they can be computed."""
-    root = os.environ.get("APPORTION_PUBLISHED")
-    path = (Path(root) if root else data_folder() / "published") / f"pipedream-{name}-graph.txt"
-    if not path.exists():
-        pytest.skip(f"published measurements are not at {path}")
-    facts: dict[str, dict[str, float]] = {}
-    sources: dict[str, list[str]] = {}
-    for line in path.read_text().splitlines():
-        if line.startswith("node"):
-            node, _, rest = line.split(" -- ", 2)
-            facts[node] = {k: float(v) for k, v in re.findall(r"(\w+_(?:time|size))=([\d.]+)", rest)}
-        elif " -- " in line:
-            source, node = line.strip().split(" -- ")
-            sources.setdefault(node, []).append(source)
-    order: list[str] = []
-    waiting = sorted(facts, key=lambda node: int(node[4:]))
-    while waiting:
-        ready = next(n for n in waiting if all(s in order for s in sources.get(n, ())))
-        order.append(ready)
-        waiting.remove(ready)
-    last = {
-        s: max(i for i, n in enumerate(order) if s in sources.get(n, ())) for s in itertools.chain(*sources.values())
-    }
-    return [
-        Work(
-            facts[node]["forward_compute_time"] / 1e3,
-            facts[node]["backward_compute_time"] / 1e3,
-            facts[node]["parameter_size"],
-            sum(facts[n]["activation_size"] for n in order[:i] if last.get(n, -1) >= i),
-        )
-        for i, node in enumerate(order)
-    ]
-
-
-def test_pipedream_cuts_vgg16_into_15_and_1() -> None:
-    """Narayanan et al., PipeDream, SOSP 2019, table 1: 16 workers at 10 Gb/s."""
-    stages, seconds = replicated(pipedream("vgg16"), 16, 10 * GIGABIT)
-    assert [stage.replicas for stage in stages] == [15, 1]
-    assert seconds < 0.06
-
-
-def test_pipedream_leaves_resnet50_data_parallel() -> None:
-    """The same table: its weights are few beside its activations."""
-    stages, _ = replicated(pipedream("resnet50"), 16, 10 * GIGABIT)
-    assert [stage.replicas for stage in stages] == [16]
 
 
 def test_passes_are_simulated_in_the_order_of_the_schedule() -> None:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 import apportion
 from apportion.cli import app
 from apportion.cluster import Cluster, Device, Link, Moved, Rate
-from apportion.planner.changed import of_hosts, one_gpu_more, one_host_more, with_bandwidth, with_batch
+from apportion.planner.changed import of_hosts, one_gpu_more, one_host_more, with_bandwidth
 from apportion.planner.commands import commands
 from apportion.planner.explain import why_not
 from apportion.planner.make import hosts_to_match, make
@@ -31,6 +31,7 @@ from apportion.planner.sensitivity import crossings, short_list
 from apportion.pricing.collectives import all_reduce
 from apportion.pricing.cost import TERMS, Cost, Span
 from apportion.pricing.layout import Layout
+from apportion.pricing.shares import of_rows
 from apportion.profile import LayerProfile, Profile
 from apportion.report_html import write_plan_html
 from apportion.strategies.data_parallel import DataParallel
@@ -421,7 +422,7 @@ def test_changed_machines_are_the_same_but_for_the_change() -> None:
 
 def test_another_batch_keeps_times_by_rows_and_scales_what_is_of_the_whole_batch() -> None:
     profile, device = network(), host().devices[0]
-    twice = with_batch(profile, 128)
+    twice = of_rows(profile, 128)
     assert twice.layers[0].activation_bytes == 2 * profile.layers[0].activation_bytes
     assert twice.network_seconds(device, rows=64) == profile.network_seconds(device, rows=64)
 

@@ -15,10 +15,12 @@ from apportion.cluster import Cluster, Device, Link, Rate
 from apportion.pricing.fit import fitted
 from apportion.pricing.layout import Layout
 from apportion.pricing.mesh import Mesh
+from apportion.pricing.partition import replicated
 from apportion.pricing.simulate import Task, makespan, simulate
 from apportion.pricing.transformer import Transformer
 from apportion.profile import LayerProfile, Profile, Timing
 
+TEN_GIGABIT = 10e9 / 8
 GPT = Transformer(hidden=1024, heads=16, blocks=12, length=1024, vocabulary=51_200)
 
 
@@ -271,3 +273,20 @@ def test_their_profiles_have_the_weights_of_their_networks(
     (device, *_) = pipedream.machines(1, 10e9).devices
     assert profile.parameter_bytes / 4 == pytest.approx(weights, rel=1e-3)
     assert profile.network_seconds(device, rows=128).both == pytest.approx(seconds, rel=1e-3)
+
+
+@pytest.mark.data("published/pipedream-vgg16-graph.txt")
+def test_pipedream_cuts_vgg16_into_15_and_1(pipedream: ModuleType) -> None:
+    """Narayanan et al., PipeDream, SOSP 2019, table 1: 16 workers at 10 Gb/s."""
+    profile = pipedream.read(data_folder() / "published" / "pipedream-vgg16-graph.txt")
+    stages, seconds = replicated(pipedream.works(profile), 16, TEN_GIGABIT)
+    assert [stage.replicas for stage in stages] == [15, 1]
+    assert seconds < 0.06
+
+
+@pytest.mark.data("published/pipedream-resnet50-graph.txt")
+def test_pipedream_leaves_resnet50_data_parallel(pipedream: ModuleType) -> None:
+    """The same table: its weights are few beside its activations."""
+    profile = pipedream.read(data_folder() / "published" / "pipedream-resnet50-graph.txt")
+    stages, _ = replicated(pipedream.works(profile), 16, TEN_GIGABIT)
+    assert [stage.replicas for stage in stages] == [16]

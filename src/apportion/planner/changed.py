@@ -1,5 +1,4 @@
-"""The same machines with one thing changed (faster links, one host or GPU more); the same workload with another
-batch."""
+"""The same machines with one thing changed: faster links, one host or GPU more."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from apportion.cluster import Cluster, Device, Link
-from apportion.profile import Profile
 
 ASSUMED = {"latency": 5e-5, "bandwidth": 1.25e9}
 """Of the Ethernet that a second host is thought to be on, where there is only one: 10 Gb/s."""
@@ -25,21 +23,6 @@ def _scaled(link: Link, factor: float) -> Link:
         for least in [min(m.seconds, link.latency)]
     )
     return replace(link, bandwidth=link.bandwidth * factor, measured=measured)
-
-
-def with_batch(profile: Profile, batch_size: int) -> Profile:
-    """Batches of so many examples. Times by rows stay as they are; what is of the whole batch grows with it."""
-    factor = batch_size / profile.batch_size
-    layers = tuple(
-        replace(
-            layer,
-            activation_bytes=round(layer.activation_bytes * factor),
-            kept_bytes=round(layer.kept_bytes * factor),
-            flops=layer.flops * factor,
-        )
-        for layer in profile.layers
-    )
-    return replace(profile, batch_size=batch_size, layers=layers)
 
 
 def one_host(cluster: Cluster) -> Cluster:

@@ -14,11 +14,11 @@ from apportion.planner.changed import (
     one_gpu_more,
     one_host_more,
     with_bandwidth,
-    with_batch,
 )
 from apportion.planner.priced import TIE, Priced, family, misfit
 from apportion.planner.search import search
 from apportion.pricing.layout import Layout
+from apportion.pricing.shares import of_rows
 from apportion.profile import Profile
 
 SHORT_LIST = 12
@@ -154,7 +154,7 @@ def _batches(first: Priced, some: Sequence[Priced], profile: Profile, cluster: C
         batch = profile.batch_size * factor
         if batch < 1 or batch != int(batch):
             continue
-        other = with_batch(profile, int(batch))
+        other = of_rows(profile, int(batch))
         best, ours = fastest(some, other, cluster), again(first, other, cluster)
         if best is None or best[0] is first or str(best[0]) in told or (ours is not None and ours / best[1] < 1 + TIE):
             continue

@@ -69,7 +69,7 @@ def _each(profile: Profile, layout: Layout, rows: Sequence[float]) -> list[Secon
 
 
 def of_rows(profile: Profile, rows: float) -> Profile:
-    """The same network, whose batch has so many rows."""
+    """The same network, whose batch has so many rows: times by rows stay, what is of the whole batch grows with it."""
     share = rows / profile.batch_size
     layers = tuple(
         replace(
