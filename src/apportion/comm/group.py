@@ -56,6 +56,8 @@ class Group(ABC):
     """(began, ended) of every wait in a collective since someone last cleared the list, in time.perf_counter()
     seconds: comparable between the ranks of one host. The oldest are dropped."""
     all_waits: Waits
+    beside: bool = False
+    """Does a collective that has begun go on while this rank computes?"""
 
     @property
     def waited(self) -> float:
@@ -137,6 +139,11 @@ class Group(ABC):
         gathered = self.all_gather(padded.view(torch.uint8)).view(own.dtype)
         for part, row in zip(parts, gathered, strict=True):
             part.view(-1).copy_(row[: part.numel()])
+
+    def lane(self) -> Group:
+        """Another group of the same ranks, whose collectives and this one's may begin in any order. Called by all of
+        them; for the groups that are ``beside``."""
+        raise ValueError(f"{type(self).__name__} does nothing while a rank computes: it needs no second lane")
 
     def _other(self, rank: int) -> int:
         if rank == self.rank or not 0 <= rank < self.size:

@@ -122,6 +122,8 @@ class _Place:
 class ProcessGroup(Group):
     """The ranks of a group of torch.distributed. ``owned``: it ends with this."""
 
+    beside = True
+
     def __init__(
         self, process_group: Any, *, owned: bool, all_waits: Waits | None = None, place: _Place | None = None
     ) -> None:
@@ -175,6 +177,9 @@ class ProcessGroup(Group):
         place = self._place.of_part(ranks)
         made = self._start(place.connect, ranks.index(self.rank), len(ranks))
         return ProcessGroup(made, owned=True, all_waits=self.all_waits, place=place)
+
+    def lane(self) -> ProcessGroup:
+        return self.part(range(self.size))
 
     def all_reduce(self, tensor: Tensor) -> Work:
         return _Pending(self._start(self._pg.allreduce, [tensor]), self)

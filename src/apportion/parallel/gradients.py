@@ -1,22 +1,27 @@
-"""The sum of every rank's gradients, in few messages.
+"""The sum of every rank's gradients, in few messages; where the way is long, while the backward pass still computes.
 
-Small gradients are packed into one flat buffer, large ones are summed where they lie. Which parameters were used, and
-the loss, ride in the tail of the first buffer: a parameter that no rank used keeps ``grad=None``, so that the
-optimizer skips it as it would on one device.
+Small gradients are packed into flat buffers, large ones are summed where they lie. Which parameters were used, and the
+loss, ride in the tail of the last buffer: a parameter that no rank used keeps ``grad=None``, so that the optimizer
+skips it as it would on one device.
+
+``early``: a buffer leaves as soon as the backward pass has filled it, the last layers' first (Li et al., "PyTorch
+Distributed", VLDB 2020, section 3.2.3). All ranks send in one order, that of the buffers: one whose parameters a rank
+has not used goes when its pass has ended, and holds up those after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from apportion.comm.group import Group, Work
+from apportion.errors import ApportionError
 
 LARGE_BYTES = 1 << 20
-"""From here on copying a gradient costs more than a message of its own."""
+"""From here on copying a gradient costs more than a message of its own; and what is packed to leave early is more."""
 
 
 @dataclass
@@ -27,41 +32,98 @@ class _Packed:
     flat: Tensor
     views: list[Tensor]
     tail: Tensor
+    missing: set[nn.Parameter] = field(default_factory=set)
+    """Of which the backward pass under way has no gradient yet."""
 
 
 class GradientSum:
-    """Sums ``p.grad`` of these parameters over a group, in a fixed order."""
+    """Sums ``p.grad`` of these parameters over a group, in a fixed order.
+
+    ``early``: where the group can sum while its ranks compute, it does from ``begin`` on, with a connection of its
+    own: the ranks may call other collectives of the group in their backward passes.
+    """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], group: Group, *, sparse: Sequence[nn.Parameter] = ()
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: Group,
+        *,
+        sparse: Sequence[nn.Parameter] = (),
+        early: bool = False,
     ) -> None:
         self._group = group
         self._sparse = [p for p in parameters if any(p is s for s in sparse)]
-        dense = [p for p in parameters if not any(p is s for s in sparse)]
-        self._dense = dense
-        self._large = [p for p in dense if p.numel() * p.element_size() >= LARGE_BYTES]
-        small = [p for p in dense if p.numel() * p.element_size() < LARGE_BYTES]
-        kinds = dict.fromkeys((p.dtype, p.device) for p in small)
-        self._packed = [_pack([p for p in small if (p.dtype, p.device) == kind], 0) for kind in kinds]
+        self._dense = dense = [p for p in parameters if not any(p is s for s in sparse)]
+        early = early and group.beside
+        self._large = [] if early else [p for p in dense if _nbytes(p) >= LARGE_BYTES]
+        large = set(self._large)
+        full, rest = _gathered([p for p in reversed(dense) if p not in large], LARGE_BYTES if early else None)
         device = parameters[0].device if parameters else torch.device("cpu")
         # One slot a parameter says whether it was used, the last one carries the loss.
         self._tail = torch.zeros(len(dense) + 1, device=device)
-        if self._packed and self._packed[0].flat.dtype.is_floating_point:
-            first = self._packed[0] = _pack(self._packed[0].parameters, len(dense) + 1)
-            self._tail = first.tail
+        self._packed = [_pack(each, 0) for each in [*full, *rest]]
+        if rest and rest[-1][0].dtype.is_floating_point:
+            last = self._packed[-1] = _pack(rest[-1], len(dense) + 1)
+            self._tail = last.tail
+        self._early = self._packed[: len(full)]
+        """What can leave before the backward pass has ended."""
+        self._has_lane = bool(self._early)
+        self._lane = group.lane() if self._has_lane else None
+        self._sent: list[Work] = []
+        self._sends = self._observes = False
+        self._observed = False
+        """Has a backward pass been seen from its beginning to its end?"""
+        for packed in self._early:
+            for p in packed.parameters:
+                p.register_post_accumulate_grad_hook(self._whole(packed))
 
     def rejoin(self, group: Group) -> None:
         """The same parameters over other ranks."""
+        self.close()
         self._group = group
+        self._lane = group.lane() if self._has_lane else None
+
+    def begin(self) -> None:
+        """The backward pass that follows makes the gradients whole: what it has filled may leave."""
+        self._sent = []
+        for packed in self._early:
+            packed.missing = set(packed.parameters)
+        # Who gets its gradient in two parts (checkpoint(use_reentrant=True)) does so in the first pass too.
+        self._sends, self._observes = self._observed, not self._observed
+
+    def _whole(self, packed: _Packed) -> Callable[[Tensor], None]:
+        def arrived(p: Tensor) -> None:
+            if not self._sends and not self._observes:
+                return
+            if p not in packed.missing:
+                self._arrived_again(p, packed)
+            packed.missing.discard(p)
+            if self._sends:
+                while len(self._sent) < len(self._early) and not self._early[len(self._sent)].missing:
+                    self._sent.append(self._start_packed(self._early[len(self._sent)]))
+
+        return arrived
+
+    def _arrived_again(self, p: Tensor, packed: _Packed) -> None:
+        if any(packed is sent for sent in self._early[: len(self._sent)]):
+            raise ApportionError(
+                f"the gradient of a parameter of shape {tuple(p.shape)} went on growing after it was there, as in no "
+                "step before: compute it in one backward pass, as torch.utils.checkpoint does with use_reentrant=False"
+            )
+        self._early = []  # from now on nothing leaves before the end, in the same order
+        self._sends = self._observes = False
 
     def __call__(self, loss: Tensor | None, weight: float) -> Tensor:
         """Every ``p.grad`` becomes the sum over the ranks; the sum of weight times loss (None: no rows here)."""
+        self._observed |= self._observes
+        self._sends = self._observes = False
         used = [p.grad is not None for p in self._dense]
         self._fill_tail(used, loss, weight)
-        pending = [self._start_packed(packed) for packed in self._packed]
-        if not self._packed or self._tail is not self._packed[0].tail:
-            pending.append(self._group.all_reduce(self._tail))
-        pending += [self._start_large(p) for p in self._large]
+        pending = [*self._sent, *(self._start_packed(packed) for packed in self._packed[len(self._sent) :])]
+        self._sent = []
+        if not self._packed or self._tail is not self._packed[-1].tail:
+            pending.append(self._start(self._tail))
+        pending += self._start_large()
         for work in pending:
             work.wait()
         for packed in self._packed:
@@ -73,6 +135,15 @@ class GradientSum:
         for p in self._sparse:
             self._sum_sparse(p)
         return total
+
+    def close(self) -> None:
+        """Leave the connection that is this sum's own."""
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
+
+    def _start(self, tensor: Tensor) -> Work:
+        return (self._group if self._lane is None else self._lane).all_reduce(tensor)
 
     def _fill_tail(self, used: list[bool], loss: Tensor | None, weight: float) -> None:
         tail = self._tail
@@ -91,14 +162,18 @@ class GradientSum:
             packed.flat[: packed.flat.numel() - packed.tail.numel()].zero_()
         if present:
             torch._foreach_copy_([v for v, _ in present], [g for _, g in present])
-        return self._group.all_reduce(packed.flat)
+        return self._start(packed.flat)
 
-    def _start_large(self, p: nn.Parameter) -> Work:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
-        elif not p.grad.is_contiguous():
-            p.grad = p.grad.contiguous()
-        return self._group.all_reduce(p.grad)
+    def _start_large(self) -> list[Work]:
+        storages = set()
+        for p in self._large:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
+            # Autograd may give two parameters the same memory (p.view(-1) + q.view(-1)), which would be summed twice.
+            elif not p.grad.is_contiguous() or p.grad.untyped_storage().data_ptr() in storages:
+                p.grad = p.grad.clone(memory_format=torch.contiguous_format)
+            storages.add(p.grad.untyped_storage().data_ptr())
+        return [self._start(p.grad) for p in self._large if p.grad is not None]
 
     def _drop_unused(self) -> None:
         """A rank that used every parameter need not look: each of them was used."""
@@ -117,6 +192,24 @@ class GradientSum:
         p.grad = (
             torch.sparse_coo_tensor(rows.t(), summed, p.shape, check_invariants=False).coalesce() if len(rows) else None
         )
+
+
+def _nbytes(p: nn.Parameter) -> int:
+    return p.numel() * p.element_size()
+
+
+def _gathered(
+    parameters: Sequence[nn.Parameter], most: int | None
+) -> tuple[list[list[nn.Parameter]], list[list[nn.Parameter]]]:
+    """In this order, those of one dtype and device together until there are so many bytes; and what is left of each."""
+    full: list[list[nn.Parameter]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for p in parameters:
+        kind = (p.dtype, p.device)
+        filling.setdefault(kind, []).append(p)
+        if most is not None and sum(map(_nbytes, filling[kind])) >= most:
+            full.append(filling.pop(kind))
+    return full, list(filling.values())
 
 
 def _pack(parameters: list[nn.Parameter], tail: int) -> _Packed:

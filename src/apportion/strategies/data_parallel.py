@@ -168,9 +168,6 @@ class DataParallelStep(Step):
         sparse: list[Any] = [
             m.weight for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
         ]
-        self._sums = {
-            name: GradientSum(self._replica.trainable(name), self._group, sparse=sparse) for name in self._scopes()
-        }
         self.data_shard = self._shard = DataShard(world.rank, world.size)
         self._measured = MeasuredShares(world.rank, world.size, workload.batch_size) if measured else None
         self._waited = 0.0
@@ -187,6 +184,11 @@ class DataParallelStep(Step):
             self._replica.show = self._shared.show
             if world.generation == 0:
                 self._shared.attach(world, self._group)
+        early = self._shared is None
+        self._sums = {
+            name: GradientSum(self._replica.trainable(name), self._group, sparse=sparse, early=early and name is None)
+            for name in self._scopes()
+        }
 
     def _scopes(self) -> list[str | None]:
         """What is summed at once: all gradients, or with ``update`` one optimizer's at a time."""
@@ -222,10 +224,13 @@ class DataParallelStep(Step):
         own = batch if len(batch) else batch.borrowed()
         total = self._total_count(own)
         mean, weight = None, 0.0
-        for part in own.parts(self._microbatches):
+        parts = own.parts(self._microbatches)
+        for part in parts:
             with self._replica.autocast():
                 outputs = self._replica.outputs(part)
                 loss, count = self._loss_of(part, outputs)
+            if part is parts[-1] and self._shared is None:
+                self._sums[None].begin()
             self._replica.backward(loss, count / total)
             weight += count / total
             share = loss.detach() * (count / total)
@@ -361,4 +366,5 @@ class DataParallelStep(Step):
         return self._replica.seconds + (self._shared.seconds if self._shared is not None else 0.0)
 
     def close(self) -> None:
-        pass
+        for sums in self._sums.values():
+            sums.close()

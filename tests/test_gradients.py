@@ -1,0 +1,172 @@
+"""The sum of gradients over ranks that meet over torch.distributed, as on several hosts: it leaves early, and is the
+same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+import apportion
+from apportion import Workload, World
+from apportion.errors import ApportionError
+from apportion.parallel.gradients import GradientSum
+from apportion.strategies.data_parallel import DataParallel
+
+WIDE = 400
+"""A layer of WIDE x WIDE has more than a MiB of weights in float64, and leaves by itself."""
+
+
+class Chosen(nn.Module):
+    """Of two wide layers each row's first number chooses one: a rank may have no row for the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(8, WIDE)
+        self.norm = nn.BatchNorm1d(WIDE)
+        self.ways = nn.ModuleList([nn.Linear(WIDE, WIDE) for _ in range(2)])
+        self.out = nn.Linear(WIDE, 3)
+        self.idle = nn.Parameter(torch.ones(WIDE, WIDE))
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.relu(self.norm(self.into(x)))
+        first = x[:, 0] > 0
+        y = torch.zeros_like(h)
+        for way, rows in zip(self.ways, (first, ~first), strict=True):
+            if rows.any():
+                y = y.index_put((rows.nonzero()[:, 0],), way(h[rows]))
+        return self.out(torch.tanh(y))
+
+
+class Twice(nn.Module):
+    """Two wide layers, each called twice, and recomputed in the backward pass: by parts of it."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(8, WIDE), nn.Linear(WIDE, 3)
+        self.wide = nn.ModuleList([nn.Linear(WIDE, WIDE) for _ in range(2)])
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.into(x)
+        for layer in [*self.wide, *self.wide]:
+            h = checkpoint(lambda h, layer=layer: torch.tanh(layer(h)), h, use_reentrant=self.reentrant)
+        return self.out(h)
+
+
+class OneStorage(nn.Module):
+    """Two parameters whose gradients autograd puts into the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(WIDE, WIDE)), nn.Parameter(torch.ones(WIDE, WIDE))
+        self.into, self.out = nn.Linear(8, WIDE), nn.Linear(WIDE, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        together = torch.tanh(self.a.view(-1) + self.b.view(-1)).view(WIDE, WIDE) / WIDE
+        return self.out(self.into(x) @ together)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "chosen": Chosen,
+    "twice": lambda: Twice(reentrant=False),
+    "reentrant": lambda: Twice(reentrant=True),
+    "one storage": OneStorage,
+}
+
+
+def workload(name: str) -> Workload:
+    x = torch.randn(34, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return Workload(
+        model=MODELS[name],
+        data=lambda: TensorDataset(x, (x.sum(1) > 0).long()),
+        loss=F.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        batch_size=8,
+        steps=6,
+        precision="float64",
+    )
+
+
+def trained(world: World, name: str, microbatches: int) -> tuple[dict[str, Tensor], list[int]]:
+    """The weights; and after each backward pass, how much of its sum was under way."""
+    own = replace(World.from_env(device="cpu"), local_size=1)  # as if each were on a host of its own
+    step: Any = DataParallel(microbatches=microbatches).build(workload(name), own)
+    sent = []
+    for batch in apportion.batches(step):
+        step.backward(batch)
+        sent.append(len(step._sums[None]._sent))
+        step.update()
+    step.close()
+    weights = {key: value.clone() for key, value in step.state_dict().model.items()}
+    own.close()
+    return weights, sent
+
+
+@pytest.mark.parametrize(("name", "microbatches"), [("chosen", 1), ("twice", 1), ("twice", 2), ("one storage", 1)])
+def test_what_leaves_during_the_backward_pass_is_the_same_sum(name: str, microbatches: int) -> None:
+    expected, _ = trained(World(), name, microbatches)
+    ranks = on_ranks(trained, 3, name, microbatches)
+    for weights, sent in ranks:
+        for key, value in expected.items():
+            torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-12)
+        assert sent[0] == 0, "the first pass is watched"
+        assert max(sent) == 2, "both wide layers are under way when a pass ends"
+    # Who has no row for a layer holds it back until its pass has ended, and with it those after it.
+    assert (min(min(sent[1:]) for _, sent in ranks) < 2) == (name == "chosen")
+
+
+def test_a_gradient_that_comes_in_parts_does_not_leave_early() -> None:
+    expected, _ = trained(World(), "reentrant", 1)
+    for weights, sent in on_ranks(trained, 2, "reentrant", 1):
+        assert set(sent) == {0}
+        for key, value in expected.items():
+            torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-12)
+
+
+def grows_later(world: World) -> str:
+    """In parts from the second step on."""
+    own = replace(World.from_env(device="cpu"), local_size=1)
+    p = nn.Parameter(torch.ones(WIDE, WIDE, dtype=torch.float64))
+    sums = GradientSum([p], own.group(), early=True)
+    try:
+        for parts in (1, 2):
+            sums.begin()
+            for _ in range(parts):
+                p.sum().backward()
+            sums(None, 0.0)
+    except ApportionError as error:
+        return str(error)
+    finally:
+        own.close()
+    return "summed"
+
+
+def test_a_gradient_that_grows_after_it_has_left_is_an_error() -> None:
+    for told in on_ranks(grows_later, 2):
+        assert "shape (400, 400) went on growing" in told
+        assert "use_reentrant=False" in told
+
+
+def summed_in_place(world: World) -> bool:
+    torch.manual_seed(0)
+    model, group = OneStorage().double(), world.group()
+    sums = GradientSum(list(model.parameters()), group)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    model(x).square().sum().backward()
+    own = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    sums(None, 0.0)
+    summed = [p.grad for p in model.parameters() if p.grad is not None]
+    return all(torch.equal(s, g * world.size) for s, g in zip(summed, own, strict=True))
+
+
+def test_gradients_in_one_storage_are_each_summed_once() -> None:
+    assert on_ranks(summed_in_place, 2) == [True, True]
