@@ -18,7 +18,7 @@ from apportion.pricing import exchange, shared_pages
 from apportion.pricing.cost import Cost
 from apportion.pricing.layout import Layout
 from apportion.pricing.memory import Holding, must_fit
-from apportion.pricing.shares import computed, dealt, layer_seconds, of_rows
+from apportion.pricing.shares import computed, dealt, of_rows
 from apportion.profile import Profile
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.fully_sharded import FullySharded
@@ -256,10 +256,10 @@ def test_gradients_of_resnet50_on_256_gpus_hide_behind_a_backward_pass_of_120_ms
     """100 MB, of which twice as much goes through each port: 0.2 GB in 120 ms are 13.6 Gb/s."""
     seen, here = resnet50(), on(gpus(256, 1, bandwidth=gigabits * 1e9 / 8))
     assert seen.parameter_bytes == pytest.approx(100e6, rel=0.05)
-    forward, backward = layer_seconds(seen, here, 32, 0.06, 0.12)
-    beyond, spans = exchange.during(here, sum(forward), backward, exchange.buckets(seen, 25e6))
-    assert (beyond < 0.1 * 0.18) == hidden
-    assert spans[-1].end == pytest.approx(0.18 + beyond)
+    cost = DataParallel().cost(seen, here)
+    assert cost.terms["computing"] == pytest.approx(0.18)
+    assert (cost.terms["communicating"] < 0.1 * 0.18) == hidden
+    assert {span.kind for span in cost.timeline} == {"computing", "communicating"}
 
 
 def test_what_cannot_be_hidden_and_what_slows_computing_is_counted() -> None:

@@ -21,7 +21,15 @@ from apportion.comm.group import Group, Work
 from apportion.errors import ApportionError
 
 LARGE_BYTES = 1 << 20
-"""From here on copying a gradient costs more than a message of its own; and what is packed to leave early is more."""
+"""From here on copying a gradient costs more than a message of its own."""
+MOST_BYTES = 25 << 20
+"""Of what leaves early together: PyTorch DDP's default."""
+
+
+def early_bytes(ranks: int) -> int:
+    """Of gradients that leave together before the backward pass has ended: so many that each message of a ring of these
+    ranks has half a MiB, beside which its latency is small."""
+    return min(MOST_BYTES, max(LARGE_BYTES, ranks * LARGE_BYTES // 2))
 
 
 @dataclass
@@ -57,7 +65,9 @@ class GradientSum:
         early = early and group.beside
         self._large = [] if early else [p for p in dense if _nbytes(p) >= LARGE_BYTES]
         large = set(self._large)
-        full, rest = _gathered([p for p in reversed(dense) if p not in large], LARGE_BYTES if early else None)
+        full, rest = _gathered(
+            [p for p in reversed(dense) if p not in large], early_bytes(group.size) if early else None
+        )
         device = parameters[0].device if parameters else torch.device("cpu")
         # One slot a parameter says whether it was used, the last one carries the loss.
         self._tail = torch.zeros(len(dense) + 1, device=device)

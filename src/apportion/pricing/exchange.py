@@ -1,6 +1,6 @@
-"""The sum of gradients over ranks: after the backward pass, or during it.
+"""The sum of gradients over ranks during the backward pass (``parallel/gradients.py``).
 
-During: a gradient is sent as soon as the backward pass has it, the last layer's first, in buckets (Li et al., "PyTorch
+A gradient is sent as soon as the backward pass has it, the last layer's first, in buckets (Li et al., "PyTorch
 Distributed", VLDB 2020, section 3.2.3). Of each transfer a part can go on while the device computes, which it slows
 (``Link.hidden``, ``Link.slowdown``); the rest, and what comes too late, is waited for.
 """

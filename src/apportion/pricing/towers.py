@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from apportion.pricing import exchange
 from apportion.pricing.collectives import all_gather, all_reduce
-from apportion.pricing.cost import Cost
+from apportion.pricing.cost import Cost, Span
 from apportion.pricing.layout import Layout
 from apportion.pricing.memory import Holding, of_replica
-from apportion.pricing.shares import Computed, call_seconds, memory_rate, updating
+from apportion.pricing.shares import Computed, call_seconds, layer_seconds, memory_rate, updating
 from apportion.profile import Profile
 
 STEP_CALLS, LAYER_CALLS, NORM_CALLS = 15.0, 2.0, 10.0
@@ -14,26 +15,44 @@ STEP_CALLS, LAYER_CALLS, NORM_CALLS = 15.0, 2.0, 10.0
 Estimates by what the update in shared pages needs."""
 
 
-def cost(profile: Profile, layout: Layout, found: Computed, rows: float, *, large: int) -> Cost:
-    """Of a step whose ranks have computed so; ``rows``: of a rank at a time; ``large``: bytes of a gradient that
-    travels by itself. The sum begins when the backward pass has ended."""
-    weights = profile.parameter_bytes
-    alone = [layer.parameter_bytes for layer in profile.layers if layer.parameter_bytes >= large]
-    packing = 2 * (weights - sum(alone)) / memory_rate(layout)
-    link = layout.cluster.joining(layout.devices)
-    messages = all_reduce(layout, range(layout.ranks), weights) + len(alone) * link.latency
+def cost(
+    profile: Profile, layout: Layout, found: Computed, rows: float, sizes: tuple[int, int], *, parts: int = 1
+) -> Cost:
+    """Of a step whose ranks have computed so, in so many parts; ``rows``: of a rank at a time; ``sizes``: bytes of a
+    gradient that travels by itself, and of those that leave together while the backward pass goes on."""
+    exposed, timeline = _summed(profile, layout, found, rows, sizes, parts)
     python = (STEP_CALLS + LAYER_CALLS * len(profile.layers)) * call_seconds(layout)
     return Cost(
         terms={
             "computing": found.both,
             "updating": updating(profile, layout) + python,
-            "communicating": (packing + messages) if layout.ranks > 1 else 0.0,
+            "communicating": exposed,
             "waiting": found.waiting,
             "loading": found.loading,
         },
         memory=Holding(own=of_replica(profile, rows)).a_worker(1),
         examples=profile.batch_size,
+        timeline=timeline,
     )
+
+
+def _summed(
+    profile: Profile, layout: Layout, found: Computed, rows: float, sizes: tuple[int, int], parts: int
+) -> tuple[float, tuple[Span, ...]]:
+    """Seconds beyond computing until the gradients are summed: those of the last part. And the step in a picture, where
+    the sum begins before the backward pass has ended: between hosts, and on GPUs."""
+    weights, ranks, (large, early) = profile.parameter_bytes, range(layout.ranks), sizes
+    if layout.ranks == 1:
+        return 0.0, ()
+    if len(layout.hosts) == 1 and all(layout.device(rank).kind == "cpu" for rank in layout.kinds):
+        alone = [layer.parameter_bytes for layer in profile.layers if layer.parameter_bytes >= large]
+        packing = 2 * (weights - sum(alone)) / memory_rate(layout)
+        link = layout.cluster.joining(layout.devices)
+        return packing + all_reduce(layout, ranks, weights) + len(alone) * link.latency, ()
+    last = found.backward / parts
+    _, backward = layer_seconds(profile, layout, rows, found.forward / parts, last)
+    exposed, timeline = exchange.during(layout, found.both - last, backward, exchange.buckets(profile, early))
+    return 2 * weights / memory_rate(layout) + exposed, timeline
 
 
 def asked_while_computing(profile: Profile, layout: Layout) -> float:

@@ -14,11 +14,13 @@ of 61 examples. Batch normalisation takes its statistics over all ranks; a rank 
 part with weight 0; losses that couple examples (``count=None``) see the outputs of all ranks.
 
 On one host the weights lie in shared pages in two versions (``parallel/shared_update.py``): each rank reduces and
-updates its own slice. Elsewhere, and for what is not updated element by element, every rank has a copy.
+updates its own slice. Elsewhere, and for what is not updated element by element, every rank has a copy, and the sum
+of a layer's gradients begins as soon as the backward pass has them (``parallel/gradients.py``).
 
 Price, on one host: ``t = t_compute(B / n) + 2 bytes(gradient) / memory bandwidth + t_update / n + 2 meetings``; on
-several ``t = t_compute(B / n) + 2 (n - 1) / n * bytes(gradient) / bandwidth + latency + t_update``; with batch
-normalisation two small messages a layer more.
+several hosts and on GPUs the gradients of the last layers leave while those before them are computed, and
+``t = t_compute(B / n) + t_update`` and what the backward pass does not hide of
+``2 (n - 1) / n * bytes(gradient) / bandwidth + latency``; with batch normalisation two small messages a layer more.
 
 Wins when the compute of a share outweighs the gradient's way: convolutions, large batches. Loses when the gradient is
 larger than what it is made of: fully connected layers at a small batch. ``microbatches`` trades time for memory: the
@@ -43,7 +45,7 @@ from apportion.batch import Batch, Batches
 from apportion.comm.differentiable import gather_rows
 from apportion.deal import DataShard
 from apportion.parallel.batch_norm import Attendance, use_whole_batch
-from apportion.parallel.gradients import LARGE_BYTES, GradientSum
+from apportion.parallel.gradients import LARGE_BYTES, GradientSum, early_bytes
 from apportion.parallel.one_device import reference
 from apportion.parallel.places import check_of, check_replicas
 from apportion.parallel.recovery import agree
@@ -132,7 +134,8 @@ class DataParallel(Strategy):
         if shared_pages.suits(profile, layout):
             cost = shared_pages.cost(profile, layout, found, at_once)
         else:
-            cost = towers.cost(profile, layout, found, at_once, large=LARGE_BYTES)
+            sizes = LARGE_BYTES, early_bytes(layout.ranks)
+            cost = towers.cost(profile, layout, found, at_once, sizes, parts=self.microbatches)
         asked = towers.asked_while_computing(profile, layout)
         return replace(cost, terms={**cost.terms, "communicating": cost.terms["communicating"] + asked})
 
