@@ -17,6 +17,11 @@ from pathlib import Path
 
 BURST_SECONDS, LEAST_BURST = 1e-3, 12_500
 """What may go at once after a pause: so much of the rate, and bytes."""
+MOST_AT_ONCE = 1 << 16
+"""Bytes that Linux hands to a network card at once, which cuts them into packets. tbf does that in software where it is
+more than may go at once: the processor would then be busy with what a card does."""
+HEADERS = 0.9
+"""Of what goes at once, the packets' headers apart."""
 QUEUE_SECONDS = 0.1
 END_SECONDS = 10.0
 """For a process that was killed to be gone."""
@@ -72,10 +77,12 @@ class Hosts:
         for name, end in zip(self.names, self.cable, strict=True):
             if bits_per_second is None:
                 _run("tc", "-n", name, "qdisc", "del", "dev", end, "root", may_fail=True)  # there may be none
+                _run("ip", "-n", name, "link", "set", end, "gso_max_size", str(MOST_AT_ONCE))
                 continue
             burst = max(LEAST_BURST, round(bits_per_second / 8 * BURST_SECONDS))
             limit = round(bits_per_second / 8 * QUEUE_SECONDS) + burst
             shape = ["tbf", "rate", f"{round(bits_per_second)}bit", "burst", str(burst), "limit", str(limit)]
+            _run("ip", "-n", name, "link", "set", end, "gso_max_size", str(min(MOST_AT_ONCE, int(HEADERS * burst))))
             _run("tc", "-n", name, "qdisc", "replace", "dev", end, "root", *shape)
 
 

@@ -96,6 +96,7 @@ def in_turns(side, once):
     taken = {s: [] for s in once}
     for _ in range(rounds):
         for strategy in once:
+            seconds(side, strategy, 1)  # a connection that was idle begins slowly
             taken[strategy].append(seconds(side, strategy, many[strategy]))
     return taken
 
