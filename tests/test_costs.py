@@ -483,6 +483,7 @@ def test_a_plan_refuses_in_the_words_of_the_build(
         (MapReduce(), {"batch_norm": True}, "statistics of a part of the batch"),
         (MapReduce(), {"carries": True}, "a recurrent state that is carried along"),
         (FullySharded(), {"element_wise": False}, "not known to update each weight by itself"),
+        (FullySharded(), {"whole_updates": True}, "its optimizer has fused=True.*use fused=False, Adam or AdamW"),
         (LocalSgd(), {"carries": True}, "use data_parallel"),
         (Hogwild(), {"carries": True}, "does not go with asynchronous workers"),
         (Hogwild(), {"own_update": True}, "does not go with asynchronous workers"),

@@ -175,9 +175,10 @@ Case = Callable[[int], Workload]
         ({"count": None}, lambda p: not p.cut_by_rows),
         ({"optimizer": lambda p: torch.optim.LBFGS([q for _, q in p])}, lambda p: not p.element_wise),
         ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}, lambda p: p.slots == 0),
+        ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, fused=True)}, lambda p: p.whole_updates),
         ({"clip_grad_norm": 1.0}, lambda p: p.passes[0].fused_update is not None),
     ],
-    ids=["coupled", "lbfgs", "sgd", "clipped"],
+    ids=["coupled", "lbfgs", "sgd", "fused sgd", "clipped"],
 )
 def test_what_strategies_ask_of_a_workload(change: dict[str, object], says: Callable[[Profile], bool]) -> None:
     workload = replace(networks.cases["mlp"](16), **change)  # type: ignore[arg-type]

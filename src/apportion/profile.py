@@ -115,6 +115,8 @@ class Profile:
     """Is a recurrent state carried from batch to batch?"""
     element_wise: bool = True
     """Does the optimizer treat each number by itself, so that its work can be divided anywhere?"""
+    whole_updates: bool = False
+    """Has it asked for a fused kernel that goes through whole weights alone, none that are spread over ranks?"""
     precision: str = "float32"
     """``Workload.precision``."""
     untraceable: str | None = None

@@ -12,6 +12,7 @@ from apportion import network, tree
 from apportion.comm.channel import Message
 from apportion.deal import DataShard
 from apportion.network import Layer
+from apportion.parallel.fused import needs_whole_weights
 from apportion.parallel.rules import rule_of
 from apportion.timed_calls import Ran, kept_bytes
 from apportion.timed_cuts import ways, window
@@ -43,6 +44,7 @@ def facts(own: TimedStep) -> Message:
         "own_update": workload.update is not None,
         "carries": workload.carry is not None,
         "element_wise": all(rule_of(o, g) is not None for o in replica.optimizers.values() for g in o.param_groups),
+        "whole_updates": any(needs_whole_weights(o) for o in replica.optimizers.values()),
         "precision": workload.precision,
         "layers": layers,
         "untraceable": untraceable,
