@@ -90,6 +90,18 @@ def test_a_cnn_with_batch_normalisation() -> None:
     assert named(found, "3").ways == ()  # flatten
 
 
+def test_images_and_windows_that_are_not_square_are_known_on_both_sides() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(2, 4, (3, 5)), nn.Conv2d(4, 4, 3, stride=(1, 2), groups=2), nn.Flatten(1))
+
+    data = lambda: TensorDataset(networks.numbers(20, 2, 8, 12), networks.classes(20, 48))  # noqa: E731
+    found = measured(networks.workload(model, data, 10), ALONE, seconds=0.5)
+    first, second = found.layers[:2]
+    assert (first.image, first.across, first.groups) == ((8, 3, 1), (12, 5, 1), 1)
+    assert (second.image, second.across, second.groups) == ((6, 3, 1), (8, 3, 2), 2)
+    assert Profile.from_json(found.to_json()) == found
+
+
 def test_recurrent_layers_one_by_one_and_in_chunks() -> None:
     def model() -> nn.Module:
         return Last(nn.LSTM(6, 8, 2, batch_first=True))

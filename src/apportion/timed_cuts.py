@@ -67,17 +67,17 @@ def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
-def window(call: Callable[..., Any]) -> tuple[int, int] | None:
-    """The height of the window that a layer moves over an image, and its stride."""
+def window(call: Callable[..., Any], axis: int = 0) -> tuple[int, int] | None:
+    """The height of the window that a layer moves over an image, and its stride; ``axis=1``: the width."""
     if type(call) not in (*CONVOLUTIONS, *TRANSPOSED, *POOLS):
         return None
     module: Any = call
-    size, stride = _first(module.kernel_size), _first(module.stride or module.kernel_size)
-    return (size - 1) * _first(getattr(module, "dilation", 1)) + 1, stride
+    size, stride = _at(module.kernel_size, axis), _at(module.stride or module.kernel_size, axis)
+    return (size - 1) * _at(getattr(module, "dilation", 1), axis) + 1, stride
 
 
-def _first(value: Any) -> int:
-    return int(value[0] if isinstance(value, tuple | list) else value)
+def _at(value: Any, axis: int = 0) -> int:
+    return int(value[axis] if isinstance(value, tuple | list) else value)
 
 
 def part_of(
@@ -168,7 +168,7 @@ def _strip(call: Callable[..., Any], args: Any, ranks: int) -> tuple[Any, Any] |
         padded = module.padding
     else:
         before = (
-            (size - 1) // 2 if module.padding == "same" else _first(0 if module.padding == "valid" else module.padding)
+            (size - 1) // 2 if module.padding == "same" else _at(0 if module.padding == "valid" else module.padding)
         )
         outputs = (height + 2 * before - size) // stride + 1
         rows = (-(-outputs // ranks) - 1) * stride + size

@@ -108,8 +108,11 @@ def _cuts(ran: Ran) -> dict[str, Any]:
     first = ran.args[0] if ran.args else None
     if isinstance(ran.call, nn.RNNBase) and isinstance(first, Tensor) and first.dim() == 3:
         found |= {"stack": ran.call.num_layers, "length": first.shape[1 if ran.call.batch_first else 0]}
-    moved = window(ran.call)
-    return found if moved is None or not isinstance(first, Tensor) else found | {"image": [first.shape[2], *moved]}
+    if window(ran.call) is None or not isinstance(first, Tensor):
+        return found
+    sides = [[first.shape[2 + axis], *window(ran.call, axis)] for axis in range(min(2, first.dim() - 2))]  # type: ignore[misc]
+    found |= {"image": sides[0], "groups": getattr(ran.call, "groups", 1)}
+    return found | {"across": sides[-1]} if sides[-1] != sides[0] else found
 
 
 def _signature(layer: Layer, ran: Ran) -> Any:

@@ -60,13 +60,14 @@ def scaled(layers: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, floa
 
 
 def _layer(told: dict[str, Any], found: Sequence[Found]) -> LayerProfile:
-    rest = {k: v for k, v in told.items() if k not in ("like", "ways", "inputs", "image")}
-    image = told.get("image")
+    rest = {k: v for k, v in told.items() if k not in ("like", "ways", "inputs", "image", "across")}
+    image, across = told.get("image"), told.get("across")
     return LayerProfile(
         **rest,
         inputs=tuple(told["inputs"]),
         ways=tuple(told["ways"]),
         image=None if image is None else (image[0], image[1], image[2]),
+        across=None if across is None else (across[0], across[1], across[2]),
         timings=tuple(t for f in found for t in f.timings.get(told["name"], ())),
     )
 
