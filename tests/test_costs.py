@@ -242,6 +242,15 @@ def test_microbatches_hold_less_and_take_longer() -> None:
         assert often.step_seconds > once.step_seconds
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("parameters", [(100, 100), (1000, 200_000, 5000), (10_000_000,)])
+def test_a_step_by_map_reduce_is_never_cheaper_than_the_same_sum_by_data_parallel(
+    hosts: int, parameters: tuple[int, ...]
+) -> None:
+    seen, here = profile(*parameters), on(cpus(hosts), 2)
+    assert MapReduce().cost(seen, here).step_seconds >= 0.99 * DataParallel().cost(seen, here).step_seconds
+
+
 def test_map_reduce_holds_one_part_of_a_batch_of_any_size() -> None:
     here = on(cpus(), 2)
     memory = [MapReduce(part=32).cost(profile(rows=rows), here).memory_bytes for rows in (64, 64_000)]
@@ -412,8 +421,7 @@ def test_candidates_are_few_and_data_parallel_is_among_them() -> None:
     two, one = on(cpus(), 2), on(cpus())
     assert list(DataParallel.candidates(profile(), two)) == [DataParallel()]
     assert list(LocalSgd.candidates(profile(), two)) == [LocalSgd(every=n) for n in (1, 8, 32)]
-    assert list(MapReduce.candidates(profile(), two)) == []
-    assert list(MapReduce.candidates(profile(examples=64), two)) == [MapReduce()]
+    assert list(MapReduce.candidates(profile(), two)) == [MapReduce()], "its step is exact at any batch"
     for kind in (DataParallel, FullySharded, MapReduce, LocalSgd, Hogwild, ParameterServer):
         assert list(kind.candidates(profile(examples=64), one)) == []
     assert list(SingleDevice.candidates(profile(), one)) == [SingleDevice(), SingleDevice(fused=True)]
@@ -483,6 +491,7 @@ def test_a_plan_refuses_in_the_words_of_the_build(
         (MapReduce(), {"batch_norm": True}, "statistics of a part of the batch"),
         (MapReduce(), {"carries": True}, "a recurrent state that is carried along"),
         (FullySharded(), {"element_wise": False}, "not known to update each weight by itself"),
+        (FullySharded(), {"whole_updates": True}, "its optimizer has fused=True.*use fused=False, Adam or AdamW"),
         (LocalSgd(), {"carries": True}, "use data_parallel"),
         (Hogwild(), {"carries": True}, "does not go with asynchronous workers"),
         (Hogwild(), {"own_update": True}, "does not go with asynchronous workers"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from apportion.cluster import Cluster, Device, Link, Rate
 from apportion.parallel.turns import turns
 from apportion.pricing import pipeline, wavefront
+from apportion.pricing.collectives import all_gather, all_reduce, reduce_scatter
 from apportion.pricing.cost import Cost
 from apportion.pricing.layout import Layout
 from apportion.pricing.partition import Work, balanced, chain, replicated
@@ -389,6 +390,66 @@ def test_high_images_are_worth_strips_and_low_ones_are_not_proposed() -> None:
     assert ConvParallel().cost(high, layout(4)).step_seconds < alone / 2
     assert ConvParallel(split="height") in list(ConvParallel.candidates(high, layout(4)))
     assert ConvParallel(split="height") not in list(ConvParallel.candidates(low, layout(4)))
+
+
+def test_columns_are_priced_by_the_width_of_image_and_window() -> None:
+    square = convolutions(2, size=64)
+    rows, columns = (ConvParallel(split=split).cost(square, layout(4)) for split in ("height", "width"))
+    assert rows.terms == columns.terms
+    convs = [replace(x, across=(8, 7, 1)) if x.image else x for x in square.layers]
+    oblong = replace(square, layers=tuple(convs))
+    turned = [replace(x, image=(8, 7, 1), across=(64, 3, 1)) if x.image else x for x in square.layers]
+    assert ConvParallel().cost(oblong, layout(4)).terms == rows.terms
+    narrow = ConvParallel(split="width").cost(oblong, layout(4))
+    assert narrow.terms == ConvParallel().cost(replace(square, layers=tuple(turned)), layout(4)).terms
+    assert narrow.terms["computing"] > rows.terms["computing"], "each edge is longer, and half of the image"
+
+
+def in_groups(*groups: int) -> Profile:
+    profile = convolutions(4, many=len(groups))
+    convs = iter(groups)
+    return replace(profile, layers=tuple(replace(x, groups=next(convs)) if x.image else x for x in profile.layers))
+
+
+def test_towers_send_nothing_and_what_follows_them_is_gathered() -> None:
+    profile, here = in_groups(1, 2, 1, 2), layout(2, bandwidth=1e6)
+    image, outputs = profile.layers[0].activation_bytes, profile.layers[-3].activation_bytes
+    ranks = range(2)
+    cost = ConvParallel(split="group").cost(profile, here)
+    expected = all_gather(here, ranks, image) + reduce_scatter(here, ranks, image) + all_reduce(here, ranks, outputs)
+    assert cost.terms["communicating"] == pytest.approx(expected, rel=1e-3)
+    towers = ConvParallel(split="group").cost(in_groups(1, 2, 2, 2), here)
+    assert towers.terms["communicating"] == pytest.approx(all_reduce(here, ranks, outputs), rel=1e-3)
+    assert cost.memory["weights"] == pytest.approx(ConvParallel(split="channel").cost(profile, here).memory["weights"])
+
+
+def test_the_first_towers_add_up_the_gradient_of_what_all_have() -> None:
+    here = layout(2, bandwidth=1e6)
+    later = in_groups(1, 2, 1, 2)
+    pooled = layer("pool", "MaxPool2d", "x", activation_bytes=later.layers[0].activation_bytes, image=(64, 2, 2))
+    first = replace(later.layers[1], inputs=("pool",))
+    profile = replace(later, layers=(pooled, first, *later.layers[2:]))
+    outputs, image = profile.layers[-3].activation_bytes, pooled.activation_bytes
+    both = all_gather(here, range(2), image) + reduce_scatter(here, range(2), image)
+    expected = both + all_reduce(here, range(2), outputs) + all_reduce(here, range(2), image)
+    assert ConvParallel(split="group").cost(profile, here).terms["communicating"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_channels_with_fewer_groups_than_workers_are_computed_alike() -> None:
+    here = layout(4, bandwidth=1e6)
+    few, many = (ConvParallel(split="channel").cost(in_groups(1, n, 1, 1), here).terms for n in (2, 4))
+    assert few["computing"] > many["computing"]
+    image = in_groups(1, 2, 1, 1).layers[0].activation_bytes
+    sums = 2 * all_reduce(here, range(4), image)  # after the last two, and back
+    assert few["communicating"] == pytest.approx(sums + all_gather(here, range(4), image), rel=1e-3)
+
+
+def test_groups_are_refused_as_they_are_when_built() -> None:
+    split = ConvParallel(split="group")
+    with pytest.raises(ValueError, match='no convolution with groups: use split="channel", or data_parallel'):
+        split.cost(convolutions(4), layout(2))
+    with pytest.raises(ValueError, match='groups=2 cannot be shared by 4 workers: use workers<=2, or split="channel"'):
+        split.cost(in_groups(1, 2, 1, 2), layout(4))
 
 
 def test_halos_hide_behind_the_inside_until_the_link_is_slow() -> None:

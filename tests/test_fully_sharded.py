@@ -374,6 +374,52 @@ def test_what_cannot_be_spread_is_refused_with_the_rule_and_the_cure() -> None:
     refused(mlp, EACH, "workers would share . GPUs.*use workers<=", one_more)
 
 
+def fused(kind: str, batch_size: int = 61) -> Workload:
+    mlp = networks.cases["mlp"](batch_size)
+    return replace(mlp, optimizer=lambda p: getattr(torch.optim, kind)([q for _, q in p], lr=0.1, fused=True))
+
+
+def built(world: World, kind: str) -> str:
+    with pytest.raises(ValueError, match="fused") as refusal:
+        EACH.build(fused(kind), world)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
+def test_a_fused_kernel_for_whole_weights_is_refused_and_runs_where_they_are_whole(kind: str) -> None:
+    for told in on_ranks(built, 2, kind):
+        assert told.startswith(f"{kind} has fused=True, and torch's fused SGD and Adagrad update whole weights")
+        assert told.endswith("use fused=False, Adam or AdamW, or data_parallel")
+    step = EACH.build(fused(kind), World())
+    batch = step.take()
+    assert batch is not None
+    step(batch)
+    assert step.done == 1
+
+
+def fused_adam(batch_size: int) -> Workload:
+    return fused("Adam", batch_size)
+
+
+def test_a_fused_kernel_that_knows_shards_is_used() -> None:
+    prove(fused_adam(61), EACH, 2)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_single_device_makes_the_fused_updates_that_a_workload_asks_for_itself(kind: str) -> None:
+    states = []
+    for strategy in (SingleDevice(), SingleDevice(fused=True)):
+        step = strategy.build(fused(kind), World())
+        for _ in range(3):
+            batch = step.take()
+            assert batch is not None
+            step(batch)
+        assert step.state_dict().settings["groups"]
+        states.append(step.state_dict().model)
+    for name, weights in states[0].items():
+        assert torch.equal(weights, states[1][name])
+
+
 def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp import FSDPModule
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,11 +15,13 @@ from ranks import by_value
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from apportion import Workload
+from apportion import Workload, timing
 from apportion.cluster import Cluster, Device, Link, Rate
-from apportion.planner.profiling import profile
+from apportion.planner import profiling
+from apportion.planner.profiling import _few_rows, profile
 from apportion.pricing.layout import Layout
-from apportion.profile import LayerProfile, Profile
+from apportion.profile import LayerProfile, Pass, Profile
+from apportion.world import World
 
 RATES = (Rate(threads=1, together=1, flops=1e10, bytes_per_second=1e10),)
 HERE = Device(name="a/cpu", host="a", kind="cpu", model="here", memory_bytes=1 << 30, rates=RATES, cores=2)
@@ -41,10 +44,10 @@ def shares(layer: LayerProfile) -> dict[str, list[float]]:
     return {way: [t.share for t in layer.timings if t.way == way] for way in layer.ways}
 
 
-def add_up(found: Profile) -> None:
-    """The layers to the whole, at every number of rows."""
+def add_up(found: Profile, alone: bool = False) -> None:
+    """The layers to the whole, at every number of rows; of who computes alone at the fewest."""
     assert found.passes
-    for a_pass in found.passes:
+    for a_pass in found.passes[-1:] if alone else found.passes:
         for what in ("forward", "backward"):
             whole = [
                 getattr(t, what)
@@ -59,10 +62,10 @@ def add_up(found: Profile) -> None:
 def test_an_mlp_in_two_layouts() -> None:
     found = measured(networks.cases["mlp"](16), ALONE, TWO)
     assert [layer.kind for layer in found.layers] == ["Linear", "ReLU", "Linear"]
-    assert [(p.threads, p.together, p.rows) for p in found.passes] == [
-        (1, together, rows) for together in (1, 2) for rows in (16, 8, 2)
-    ]
-    add_up(found)
+    assert [(p.together, p.rows) for p in found.passes] == [(1, 16), (1, 2), (2, 16), (2, 8), (2, 2)]
+    add_up(replace(found, passes=found.passes[:2]), alone=True)
+    add_up(replace(found, passes=found.passes[2:]))
+    assert [t.rows for t in found.layers[0].timings if t.together == 1] == [2], "the proportions are known from few"
     assert shares(found.layers[0]) == {"units": [0.5], "inputs": [0.5]}
     assert {t.together for layer in found.layers for t in layer.timings if t.way} == {2}
     assert found.layers[0].flops == 2 * 16 * 10 * 16
@@ -85,6 +88,18 @@ def test_a_cnn_with_batch_normalisation() -> None:
     assert shares(conv) == {"units": [0.5], "inputs": [0.5], "height": [0.5]}
     assert shares(norm) == {"height": [0.5]}
     assert named(found, "3").ways == ()  # flatten
+
+
+def test_images_and_windows_that_are_not_square_are_known_on_both_sides() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(2, 4, (3, 5)), nn.Conv2d(4, 4, 3, stride=(1, 2), groups=2), nn.Flatten(1))
+
+    data = lambda: TensorDataset(networks.numbers(20, 2, 8, 12), networks.classes(20, 48))  # noqa: E731
+    found = measured(networks.workload(model, data, 10), ALONE, seconds=0.5)
+    first, second = found.layers[:2]
+    assert (first.image, first.across, first.groups) == ((8, 3, 1), (12, 5, 1), 1)
+    assert (second.image, second.across, second.groups) == ((6, 3, 1), (8, 3, 2), 2)
+    assert Profile.from_json(found.to_json()) == found
 
 
 def test_recurrent_layers_one_by_one_and_in_chunks() -> None:
@@ -172,13 +187,63 @@ Case = Callable[[int], Workload]
         ({"count": None}, lambda p: not p.cut_by_rows),
         ({"optimizer": lambda p: torch.optim.LBFGS([q for _, q in p])}, lambda p: not p.element_wise),
         ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}, lambda p: p.slots == 0),
+        ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, fused=True)}, lambda p: p.whole_updates),
         ({"clip_grad_norm": 1.0}, lambda p: p.passes[0].fused_update is not None),
     ],
-    ids=["coupled", "lbfgs", "sgd", "clipped"],
+    ids=["coupled", "lbfgs", "sgd", "fused sgd", "clipped"],
 )
 def test_what_strategies_ask_of_a_workload(change: dict[str, object], says: Callable[[Profile], bool]) -> None:
     workload = replace(networks.cases["mlp"](16), **change)  # type: ignore[arg-type]
     assert says(measured(workload, ALONE, seconds=0.2))
+
+
+# What takes long
+
+
+@pytest.mark.parametrize(
+    ("slow_seconds", "steps", "calls"), [(0.0, 3, 2), (1e9, 7, 4)], ids=["what takes long", "what is quick"]
+)
+def test_runs_are_repeated_by_how_long_they_take(
+    slow_seconds: float, steps: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "SLOW_SECONDS", slow_seconds)
+    monkeypatch.setattr(timing, "clock", lambda device: next(times))
+    times = (float(second) for second in itertools.count())
+    timed = timing.Timed(networks.cases["mlp"](16), World.from_env(device="cpu"))
+    for least, expected in ((timing.STEPS, steps), (timing.CALLS, calls)):
+        assert len(list(timed._timed(0.5, least))) == expected, "the time is up before"
+
+
+def test_every_other_step_has_a_fused_update_and_the_first_counts_for_neither(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timed = timing.Timed(networks.cases["mlp"](16), World.from_env(device="cpu"))
+    own, before = timed._own.step, timed._own.replica.step
+    updates = list[str]()
+    plain, fused = own.update, timed._fused
+    assert fused is not None
+    monkeypatch.setattr(own, "update", lambda: (updates.append("plain"), plain())[1])
+    monkeypatch.setattr(timed, "_fused", lambda: (updates.append("fused"), fused())[1])
+    told = timed.whole(8, 0.0)
+    assert updates == ["plain", "fused"] * 4
+    assert timed._own.replica.step == before + 8
+    assert told["rows"] == 8
+    assert min(told[what] for what in ("forward", "backward", "update", "fused")) > 0
+
+
+@pytest.mark.parametrize(("seconds", "rows"), [((0.8, 0.4, 0.12), 2), ((0.8, 0.4, 0.02), 8), ((0.03, 0.02, 0.01), 16)])
+def test_parts_are_timed_on_the_fewest_rows_that_take_long_enough(seconds: tuple[float, ...], rows: int) -> None:
+    passes = [Pass(rows=r, forward=s / 2, backward=s / 2, update=0.1) for r, s in zip((16, 8, 2), seconds, strict=True)]
+    assert _few_rows(passes) == rows
+
+
+def test_parts_on_fewer_rows_are_told_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "PARTS_STEP_SECONDS", 0.0)
+    found = measured(networks.cases["mlp"](16))
+    first = found.layers[0]
+    parts = [t for t in first.timings if t.way]
+    assert {t.way for t in parts} == {"units", "inputs"}
+    assert {(t.rows, t.share) for t in parts} == {(16, 0.5)}
 
 
 def test_what_cannot_be_measured_is_refused() -> None:

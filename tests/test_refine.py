@@ -14,7 +14,7 @@ import apportion
 from apportion.launch.local import Local
 from apportion.planner.apart import SURE, told_apart
 from apportion.planner.refine import Offer, Tried, choose, refine, surprising, worth_trying
-from apportion.planner.refit import MOST, Correction, correction
+from apportion.planner.refit import MOST, Correction, Trial, correction
 from apportion.pricing.cost import Cost
 from apportion.strategies.single_device import SingleDevice
 from apportion.strategy import Strategy
@@ -55,22 +55,68 @@ def test_the_sign_test_is_the_binomial() -> None:
 # Refitting
 
 
+def factored(name: str, predicted: Cost, computing: float, communicating: float) -> Trial:
+    """It took so many times as long as predicted."""
+    parts = predicted.terms["computing"], predicted.terms["communicating"]
+    return Trial(name, predicted, computing * parts[0] + communicating * parts[1])
+
+
 def test_factors_of_computing_and_of_communicating_are_found() -> None:
-    tried = [cost(1.0), cost(0.5, 0.2), cost(0.3, 0.4)]
-    found = correction([(c, 1.3 * (c.terms["computing"]) + 2.0 * c.terms["communicating"]) for c in tried])
+    tried = [
+        factored("single_device", cost(1.0), 1.3, 1.0),
+        factored("data_parallel", cost(0.5, 0.2), 1.3, 2.0),
+        factored("fully_sharded", cost(0.3, 0.4), 1.3, 2.0),
+    ]
+    found = correction(tried)
     assert found.computing == pytest.approx(1.3, rel=0.05)
-    assert found.communicating == pytest.approx(2.0, rel=0.05)
+    assert found.communicating == pytest.approx(2.0, rel=0.05), "two agree: so it is for the rest"
+    assert found.own == pytest.approx({"data_parallel": 2.0, "fully_sharded": 2.0}, rel=0.05)
+
+
+def test_what_one_strategy_waits_for_says_nothing_of_another() -> None:
+    """The digits on two cores, in ms: single_device is measured with both updates, data_parallel takes half as long
+    again as it should; tensor_parallel was not tried, and took 1.0 to 1.4."""
+    alone = [Trial("single_device", cost(p), m) for p, m in ((1.2, 1.42), (0.993, 1.213))]
+    towers, slices = cost(1.0, 0.099), cost(0.789, 0.664)
+    found = correction([*alone, Trial("data_parallel", towers, 1.575)])
+    assert found.computing == pytest.approx(1.2, rel=0.05)
+    assert found.communicating == 1.0
+    assert found.own["data_parallel"] > 3
+    assert found.step_seconds("tensor_parallel", slices) < 1.2 * slices.step_seconds
+    assert found.step_seconds("data_parallel", towers) > 1.35 * towers.step_seconds
+
+
+def test_several_values_of_one_strategy_are_one_witness() -> None:
+    tried = [Trial("single_device", cost(1.0), 1.0)]
+    tried += [factored("data_parallel", cost(0.5, sent), 1.0, 3.0) for sent in (0.2, 0.3, 0.4)]
+    found = correction(tried)
+    assert found.communicating == 1.0
+    assert found.own["data_parallel"] == pytest.approx(3.0, rel=0.05)
+
+
+def test_of_two_that_agree_in_part_the_rest_takes_that_part() -> None:
+    tried = [
+        Trial("single_device", cost(1.0), 1.0),
+        factored("data_parallel", cost(0.5, 0.4), 1.0, 3.0),
+        factored("fully_sharded", cost(0.5, 0.4), 1.0, 1.5),
+    ]
+    found = correction(tried)
+    assert found.communicating == pytest.approx(1.5, rel=0.05)
+    assert found.own["data_parallel"] == pytest.approx(3.0, rel=0.05)
+    against = correction([*tried[:2], factored("fully_sharded", cost(0.5, 0.4), 1.0, 0.5)])
+    assert against.communicating == 1.0, "one waits longer, one less long"
 
 
 def test_one_that_is_far_off_does_not_move_the_others() -> None:
-    tried = [(cost(1.0), 1.1), (cost(2.0), 2.2), (cost(3.0), 3.3), (cost(1.0), 9.0)]
+    tried = [Trial("single_device", cost(p), m) for p, m in ((1.0, 1.1), (2.0, 2.2), (3.0, 3.3), (1.0, 9.0))]
     assert correction(tried).computing == pytest.approx(1.1, rel=0.03)
 
 
 def test_what_no_trial_tells_stays_as_it_was_predicted() -> None:
     assert correction([]) == Correction(1.0, 1.0)
-    assert correction([(cost(1.0), 1.5)]).communicating == pytest.approx(1.0)
-    assert correction([(cost(1.0), 100.0)]).computing == pytest.approx(MOST)
+    alone = correction([Trial("single_device", cost(1.0), 1.5)])
+    assert (alone.communicating, alone.own) == (pytest.approx(1.0), {})
+    assert correction([Trial("single_device", cost(1.0), 100.0)]).computing == pytest.approx(MOST)
 
 
 # What is tried

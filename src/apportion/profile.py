@@ -71,6 +71,10 @@ class LayerProfile:
     """Time steps: of a recurrent layer."""
     image: tuple[int, int, int] | None = None
     """Height of its input, height of its kernel and its stride: of what moves a window over an image."""
+    across: tuple[int, int, int] | None = None
+    """The same of the width, where it differs; None: as ``image``."""
+    groups: int = 1
+    """Of a convolution, whose filters each look at one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +119,8 @@ class Profile:
     """Is a recurrent state carried from batch to batch?"""
     element_wise: bool = True
     """Does the optimizer treat each number by itself, so that its work can be divided anywhere?"""
+    whole_updates: bool = False
+    """Has it asked for a fused kernel that goes through whole weights alone, none that are spread over ranks?"""
     precision: str = "float32"
     """``Workload.precision``."""
     untraceable: str | None = None
@@ -285,7 +291,7 @@ class Profile:
 
 
 def _layer(data: dict[str, Any]) -> LayerProfile:
-    image = data.get("image")
+    image, across = data.get("image"), data.get("across")
     return LayerProfile(
         **{
             **data,
@@ -293,6 +299,7 @@ def _layer(data: dict[str, Any]) -> LayerProfile:
             "timings": tuple(Timing(**t) for t in data.get("timings", ())),
             "ways": tuple(data.get("ways", ())),
             "image": None if image is None else tuple(image),
+            "across": None if across is None else tuple(across),
         }
     )
 

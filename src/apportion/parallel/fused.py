@@ -17,6 +17,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from apportion.workload import Parameters, Workload
 
 _KINDS = (SGD, Adam, AdamW, Adagrad)
+_WHOLE = (SGD, Adagrad)
+"""Whose fused kernels torch knows no shards of (DTensor), as it does of the others'."""
 
 
 def with_fused_updates(workload: Workload) -> Workload:
@@ -29,6 +31,11 @@ def with_fused_updates(workload: Workload) -> Workload:
         return optimizers
 
     return replace(workload, optimizer=made)
+
+
+def needs_whole_weights(optimizer: Optimizer) -> bool:
+    """Does it ask, itself, for a fused kernel that goes through whole tensors alone?"""
+    return type(optimizer) in _WHOLE and any(group.get("fused") for group in optimizer.param_groups)
 
 
 def _run_fused(optimizer: Optimizer) -> None:

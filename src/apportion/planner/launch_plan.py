@@ -21,9 +21,9 @@ from apportion.planner.launched import measure_here
 from apportion.planner.make import make
 from apportion.planner.on_ranks import Bench, Choice, Taken
 from apportion.planner.plan import Plan
-from apportion.planner.priced import Priced, Tried, ranked
+from apportion.planner.priced import Priced, Tried, family, ranked
 from apportion.planner.profiling import profile
-from apportion.planner.refit import correction
+from apportion.planner.refit import Trial, correction
 from apportion.planner.search import places_of, search
 from apportion.pricing.layout import Layout
 from apportion.profile import Profile
@@ -127,10 +127,16 @@ def _worth_trying(planned: Plan, *, first: bool) -> list[Choice]:
 def _corrected(planned: Plan, taken: dict[Choice, Taken], refused: dict[str, str]) -> Plan:
     """Measured where it was tried, on the layout that it was tried on; the rest by what that has taught."""
     found = [_with(p, taken, refused) for p in planned.found]
-    pairs = [(p.cost, p.tried.step_seconds) for p in found if p.tried is not None and p.cost is not None]
-    fitted = correction(pairs)
+    trials = [
+        Trial(family(p.strategy), p.cost, p.tried.step_seconds)
+        for p in found
+        if p.tried is not None and p.cost is not None
+    ]
+    fitted = correction(trials)
     found = [
-        replace(p, corrected=fitted.step_seconds(p.cost)) if p.tried is None and p.cost is not None else p
+        replace(p, corrected=fitted.step_seconds(family(p.strategy), p.cost))
+        if p.tried is None and p.cost is not None
+        else p
         for p in found
     ]
     return make(found, planned.profile, planned.cluster, workload=planned.workload)

@@ -9,6 +9,10 @@ more memory bandwidth, and a profile of it can be wrong by a factor of two.
                 |                |                |
     a budget    steps ... | layers ... | parts    of layers, the longest first
     each        B, B/2, B/8 rows         (units, height, ...) by 2, 4, ...
+
+Who computes alone has no share of B/2 rows, and of its layers only the proportions matter: they are timed on B/8. What
+takes long is repeated less often (``timing.Runs``), and its parts are timed on fewer rows: how much longer the whole
+layer takes is the same there.
 """
 
 from __future__ import annotations
@@ -24,8 +28,9 @@ from apportion.comm.channel import Message
 from apportion.crew import Crew
 from apportion.job import Job
 from apportion.launch.local import Local
+from apportion.planner.profiled import Found, made, mean, scaled
 from apportion.pricing.layout import Layout
-from apportion.profile import LayerProfile, Pass, Profile, Timing
+from apportion.profile import Pass, Profile, Timing
 from apportion.trial import MANY_STEPS
 from apportion.values import find
 from apportion.workload import Workload
@@ -35,6 +40,8 @@ SECONDS = 15.0
 ANSWER_SECONDS = 600.0
 STEPS_SHARE, LAYERS_SHARE = 0.4, 0.3
 """Of a layout's time; parts of layers have the rest."""
+PARTS_LEAST = 0.5
+"""Of it that they have where the least number of steps takes longer than their share: parts are many, and small."""
 ROWS = (1, 2, 8)
 """What the batch is divided by: the whole of it, a worker's share (of more workers where there are more), a
 micro-batch."""
@@ -42,6 +49,8 @@ MOST_PARTS = 8
 """That a layer is timed in; for more it is worked out."""
 PART_SECONDS = 0.5
 """Of a part of a layer, at most."""
+PARTS_STEP_SECONDS = 0.1
+"""Parts are timed on the fewest rows of which a step takes so long; where none does, on all."""
 
 
 @dataclass
@@ -51,20 +60,13 @@ class _Setting:
     threads: int
     together: int
     counts: set[int] = field(default_factory=set)
+    shared: bool = False
+    """Is a batch divided among the ranks of one of its layouts?"""
 
     @property
     def weight(self) -> int:
         """Of its time: where there are parts of layers there is more to do."""
         return 2 if self.counts else 1
-
-
-@dataclass
-class _Found:
-    """What one setting's workers have measured."""
-
-    facts: Message
-    passes: list[Pass] = field(default_factory=list)
-    timings: dict[str, list[Timing]] = field(default_factory=dict)
 
 
 def profile(
@@ -87,16 +89,17 @@ def profile(
     settings = _settings(layouts, here)
     if not settings:
         raise ValueError(f"no layout has a worker on {here.name}, whose times are to be measured: give one that has")
-    found: list[_Found] = []
+    facts: Message = {}
+    found: list[Found] = []
     left = seconds
     for at, setting in enumerate(settings):
         share = setting.weight / sum(later.weight for later in settings[at:])
         with _Measuring(workload, here, setting) as measuring:
-            facts = measuring.facts()
+            facts = facts or measuring.facts()
             began = time.monotonic()
             found.append(measuring.measure(facts, left * share))
             left = max(0.0, left - (time.monotonic() - began))
-    return _profile(workload, here, found)
+    return made(workload if isinstance(workload, str) else None, here.model, facts, found)
 
 
 def _here(cluster: Cluster, layouts: Sequence[Layout], device: str | None) -> Device:
@@ -114,6 +117,7 @@ def _settings(layouts: Sequence[Layout], here: Device) -> list[_Setting]:
                 setting = found.setdefault(key, _Setting(*key))
                 setting.counts |= {n for n in _powers(min(layout.ranks, MOST_PARTS)) if layout.ranks % n == 0}
                 setting.counts |= {layout.ranks} if 1 < layout.ranks <= MOST_PARTS else set()
+                setting.shared = setting.shared or layout.ranks > 1
     return list(found.values())
 
 
@@ -138,43 +142,45 @@ class _Measuring:
         self._crew = Crew(launcher, "apportion.entry:timings", job, setting.together)
 
     def __enter__(self) -> _Measuring:
+        self._crew.answers("ready", ANSWER_SECONDS)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._crew.close()
 
     def facts(self) -> Message:
-        """What the workload is, once all are there."""
-        return self._crew.answers("facts", ANSWER_SECONDS)[0]
+        """What the workload is."""
+        return self._ask({"kind": "facts"})[0]
 
-    def measure(self, facts: Message, seconds: float) -> _Found:
+    def measure(self, facts: Message, seconds: float) -> Found:
         """Whole steps, layers, parts; each in its share of the time."""
-        found = _Found(facts)
+        found = Found(self._ask({"kind": "loading"})[0]["seconds"])
         end = time.monotonic() + seconds
         rows = self._rows(facts)
         for at in rows:
             share = 0.5 if at == rows[0] else 0.5 / (len(rows) - 1)  # what is asked for most
-            found.passes.append(self._whole(at, seconds * STEPS_SHARE * share, fused=at == rows[0]))
+            found.passes.append(self._whole(at, seconds * STEPS_SHARE * share))
         if not facts["layers"]:
             return found
         left = max(0.0, min(seconds * LAYERS_SHARE, end - time.monotonic()))
-        for whole in found.passes:
-            self._layers(whole, left / len(rows), found)
-        if facts["untraceable"] is None:
-            self._parts(found, end)
+        asked = found.passes if self._setting.shared else found.passes[-1:]
+        for whole in asked:
+            self._layers(facts["layers"], whole, left / len(asked), found)
+        if self._setting.counts and facts["untraceable"] is None:
+            self._parts(facts["layers"], found, max(end, time.monotonic() + seconds * PARTS_LEAST))
         return found
 
     def _rows(self, facts: Message) -> list[int]:
         batch = facts["batch_size"]
         least = 2 if facts["batch_norm"] else 1
-        shares = [by if by != 2 else max(2, self._setting.together) for by in ROWS]
+        shares = [by if by != 2 else max(2, self._setting.together) for by in ROWS if by != 2 or self._setting.shared]
         return sorted({max(min(least, batch), -(-batch // by)) for by in shares}, reverse=True)
 
     def _ask(self, order: Mapping[str, Any]) -> list[Message]:
         return self._crew.ask(order, str(order["kind"]), ANSWER_SECONDS)
 
-    def _whole(self, rows: int, seconds: float, *, fused: bool) -> Pass:
-        answers = self._ask({"kind": "pass", "rows": rows, "seconds": seconds, "fused": fused})
+    def _whole(self, rows: int, seconds: float) -> Pass:
+        answers = self._ask({"kind": "pass", "rows": rows, "seconds": seconds})
         known = [a["fused"] for a in answers if a["fused"] is not None]
         return Pass(
             rows=answers[0]["rows"],
@@ -184,12 +190,11 @@ class _Measuring:
             fused_update=statistics.mean(known) if known else None,
         )
 
-    def _layers(self, whole: Pass, seconds: float, found: _Found) -> None:
-        """The times of layers add up to that of the whole, in each direction; the loss belongs to the last of them."""
+    def _layers(self, layers: Sequence[Mapping[str, Any]], whole: Pass, seconds: float, found: Found) -> None:
+        """The times of layers add up to that of the whole, in each direction."""
         answers = self._ask({"kind": "layers", "rows": whole.rows, "seconds": seconds})
-        layers = found.facts["layers"]
         forward, backward = (
-            _scaled(layers, [a[way] for a in answers], total)
+            scaled(layers, [a[way] for a in answers], total)
             for way, total in (("forward", whole.forward), ("backward", whole.backward))
         )
         for layer in layers:
@@ -207,12 +212,12 @@ class _Measuring:
             backward=backward,
         )
 
-    def _parts(self, found: _Found, end: float) -> None:
-        """Of the whole batch, of layers that differ; each beside the same layer whole, of which it is then a part."""
-        rows = found.passes[0].rows
+    def _parts(self, layers: Sequence[Mapping[str, Any]], found: Found, end: float) -> None:
+        """Of layers that differ; each beside the same layer whole, of which it is then a part."""
+        rows = _few_rows(found.passes)
         whole = {name: timings[0] for name, timings in found.timings.items()}
-        orders = list(self._orders(found.facts["layers"], whole))
-        told: dict[str, Message | None] = {}
+        orders = list(self._orders(layers, whole))
+        told: dict[str, dict[str, float] | None] = {}
         for at, (name, way, ranks) in enumerate(orders):
             left = end - time.monotonic()
             if left <= 0:
@@ -220,15 +225,15 @@ class _Measuring:
             seconds = min(PART_SECONDS, left / (2 * (len(orders) - at)))
             order = {"kind": "part", "layer": name, "rows": rows, "seconds": seconds}
             if name not in told:
-                told[name] = _mean(self._ask({**order, "way": "", "ranks": 1}))
-            part, beside = _mean(self._ask({**order, "way": way, "ranks": ranks})), told[name]
+                told[name] = mean(self._ask({**order, "way": "", "ranks": 1}))
+            part, beside = mean(self._ask({**order, "way": way, "ranks": ranks})), told[name]
             if part is None or beside is None:
                 continue
-            for layer in found.facts["layers"]:
+            for layer in layers:
                 if layer["like"] == name:
                     known = whole[layer["name"]]
                     timing = self._timing(
-                        rows,
+                        known.rows,
                         known.forward * part["forward"] / max(beside["forward"], 1e-9),
                         known.backward * part["backward"] / max(beside["backward"], 1e-9),
                         way,
@@ -236,7 +241,9 @@ class _Measuring:
                     )
                     found.timings[layer["name"]].append(timing)
 
-    def _orders(self, layers: list[dict[str, Any]], whole: Mapping[str, Timing]) -> Iterator[tuple[str, str, int]]:
+    def _orders(
+        self, layers: Sequence[Mapping[str, Any]], whole: Mapping[str, Timing]
+    ) -> Iterator[tuple[str, str, int]]:
         """(layer, way, parts): what takes longest first."""
         first = [layer for layer in layers if layer["like"] == layer["name"]]
         for layer in sorted(first, key=lambda layer: -_both(whole[layer["name"]])):
@@ -245,69 +252,11 @@ class _Measuring:
                     yield layer["name"], way, ranks
 
 
+def _few_rows(passes: Sequence[Pass]) -> float:
+    """The fewest of which a step takes long enough to be timed part by part."""
+    enough = [p.rows for p in passes if p.forward + p.backward >= PARTS_STEP_SECONDS]
+    return min(enough, default=passes[0].rows)
+
+
 def _both(timing: Timing) -> float:
     return timing.forward + timing.backward
-
-
-def _mean(answers: list[Message]) -> dict[str, float] | None:
-    """Of all ranks; None where the layer cannot be cut so."""
-    if answers[0]["share"] is None:
-        return None
-    return {what: statistics.mean(a[what] for a in answers) for what in ("share", "forward", "backward")}
-
-
-def _scaled(layers: list[dict[str, Any]], told: list[dict[str, float]], total: float) -> dict[str, float]:
-    """Seconds of each layer: the mean of all ranks and of all layers that are alike, and together the total."""
-    known = {layer["name"]: statistics.mean(t.get(layer["name"], 0.0) for t in told) for layer in layers}
-    alike: dict[str, list[float]] = {}
-    for layer in layers:
-        alike.setdefault(layer["like"], []).append(known[layer["name"]])
-    found = {layer["name"]: statistics.mean(alike[layer["like"]]) for layer in layers}
-    found[layers[-1]["name"]] += statistics.mean(t.get("", 0.0) for t in told)
-    both = sum(found.values())
-    return {name: seconds * total / both if both else total / len(layers) for name, seconds in found.items()}
-
-
-def _profile(workload: Workload | str, here: Device, found: list[_Found]) -> Profile:
-    facts = dict(found[0].facts)
-    layers = [_layer(layer, found) for layer in facts.pop("layers")]
-    passes = tuple(p for f in found for p in f.passes)
-    del facts["kind"]
-    model = facts.pop("model")
-    if not layers:  # one that is not known to have parts
-        layers = [_as_one(model, facts.pop("parameter_bytes"), passes)]
-    facts.pop("parameter_bytes", None)
-    loading = statistics.median(f.facts["loading_seconds"] for f in found)
-    name = workload if isinstance(workload, str) else model
-    return Profile(
-        **{**facts, "loading_seconds": loading}, name=name, layers=tuple(layers), device=here.model, passes=passes
-    )
-
-
-def _layer(told: dict[str, Any], found: list[_Found]) -> LayerProfile:
-    rest = {k: v for k, v in told.items() if k not in ("like", "ways", "inputs", "image")}
-    image = told.get("image")
-    return LayerProfile(
-        **rest,
-        inputs=tuple(told["inputs"]),
-        ways=tuple(told["ways"]),
-        image=None if image is None else (image[0], image[1], image[2]),
-        timings=tuple(t for f in found for t in f.timings.get(told["name"], ())),
-    )
-
-
-def _as_one(model: str, parameter_bytes: int, passes: Sequence[Pass]) -> LayerProfile:
-    timings = (
-        Timing(rows=p.rows, threads=p.threads, together=p.together, forward=p.forward, backward=p.backward)
-        for p in passes
-    )
-    return LayerProfile(
-        name=model,
-        kind=model,
-        inputs=(),
-        parameter_bytes=parameter_bytes,
-        activation_bytes=0,
-        kept_bytes=0,
-        flops=0.0,
-        timings=tuple(timings),
-    )

@@ -3,8 +3,8 @@
 1. What is tried: the best three by prediction, and always one process with all threads, the same with fused updates,
    and plain data_parallel where it is best.
 2. They are measured in turns (``trial.take_turns``).
-3. Measured over predicted gives two factors (``refit``); where one that was not tried should now be the fastest, it is
-   tried too, once.
+3. Measured over predicted gives a few factors (``refit``); where one that was not tried should now be the fastest, it
+   is tried too, once.
 4. The fastest is chosen; of those that cannot be told apart from it (``apart``), the simplest.
 """
 
@@ -21,7 +21,8 @@ from apportion.errors import WorkerFailed
 from apportion.launch.env import Env
 from apportion.launch.local import Local
 from apportion.planner.apart import alike, told_apart
-from apportion.planner.refit import Correction, correction
+from apportion.planner.priced import family
+from apportion.planner.refit import Correction, Trial, correction
 from apportion.pricing.cost import Cost
 from apportion.strategy import Strategy
 from apportion.trial import Measured, Parked, candidate, take_turns
@@ -112,7 +113,7 @@ def refine(
         # A part of the time is kept for the one that may come into question.
         left = max(0.0, seconds - (time.monotonic() - began))
         bench.measure(bench.groups, 0.8 * left)
-        fitted = correction(bench.pairs())
+        fitted = correction(bench.trials())
         another = surprising(offers, bench.known(), fitted, bench.best())
         if another is not None and most is None and time.monotonic() - began < seconds:
             bench.one_more(another, 0.2 * left)
@@ -123,7 +124,7 @@ def refine(
         tried=tried,
         chosen=chosen,
         confidence=confidence,
-        correction=correction(bench.pairs()),
+        correction=correction(bench.trials()),
         seconds=time.monotonic() - began,
     )
 
@@ -150,7 +151,8 @@ def surprising(offers: Sequence[Offer], known: Iterable[str], fitted: Correction
     (``best``: its seconds an example)."""
     told = set(known)
     rest = [(p, p.cost) for p in offers if str(p) not in told]
-    found = [(fitted.step_seconds(cost) / cost.examples, i) for i, (_, cost) in enumerate(rest) if cost is not None]
+    priced = [(i, family(p.strategy), cost) for i, (p, cost) in enumerate(rest) if cost is not None]
+    found = [(fitted.step_seconds(name, cost) / cost.examples, i) for i, name, cost in priced]
     if not found or best is None or min(found)[0] >= best:
         return None
     return rest[min(found)[1]][0]
@@ -270,10 +272,10 @@ class _Bench:
         """What was tried, or refused."""
         return [str(p) for p in self._given]
 
-    def pairs(self) -> list[tuple[Cost, float]]:
-        """(predicted, measured seconds a step)."""
-        found = [(self._of[id(g)].cost, g.measured.step_seconds) for g in self.groups]
-        return [(cost, seconds) for cost, seconds in found if cost is not None]
+    def trials(self) -> list[Trial]:
+        """Of all that was predicted and measured."""
+        found = [(self._of[id(g)], g.measured.step_seconds) for g in self.groups]
+        return [Trial(family(p.strategy), p.cost, seconds) for p, seconds in found if p.cost is not None]
 
     def best(self) -> float | None:
         """Seconds an example."""

@@ -1,26 +1,44 @@
-"""What trials teach about the predictions: one factor for what devices do, one for what links do.
+"""What trials teach about the predictions: factors for what devices do, and for what strategies send.
 
-Two numbers, whatever was tried: a handful of measurements carries no more. Both are pulled towards 1, so that what no
-trial tells apart (nothing that was tried communicates) stays as it was predicted.
+::
+
+    measured ~ a * (computing, updating, ...) + m * (communicating, waiting)      m = b, or a tried strategy's own
+
+All that was tried computes, so one factor ``a`` is learnt from all of it. What strategies send differs in kind: pages
+that all write, sums, messages from one to the next. That data_parallel waits longer than it should says little about
+tensor_parallel: the ``b`` of those that were not tried moves only by as much as two strategies agree on, and what a
+single one shows stays its own. All are pulled towards 1, so what no trial tells apart stays as it was predicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from apportion.pricing.cost import Cost
 
 COMMUNICATING = ("communicating", "waiting")
-"""The terms that the second factor is of; the others are the first's."""
-PULL = 0.05
-"""Towards 1: a factor of e costs as much as a prediction that misses by this much."""
+"""The terms that ``m`` is of; the others are ``a``'s."""
+PULL, COMMON_PULL = 0.05, 0.075
+"""Of ``a`` towards 1 and of a strategy's ``m`` towards ``b``; of ``b`` towards 1. A factor of e costs as much as a
+prediction that misses by this much. The second is more than one of the first, and less than two: that is what takes two
+strategies to move ``b``."""
 MOST = 4.0
 """No factor is larger, or smaller than its inverse: what is further off is not a matter of a factor."""
 GRID = 81
+
+
+class Trial(NamedTuple):
+    """What was tried."""
+
+    strategy: str
+    """Its name, without parameters."""
+    predicted: Cost
+    seconds: float
+    """Measured, of a step."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +47,14 @@ class Correction:
 
     computing: float = 1.0
     communicating: float = 1.0
+    """Of strategies that were not tried."""
+    own: Mapping[str, float] = field(default_factory=dict)
+    """Of those that were, by name: likewise."""
 
-    def step_seconds(self, cost: Cost) -> float:
+    def step_seconds(self, strategy: str, cost: Cost) -> float:
         """Of a prediction, corrected."""
         computing, communicating = divided(cost)
-        return self.computing * computing + self.communicating * communicating
+        return self.computing * computing + self.own.get(strategy, self.communicating) * communicating
 
 
 def divided(cost: Cost) -> tuple[float, float]:
@@ -42,16 +63,30 @@ def divided(cost: Cost) -> tuple[float, float]:
     return cost.step_seconds - sent, sent
 
 
-def correction(tried: Sequence[tuple[Cost, float]]) -> Correction:
-    """From (predicted, measured seconds a step) of what was tried: the pair of factors that leaves the smallest sum of
-    absolute errors of the logarithms. Absolute ones: a candidate that is far off by itself does not move the others."""
+def correction(tried: Sequence[Trial]) -> Correction:
+    """The factors that leave the smallest sum of absolute errors of the logarithms and of pulls. Absolute ones: a
+    candidate that is far off by itself does not move the others, and factors are equal, or they are not."""
     if not tried:
         return Correction()
-    parts = np.array([divided(cost) for cost, _ in tried])
-    logs = np.log(np.array([seconds for _, seconds in tried]))
     steps = np.linspace(-np.log(MOST), np.log(MOST), GRID)
-    a, b = np.meshgrid(steps, steps, indexing="ij")
-    predicted: Any = np.exp(a)[..., None] * parts[:, 0] + np.exp(b)[..., None] * parts[:, 1]
-    errors = np.abs(np.log(np.maximum(predicted, 1e-12)) - logs).sum(-1) + PULL * (np.abs(a) + np.abs(b))
-    best = np.unravel_index(int(np.argmin(errors)), errors.shape)
-    return Correction(float(np.exp(a[best])), float(np.exp(b[best])))
+    apart = PULL * np.abs(steps[:, None] - steps)  # [b, m]
+    total = PULL * np.abs(steps)[:, None] + COMMON_PULL * np.abs(steps)  # [a, b]
+    chosen: dict[str, Any] = {}
+    for strategy in dict.fromkeys(t.strategy for t in tried):
+        each = _errors([t for t in tried if t.strategy == strategy], steps)[:, None, :] + apart  # [a, b, m]
+        chosen[strategy] = each.argmin(-1)
+        total += each.min(-1)
+    a, b = np.unravel_index(int(np.argmin(total)), total.shape)
+    factors = np.exp(steps)
+    sends = {t.strategy for t in tried if divided(t.predicted)[1] > 0}
+    own = {strategy: float(factors[m[a, b]]) for strategy, m in chosen.items() if strategy in sends}
+    return Correction(float(factors[a]), float(factors[b]), own)
+
+
+def _errors(tried: Sequence[Trial], steps: Any) -> Any:
+    """Of trials of one strategy, summed, by the logarithms of (a, m)."""
+    parts = np.array([divided(t.predicted) for t in tried])
+    logs = np.log(np.array([t.seconds for t in tried]))
+    a, m = np.exp(steps)[:, None, None], np.exp(steps)[:, None]
+    predicted: Any = a * parts[:, 0] + m * parts[:, 1]
+    return np.abs(np.log(np.maximum(predicted, 1e-12)) - logs).sum(-1)

@@ -12,7 +12,7 @@ from apportion.launch.local import Local
 from apportion.planner.make import make
 from apportion.planner.pilot import pilot
 from apportion.planner.plan import Plan
-from apportion.planner.priced import Priced, Tried
+from apportion.planner.priced import Priced, Tried, family
 from apportion.planner.refine import Refined, refine
 from apportion.trial import MANY_STEPS, Measured, candidate
 from apportion.workload import Workload
@@ -44,7 +44,7 @@ def after(p: Priced, refined: Refined) -> Priced:
         return p
     found = next((t for t in refined.tried if str(t) == str(p)), None)
     if found is None:
-        return replace(p, corrected=refined.correction.step_seconds(p.cost))
+        return replace(p, corrected=refined.correction.step_seconds(family(p.strategy), p.cost))
     if found.measured is None:
         return replace(p, cost=None, refusal=found.refused or "it could not run")
     return replace(p, tried=_tried(found.measured))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from apportion.pricing.collectives import all_reduce, message
+from apportion.pricing.collectives import all_gather, all_reduce, message, reduce_scatter
 from apportion.pricing.cost import Span
 from apportion.pricing.layer_times import LayerTimes, exposed
 from apportion.pricing.layout import Layout
@@ -68,14 +69,15 @@ class Strips:
     activations: float
 
 
-def height(profile: Profile, layout: Layout, own: LayerTimes, found: Images, way: str) -> Strips:
-    """Of rows (or columns) of every image. All ranks do the same at the same time: the one with most rows is shown."""
-    run = _Run(profile, layout, own)
+def spatial(profile: Profile, layout: Layout, own: LayerTimes, found: Images, *, columns: bool = False) -> Strips:
+    """Of rows of every image, or ``columns``, which take as long to compute as a strip of as many rows. All ranks do
+    the same at the same time: the one with most rows is shown."""
+    run = _Run(profile, layout, own, columns=columns)
     n = layout.ranks
     for back in (False, True):
         for i, layer in reversed(list(enumerate(profile.layers))) if back else enumerate(profile.layers):
             if i < found.cut:
-                run.layer(layer, _share(layer, n), way, halo=True, back=back)
+                run.layer(layer, run.share(layer), "height", halo=True, back=back)
             else:
                 run.layer(layer, 1.0 / n if i == found.joined else 1.0, "inputs", halo=False, back=back)
             if i == found.joined and not back:
@@ -85,63 +87,112 @@ def height(profile: Profile, layout: Layout, own: LayerTimes, found: Images, way
     return run.done(found, all_weights=True)
 
 
-def channels(profile: Profile, layout: Layout, own: LayerTimes, found: Images) -> Strips:
-    """Of channels: a convolution cut by its filters, then one by what it looks at, in turn; a sum after each two."""
+How = Literal["column", "row", "towers", "gathered", "alike"]
+"""A convolution with some of the filters of each rank, looking at all channels; with all filters, looking at some of
+the channels; with some of the groups; as a column, of channels that have to be gathered first; whole on each rank, of
+channels that have to be gathered first."""
+
+
+def channels(profile: Profile, layout: Layout, own: LayerTimes, found: Images, *, groups: bool = False) -> Strips:
+    """Of channels, as ``parallel/channels.py`` divides them: convolutions cut by their filters, then by what they look
+    at, in turn, with a sum after each two; with ``groups`` all by their filters, and gathered before the next, but for
+    those whose groups the ranks share, which send nothing. ValueError where there are none, or too few."""
+    if groups:
+        _must_have_groups(profile, layout)
     run = _Run(profile, layout, own)
     ranks, n = range(layout.ranks), layout.ranks
-    in_slices, columns = _channels(profile, found)
+    in_slices, how = _channels(profile, found, n, groups=groups)
     for i, layer in enumerate(profile.layers):
-        run.layer(layer, 1.0 / n if i in in_slices else 1.0, "units" if i in columns else "inputs", halo=False)
-        if layer.image is not None and layer.parameter_bytes and i in in_slices and i not in columns:
+        if how.get(i) in ("gathered", "alike"):
+            run.add(f"channels for {layer.name}", "communicating", all_gather(layout, ranks, run.given(layer)), "link")
+            run.copied(layer, run.given(layer))
+        run.layer(layer, 1.0 / n if i in in_slices else 1.0, _way(how.get(i)), halo=False)
+        if how.get(i) == "row":
             run.add(f"sum of {layer.name}", "communicating", all_reduce(layout, ranks, layer.activation_bytes), "link")
             run.copied(layer, layer.activation_bytes)
         if i == found.joined and i in in_slices:
             run.joined(layer)
     for i, layer in reversed(list(enumerate(profile.layers))):
-        share = 1.0 / n if i in in_slices else 1.0
-        run.layer(layer, share, "units" if i in columns else "inputs", halo=False, back=True)
-        if i in columns and i > found.first:
-            nbytes = run.given(layer)
-            run.add(f"gradient of {layer.name}", "communicating", all_reduce(layout, ranks, nbytes), "link")
+        run.layer(layer, 1.0 / n if i in in_slices else 1.0, _way(how.get(i)), halo=False, back=True)
+        nbytes, name = run.given(layer), f"gradient of {layer.name}"
+        if i > found.first and _whole_before(i, layer, how, in_slices, profile):
+            run.add(name, "communicating", all_reduce(layout, ranks, nbytes), "link")
+            run.copied(layer, nbytes)
+        elif how.get(i) == "gathered":
+            run.add(name, "communicating", reduce_scatter(layout, ranks, nbytes), "link")
             run.copied(layer, nbytes)
     return run.done(found, all_weights=False, in_slices=in_slices)
 
 
-def _channels(profile: Profile, found: Images) -> tuple[set[int], set[int]]:
-    """(layers that work on channels of their own, convolutions cut by their filters)."""
+def _way(how: How | None) -> str:
+    return "inputs" if how in (None, "row") else "units"
+
+
+def _whole_before(at: int, layer: LayerProfile, how: Mapping[int, How], in_slices: set[int], profile: Profile) -> bool:
+    """Does each rank make something of its own of what all have? Then its gradient is a sum."""
+    if how.get(at) == "column":
+        return True
+    places = {other.name: i for i, other in enumerate(profile.layers)}
+    given = [places.get(name, -1) for name in layer.inputs]
+    return how.get(at) == "towers" and not any(i in in_slices and how.get(i) != "row" for i in given)
+
+
+def _must_have_groups(profile: Profile, layout: Layout) -> None:
+    many = [layer.groups for layer in profile.layers if layer.groups > 1]
+    if not many:
+        raise ValueError('the network has no convolution with groups: use split="channel", or data_parallel')
+    if min(many) < layout.ranks:
+        raise ValueError(
+            f"groups={min(many)} cannot be shared by {layout.ranks} workers: "
+            f'use workers<={min(many)}, or split="channel"'
+        )
+
+
+def _channels(profile: Profile, found: Images, ranks: int, *, groups: bool) -> tuple[set[int], dict[int, How]]:
+    """(layers that work on channels of their own, how convolutions are cut). Where a convolution has fewer groups than
+    there are ranks, all compute it alike."""
     in_slices: set[int] = set()
-    columns: set[int] = set()
+    how: dict[int, How] = {}
     whole = True
     for i, layer in enumerate(profile.layers[: found.cut]):
         if layer.image is not None and layer.parameter_bytes:
+            if 1 < layer.groups < ranks:
+                how |= {} if whole else {i: "alike"}
+                whole = True
+                continue
+            if layer.groups > 1:
+                how[i] = "towers"
+            elif whole:
+                how[i] = "column"
+            else:
+                how[i] = "gathered" if groups else "row"
             in_slices.add(i)
-            if whole:
-                columns.add(i)
-            whole = not whole
+            whole = how[i] == "row"
         elif not whole:
             in_slices.add(i)
     if found.joined is not None and not whole:
         in_slices.add(found.joined)
-    return in_slices, columns
-
-
-def _share(layer: LayerProfile, ranks: int) -> float:
-    """Of the rank with most rows."""
-    if layer.image is None:
-        return 1.0 / ranks
-    rows = layer.image[0]
-    return math.ceil(rows / ranks) / rows
+    return in_slices, how
 
 
 class _Run:
     """The tasks of a rank, one layer after the other."""
 
-    def __init__(self, profile: Profile, layout: Layout, own: LayerTimes) -> None:
-        self._profile, self._layout, self._own = profile, layout, own
+    def __init__(self, profile: Profile, layout: Layout, own: LayerTimes, *, columns: bool = False) -> None:
+        self._profile, self._layout, self._own, self._columns = profile, layout, own, columns
         self._by_name = {layer.name: layer for layer in profile.layers}
         self._tasks: list[Task] = []
         self._last: tuple[int, ...] = ()
         self._norms = 0
+
+    def side(self, layer: LayerProfile) -> tuple[int, int, int] | None:
+        """Of what is divided: how long it is in the image and in the window, and its stride."""
+        return layer.across or layer.image if self._columns else layer.image
+
+    def share(self, layer: LayerProfile) -> float:
+        """Of the rank with most rows."""
+        side = self.side(layer)
+        return 1.0 / self._layout.ranks if side is None else math.ceil(side[0] / self._layout.ranks) / side[0]
 
     def given(self, layer: LayerProfile) -> float:
         """Bytes of what a layer takes; of the network's arguments, none."""
@@ -158,11 +209,12 @@ class _Run:
         both = self._own.of(layer, self._profile.batch_size, way=way if share < 1.0 else "", share=share)
         seconds = both.backward if back else both.forward
         name = f"{layer.name}, backward" if back else layer.name
-        rows = (layer.image[1] - 1) / 2 if halo and layer.image is not None else 0.0
+        side = self.side(layer)
+        rows = (side[1] - 1) / 2 if halo and side is not None else 0.0
         travels = self._halo(layer, rows)
         before = self._last
         self.add(name, "computing", seconds)
-        if rows > 0 and layer.image is not None and self._layout.ranks > 1:
+        if rows > 0 and side is not None and self._layout.ranks > 1:
             share_open = exposed(self._layout, 0, 1)
             if travels * (1 - share_open) > 0:
                 self._tasks.append(
@@ -176,7 +228,7 @@ class _Run:
             self.add(
                 f"edges of {name}",
                 "computing",
-                edges * (EDGE_CALLS * self._own.call + at_edge * min(1.0, rows / (share * layer.image[0]))),
+                edges * (EDGE_CALLS * self._own.call + at_edge * min(1.0, rows / (share * side[0]))),
             )
         if halo and "BatchNorm" in layer.kind:  # statistics of the whole image: two numbers a channel
             self.add(f"statistics of {name}", "communicating", all_reduce(self._layout, range(self._layout.ranks), 64))
@@ -194,9 +246,10 @@ class _Run:
 
     def _halo(self, layer: LayerProfile, rows: float) -> float:
         """Seconds of the rows that come from each neighbour: both come at once."""
-        if rows <= 0 or layer.image is None or self._layout.ranks < 2:
+        side = self.side(layer)
+        if rows <= 0 or side is None or self._layout.ranks < 2:
             return 0.0
-        nbytes = self.given(layer) / layer.image[0] * rows
+        nbytes = self.given(layer) / side[0] * rows
         at_once = 2 if self._layout.ranks > 2 else 1
         return max(
             message(self._layout, a, a + 1, nbytes, at_once=at_once) for a in range(min(self._layout.ranks - 1, 8))

@@ -23,8 +23,9 @@ runs; what is not known to be right on a part of an image is refused by name.
 
 Price, height: ``t = t_compute / n + sum over convolutions of 2 (latency + (k - 1) * B * C * W * bytes / bandwidth)``
 and the sum of the weights' gradients, ``2 * bytes(weights) / bandwidth``; each rank holds all weights, and 1/n of the
-activations. Channel: ``t = t_compute / n + 4 sum over every second convolution of B * C * H * W * bytes / bandwidth``,
-1/n of the weights, and of every second activation.
+activations. Width: the same with the window's width, and H for W. Channel: ``t = t_compute / n + 4 sum over every
+second convolution of B * C * H * W * bytes / bandwidth``, 1/n of the weights, and of every second activation. Group:
+``2 sum`` over the convolutions that follow another and have no groups; 1/n of the weights and of the activations.
 
 Wins where the images are large and the batch is small: one image, of which a single rank could not hold the
 activations. Loses where the batch can be divided instead (data_parallel sends only the weights' gradient, once a step),
@@ -91,17 +92,17 @@ class ConvParallel(Strategy):
         _refuse(profile.own_update, profile.carries)
         if profile.untraceable is not None:
             raise ValueError(f"{profile.untraceable}; so it cannot be cut into parts of an image: use data_parallel")
-        way = "height" if self.split in ("height", "width") else "units"  # square images: rows for columns
-        found = strips.images(profile, way)
+        along = self.split in ("height", "width")
+        found = strips.images(profile, "height" if along else "units")
         if found is None:
             raise ValueError(
                 "the network has no convolution or pooling over images: there is nothing to cut; use data_parallel"
             )
         own = max(times(profile, layout), key=lambda o: o.of(profile.layers[found.first], profile.batch_size).both)
-        if way == "units":
-            run = strips.channels(profile, layout, own, found)
+        if along:
+            run = strips.spatial(profile, layout, own, found, columns=self.split == "width")
         else:
-            run = strips.height(profile, layout, own, found, way)
+            run = strips.channels(profile, layout, own, found, groups=self.split == "group")
         return Cost(
             terms={
                 **run.terms,

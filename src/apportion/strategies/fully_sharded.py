@@ -32,8 +32,6 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 
 from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
@@ -41,6 +39,7 @@ from apportion.parallel.batch_norm import Attendance, use_whole_batch
 from apportion.parallel.loss_share import LossShare
 from apportion.parallel.one_device import reference
 from apportion.parallel.replica import Replica, seed_everything
+from apportion.parallel.shardable import NOT_ELEMENTWISE, WHOLE_KERNEL, refuse_layers, refuse_optimizer
 from apportion.pricing import sharded
 from apportion.pricing.collectives import all_reduce
 from apportion.pricing.cost import Cost, Span
@@ -55,10 +54,6 @@ from apportion.world import World
 
 if TYPE_CHECKING:
     from apportion.parallel.sharded import Sharded
-
-ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD)
-"""Optimizers that update each weight by itself, so that a shard needs nothing of the others."""
-
 
 STEP_CALLS, UNIT_CALLS, LAYER_CALLS = 100.0, 30.0, 30.0
 """Of torch's Python, in ``Device.call_seconds``: of a step; of a unit each time that it is gathered or summed; of a
@@ -137,10 +132,9 @@ class FullySharded(Strategy):
         if profile.own_update:
             raise ValueError("update= asks for gradients of whole parameters, which no rank has: use data_parallel")
         if not profile.element_wise:
-            raise ValueError(
-                "its optimizer is not known to update each weight by itself, and no rank has a whole parameter: use "
-                f"one of {', '.join(kind.__name__ for kind in ELEMENTWISE)}, or data_parallel"
-            )
+            raise ValueError(f"its optimizer is {NOT_ELEMENTWISE}, or data_parallel")
+        if profile.whole_updates and layout.ranks > 1:
+            raise ValueError(f"its optimizer has {WHOLE_KERNEL}")
         must_be_whole(profile, self.microbatches)
 
     def build(self, workload: Workload, world: World) -> Step:
@@ -187,12 +181,7 @@ class FullyShardedStep(Step):
         self._replica = Replica(own, rank=world.rank, device=world.device, prepare=self._prepare)
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
         for name, optimizer in self.optimizers.items():
-            if type(optimizer) not in ELEMENTWISE:
-                raise ValueError(
-                    f"{type(optimizer).__name__} is not known to update each weight by itself, and no rank has a whole "
-                    f"parameter: use one of {', '.join(kind.__name__ for kind in ELEMENTWISE)}, or "
-                    + ("map_reduce" if name in self._replica.searching else "data_parallel")
-                )
+            refuse_optimizer(optimizer, searches=name in self._replica.searching, alone=world.size == 1)
         self._share = LossShare(self._replica, self._group)
         self.data_shard = self._shard = DataShard(world.rank, world.size)
         seed_everything(workload.seed)
@@ -202,7 +191,7 @@ class FullyShardedStep(Step):
         self._own_rows = 0
 
     def _prepare(self, model: nn.Module) -> None:
-        _refuse_layers(model, self._settings.microbatches)
+        refuse_layers(model, self._settings.microbatches)
         if self._world.size > 1:
             from apportion.parallel.sharded import Sharded  # FSDP takes over a second to import
 
@@ -275,31 +264,6 @@ class FullyShardedStep(Step):
 
     def close(self) -> None:
         pass
-
-
-def _refuse_layers(model: nn.Module, microbatches: int) -> None:
-    """What cannot be spread over ranks, or not cut into parts."""
-    for name, p in model.named_parameters():
-        if p.dim() == 0:
-            raise ValueError(f"{name} is a single number, which has no rows to spread: give it the shape (1,)")
-        if p._backward_hooks or p._post_accumulate_grad_hooks:
-            raise ValueError(
-                f"{name} has a hook, which its shards would lose: put it on the layer, or use data_parallel"
-            )
-    dtypes = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad}
-    if len(dtypes) > 1:
-        kinds = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
-        raise ValueError(f"weights of one type travel together, and {kinds}: use one type, or data_parallel")
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
-            raise ValueError(
-                f"{name} has sparse gradients, which are not summed in shards: use sparse=False, or data_parallel"
-            )
-        if isinstance(layer, _BatchNorm) and microbatches > 1:
-            raise ValueError(
-                f"microbatches={microbatches} would give {name} the statistics of a part of the batch: "
-                "use microbatches=1, or a normalisation that looks at one example (GroupNorm, LayerNorm)"
-            )
 
 
 @contextmanager

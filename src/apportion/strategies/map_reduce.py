@@ -55,9 +55,9 @@ from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload, examples
 from apportion.world import World
 
-STEP_CALLS, PART_CALLS = 10.0, 5.0
-"""Of Python, in ``Device.call_seconds``: of a step (the state is kept, and its tensors are found by name), and of a
-part of the batch. Chosen so that the measured step of the digits comes out, where a call took 8 us."""
+STEP_CALLS, PART_CALLS, LAYER_CALLS = 10.0, 5.0, 2.0
+"""Of Python, in ``Device.call_seconds``: of a step (the state is kept, and its tensors are found by name), of a part of
+the batch, and for each layer. Chosen so that the measured step of the digits comes out, where a call took 8 us."""
 
 
 @final
@@ -80,7 +80,8 @@ class MapReduce(Strategy):
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
-        if layout.ranks > 1 and profile.examples is not None and profile.batch_size >= profile.examples:
+        """At any batch, since its step is exact: that a small one is better left to data_parallel, the prices say."""
+        if layout.ranks > 1:
             yield cls()
 
     def cost(self, profile: Profile, layout: Layout) -> Cost:
@@ -101,14 +102,16 @@ class MapReduce(Strategy):
         parts, state = math.ceil(rows[0] / self.part), profile.parameter_bytes * (1 + profile.slots)
         found = computed(profile, layout, rows, parts=parts)
         rate = device.rate(layout.threads, together).bytes_per_second
-        keeping = 4 * state / rate if len(layout.hosts) == 1 else 0.0  # by one rank, while the others begin
-        calls = (STEP_CALLS + PART_CALLS * parts) * device.call_seconds
+        alone = device.rate(layout.threads, 1).bytes_per_second
+        keeping = 4 * state / alone if len(layout.hosts) == 1 else 0.0  # by one rank; the others begin, and wait for it
+        calls = (STEP_CALLS + PART_CALLS * parts + LAYER_CALLS * len(profile.layers)) * device.call_seconds
+        packing = 2 * profile.parameter_bytes / rate if layout.ranks > 1 else 0.0  # gradients travel side by side
         update = profile.update_seconds(device, threads=layout.threads, together=together)
         return Cost(
             terms={
                 "computing": found.both,
                 "updating": update + keeping + calls,
-                "communicating": all_reduce(layout, range(layout.ranks), profile.parameter_bytes),
+                "communicating": packing + all_reduce(layout, range(layout.ranks), profile.parameter_bytes),
                 "waiting": found.waiting,
                 "loading": found.loading,
             },

@@ -1,0 +1,55 @@
+"""Which networks and optimizers can be trained with every weight spread over the ranks, row by row."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+
+from apportion.parallel.fused import needs_whole_weights
+
+ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD)
+"""Optimizers that update each weight by itself, so that a shard needs nothing of the others."""
+NOT_ELEMENTWISE = (
+    "not known to update each weight by itself, and no rank has a whole parameter: use one of "
+    + ", ".join(kind.__name__ for kind in ELEMENTWISE)
+)
+WHOLE_KERNEL = (
+    "fused=True, and torch's fused SGD and Adagrad update whole weights, of which no rank has one: use fused=False, "
+    "Adam or AdamW, or data_parallel"
+)
+
+
+def refuse_optimizer(optimizer: Optimizer, *, searches: bool, alone: bool) -> None:
+    """ValueError where it cannot update shards. ``searches``: it evaluates the loss as often as it likes. ``alone``:
+    the one rank has all of every weight."""
+    kind = type(optimizer)
+    if kind not in ELEMENTWISE:
+        raise ValueError(f"{kind.__name__} is {NOT_ELEMENTWISE}, or {'map_reduce' if searches else 'data_parallel'}")
+    if needs_whole_weights(optimizer) and not alone:
+        raise ValueError(f"{kind.__name__} has {WHOLE_KERNEL}")
+
+
+def refuse_layers(model: nn.Module, microbatches: int) -> None:
+    """ValueError, by the layer's name, for what cannot be spread over ranks, or not cut into parts."""
+    for name, p in model.named_parameters():
+        if p.dim() == 0:
+            raise ValueError(f"{name} is a single number, which has no rows to spread: give it the shape (1,)")
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"{name} has a hook, which its shards would lose: put it on the layer, or use data_parallel"
+            )
+    dtypes = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad}
+    if len(dtypes) > 1:
+        kinds = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
+        raise ValueError(f"weights of one type travel together, and {kinds}: use one type, or data_parallel")
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            raise ValueError(
+                f"{name} has sparse gradients, which are not summed in shards: use sparse=False, or data_parallel"
+            )
+        if isinstance(layer, _BatchNorm) and microbatches > 1:
+            raise ValueError(
+                f"microbatches={microbatches} would give {name} the statistics of a part of the batch: "
+                "use microbatches=1, or a normalisation that looks at one example (GroupNorm, LayerNorm)"
+            )
