@@ -49,11 +49,15 @@ class Device:
         if not self.rates:
             raise ValueError(f"device {self.name}: it needs at least one rate")
 
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], Rate]:
+        return {(r.threads, r.together): r for r in self.rates}
+
     def rate(self, threads: int = 1, together: int = 1) -> Rate:
         """Measured so, or worked out from the nearest that was: threads of all workers share the device."""
-        known = {(r.threads, r.together): r for r in self.rates}
-        if (threads, together) in known:
-            return known[threads, together]
+        known = self._known.get((threads, together))
+        if known is not None:
+            return known
         wanted = threads * together
 
         def far(rate: Rate) -> tuple[float, ...]:
