@@ -56,9 +56,7 @@ def width(profile: Profile, layer: LayerProfile) -> tuple[float, float]:
     return max(1.0, layer.parameter_bytes / 4 / outputs), outputs
 
 
-def sliced(
-    profile: Profile, *, min_width: int, among: Sequence[LayerProfile] | None = None
-) -> dict[str, How]:
+def sliced(profile: Profile, *, min_width: int, among: Sequence[LayerProfile] | None = None) -> dict[str, How]:
     """How layers are sliced, by name; those that are not there stay whole. Where nothing is ``min_width`` wide, narrow
     layers are sliced all the same."""
     layers = profile.layers if among is None else among
