@@ -58,43 +58,53 @@ def _named(profile: Profile, cuts: Sequence[str], stages: int) -> list[int]:
     return found
 
 
-def stages(  # noqa: PLR0913 (what a pipeline has)
-    profile: Profile,
-    layout: Layout,
-    begins: Sequence[int],
-    orders: Sequence[Order],
-    *,
-    recompute: bool = False,
-    at_once: Sequence[bool] = (),
-    fused: bool = False,
-) -> Cost:
-    """Of stages that begin with these layers and compute in these orders. ``at_once``: of each stage, does it compute
-    the whole batch, which comes and goes in micro-batches? ``fused``: are updates made by torch's fused kernels?"""
-    microbatches = len(orders[0]) // 2
-    whole = at_once or [False] * layout.ranks
-    cuts = _cuts(profile, layout, begins, microbatches)
-    parts = _parts(profile, layout, begins, microbatches, cuts, recompute, whole, fused)
-    links = [cut.under_way for cut in cuts]
-    spans: tuple[Span, ...] = ()
-    if 4 * layout.ranks * microbatches <= MOST_TASKS or any(whole):
-        passes = Passes(parts, orders, links)
-        spans, found = passes.timeline(), _found(passes, parts, microbatches)
-    else:
-        found = _closed(parts, links, microbatches)
-    end = sum(found.values())
-    busiest = max(parts, key=lambda part: part.update)
-    # The loss is told to all before anybody updates: a few numbers.
-    found["communicating"] = found.get("communicating", 0.0) + all_reduce(layout, range(layout.ranks), 24)
-    found["updating"] = busiest.update
-    found["waiting"] = found.get("computing", 0.0) * chance(layout)
-    found["loading"] = profile.loading_seconds * profile.batch_size
-    spans += tuple(Span(on_rank(i), "update", "updating", end, end + p.update) for i, p in enumerate(parts) if spans)
-    return Cost(
-        terms=found,
-        memory=worst(_memories(profile, layout, begins, orders, recompute, whole)),
-        examples=profile.batch_size,
-        timeline=spans,
-    )
+class Pipeline:
+    """A network in stages that begin with these layers: what does not depend on the order of the passes."""
+
+    def __init__(  # noqa: PLR0913 (what a pipeline has)
+        self,
+        profile: Profile,
+        layout: Layout,
+        begins: Sequence[int],
+        *,
+        microbatches: int,
+        recompute: bool = False,
+        at_once: Sequence[bool] = (),
+        fused: bool = False,
+    ) -> None:
+        """``at_once``: of each stage, does it compute the whole batch, which comes and goes in micro-batches?
+        ``fused``: are updates made by torch's fused kernels?"""
+        self._profile, self._layout, self._begins = profile, layout, begins
+        self.microbatches, self._recompute = microbatches, recompute
+        self._whole = at_once or [False] * layout.ranks
+        self.waits = any(self._whole)
+        """Is there a stage that computes nothing before it has all micro-batches?"""
+        cuts = _cuts(profile, layout, begins, microbatches)
+        self._parts = _parts(profile, layout, begins, microbatches, cuts, recompute, self._whole, fused)
+        self._links = [cut.under_way for cut in cuts]
+
+    def cost(self, orders: Sequence[Order]) -> Cost:
+        """Of stages that compute in these orders."""
+        profile, layout, parts = self._profile, self._layout, self._parts
+        spans: tuple[Span, ...] = ()
+        if 4 * layout.ranks * self.microbatches <= MOST_TASKS or self.waits:
+            passes = Passes(parts, orders, self._links)
+            spans, found = passes.timeline(), _found(passes, parts, self.microbatches)
+        else:
+            found = _closed(parts, self._links, self.microbatches)
+        end = sum(found.values())
+        # The loss is told to all before anybody updates: a few numbers.
+        found["communicating"] = found.get("communicating", 0.0) + all_reduce(layout, range(layout.ranks), 24)
+        found["updating"] = max(part.update for part in parts)
+        found["waiting"] = found.get("computing", 0.0) * chance(layout)
+        found["loading"] = profile.loading_seconds * profile.batch_size
+        updates = (Span(on_rank(i), "update", "updating", end, end + p.update) for i, p in enumerate(parts) if spans)
+        return Cost(
+            terms=found,
+            memory=worst(_memories(profile, layout, self._begins, orders, self._recompute, self._whole)),
+            examples=profile.batch_size,
+            timeline=(*spans, *updates),
+        )
 
 
 class _Cut(NamedTuple):
