@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apportion.cluster import Cluster, Device, Link, Rate
-from apportion.parallel.turns import turns
+from apportion.parallel.turns import Turn, turns
 from apportion.pricing import pipeline, wavefront
 from apportion.pricing.cost import Cost
 from apportion.pricing.layout import Layout
 from apportion.pricing.partition import Work, balanced, chain, replicated
+from apportion.pricing.passes import Passes, Stage
+from apportion.pricing.simulate import Task, simulate, terms
 from apportion.profile import LayerProfile, Profile, Timing
 from apportion.strategies.conv_parallel import ConvParallel
 from apportion.strategies.hybrid_parallel import HybridParallel
@@ -318,6 +320,53 @@ def test_a_stage_with_batch_norm_is_a_wall_in_the_pipeline() -> None:
         PipelineParallel().cost(profile, layout(2))
     walled = PipelineParallel(batch_norm="whole").cost(profile, layout(2, call=0.0))
     assert walled.step_seconds == pytest.approx(8 * 0.03, rel=0.05)  # of two stages, nothing overlaps
+
+
+@given(data=st.data(), schedule=st.sampled_from(["gpipe", "1f1b"]), ranks=st.integers(1, 5), many=st.integers(1, 6))
+def test_passes_in_their_order_are_when_the_simulator_says(
+    data: st.DataObject, schedule: str, ranks: int, many: int
+) -> None:
+    """To the last bit, with stages that wait for the whole batch and links that take no time among them."""
+    seconds = st.sampled_from([0.0, 0.1, 0.3, 1.0, 2.7])
+    whole = [data.draw(st.booleans()) if schedule == "gpipe" else False for _ in range(ranks)]
+    stages = [Stage(data.draw(seconds), data.draw(seconds), 0.0, 0.0, at_once) for at_once in whole]
+    links = [data.draw(seconds) for _ in range(ranks - 1)]
+    orders = [turns(schedule, stage, ranks, many) for stage in range(ranks)]
+    found = Passes(stages, orders, links)
+    spans = simulate(tasks_of(stages, orders, links))
+    assert found.timeline() == spans
+    assert all(found.terms(stage) == terms(spans, f"rank {stage}") for stage in range(ranks))
+
+
+def tasks_of(stages: list[Stage], orders: list[list[Turn]], links: list[float]) -> list[Task]:
+    """Every pass on its rank, after the one before it there and after what it needs of its neighbours."""
+    places: dict[tuple[str, int, int], int] = {}
+    for stage, (part, order) in enumerate(zip(stages, orders, strict=True)):
+        for kind, number in order:
+            places.setdefault((kind, stage, -1 if part.at_once else number), len(places))
+            cut = stage - 1 if kind == "forward" else stage
+            if 0 <= cut < len(links) and links[cut] > 0:
+                places[f"{kind} sent", stage, number] = len(places)
+    tasks: dict[int, Task] = {}
+    for stage, (part, order) in enumerate(zip(stages, orders, strict=True)):
+        before: list[int] = []
+        for kind, number in [("forward", -1), ("backward", -1)] if part.at_once else order:
+            source, cut = (stage - 1, stage - 1) if kind == "forward" else (stage + 1, stage)
+            needs = list(before)
+            for each in [m for k, m in order if k == kind] if part.at_once else [number]:
+                if 0 <= source < len(stages):
+                    sender = places[kind, source, -1 if stages[source].at_once else each]
+                    sent = places.get((f"{kind} sent", stage, each))
+                    needs.append(sender if sent is None else sent)
+                    if sent is not None:
+                        link = f"{min(source, stage)}-{max(source, stage)} {kind}"
+                        name = f"{kind} {each}"
+                        tasks[sent] = Task(name, "communicating", (link,), links[cut], (sender,), order=sent)
+            name = f"{kind} of the batch" if part.at_once else f"{kind} {number}"
+            seconds = part.forward if kind == "forward" else part.backward
+            before = [places[kind, stage, number]]
+            tasks[before[0]] = Task(name, "computing", (f"rank {stage}",), seconds, tuple(needs))
+    return [tasks[place] for place in sorted(tasks)]
 
 
 def test_cuts_are_named_or_refused() -> None:

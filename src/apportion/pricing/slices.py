@@ -177,8 +177,11 @@ def _travels(
     arguments get no gradient."""
     out = layer.activation_bytes * part
     back = sum(source.activation_bytes for source in given) * part
-    sums = lambda nbytes: ranks.all_reduce(nbytes) if nbytes else 0.0  # noqa: E731
     calls = 2 * SLICE_CALLS * call
+
+    def sums(nbytes: float) -> float:
+        return ranks.all_reduce(nbytes) if nbytes else 0.0
+
     match cut:
         case "columns":
             return sums(back) + calls / 2
