@@ -173,14 +173,21 @@ def test_balanced_stages_are_the_best_of_all_ways_to_cut(seconds: list[int], sta
             balanced(seconds, crossing, stages)
         return
 
-    def price(cuts: tuple[int, ...]) -> tuple[float, float]:
+    def longest(cuts: tuple[int, ...]) -> float:
         bounds = [0, *cuts, len(seconds)]
         cross = [0.0, *(crossing[c] or 0.0 for c in cuts), 0.0]
         each = [sum(seconds[a:b]) + cross[i] + cross[i + 1] for i, (a, b) in enumerate(itertools.pairwise(bounds))]
-        return max(each), sum(cross)
+        return max(each)
 
     found = tuple(balanced(seconds, crossing, stages))
-    assert price(found) == min(map(price, itertools.combinations(free, stages - 1)))
+    assert longest(found) == min(map(longest, itertools.combinations(free, stages - 1)))
+
+
+def test_of_cuts_that_are_equally_good_the_one_that_sends_less_is_taken() -> None:
+    assert balanced([4, 1, 1, 1], [0.0, 1, 0, 1], 2) == [2]
+    assert balanced([5, 1, 1, 9], [0.0, 2, 1, 0], 2) == [3]
+    assert balanced([1, 1, 1, 9], [0.0, 0, 0, 0], 2) == [3]
+    assert balanced([2, 2, 2, 9], [0.0, 0, 0, 0], 3) == [1, 3]
 
 
 @settings(max_examples=40)

@@ -26,7 +26,7 @@ _Found = tuple[float, float, tuple[int, ...]]
 
 def balanced(seconds: Sequence[float], crossing: Sequence[float | None], stages: int) -> list[int]:
     """The calls that the stages after the first begin with: the longest stage is as short as can be, what it sends and
-    receives included; of equals, the one that sends least in all.
+    receives included; of ways that are equally long up to a stage, the one that has sent least up to it.
 
     ``seconds``: of each call; ``crossing``: seconds to send what would go over a cut before it, None where there can be
     none. ValueError where there are more stages than places to cut at.
