@@ -105,39 +105,6 @@ def test_sums_over_the_ranks_that_were_measured_take_what_was_measured() -> None
     assert collectives.all_reduce(layout, (0, 2), 1 << 20) == pytest.approx(0.2)
 
 
-# More hosts
-
-
-def test_another_host_is_like_the_last_one() -> None:
-    four = two_hosts().with_hosts(4)
-    assert four.hosts == ("a", "b", "b.2", "b.3")
-    assert not four.measured
-    assert four.device("b.3/cpu").rates == two_hosts().device("b/cpu").rates
-    assert four.link("b.3/cpu", "b.3/cpu").bandwidth == 5e9
-    assert four.link("a/cpu", "b.3/cpu").kind == "ethernet"
-    # Four ranks lay on two hosts when they were measured.
-    assert [m.ranks for m in four.link("a/cpu", "b.3/cpu").measured] == [2]
-    assert Cluster.from_json(four.to_json()) == four
-
-
-def test_fewer_hosts_are_the_first_ones() -> None:
-    one = two_hosts().with_hosts(1)
-    assert one.hosts == ("a",)
-    assert [link.devices for link in one.links] == [("a/cpu",)]
-    same = two_hosts().with_hosts(2)
-    assert (same.devices, [link.devices for link in same.links]) == (
-        two_hosts().devices,
-        [link.devices for link in two_hosts().links],
-    )
-
-
-def test_no_host_is_added_without_a_link_to_it() -> None:
-    with pytest.raises(ValueError, match="no link joins hosts"):
-        two_hosts().with_hosts(1).with_hosts(2)
-    with pytest.raises(ValueError, match="many=0"):
-        two_hosts().with_hosts(0)
-
-
 # The catalogue
 
 

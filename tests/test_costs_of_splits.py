@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apportion.cluster import Cluster, Device, Link, Rate
-from apportion.parallel.turns import turns
+from apportion.parallel.turns import Turn, turns
 from apportion.pricing import pipeline, wavefront
 from apportion.pricing.collectives import all_gather, all_reduce, reduce_scatter
 from apportion.pricing.cost import Cost
 from apportion.pricing.layout import Layout
 from apportion.pricing.partition import Work, balanced, chain, replicated
+from apportion.pricing.passes import Passes, Stage
+from apportion.pricing.simulate import Task, simulate, terms
 from apportion.profile import LayerProfile, Profile, Timing
 from apportion.strategies.conv_parallel import ConvParallel
 from apportion.strategies.hybrid_parallel import HybridParallel
@@ -172,14 +174,21 @@ def test_balanced_stages_are_the_best_of_all_ways_to_cut(seconds: list[int], sta
             balanced(seconds, crossing, stages)
         return
 
-    def price(cuts: tuple[int, ...]) -> tuple[float, float]:
+    def longest(cuts: tuple[int, ...]) -> float:
         bounds = [0, *cuts, len(seconds)]
         cross = [0.0, *(crossing[c] or 0.0 for c in cuts), 0.0]
         each = [sum(seconds[a:b]) + cross[i] + cross[i + 1] for i, (a, b) in enumerate(itertools.pairwise(bounds))]
-        return max(each), sum(cross)
+        return max(each)
 
     found = tuple(balanced(seconds, crossing, stages))
-    assert price(found) == min(map(price, itertools.combinations(free, stages - 1)))
+    assert longest(found) == min(map(longest, itertools.combinations(free, stages - 1)))
+
+
+def test_of_cuts_that_are_equally_good_the_one_that_sends_less_is_taken() -> None:
+    assert balanced([4, 1, 1, 1], [0.0, 1, 0, 1], 2) == [2]
+    assert balanced([5, 1, 1, 9], [0.0, 2, 1, 0], 2) == [3]
+    assert balanced([1, 1, 1, 9], [0.0, 0, 0, 0], 2) == [3]
+    assert balanced([2, 2, 2, 9], [0.0, 0, 0, 0], 3) == [1, 3]
 
 
 @settings(max_examples=40)
@@ -319,6 +328,53 @@ def test_a_stage_with_batch_norm_is_a_wall_in_the_pipeline() -> None:
         PipelineParallel().cost(profile, layout(2))
     walled = PipelineParallel(batch_norm="whole").cost(profile, layout(2, call=0.0))
     assert walled.step_seconds == pytest.approx(8 * 0.03, rel=0.05)  # of two stages, nothing overlaps
+
+
+@given(data=st.data(), schedule=st.sampled_from(["gpipe", "1f1b"]), ranks=st.integers(1, 5), many=st.integers(1, 6))
+def test_passes_in_their_order_are_when_the_simulator_says(
+    data: st.DataObject, schedule: str, ranks: int, many: int
+) -> None:
+    """To the last bit, with stages that wait for the whole batch and links that take no time among them."""
+    seconds = st.sampled_from([0.0, 0.1, 0.3, 1.0, 2.7])
+    whole = [data.draw(st.booleans()) if schedule == "gpipe" else False for _ in range(ranks)]
+    stages = [Stage(data.draw(seconds), data.draw(seconds), 0.0, 0.0, at_once) for at_once in whole]
+    links = [data.draw(seconds) for _ in range(ranks - 1)]
+    orders = [turns(schedule, stage, ranks, many) for stage in range(ranks)]
+    found = Passes(stages, orders, links)
+    spans = simulate(tasks_of(stages, orders, links))
+    assert found.timeline() == spans
+    assert all(found.terms(stage) == terms(spans, f"rank {stage}") for stage in range(ranks))
+
+
+def tasks_of(stages: list[Stage], orders: list[list[Turn]], links: list[float]) -> list[Task]:
+    """Every pass on its rank, after the one before it there and after what it needs of its neighbours."""
+    places: dict[tuple[str, int, int], int] = {}
+    for stage, (part, order) in enumerate(zip(stages, orders, strict=True)):
+        for kind, number in order:
+            places.setdefault((kind, stage, -1 if part.at_once else number), len(places))
+            cut = stage - 1 if kind == "forward" else stage
+            if 0 <= cut < len(links) and links[cut] > 0:
+                places[f"{kind} sent", stage, number] = len(places)
+    tasks: dict[int, Task] = {}
+    for stage, (part, order) in enumerate(zip(stages, orders, strict=True)):
+        before: list[int] = []
+        for kind, number in [("forward", -1), ("backward", -1)] if part.at_once else order:
+            source, cut = (stage - 1, stage - 1) if kind == "forward" else (stage + 1, stage)
+            needs = list(before)
+            for each in [m for k, m in order if k == kind] if part.at_once else [number]:
+                if 0 <= source < len(stages):
+                    sender = places[kind, source, -1 if stages[source].at_once else each]
+                    sent = places.get((f"{kind} sent", stage, each))
+                    needs.append(sender if sent is None else sent)
+                    if sent is not None:
+                        link = f"{min(source, stage)}-{max(source, stage)} {kind}"
+                        name = f"{kind} {each}"
+                        tasks[sent] = Task(name, "communicating", (link,), links[cut], (sender,), order=sent)
+            name = f"{kind} of the batch" if part.at_once else f"{kind} {number}"
+            seconds = part.forward if kind == "forward" else part.backward
+            before = [places[kind, stage, number]]
+            tasks[before[0]] = Task(name, "computing", (f"rank {stage}",), seconds, tuple(needs))
+    return [tasks[place] for place in sorted(tasks)]
 
 
 def test_cuts_are_named_or_refused() -> None:

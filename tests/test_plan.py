@@ -27,7 +27,7 @@ from apportion.planner.explain import why_not
 from apportion.planner.make import hosts_to_match, make
 from apportion.planner.priced import TIE, Priced, Tried, folded, misfit, ranked
 from apportion.planner.search import MOST_PRICED, group_sizes, places_of, search
-from apportion.planner.sensitivity import crossings, short_list
+from apportion.planner.sensitivity import crossings, sensitivities, short_list
 from apportion.pricing.collectives import all_reduce
 from apportion.pricing.cost import TERMS, Cost, Span
 from apportion.pricing.layout import Layout
@@ -394,6 +394,26 @@ def test_other_batches_and_one_host_more_are_told_only_where_they_change_somethi
     assert not [x for x in tiny.sensitivities if "host" in x]
 
 
+def test_layouts_that_use_a_device_are_looked_at_alone() -> None:
+    every = search(network(), hosts(3))
+    found = search(network(), hosts(3), using=["c/cpu"])
+    assert found
+    assert {str(p) for p in found if p.cost} == {str(p) for p in every if p.cost and "c/cpu" in p.layout.devices}
+    assert search(network(), hosts(65), using=["no such device"]) == ()
+
+
+def test_what_was_measured_says_as_much_of_one_host_more() -> None:
+    profile, cluster = network(flops=1e11), hosts()
+    found = search(profile, cluster)
+    slower = [
+        replace(p, tried=Tried(step_seconds=s, low=s, high=s, steps=20))
+        for p in found
+        if p.cost is not None and (s := 2 * p.cost.step_seconds)
+    ]
+    (line,) = (x for x in sensitivities(found, profile, cluster) if "host helps" in x)
+    assert line in sensitivities(slower, profile, cluster)
+
+
 def test_a_second_host_says_what_network_it_is_thought_to_be_on() -> None:
     lines = planned(network(flops=1e11), host()).sensitivities
     assert any(
@@ -414,10 +434,22 @@ def test_changed_machines_are_the_same_but_for_the_change() -> None:
     assert three.link(three.devices[-1].name, three.devices[-1].name).kind == "memory"
     assert of_hosts(hosts(4), 1).link("a/cpu", "a/cpu").kind == "memory"
     assert len(of_hosts(hosts(2), 5).devices) == 5
+    assert [x.hosts for x in (of_hosts(hosts(4), 1), of_hosts(hosts(4), 2))] == [("a",), ("a", "a+")]
+    assert not one_host_more(replace(hosts(), measured=True)).measured
     more = one_gpu_more(gpus())
     assert more is not None
     assert more.link("a/gpu0", more.devices[-1].name).kind == "nvlink"
     assert (one_gpu_more(host()), one_gpu_more(hosts())) == (None, None)
+
+
+def test_sums_that_were_measured_on_fewer_hosts_say_nothing_of_more() -> None:
+    table = tuple(Moved(what="all_reduce", ranks=n, nbytes=1000, seconds=1.0) for n in (2, 4))
+    table = (*table, Moved(what="message", ranks=2, nbytes=1000, seconds=1.0))
+    noted = replace(hosts(), links=tuple(replace(x, measured=table) for x in hosts().links))
+    for grown in (one_host_more(noted), of_hosts(noted, 3)):  # four ranks lay on two hosts
+        across = grown.link(grown.devices[0].name, grown.devices[2].name)
+        assert [(m.what, m.ranks) for m in across.measured] == [("all_reduce", 2), ("message", 2)]
+        assert len(grown.link(grown.devices[2].name, grown.devices[2].name).measured) == 3
 
 
 def test_another_batch_keeps_times_by_rows_and_scales_what_is_of_the_whole_batch() -> None:

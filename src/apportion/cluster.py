@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -49,11 +49,15 @@ class Device:
         if not self.rates:
             raise ValueError(f"device {self.name}: it needs at least one rate")
 
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], Rate]:
+        return {(r.threads, r.together): r for r in self.rates}
+
     def rate(self, threads: int = 1, together: int = 1) -> Rate:
         """Measured so, or worked out from the nearest that was: threads of all workers share the device."""
-        known = {(r.threads, r.together): r for r in self.rates}
-        if (threads, together) in known:
-            return known[threads, together]
+        known = self._known.get((threads, together))
+        if known is not None:
+            return known
         wanted = threads * together
 
         def far(rate: Rate) -> tuple[float, ...]:
@@ -174,44 +178,6 @@ class Cluster:
             found = self._joining_all[names] = min(pairs, key=lambda link: link.bandwidth)
         return found
 
-    def with_hosts(self, many: int) -> Cluster:
-        """The same with so many hosts: the first ones, or more of the last one's kind, on the same links. ValueError
-        where there is no link to put another host on."""
-        if many < 1:
-            raise ValueError(f"many={many} must be at least 1: a cluster has a host")
-        hosts = self.hosts
-        between = any(len(self._hosts_of(link)) > 1 for link in self.links)
-        if many > len(hosts) and not between:
-            raise ValueError(
-                f"cluster {self.name}: {many} hosts, but no link joins hosts here: add one that joins a second host"
-            )
-        copies = {hosts[-1]: [hosts[-1], *(f"{hosts[-1]}.{n}" for n in range(2, many - len(hosts) + 2))]}
-        kept = {name: copies.get(name, [name]) for name in hosts[:many]}
-        devices = [
-            replace(d, name=_at(d, host), host=host) for name in kept for host in kept[name] for d in self._on(name)
-        ]
-        links = [copy for link in self.links for copy in self._copies(link, kept)]
-        return replace(self, devices=tuple(devices), links=tuple(links), measured=False)
-
-    def _on(self, host: str) -> list[Device]:
-        return [device for device in self.devices if device.host == host]
-
-    def _hosts_of(self, link: Link) -> list[str]:
-        return list(dict.fromkeys(self._by_name[name].host for name in link.devices))
-
-    def _copies(self, link: Link, kept: dict[str, list[str]]) -> list[Link]:
-        """Of a link between hosts one that joins the new ones too; of a link within a host one in each."""
-        hosts = self._hosts_of(link)
-        left = [self._by_name[name] for name in link.devices if self._by_name[name].host in kept]
-        if len(hosts) == 1:
-            return [replace(link, devices=tuple(_at(d, h) for d in left)) for h in kept.get(hosts[0], [])]
-        names = tuple(_at(device, host) for device in left for host in kept[device.host])
-        if len({device.host for device in left}) < 2:
-            return []
-        # Sums over as many ranks as there were, which may lie on more hosts now, would take another time.
-        table = tuple(m for m in link.measured if m.what == "message" or m.ranks <= len(hosts))
-        return [replace(link, devices=names, measured=table)]
-
     # JSON
 
     def to_json(self) -> dict[str, Any]:
@@ -249,8 +215,3 @@ class Cluster:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is no JSON: {error}") from None
         return Cluster.from_json(data)
-
-
-def _at(device: Device, host: str) -> str:
-    """Its name on a host."""
-    return host + device.name.removeprefix(device.host)

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from apportion.cluster import Device
+from apportion.cluster import Device, Rate
 
 
 class Seconds(NamedTuple):
@@ -171,7 +171,17 @@ class Profile:
         """Of (a part of) a layer on so many rows: measured where the device is the profile's, else worked out."""
         if device.model == self.device and layer.timings:
             return self._measured(layer, device, rows, threads, together, way, share)
-        return self._worked_out(layer, device, rows, threads, together, share)
+        return self._worked_out(layer, device, device.rate(threads, together), rows / self.batch_size * share, share)
+
+    def layers_seconds(self, device: Device, *, rows: float, threads: int = 1, together: int = 1) -> list[Seconds]:
+        """Of each layer, whole."""
+        native, rate, part = device.model == self.device, device.rate(threads, together), rows / self.batch_size
+        return [
+            self._measured(layer, device, rows, threads, together, "", 1.0)
+            if native and layer.timings
+            else self._worked_out(layer, device, rate, part, 1.0)
+            for layer in self.layers
+        ]
 
     def network_seconds(self, device: Device, *, rows: float, threads: int = 1, together: int = 1) -> Seconds:
         """Of all layers and the loss, one after the other."""
@@ -183,9 +193,7 @@ class Profile:
                 interpolated([(p.rows, p.forward) for p in passes], rows),
                 interpolated([(p.rows, p.backward) for p in passes], rows),
             )
-        each = [
-            self.layer_seconds(layer, device, rows=rows, threads=threads, together=together) for layer in self.layers
-        ]
+        each = self.layers_seconds(device, rows=rows, threads=threads, together=together)
         return Seconds(sum(s.forward for s in each), sum(s.backward for s in each))
 
     def update_seconds(
@@ -246,13 +254,10 @@ class Profile:
             factor *= share
         return _at(cut, rows).times(factor)
 
-    def _worked_out(
-        self, layer: LayerProfile, device: Device, rows: float, threads: int, together: int, share: float
-    ) -> Seconds:
+    @staticmethod
+    def _worked_out(layer: LayerProfile, device: Device, rate: Rate, part: float, share: float) -> Seconds:
         """By the device's rates: as long as its products take, or its bytes; and a call, which a GPU's host makes while
-        the one before it is still computed."""
-        rate = device.rate(threads, together)
-        part = rows / self.batch_size * share
+        the one before it is still computed. ``part``: of the batch and of the layer; ``share``: of the layer."""
         nbytes = 2 * layer.activation_bytes * part + layer.parameter_bytes * share
         forward = max(layer.flops * part / rate.flops, nbytes / rate.bytes_per_second)
         call = device.call_seconds

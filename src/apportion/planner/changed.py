@@ -50,10 +50,17 @@ def one_host_more(cluster: Cluster, across: Link | None = None) -> Cluster:
         if inside:
             links += [link, replace(link, devices=tuple(twin[n] for n in link.devices))]
         else:
-            links.append(replace(link, devices=(*link.devices, *(twin[n] for n in link.devices if n in twin))))
+            joined = (*link.devices, *(twin[n] for n in link.devices if n in twin))
+            links.append(replace(_of_as_many(link, cluster), devices=joined))
     if len(cluster.hosts) == 1:
         links.append(_across(across, [d.name for d in devices]))
-    return replace(cluster, devices=devices, links=tuple(links))
+    return replace(cluster, devices=devices, links=tuple(links), measured=False)
+
+
+def _of_as_many(link: Link, cluster: Cluster) -> Link:
+    """Without sums over more ranks than it joins hosts: on other hosts so many ranks lie, and take, another way."""
+    hosts = len({cluster.device(name).host for name in link.devices})
+    return replace(link, measured=tuple(m for m in link.measured if m.what == "message" or m.ranks <= hosts))
 
 
 def across_hosts(cluster: Cluster) -> Link | None:
@@ -68,6 +75,7 @@ def of_hosts(cluster: Cluster, hosts: int) -> Cluster:
     grown, across = one_host(cluster), across_hosts(cluster)
     if across is not None:  # it joined the hosts, and joins one alone no more
         grown = replace(grown, links=tuple(link for link in grown.links if link.kind != across.kind))
+        across = _of_as_many(across, cluster)
     for _ in range(hosts - 1):
         grown = one_host_more(grown, across)
     return grown

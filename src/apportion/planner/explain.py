@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from apportion.planner.priced import Priced, alike, family, gibibytes
+from apportion.planner.priced import Priced, family, tied
 from apportion.pricing.cost import TERMS
 from apportion.profile import Profile
 
@@ -95,7 +95,7 @@ def why_not(p: Priced, first: Priced, profile: Profile) -> str:
     if not more:
         return f"{by}: {'measured' if p.tried is not None else 'a little of everything'}"
     term, seconds = next(iter(more.items()))
-    tie = ", which is less than can be told" if alike(first, p) else ""
+    tie = ", which is less than can be told" if tied(first, p) else ""
     return f"{by}{tie}: {_dominating(p, term, seconds, profile)}"
 
 
@@ -141,12 +141,6 @@ def size(nbytes: float) -> str:
 def milliseconds(seconds: float) -> str:
     """3.12 ms, 0.0213 ms, 12.3 s."""
     return f"{seconds:.3g} s" if seconds >= 10 else f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def memory_text(memory: Mapping[str, int]) -> str:
-    """12 MiB: 4 MiB weights, 8 MiB activations."""
-    parts = _and(f"{gibibytes(n)} {name}" for name, n in memory.items() if n)
-    return f"{gibibytes(sum(memory.values()))}: {parts}" if parts else gibibytes(0)
 
 
 def _workers(p: Priced) -> str:

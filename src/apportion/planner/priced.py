@@ -138,12 +138,12 @@ def ranked(found: Iterable[Priced]) -> list[Priced]:
 def _simplest_first(able: Sequence[Priced]) -> list[Priced]:
     if not able:
         return []
-    close = [p for p in able if alike(able[0], p)]
+    close = [p for p in able if tied(able[0], p)]
     first = min(close, key=lambda p: (p.simple, p.seconds_per_example))
     return [first, *(p for p in able if p is not first)]
 
 
-def alike(fast: Priced, slow: Priced) -> bool:
+def tied(fast: Priced, slow: Priced) -> bool:
     """Can these two not be told apart? Two measurements where their middle halves overlap by as much as a median is
     uncertain; predictions within ``TIE``."""
     ratio = slow.seconds_per_example / fast.seconds_per_example - 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 from apportion.cluster import Cluster
@@ -30,11 +30,13 @@ def search(
     workers: int | None = None,
     threads: int | None = None,
     strategies: Sequence[Strategy | str] | None = None,
+    using: Collection[str] | None = None,
 ) -> tuple[Priced, ...]:
     """All of them, the best first (see ``ranked``), each strategy once for each layout.
 
     ``workers``, ``threads``: only layouts of so many. ``strategies``: only these: a name stands for all values that
-    it has to offer, a value (``"pipeline_parallel(stages=2)"``) for itself. Pure: nothing is measured.
+    it has to offer, a value (``"pipeline_parallel(stages=2)"``) for itself. ``using``: only layouts with a rank on one
+    of these devices; there may be none. Pure: nothing is measured.
     """
     places = places_of(cluster, workers, threads)
     if not places:
@@ -43,10 +45,15 @@ def search(
             f"than cores: {', '.join(f'{d.name} has {d.cores}' for d in cluster.devices[:8])}"
         )
     kinds, values = _asked(strategies)
+    large = [place for place in places if place.ranks >= 4][:COMPOSED_LAYOUTS]
+    if using is not None:
+        places, large = ([p for p in some if not {*using}.isdisjoint(p.devices)] for some in (places, large))
     found = [
         priced(strategy, layout, profile)
-        for strategy, layout in islice(_choices(kinds, values, profile, places), MOST_PRICED)
+        for strategy, layout in islice(_choices(kinds, values, profile, places, large), MOST_PRICED)
     ]
+    if not places:
+        return ()
     missing = {family(cls()) for cls in kinds} - {family(p.strategy) for p in found}
     found += [_nothing(cls(), profile, places) for cls in kinds if family(cls()) in missing]
     return tuple(ranked(found))
@@ -94,11 +101,15 @@ def _asked(strategies: Sequence[Strategy | str] | None) -> tuple[list[type[Strat
 
 
 def _choices(
-    kinds: Sequence[type[Strategy]], values: Sequence[Strategy], profile: Profile, places: Sequence[Layout]
+    kinds: Sequence[type[Strategy]],
+    values: Sequence[Strategy],
+    profile: Profile,
+    places: Sequence[Layout],
+    large: Sequence[Layout],
 ) -> Iterator[tuple[Strategy, Layout]]:
     """Each once."""
     seen = set()
-    every = [_plain(kinds, profile, places), _composed(kinds, profile, places), _as_they_are(values, places)]
+    every = [_plain(kinds, profile, places), _composed(kinds, profile, large), _as_they_are(values, places)]
     for strategy, layout in (choice for choices in every for choice in choices):
         key = str(strategy), layout.devices, layout.threads
         if key in seen:
@@ -117,7 +128,7 @@ def _plain(
 
 
 def _composed(
-    kinds: Sequence[type[Strategy]], profile: Profile, places: Sequence[Layout]
+    kinds: Sequence[type[Strategy]], profile: Profile, large: Sequence[Layout]
 ) -> Iterator[tuple[Strategy, Layout]]:
     """Replicas of groups that hold the network in parts. The ranks of a group follow each other, so they share a host
     before they share anything else."""
@@ -126,7 +137,7 @@ def _composed(
         return
     known: list[type[Strategy]] = [find(name, STRATEGIES) for name in names(STRATEGIES)]
     makers = [cls for cls in known if cls.splits]
-    for layout in [place for place in places if place.ranks >= 4][:COMPOSED_LAYOUTS]:
+    for layout in large:
         for size in group_sizes(layout):
             group = layout.part(range(size))
             for of in (value for cls in makers for value in _candidates(cls, profile, group)[:GROUP_VALUES]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -174,17 +174,26 @@ def _more(some: Sequence[Priced], profile: Profile, cluster: Cluster) -> list[st
         (one_gpu_more(cluster), "one GPU more"),
     ):
         if larger is not None:
-            lines += _helps(some, profile, larger, what)
+            lines += _helps(some, profile, larger, {d.name for d in cluster.devices}, what)
     return lines
 
 
-def _helps(some: Sequence[Priced], profile: Profile, larger: Cluster, what: str) -> list[str]:
+def _helps(some: Sequence[Priced], profile: Profile, larger: Cluster, known: Collection[str], what: str) -> list[str]:
+    """Of the layouts of a larger cluster those that use what is new there: the others are priced already. What
+    measurements have said of a kind of strategy holds there too."""
     names = list(dict.fromkeys(str(p.strategy).partition("(")[0] for p in some))
-    able = [p for p in search(profile, larger, strategies=names) if p.cost is not None and p.strategy.exact]
+    new = [d.name for d in larger.devices if d.name not in known]
+    taught = {family(p.strategy): p.step_seconds / p.cost.step_seconds for p in reversed(some) if p.cost is not None}
+    found = search(profile, larger, strategies=names, using=new)
+    able = [
+        (p.seconds_per_example * taught.get(family(p.strategy), taught[family(some[0].strategy)]), p)
+        for p in found
+        if p.cost is not None and p.strategy.exact
+    ]
     if not able:
         return []
-    best = min(able, key=lambda p: p.seconds_per_example)
-    gain = some[0].seconds_per_example / best.seconds_per_example - 1
+    seconds, best = min(able, key=lambda both: both[0])
+    gain = some[0].seconds_per_example / seconds - 1
     return [f"{what} helps {gain:.0%}: {best}"] if gain >= HELPS else []
 
 

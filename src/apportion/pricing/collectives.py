@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 from apportion.cluster import Link
 from apportion.pricing.layout import Layout
@@ -28,54 +29,94 @@ def message(layout: Layout, a: int, b: int, nbytes: float, *, at_once: int = 1) 
 
 def all_reduce(layout: Layout, ranks: Sequence[int], nbytes: float) -> float:
     """The sum over ranks, on all of them."""
-    return _collective(layout, ranks, nbytes, passes=2)
+    return Collective.among(layout, ranks).all_reduce(nbytes)
 
 
 def all_gather(layout: Layout, ranks: Sequence[int], nbytes: float) -> float:
     """What all ranks together hold (``nbytes`` in all), on all of them."""
-    return _collective(layout, ranks, nbytes, passes=1)
+    return Collective.among(layout, ranks).all_gather(nbytes)
 
 
 def reduce_scatter(layout: Layout, ranks: Sequence[int], nbytes: float) -> float:
     """Of the sum of ``nbytes`` over ranks, each one's share."""
-    return _collective(layout, ranks, nbytes, passes=1)
+    return Collective.among(layout, ranks).all_gather(nbytes)
 
 
 def broadcast(layout: Layout, ranks: Sequence[int], nbytes: float) -> float:
     """From one to all, handed on in pieces."""
-    return _collective(layout, ranks, nbytes, passes=1)
+    return Collective.among(layout, ranks).all_gather(nbytes)
 
 
-def _collective(layout: Layout, ranks: Sequence[int], nbytes: float, *, passes: int) -> float:
-    if len(ranks) < 2:
-        return 0.0
-    by_host: dict[str, list[int]] = {}
-    for rank in ranks:
-        by_host.setdefault(layout.device(rank).host, []).append(rank)
-    if len(by_host) == 1:
-        return _ring(layout, ranks, nbytes, passes)
-    over_all = layout.cluster.joining(layout.group(tuple(ranks))).measured if len(ranks) > len(by_host) else ()
-    table = [(m.nbytes, m.seconds) for m in over_all if m.what == "all_reduce" and m.ranks == len(ranks)]
-    if table:  # these ranks on these hosts, as they were measured
-        return interpolated(table, nbytes) * passes / 2
-    sizes = Counter(len(group) for group in by_host.values())
-    within = max(_ring(layout, group, nbytes, passes) for group in by_host.values())
-    # Between hosts each rank of a host takes its own share of the bytes on: together they are one ring of all of them.
-    leaders = [group[0] for group in by_host.values()]
-    between = _ring(layout, leaders, nbytes, passes, lanes=min(sizes))
-    return within + between
+class _Ring(NamedTuple):
+    """Ranks that hand on to each other what goes round."""
+
+    ranks: int
+    latency: float
+    bandwidth: float
+    """Bytes a second that each of them has for itself."""
+    table: tuple[tuple[float, float], ...]
+    """(bytes, seconds) of sums that were measured among so many; it counts more than the rest."""
+
+    def seconds(self, nbytes: float, passes: int) -> float:
+        if self.ranks < 2:
+            return 0.0
+        if self.table:
+            return interpolated(self.table, nbytes) * passes / 2
+        moved = passes * (self.ranks - 1) / self.ranks * nbytes
+        return passes * (self.ranks - 1) * self.latency + moved / self.bandwidth
 
 
-def _ring(layout: Layout, ranks: Sequence[int], nbytes: float, passes: int, *, lanes: int = 1) -> float:
+class Collective(NamedTuple):
+    """How some ranks of a layout reach each other, for as many collectives as are to be priced among them."""
+
+    within: tuple[_Ring, ...]
+    """At once; of those of the hosts each kind once."""
+    between: _Ring | None = None
+    """Then this one, through a rank of each host."""
+
+    @classmethod
+    def among(cls, layout: Layout, ranks: Sequence[int]) -> Self:
+        """These ranks."""
+        if len(ranks) < 2:
+            return cls(())
+        by_host: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(layout.device(rank).host, []).append(rank)
+        if len(by_host) == 1:
+            return cls((_ring(layout, ranks),))
+        if len(ranks) > len(by_host):
+            over_all = layout.cluster.joining(layout.group(tuple(ranks)))
+            if table := _table(over_all, len(ranks)):  # these ranks on these hosts, as they were measured
+                return cls((_Ring(len(ranks), over_all.latency, over_all.bandwidth, table),))
+        within = dict.fromkeys(_ring(layout, group) for group in by_host.values())
+        # Between hosts each rank of a host takes its own share of the bytes on: together they are one ring of all.
+        leaders, lanes = [group[0] for group in by_host.values()], min(len(group) for group in by_host.values())
+        return cls(tuple(within), _ring(layout, leaders, lanes=lanes))
+
+    def all_reduce(self, nbytes: float) -> float:
+        """Seconds of a sum of so many bytes, on all of them."""
+        return self._seconds(nbytes, passes=2)
+
+    def all_gather(self, nbytes: float) -> float:
+        """Seconds until all have what they hold together, so many bytes; to sum up each one's share takes as long, or
+        to hand so many on from one of them."""
+        return self._seconds(nbytes, passes=1)
+
+    def _seconds(self, nbytes: float, passes: int) -> float:
+        within = max((ring.seconds(nbytes, passes) for ring in self.within), default=0.0)
+        return within if self.between is None else within + self.between.seconds(nbytes, passes)
+
+
+def _ring(layout: Layout, ranks: Sequence[int], *, lanes: int = 1) -> _Ring:
     n = len(ranks)
     if n < 2:
-        return 0.0
+        return _Ring(n, 0.0, 1.0, ())
     link = layout.cluster.joining(layout.group(tuple(ranks)))
-    table = [(m.nbytes, m.seconds) for m in link.measured if m.what == "all_reduce" and m.ranks == n]
-    if table:
-        return interpolated(table, nbytes) * passes / 2
-    moved = passes * (n - 1) / n * nbytes
-    return passes * (n - 1) * link.latency + moved / _port(layout, link, ranks, lanes)
+    return _Ring(n, link.latency, _port(layout, link, ranks, lanes), _table(link, n))
+
+
+def _table(link: Link, ranks: int) -> tuple[tuple[float, float], ...]:
+    return tuple((m.nbytes, m.seconds) for m in link.measured if m.what == "all_reduce" and m.ranks == ranks)
 
 
 def _port(layout: Layout, link: Link, ranks: Sequence[int], lanes: int) -> float:

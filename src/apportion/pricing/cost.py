@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 TERMS = ("computing", "updating", "communicating", "bubble", "waiting", "loading")
 """Of a step: communicating is what no computing hides; bubble is what a schedule leaves idle; waiting is for whoever is
@@ -11,8 +12,7 @@ slowest, by chance or by unequal shares."""
 MEMORY = ("weights", "gradients", "slots", "activations", "buffers")
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """A stretch of time of one device or link."""
 
     on: str

@@ -33,6 +33,11 @@ class LayerTimes:
         found = self._alone(layer, rows, way, share)
         return Seconds(found.forward * fit.forward, found.backward * fit.backward)
 
+    def each(self, rows: float) -> list[Seconds]:
+        """Every layer, whole."""
+        fit = self._fit(rows)
+        return [Seconds(found.forward * fit.forward, found.backward * fit.backward) for found in self._each_alone(rows)]
+
     def update(self, nbytes: float, *, fused: bool = False) -> float:
         """Of so many bytes of weights; ``fused``: by torch's fused kernels, where the optimizer has them."""
         if nbytes <= 0:
@@ -46,12 +51,15 @@ class LayerTimes:
             layer, self._device, rows=rows, threads=self._threads, together=self._together, way=way, share=share
         )
 
+    def _each_alone(self, rows: float) -> list[Seconds]:
+        return self._profile.layers_seconds(self._device, rows=rows, threads=self._threads, together=self._together)
+
     def _fitted(self, rows: float) -> Seconds:
         """What the network takes, of the sum of its layers."""
         profile = self._profile
         if not profile.passes or rows <= 0:
             return Seconds(1.0, 1.0)
-        each = [self._alone(layer, rows) for layer in profile.layers]
+        each = self._each_alone(rows)
         whole = profile.network_seconds(self._device, rows=rows, threads=self._threads, together=self._together)
         forward, backward = sum(s.forward for s in each), sum(s.backward for s in each)
         return Seconds(

@@ -49,7 +49,7 @@ class Layout:
         """Ranks that compute on this one's device, itself among them."""
         return self._together[self.devices[rank]]
 
-    @property
+    @cached_property
     def hosts(self) -> tuple[str, ...]:
         """That have ranks, in order."""
         return tuple(dict.fromkeys(self.device(r).host for r in range(self.ranks)))

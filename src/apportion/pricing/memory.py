@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from apportion.pricing.cost import MEMORY, Cost
+from apportion.pricing.cost import MEMORY
 from apportion.pricing.layout import Layout
 from apportion.profile import Profile
 
@@ -27,10 +27,6 @@ class Holding:
             for what in MEMORY
             if what in self.own or what in self.shared
         }
-
-    def a_host(self, together: int) -> int:
-        """Of a host with so many workers."""
-        return math.ceil(together * sum(self.own.values()) + sum(self.shared.values()))
 
 
 def copies(
@@ -69,17 +65,3 @@ def parts_that_fit(profile: Profile, layout: Layout) -> int:
         if all(held * layout.together(r) <= layout.device(r).memory_bytes for r in layout.kinds):
             return parts
     return 1
-
-
-def must_fit(cost: Cost, layout: Layout) -> None:
-    """ValueError where a device's memory cannot hold what its workers need."""
-    for rank in layout.kinds:
-        device, together = layout.device(rank), layout.together(rank)
-        needed = cost.memory_bytes * together
-        if needed > device.memory_bytes:
-            most = max(cost.memory, key=lambda what: cost.memory[what])
-            raise ValueError(
-                f"{together} worker{'s' if together > 1 else ''} on {device.name} would hold {needed / 1e9:.3g} GB, "
-                f"most of it {most}, and it has {device.memory_bytes / 1e9:.3g} GB: use more devices, "
-                + ("a smaller batch or microbatches" if most == "activations" else "or split the network")
-            )

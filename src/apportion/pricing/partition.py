@@ -5,10 +5,11 @@ All three are dynamic programming over the layers in order: what is best up to a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 SECONDS_PER_BYTE = 1 / 2e9
@@ -16,13 +17,16 @@ SECONDS_PER_BYTE = 1 / 2e9
 one out of it, there and back."""
 SECONDS_PER_MESSAGE = 1e-4
 
-Found = tuple[float, float, tuple[int, ...]]
+ROOM = 0.05
+"""How much longer the longest stage may be than it can be at best, when ways are looked for first."""
+
+_Found = tuple[float, float, tuple[int, ...]]
 """(longest stage, sent in all, first calls of the stages so far)."""
 
 
 def balanced(seconds: Sequence[float], crossing: Sequence[float | None], stages: int) -> list[int]:
     """The calls that the stages after the first begin with: the longest stage is as short as can be, what it sends and
-    receives included; of equals, the one that sends least in all.
+    receives included; of ways that are equally long up to a stage, the one that has sent least up to it.
 
     ``seconds``: of each call; ``crossing``: seconds to send what would go over a cut before it, None where there can be
     none. ValueError where there are more stages than places to cut at.
@@ -30,49 +34,74 @@ def balanced(seconds: Sequence[float], crossing: Sequence[float | None], stages:
     return list(_balanced(tuple(seconds), tuple(crossing), stages))
 
 
-@lru_cache(maxsize=4096)  # a plan asks for the same cuts again and again: of every schedule, and on every link
+@lru_cache(maxsize=256)  # a plan asks for the same cuts again: of every schedule, and on links of every bandwidth
 def _balanced(seconds: tuple[float, ...], crossing: tuple[float | None, ...], stages: int) -> tuple[int, ...]:
-    n = len(seconds)
-    at = [0, *(i for i in range(1, n) if crossing[i] is not None), n]
-    if len(at) - 1 < stages:
-        raise ValueError(
-            f"the network can be cut into {len(at) - 1} stages at most, and there are {stages} workers: "
-            f"use workers<={len(at) - 1}"
-        )
-    upto = [0.0, *accumulate(seconds)]
-    cross = [*(c or 0.0 for c in crossing), 0.0]
-    best: list[Found | None] = [(0.0, 0.0, ())] + [None] * (len(at) - 1)
-    for stage in range(stages):
-        following: list[Found | None] = [None] * len(at)
-        for j in range(stage + 1, len(at) - (stages - stage - 1)):
-            following[j] = _last_stage(best, at, upto, cross, range(j - 1, stage - 1, -1), at[j])
-        best = following
-    assert best[-1] is not None
-    return best[-1][2][1:]
-
-
-def _last_stage(
-    best: Sequence[Found | None],
-    at: Sequence[int],
-    upto: Sequence[float],
-    cross: Sequence[float],
-    begins: range,
-    end: int,
-) -> Found | None:
-    """The best way to end with a stage at ``end``; from short ones to those that are too long by themselves."""
-    found: Found | None = None
-    for i in begins:
-        before, begin = best[i], at[i]
-        own = upto[end] - upto[begin]
-        if found is not None and own > found[0]:
-            break
-        if before is None:
-            continue
-        sent = before[1] + cross[end]
-        longest = max(before[0], own + cross[begin] + cross[end])
-        if found is None or (longest, sent) <= found[:2]:
-            found = longest, sent, (*before[2], begin)
+    cuts = _Cuts(seconds, crossing, stages)
+    over = ROOM * cuts.least
+    while (found := cuts.within(min(cuts.least + over, cuts.most))) is None:
+        over = 4 * over or cuts.most
     return found
+
+
+class _Cuts:
+    """The ways to divide a chain into so many stages of which none takes longer than a limit.
+
+    There are few: a stage ends where those before it can have come to within the limit, and those after it can still
+    go on from. Whatever is left out is slower than the limit, so the best of what is left is the best of all.
+    """
+
+    def __init__(self, seconds: Sequence[float], crossing: Sequence[float | None], stages: int) -> None:
+        n = len(seconds)
+        self._stages = stages
+        self._at = [0, *(i for i in range(1, n) if crossing[i] is not None), n]
+        if len(self._at) - 1 < stages:
+            raise ValueError(
+                f"the network can be cut into {len(self._at) - 1} stages at most, and there are {stages} workers: "
+                f"use workers<={len(self._at) - 1}"
+            )
+        upto = [0.0, *accumulate(seconds)]
+        self._upto = [upto[i] for i in self._at]
+        self._cross = [*(crossing[i] or 0.0 for i in self._at[:-1]), 0.0]
+
+    @property
+    def least(self) -> float:
+        """No way's longest stage is shorter: that is if all are alike, cut where little is sent."""
+        sent = 2 * (self._stages - 1) * min(self._cross[1:-1], default=0.0)
+        return max((self._upto[-1] + sent) / self._stages, *(b - a for a, b in pairwise(self._upto)))
+
+    @property
+    def most(self) -> float:
+        """No stage is longer, rounding or not."""
+        return (self._upto[-1] + 2 * max(self._cross)) * (1 + 1e-9)
+
+    def within(self, limit: float) -> tuple[int, ...] | None:
+        """The best way; None where each has a longer stage."""
+        best: dict[int, _Found] = {0: (0.0, 0.0, ())}
+        last, room = len(self._at) - 1, limit * (1 + 1e-9)  # what is left out is so for certain, rounding or not
+        for stage in range(1, self._stages + 1):
+            left = self._stages - stage
+            first = bisect_left(self._upto, self._upto[last] - left * room)
+            beyond = bisect_right(self._upto, stage * room)
+            ends = range(max(stage, first), min(beyond, last - left + 1))
+            best = {end: found for end in ends if (found := self._last_stage(best, end, limit)) is not None}
+        return best[last][2][1:] if last in best else None
+
+    def _last_stage(self, best: Mapping[int, _Found], end: int, limit: float) -> _Found | None:
+        """The best way to end with a stage there; from short ones to those that are too long by themselves."""
+        found: _Found | None = None
+        upto, cross = self._upto[end], self._cross[end]
+        for begin in range(end - 1, -1, -1):
+            own = upto - self._upto[begin]
+            if own > limit:
+                break
+            before = best.get(begin)
+            if before is None:
+                continue
+            sent = before[1] + cross
+            longest = max(before[0], own + self._cross[begin] + cross)
+            if longest <= limit and (found is None or (longest, sent) <= found[:2]):
+                found, limit = (longest, sent, (*before[2], self._at[begin])), longest
+        return found
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import NamedTuple
 
 from apportion.pricing.collectives import all_reduce, message
 from apportion.pricing.cost import Cost, Span
@@ -13,11 +12,8 @@ from apportion.pricing.few_rows import suited
 from apportion.pricing.layer_times import LayerTimes, chance, exposed, held, times, worst
 from apportion.pricing.layout import Layout
 from apportion.pricing.partition import SECONDS_PER_BYTE, SECONDS_PER_MESSAGE, balanced
-from apportion.pricing.simulate import Task, simulate, terms
-from apportion.profile import LayerProfile, Profile, Seconds
-
-Order = Sequence[tuple[Literal["forward", "backward"], int]]
-"""What a stage does with its micro-batches, one after the other."""
+from apportion.pricing.passes import Order, Passes, Stage, on_rank
+from apportion.profile import Profile
 
 PASS_CALLS = 14.0
 """What a forward or a backward pass of a micro-batch costs besides its layers, in calls: its rows, the call of the
@@ -30,18 +26,6 @@ MOST_TASKS = 3000
 hold each other up."""
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """Of one micro-batch, in seconds."""
-
-    forward: float
-    backward: float
-    messages: float
-    """Of that, in messages."""
-    update: float
-    at_once: bool
-
-
 def cut(profile: Profile, layout: Layout, *, microbatches: int, cuts: Sequence[str] | None) -> list[int]:
     """The layers that the stages begin with, the first one's 0 among them; as ``parallel/cuts.py`` finds them: by the
     times on rank 0. ValueError where that many stages cannot be."""
@@ -50,7 +34,7 @@ def cut(profile: Profile, layout: Layout, *, microbatches: int, cuts: Sequence[s
     if layout.ranks == 1:
         return [0]
     rows, own = profile.batch_size / microbatches, LayerTimes(profile, layout, 0)
-    seconds = [own.of(layer, rows).both for layer in profile.layers]
+    seconds = [found.both for found in own.each(rows)]
     crossing: list[float | None] = [
         SECONDS_PER_MESSAGE + nbytes / microbatches * SECONDS_PER_BYTE for nbytes in profile.crossing_bytes
     ]
@@ -74,46 +58,72 @@ def _named(profile: Profile, cuts: Sequence[str], stages: int) -> list[int]:
     return found
 
 
-def stages(  # noqa: PLR0913 (what a pipeline has)
-    profile: Profile,
-    layout: Layout,
-    begins: Sequence[int],
-    orders: Sequence[Order],
-    *,
-    recompute: bool = False,
-    at_once: Sequence[bool] = (),
-    fused: bool = False,
-) -> Cost:
-    """Of stages that begin with these layers and compute in these orders. ``at_once``: of each stage, does it compute
-    the whole batch, which comes and goes in micro-batches? ``fused``: are updates made by torch's fused kernels?"""
-    microbatches = len(orders[0]) // 2
-    whole = at_once or [False] * layout.ranks
-    parts = _parts(profile, layout, begins, microbatches, recompute, whole, fused)
-    links = _links(profile, layout, begins, microbatches)
-    spans: tuple[Span, ...] = ()
-    if 4 * layout.ranks * microbatches <= MOST_TASKS or any(whole):
-        spans = simulate(_tasks(parts, orders, links))
-        found = _found(spans, parts, microbatches)
-    else:
-        found = _closed(parts, links, microbatches)
-    end = sum(found.values())
-    busiest = max(range(layout.ranks), key=lambda i: parts[i].update)
-    # The loss is told to all before anybody updates: a few numbers.
-    found["communicating"] = found.get("communicating", 0.0) + all_reduce(layout, range(layout.ranks), 24)
-    found["updating"] = parts[busiest].update
-    found["waiting"] = found.get("computing", 0.0) * chance(layout)
-    found["loading"] = profile.loading_seconds * profile.batch_size
-    spans += tuple(Span(_on(i), "update", "updating", end, end + p.update) for i, p in enumerate(parts) if spans)
-    return Cost(
-        terms=found,
-        memory=worst(_memories(profile, layout, begins, orders, recompute, whole)),
-        examples=profile.batch_size,
-        timeline=spans,
-    )
+class Pipeline:
+    """A network in stages that begin with these layers: what does not depend on the order of the passes."""
+
+    def __init__(  # noqa: PLR0913 (what a pipeline has)
+        self,
+        profile: Profile,
+        layout: Layout,
+        begins: Sequence[int],
+        *,
+        microbatches: int,
+        recompute: bool = False,
+        at_once: Sequence[bool] = (),
+        fused: bool = False,
+    ) -> None:
+        """``at_once``: of each stage, does it compute the whole batch, which comes and goes in micro-batches?
+        ``fused``: are updates made by torch's fused kernels?"""
+        self._profile, self._layout, self._begins = profile, layout, begins
+        self.microbatches, self._recompute = microbatches, recompute
+        self._whole = at_once or [False] * layout.ranks
+        self.waits = any(self._whole)
+        """Is there a stage that computes nothing before it has all micro-batches?"""
+        cuts = _cuts(profile, layout, begins, microbatches)
+        self._parts = _parts(profile, layout, begins, microbatches, cuts, recompute, self._whole, fused)
+        self._links = [cut.under_way for cut in cuts]
+
+    def cost(self, orders: Sequence[Order]) -> Cost:
+        """Of stages that compute in these orders."""
+        profile, layout, parts = self._profile, self._layout, self._parts
+        spans: tuple[Span, ...] = ()
+        if 4 * layout.ranks * self.microbatches <= MOST_TASKS or self.waits:
+            passes = Passes(parts, orders, self._links)
+            spans, found = passes.timeline(), _found(passes, parts, self.microbatches)
+        else:
+            found = _closed(parts, self._links, self.microbatches)
+        end = sum(found.values())
+        # The loss is told to all before anybody updates: a few numbers.
+        found["communicating"] = found.get("communicating", 0.0) + all_reduce(layout, range(layout.ranks), 24)
+        found["updating"] = max(part.update for part in parts)
+        found["waiting"] = found.get("computing", 0.0) * chance(layout)
+        found["loading"] = profile.loading_seconds * profile.batch_size
+        updates = (Span(on_rank(i), "update", "updating", end, end + p.update) for i, p in enumerate(parts) if spans)
+        return Cost(
+            terms=found,
+            memory=worst(_memories(profile, layout, self._begins, orders, self._recompute, self._whole)),
+            examples=profile.batch_size,
+            timeline=(*spans, *updates),
+        )
 
 
-def _on(stage: int) -> str:
-    return f"rank {stage}"
+class _Cut(NamedTuple):
+    """Between two stages, for one micro-batch, in seconds."""
+
+    own: float
+    """That each of its two ranks spends itself in either direction: half of what of a transfer does not go on by
+    itself, and by what the rest of it slows computing down."""
+    under_way: float
+    """That a transfer goes on by itself."""
+
+
+def _cuts(profile: Profile, layout: Layout, begins: Sequence[int], microbatches: int) -> list[_Cut]:
+    found = []
+    for i, begin in enumerate(begins[1:]):
+        seconds = message(layout, i, i + 1, profile.crossing_bytes[begin] / microbatches)
+        share, slowdown = exposed(layout, i, i + 1), layout.cluster.link(*layout.group((i, i + 1))).slowdown
+        found.append(_Cut(seconds * (share / 2 + (1 - share) * slowdown), seconds * (1.0 - share)))
+    return found
 
 
 def _parts(  # noqa: PLR0913 (what a pipeline has)
@@ -121,12 +131,13 @@ def _parts(  # noqa: PLR0913 (what a pipeline has)
     layout: Layout,
     begins: Sequence[int],
     microbatches: int,
+    cuts: Sequence[_Cut],
     recompute: bool,
     at_once: Sequence[bool],
     fused: bool,
-) -> list[_Stage]:
-    known: dict[tuple[int, float], list[Seconds]] = {}
-    sums: list[_Stage] = []
+) -> list[Stage]:
+    known: dict[tuple[int, float], tuple[list[float], list[float]]] = {}
+    sums: list[Stage] = []
     each = times(profile, layout)
     bounds = [*begins, len(profile.layers)]
     weights = [0, *accumulate(layer.parameter_bytes for layer in profile.layers)]
@@ -134,13 +145,16 @@ def _parts(  # noqa: PLR0913 (what a pipeline has)
         own, rows = each[stage], profile.batch_size / (1 if at_once[stage] else microbatches)
         key = id(own), rows
         if key not in known:
-            known[key] = [_of_few(own, layer, rows) for layer in profile.layers]
-        forward = sum(s.forward for s in known[key][begin:end]) + PASS_CALLS * own.call * (layout.ranks > 1)
-        backward = sum(s.backward for s in known[key][begin:end]) + PASS_CALLS * own.call * (layout.ranks > 1)
-        messages = _own_messages(profile, layout, begins, stage, microbatches, own.call)
+            known[key] = _of_few(profile, own, rows)
+        ahead, back = known[key]
+        forward = sum(ahead[begin:end]) + PASS_CALLS * own.call * (layout.ranks > 1)
+        backward = sum(back[begin:end]) + PASS_CALLS * own.call * (layout.ranks > 1)
+        messages = 0.0
+        for cut in cuts[max(0, stage - 1) : stage + 1]:
+            messages += MESSAGE_CALLS * own.call + cut.own
         times_sent = microbatches if at_once[stage] else 1
         sums.append(
-            _Stage(
+            Stage(
                 forward + messages * times_sent,
                 backward + (forward if recompute else 0.0) + messages * times_sent,
                 messages * times_sent,
@@ -151,88 +165,26 @@ def _parts(  # noqa: PLR0913 (what a pipeline has)
     return sums
 
 
-def _of_few(own: LayerTimes, layer: LayerProfile, rows: float) -> Seconds:
-    found, share = own.of(layer, rows), suited(layer, rows)
-    return Seconds(found.forward * share.forward, found.backward * share.backward)
+def _of_few(profile: Profile, own: LayerTimes, rows: float) -> tuple[list[float], list[float]]:
+    """Forward and backward seconds of each layer, as it computes few rows."""
+    each = own.each(rows)
+    shares = [suited(layer, rows) for layer in profile.layers]
+    forward = [found.forward * share.forward for found, share in zip(each, shares, strict=True)]
+    return forward, [found.backward * share.backward for found, share in zip(each, shares, strict=True)]
 
 
-def _own_messages(
-    profile: Profile, layout: Layout, begins: Sequence[int], stage: int, microbatches: int, call: float
-) -> float:
-    """Seconds that a stage spends itself on what comes in and goes out in one direction: bookkeeping, half of what of a
-    transfer does not go on by itself, and by what the rest of it slows computing down."""
-    total = 0.0
-    for a, b in ((stage - 1, stage), (stage, stage + 1)):
-        if a >= 0 and b < len(begins):
-            nbytes = profile.crossing_bytes[begins[b]] / microbatches
-            share, slowdown = exposed(layout, a, b), layout.cluster.link(*layout.group((a, b))).slowdown
-            total += MESSAGE_CALLS * call + message(layout, a, b, nbytes) * (share / 2 + (1 - share) * slowdown)
-    return total
-
-
-def _links(profile: Profile, layout: Layout, begins: Sequence[int], microbatches: int) -> list[float]:
-    """Seconds that each cut's transfers go on by themselves."""
-    return [
-        message(layout, i, i + 1, profile.crossing_bytes[begin] / microbatches) * (1.0 - exposed(layout, i, i + 1))
-        for i, begin in enumerate(begins[1:])
-    ]
-
-
-def _tasks(parts: Sequence[_Stage], orders: Sequence[Order], links: Sequence[float]) -> list[Task]:
-    """Every pass on its rank, after the one before it there and after what it needs of its neighbours."""
-    places, total = _places(parts, orders, links)
-    tasks: list[Task | None] = [None] * total
-    for stage, (part, order) in enumerate(zip(parts, orders, strict=True)):
-        numbers = [number for kind, number in order if kind == "forward"]
-        turns: Order = [("forward", -1), ("backward", -1)] if part.at_once else order
-        before: int | None = None
-        for kind, number in turns:
-            place = places[kind, stage, number]
-            source, cut_at = (stage - 1, stage - 1) if kind == "forward" else (stage + 1, stage)
-            needs = [] if before is None else [before]
-            for each in numbers if number < 0 else [number]:
-                if 0 <= source < len(parts):
-                    sender = places[kind, source, -1 if parts[source].at_once else each]
-                    sent = places.get((f"{kind} sent", stage, each))
-                    if sent is None:
-                        needs.append(sender)
-                    else:
-                        link, name = f"{min(source, stage)}-{max(source, stage)} {kind}", f"{kind} {each}"
-                        tasks[sent] = Task(name, "communicating", (link,), links[cut_at], (sender,), order=sent)
-                        needs.append(sent)
-            name = f"{kind} {number}" if number >= 0 else f"{kind} of the batch"
-            seconds = part.forward if kind == "forward" else part.backward
-            tasks[place] = Task(name, "computing", (_on(stage),), seconds, tuple(needs))
-            before = place
-    return [task for task in tasks if task is not None]
-
-
-def _places(
-    parts: Sequence[_Stage], orders: Sequence[Order], links: Sequence[float]
-) -> tuple[dict[tuple[str, int, int], int], int]:
-    """Where in the list of tasks each pass stands, and each transfer to a stage that takes any time."""
-    places: dict[tuple[str, int, int], int] = {}
-    for stage, (part, order) in enumerate(zip(parts, orders, strict=True)):
-        for kind, number in order:
-            places.setdefault((kind, stage, -1 if part.at_once else number), len(places))
-            at = stage - 1 if kind == "forward" else stage
-            if 0 <= at < len(links) and links[at] > 0:
-                places[f"{kind} sent", stage, number] = len(places)
-    return places, len(places)
-
-
-def _found(spans: Sequence[Span], parts: Sequence[_Stage], microbatches: int) -> dict[str, float]:
+def _found(passes: Passes, parts: Sequence[Stage], microbatches: int) -> dict[str, float]:
     """As the stage sees it that computes most; its own part of messages is counted with the others."""
-    passes = [1 if part.at_once else microbatches for part in parts]
-    busiest = max(range(len(parts)), key=lambda i: (parts[i].forward + parts[i].backward) * passes[i])
-    found = terms(spans, _on(busiest))
-    own = 2 * parts[busiest].messages * passes[busiest]
+    many = [1 if part.at_once else microbatches for part in parts]
+    busiest = max(range(len(parts)), key=lambda i: (parts[i].forward + parts[i].backward) * many[i])
+    found = passes.terms(busiest)
+    own = 2 * parts[busiest].messages * many[busiest]
     found["computing"] -= own
     found["communicating"] += own
     return found
 
 
-def _closed(parts: Sequence[_Stage], links: Sequence[float], microbatches: int) -> dict[str, float]:
+def _closed(parts: Sequence[Stage], links: Sequence[float], microbatches: int) -> dict[str, float]:
     """The first micro-batch goes through all stages and back, the others follow at the pace of the slowest."""
     busiest = max(parts, key=lambda part: part.forward + part.backward)
     pace = busiest.forward + busiest.backward

@@ -51,7 +51,9 @@ def scatter(layout: Layout, nbytes: int) -> float:
 
 def in_turn(layout: Layout, root: int, parts: Sequence[Unit]) -> float:
     """Seconds of all messages of a pass forward and back, one after the other: on CPUs nothing else goes on."""
-    twice = sum(2 * gather(layout, unit.nbytes) + scatter(layout, unit.nbytes) for unit in parts)
+    sizes = {unit.nbytes for unit in parts}
+    each = {nbytes: 2 * gather(layout, nbytes) + scatter(layout, nbytes) for nbytes in sizes}
+    twice = sum(each[unit.nbytes] for unit in parts)
     return gather(layout, root) + scatter(layout, root) + twice
 
 

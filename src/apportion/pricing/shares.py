@@ -109,10 +109,7 @@ def layer_seconds(
     """Forward and backward seconds of each layer, which add up to these: of the whole network, which has overheads
     that its layers by themselves have not, or the other way round."""
     device, together = layout.device(0), layout.together(0)
-    each = [
-        profile.layer_seconds(layer, device, rows=rows, threads=layout.threads, together=together)
-        for layer in profile.layers
-    ]
+    each = profile.layers_seconds(device, rows=rows, threads=layout.threads, together=together)
     return _scaled([one.forward for one in each], forward), _scaled([one.backward for one in each], backward)
 
 

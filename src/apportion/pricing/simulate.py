@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from apportion.pricing.cost import Span
@@ -108,13 +108,20 @@ def makespan(spans: Iterable[Span]) -> float:
 def terms(spans: Sequence[Span], device: str) -> dict[str, float]:
     """A step's time as one device spends it, by kind: what it does; what it is idle for, while a link carries something
     (communicating) or not (bubble)."""
-    end = makespan(spans)
+    own = [(s.begin, s.end, s.kind) for s in spans if s.on == device]
+    carried = [(s.begin, s.end) for s in spans if s.kind == "communicating" and s.on != device]
+    return spent(own, carried, makespan(spans))
+
+
+def spent(
+    own: Iterable[tuple[float, float, str]], carried: Iterable[tuple[float, float]], end: float
+) -> dict[str, float]:
+    """The same of a step that ends then: (begin, end, kind) of what a device does, and (begin, end) of what links
+    carry."""
     found: dict[str, float] = {}
-    own = sorted((s.begin, s.end, s.kind) for s in spans if s.on == device)
-    carried = _union([(s.begin, s.end) for s in spans if s.kind == "communicating" and s.on != device])
     at = 0.0
     idle: list[tuple[float, float]] = []
-    for begin, until, kind in own:
+    for begin, until, kind in sorted(own):
         found[kind] = found.get(kind, 0.0) + until - begin
         if begin > at:
             idle.append((at, begin))
@@ -122,13 +129,26 @@ def terms(spans: Sequence[Span], device: str) -> dict[str, float]:
     if end > at:
         idle.append((at, end))
     lying = sum(b - a for a, b in idle)
-    exposed = sum(max(0.0, min(b, d) - max(a, c)) for a, b in idle for c, d in carried)
+    exposed = sum(_common(idle, _union(carried)))
     found["communicating"] = found.get("communicating", 0.0) + exposed
     found["bubble"] = found.get("bubble", 0.0) + lying - exposed
     return found
 
 
-def _union(stretches: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def _common(some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> Iterator[float]:
+    """How long two rows of stretches lie on each other, stretch by stretch; of each row none begins before the last has
+    ended."""
+    first = 0
+    for a, b in some:
+        while first < len(others) and others[first][1] <= a:
+            first += 1
+        at = first
+        while at < len(others) and others[at][0] < b:
+            yield min(b, others[at][1]) - max(a, others[at][0])
+            at += 1
+
+
+def _union(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     joined: list[tuple[float, float]] = []
     for begin, end in sorted(stretches):
         if joined and begin <= joined[-1][1]:

@@ -7,11 +7,11 @@ heads, recurrent layers by hidden units. The last layer is taken for logits unde
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from apportion.pricing.collectives import all_gather, all_reduce
+from apportion.pricing.collectives import Collective
 from apportion.pricing.layer_times import LayerTimes
 from apportion.pricing.layout import Layout
 from apportion.profile import LayerProfile, Profile
@@ -56,9 +56,7 @@ def width(profile: Profile, layer: LayerProfile) -> tuple[float, float]:
     return max(1.0, layer.parameter_bytes / 4 / outputs), outputs
 
 
-def sliced(
-    profile: Profile, *, min_width: int, ranks: int, among: Sequence[LayerProfile] | None = None
-) -> dict[str, How]:
+def sliced(profile: Profile, *, min_width: int, among: Sequence[LayerProfile] | None = None) -> dict[str, How]:
     """How layers are sliced, by name; those that are not there stay whole. Where nothing is ``min_width`` wide, narrow
     layers are sliced all the same."""
     layers = profile.layers if among is None else among
@@ -77,13 +75,15 @@ def _sliced(profile: Profile, layers: Sequence[LayerProfile], least: int) -> dic
         if how is not None and (how != "vocabulary" or min(width(profile, layer)) >= least):
             found[layer.name] = how
     linear = {layer.name: layer for layer in can if layer.kind == "Linear"}
-    users = _users(profile)
+    by_name, users = {layer.name: layer for layer in profile.layers}, _users(profile)
+    free = {name for name in linear if name not in found}
     for row in linear.values():
-        if row.name not in found and "inputs" in row.ways:
-            columns = _columns(profile, row, {n for n in linear if n not in found and n != row.name}, users)
+        if row.name in free and "inputs" in row.ways:
+            columns = _columns(by_name, row, free - {row.name}, users)
             found |= dict.fromkeys(columns, "columns")
             if columns:
                 found[row.name] = "row"
+                free -= {row.name, *columns}
     last = profile.layers[-1].name
     for name, layer in linear.items():
         if name not in found and min(width(profile, layer)) >= least:
@@ -99,10 +99,11 @@ def _users(profile: Profile) -> dict[str, list[str]]:
     return users
 
 
-def _columns(profile: Profile, row: LayerProfile, free: set[str], users: dict[str, list[str]]) -> set[str]:
+def _columns(
+    by_name: Mapping[str, LayerProfile], row: LayerProfile, free: set[str], users: Mapping[str, list[str]]
+) -> set[str]:
     """The Linear layers whose outputs reach ``row`` through element-wise layers, and nothing else; none where there is
     anything else on the way."""
-    by_name = {layer.name: layer for layer in profile.layers}
     between: set[str] = set()
     columns: set[str] = set()
     waiting = list(row.inputs)
@@ -134,33 +135,32 @@ class Sliced:
     activations: float = 0.0
 
 
-def price(
-    profile: Profile,
-    layout: Layout,
-    own: LayerTimes,
-    how: dict[str, How],
-    layers: Sequence[LayerProfile],
-    *,
-    rows: float,
-) -> Sliced:
-    """Of some layers of a network on so many rows."""
-    found, n = Sliced(), layout.ranks
-    by_name = {layer.name: layer for layer in profile.layers}
-    between = _in_slices(profile, how)
-    for layer in layers:
-        cut = how.get(layer.name)
-        share = 1.0 / n if cut is not None or layer.name in between else 1.0
-        way = _WAYS.get(cut, "units") if cut is not None else ""
-        found.computing += own.of(layer, rows, way=way if share < 1.0 else "", share=share).both
-        found.weights += layer.parameter_bytes * (share if cut else 1.0)
-        found.activations += layer.kept_bytes * share * rows / profile.batch_size
-        if cut is not None and n > 1:
-            given = [by_name[name] for name in layer.inputs if name in by_name]
-            found.communicating += _travels(layout, layer, cut, given, rows / profile.batch_size, own.call)
-    return found
+class Slices:
+    """The layers of a network on the ranks of a layout, of which each has a slice of those in ``how``."""
+
+    def __init__(self, profile: Profile, layout: Layout, own: LayerTimes, how: Mapping[str, How]) -> None:
+        self._batch, self._own, self._how = profile.batch_size, own, how
+        self._by_name = {layer.name: layer for layer in profile.layers}
+        self._between = _in_slices(profile, how)
+        self._n, self._ranks = layout.ranks, Collective.among(layout, range(layout.ranks))
+
+    def price(self, layers: Iterable[LayerProfile], *, rows: float) -> Sliced:
+        """Of some of the layers, on so many rows."""
+        found = Sliced()
+        for layer in layers:
+            cut = self._how.get(layer.name)
+            share = 1.0 / self._n if cut is not None or layer.name in self._between else 1.0
+            way = _WAYS.get(cut, "units") if cut is not None else ""
+            found.computing += self._own.of(layer, rows, way=way if share < 1.0 else "", share=share).both
+            found.weights += layer.parameter_bytes * (share if cut else 1.0)
+            found.activations += layer.kept_bytes * share * rows / self._batch
+            if cut is not None and self._n > 1:
+                given = [self._by_name[name] for name in layer.inputs if name in self._by_name]
+                found.communicating += _travels(self._ranks, layer, cut, given, rows / self._batch, self._own.call)
+        return found
 
 
-def _in_slices(profile: Profile, how: dict[str, How]) -> set[str]:
+def _in_slices(profile: Profile, how: Mapping[str, How]) -> set[str]:
     """Element-wise layers inside of pairs: they work on slices."""
     found: set[str] = set()
     for layer in profile.layers:
@@ -171,22 +171,24 @@ def _in_slices(profile: Profile, how: dict[str, How]) -> set[str]:
 
 
 def _travels(
-    layout: Layout, layer: LayerProfile, cut: How, given: Sequence[LayerProfile], part: float, call: float
+    ranks: Collective, layer: LayerProfile, cut: How, given: Sequence[LayerProfile], part: float, call: float
 ) -> float:
     """Seconds of what a sliced layer sends forward and backward, and of the bookkeeping around it. The network's own
     arguments get no gradient."""
-    ranks = range(layout.ranks)
     out = layer.activation_bytes * part
     back = sum(source.activation_bytes for source in given) * part
-    sums = lambda nbytes: all_reduce(layout, ranks, nbytes) if nbytes else 0.0  # noqa: E731
     calls = 2 * SLICE_CALLS * call
+
+    def sums(nbytes: float) -> float:
+        return ranks.all_reduce(nbytes) if nbytes else 0.0
+
     match cut:
         case "columns":
             return sums(back) + calls / 2
         case "row" | "vocabulary":
             return sums(out) + calls / 2
         case "alone":
-            return all_gather(layout, ranks, out) + sums(back) + calls
+            return ranks.all_gather(out) + sums(back) + calls
         case "output":  # three numbers a row instead of the logits
             return 3 * sums(out / max(1.0, layer.parameter_bytes / 4 / 32)) + sums(back) + calls
         case "heads":
@@ -195,4 +197,4 @@ def _travels(
             return 2 * (sums(out) + sums(back) + calls)
         case "units":  # at every moment of every layer
             moments = max(1, layer.length) * layer.stack
-            return 2 * moments * (all_gather(layout, ranks, out / max(1, layer.length)) + calls / 2)
+            return 2 * moments * (ranks.all_gather(out / max(1, layer.length)) + calls / 2)

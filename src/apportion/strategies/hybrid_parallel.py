@@ -95,7 +95,7 @@ class HybridParallel(Strategy):
         if layout.ranks == 1 or usual is None:
             return
         yield cls()
-        how = slices.sliced(profile, min_width=cls.min_width, ranks=layout.ranks, among=profile.layers[usual:])
+        how = slices.sliced(profile, min_width=cls.min_width, among=profile.layers[usual:])
         at = one_weird_trick.begins(profile, layout, how, least=usual)
         later = [i for i, layer in enumerate(profile.layers) if at is not None and i >= at and layer.name in how]
         if later and later[0] > usual:
@@ -116,7 +116,7 @@ class HybridParallel(Strategy):
             raise ValueError(_no_layer(profile.name, what))
         back = profile.layers[at:]
         among = [layer for layer in back if self.tensor is None or _under(layer.name, [self.tensor])]
-        how = slices.sliced(profile, min_width=self.min_width, ranks=layout.ranks, among=among)
+        how = slices.sliced(profile, min_width=self.min_width, among=among)
         if not how:
             raise ValueError(f"there is no layer that can be sliced under {back[0].name}: use data_parallel")
         return one_weird_trick.exchanging(profile, layout, at, how, rotates=self.exchange == "rotate")

@@ -33,9 +33,9 @@ from apportion.parallel.part import MakePart
 from apportion.parallel.split import SplitStep
 from apportion.parallel.stages import refuse_stages, staged
 from apportion.parallel.turns import turns
-from apportion.pricing import pipeline
 from apportion.pricing.cost import Cost
 from apportion.pricing.layout import Layout
+from apportion.pricing.pipeline import Pipeline, cut
 from apportion.profile import Profile
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
@@ -65,9 +65,9 @@ class LayerPlacement(Strategy):
     def cost(self, profile: Profile, layout: Layout) -> Cost:
         if layout.ranks > 1:
             refuse_stages(profile.own_update, profile.carries, layout.device(0).kind, profile.untraceable)
-        begins = pipeline.cut(profile, layout, microbatches=1, cuts=self.cuts)
+        begins = cut(profile, layout, microbatches=1, cuts=self.cuts)
         orders = [turns("gpipe", stage, layout.ranks, 1) for stage in range(layout.ranks)]
-        return pipeline.stages(profile, layout, begins, orders)
+        return Pipeline(profile, layout, begins, microbatches=1).cost(orders)
 
     def build(self, workload: Workload, world: World) -> Step:
         def part(world: World) -> MakePart:

@@ -44,9 +44,9 @@ from apportion.parallel.part import MakePart
 from apportion.parallel.split import SplitStep
 from apportion.parallel.stages import refuse_stages, staged
 from apportion.parallel.turns import SCHEDULES, turns
-from apportion.pricing import pipeline
 from apportion.pricing.cost import Cost
 from apportion.pricing.layout import Layout
+from apportion.pricing.pipeline import Pipeline, cut
 from apportion.profile import Profile
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
@@ -108,7 +108,8 @@ class PipelineParallel(Strategy):
     def _others(self, profile: Profile, layout: Layout) -> Iterator[Self]:
         gpipe = replace(self, schedule="gpipe")
         try:
-            usual, other = self.cost(profile, layout), gpipe.cost(profile, layout)
+            stages = self._stages(profile, layout)
+            usual, other = self._in_turns(stages, layout), gpipe._in_turns(stages, layout)
         except ValueError:  # it is refused, whatever its schedule
             return
         if other.step_seconds < 0.99 * usual.step_seconds:
@@ -117,6 +118,16 @@ class PipelineParallel(Strategy):
             yield replace(self, recompute=True)
 
     def cost(self, profile: Profile, layout: Layout) -> Cost:
+        return self._in_turns(self._stages(profile, layout), layout)
+
+    def _in_turns(self, stages: Pipeline, layout: Layout) -> Cost:
+        """Of stages, in this one's schedule; where one waits for the whole batch there is one schedule only."""
+        schedule = "gpipe" if stages.waits else self.schedule
+        orders = [turns(schedule, stage, layout.ranks, stages.microbatches) for stage in range(layout.ranks)]
+        return stages.cost(orders)
+
+    def _stages(self, profile: Profile, layout: Layout) -> Pipeline:
+        """Of any schedule. ValueError where they cannot be."""
         self._refuse(layout.ranks, not profile.cut_by_rows, profile.own_update, profile.carries)
         if layout.ranks > 1:
             refuse_stages(profile.own_update, profile.carries, layout.device(0).kind, profile.untraceable)
@@ -130,15 +141,16 @@ class PipelineParallel(Strategy):
                 'batch_norm="whole", microbatches=1, layer_placement, data_parallel, or a normalisation that looks at '
                 "one example (GroupNorm, LayerNorm)"
             )
-        begins = pipeline.cut(profile, layout, microbatches=microbatches, cuts=self.cuts)
+        begins = cut(profile, layout, microbatches=microbatches, cuts=self.cuts)
         bounds = pairwise([*begins, len(profile.layers)])
         at_once = [any("BatchNorm" in layer.kind for layer in profile.layers[a:b]) for a, b in bounds]
         if profile.batch_norm and not any(at_once):  # one that is made of functions may be anywhere
             at_once = [True] * layout.ranks
         at_once = [each and microbatches > 1 for each in at_once]
-        schedule = "gpipe" if any(at_once) else self.schedule
-        orders = [turns(schedule, stage, layout.ranks, microbatches) for stage in range(layout.ranks)]
-        return pipeline.stages(profile, layout, begins, orders, recompute=self.recompute, at_once=at_once, fused=True)
+        return Pipeline(
+            profile, layout, begins,
+            microbatches=microbatches, recompute=self.recompute, at_once=at_once, fused=True,
+        )  # fmt: skip
 
     def _refuse(self, ranks: int, couples: bool, own_update: bool, carries: bool) -> None:
         if self.stages not in (None, ranks):

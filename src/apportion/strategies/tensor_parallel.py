@@ -79,33 +79,31 @@ class TensorParallel(Strategy):
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
-        if layout.ranks > 1 and slices.sliced(profile, min_width=1, ranks=layout.ranks):
+        if layout.ranks > 1 and slices.sliced(profile, min_width=1):
             yield cls()
 
     def cost(self, profile: Profile, layout: Layout) -> Cost:
         if profile.own_update:
             raise ValueError(OWN_UPDATE)
-        how = slices.sliced(profile, min_width=self.min_width, ranks=layout.ranks)
+        how = slices.sliced(profile, min_width=self.min_width)
         if not how:
             kinds = dict.fromkeys(layer.kind for layer in profile.layers if layer.parameter_bytes)
             raise ValueError(_nothing(list(kinds)))
-        ranks = [
-            slices.price(profile, layout, own, how, profile.layers, rows=profile.batch_size)
-            for own in dict.fromkeys(times(profile, layout))
-        ]
+        each, rows = list(dict.fromkeys(times(profile, layout))), profile.batch_size
+        ranks = [slices.Slices(profile, layout, own, how).price(profile.layers, rows=rows) for own in each]
         slowest = max(ranks, key=lambda rank: rank.computing)
         mean = sum(rank.computing for rank in ranks) / len(ranks)
-        update = max(own.update(slowest.weights, fused=True) for own in times(profile, layout))
+        update = max(own.update(slowest.weights, fused=True) for own in each)
         return Cost(
             terms={
                 "computing": mean,
                 "communicating": slowest.communicating,
                 "updating": update,
                 "waiting": slowest.computing * (1.0 + chance(layout)) - mean,
-                "loading": profile.loading_seconds * profile.batch_size,
+                "loading": profile.loading_seconds * rows,
             },
             memory=worst(held(profile, layout, r.weights, r.activations, share=1.0) for r in ranks),
-            examples=profile.batch_size,
+            examples=rows,
         )
 
     def build(self, workload: Workload, world: World) -> Step:
