@@ -118,7 +118,7 @@ class Timed:
         numel = sum(p.numel() for p in replica.trainable())
         slots = sum(t.numel() for _, t in replica.slots() if t.dim())
         return {
-            "batch_size": workload.batch_size,
+            "batch_size": len(self._batch),  # fewer than asked for where there are fewer examples
             "model": type(model).__name__,
             "parameter_bytes": sum(p.nbytes for p in model.parameters()),
             "slots": round(slots / max(1, numel)),
