@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def test_a_cluster_is_the_same_after_json(tmp_path: Path) -> None:
     ("text", "why"),
     [
         ("{", "is no JSON"),
-        ("{}", "no cluster: 'devices'"),
+        ("{}", "no cluster: 'name' and 'devices' are missing"),
         ('{"name": "x", "devices": [], "links": []}', "needs at least one device"),
         ('{"name": "x", "devices": [{"name": "d", "rates": []}]}', "no cluster"),
         ('{"name": "x", "devices": [{"rates": [{"thread": 1}]}]}', "thread"),
@@ -59,6 +60,46 @@ def test_a_file_that_holds_no_cluster_says_so(tmp_path: Path, text: str, why: st
     (tmp_path / "c.json").write_text(text)
     with pytest.raises(ValueError, match=why):
         Cluster.load(tmp_path / "c.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda c: c["devices"][0].update(core=4), "devices[0]: 'core' is no field: did you mean 'cores'?"),
+        (lambda c: c["links"][2].pop("latency"), "links[2]: 'latency' is missing"),
+        (lambda c: c["devices"][0].update(cores=2.5), "devices[0].cores=2.5: a whole number is wanted"),
+        (lambda c: c["devices"][1].update(memory_bytes="8 GiB"), "devices[1].memory_bytes='8 GiB': a whole number"),
+        (lambda c: c["devices"][0]["rates"][1].update(flops="1e11"), "devices[0].rates[1].flops='1e11': a number"),
+        (lambda c: c["devices"][0]["rates"][1].update(flops=-1.0), "flops=-1.0"),
+        (lambda c: c["devices"][0]["rates"][1].update(together=0), "together=0"),
+        (lambda c: c["devices"][0].update(cores=0), "device a/cpu: cores=0"),
+        (lambda c: c["devices"][0].update(kind="gpu"), "devices[0].kind='gpu': one of cpu, cuda is wanted"),
+        (lambda c: c["links"][2].update(port="nic"), "links[2].port='nic': one of device, host, all is wanted"),
+        (lambda c: c["links"][2].update(bandwidth=float("nan")), "links[2].bandwidth=nan: a number is wanted"),
+        (lambda c: c["links"][2].update(bandwidth=None), "links[2].bandwidth=None: a number is wanted"),
+        (lambda c: c["links"][2].update(bandwidth=-1), "bandwidth=-1"),
+        (lambda c: c["links"][2].update(hidden=5), "hidden=5"),
+        (lambda c: c.update(devices={"a": 1}), "devices={'a': 1}: a list is wanted"),
+        (lambda c: c.update(name=5), "name=5: a text is wanted"),
+    ],
+)
+def test_what_is_wrong_in_a_cluster_is_named_with_its_place(change: Any, said: str) -> None:
+    data = json.loads(json.dumps(two_hosts().to_json()))
+    change(data)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Cluster.from_json(data)
+
+
+@pytest.mark.parametrize("data", [[], "text", None, 5])
+def test_json_that_is_no_object_is_no_cluster(data: Any) -> None:
+    with pytest.raises(ValueError, match="an object is wanted, with name, devices, links"):
+        Cluster.from_json(data)
+
+
+def test_bytes_may_be_written_as_a_person_does() -> None:
+    data = two_hosts().to_json()
+    data["devices"][0]["memory_bytes"] = 8e9
+    assert Cluster.from_json(data).devices[0].memory_bytes == 8_000_000_000
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -113,6 +154,8 @@ def test_the_catalogue_has_the_common_machines() -> None:
     assert set(catalogue.names()) == {"2-cores", "16-cores", "32-cores", "8xv100", "8xa100", "8xh100"} | hosts
     with pytest.raises(ValueError, match="did you mean '8xa100'"):
         catalogue.named("8a100")
+    with pytest.raises(ValueError, match="did you mean '8xa100'"):
+        catalogue.named("8xA100")
     with pytest.raises(ValueError, match="there are 16-cores, "):
         catalogue.named("?")
 

@@ -51,6 +51,14 @@ def test_a_plan_is_found_again_for_the_same_workload_asked_for_in_the_same_way()
     assert remembered.recall(remembered.key(MARK, {"launcher": "local(threads=1)"})) is None
 
 
+def test_a_plan_that_cannot_be_kept_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    there = remembered.folder() / "x.json"
+    there.mkdir(parents=True)  # nothing can be put in its place
+    remembered.keep("x", PLAN)
+    assert list(remembered.folder().iterdir()) == [there]
+
+
 def test_another_machine_or_another_torch_has_plans_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     here = remembered.key(MARK, {})
     monkeypatch.setattr(torch, "__version__", "9.9")

@@ -125,6 +125,15 @@ def test_a_cache_that_cannot_be_written_is_no_error(measured: Cluster, tmp_path:
     assert kept.read(TINY, tmp_path / "file") is None
 
 
+def test_what_cannot_be_kept_whole_leaves_nothing(measured: Cluster, tmp_path: Path) -> None:
+    kept.write(measured, TINY, tmp_path)
+    (kept_in,) = tmp_path.iterdir()
+    kept_in.unlink()
+    kept_in.mkdir()  # nothing can be put in its place
+    kept.write(measured, TINY, tmp_path)
+    assert list(tmp_path.iterdir()) == [kept_in]
+
+
 def test_the_cache_is_where_the_system_wants_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert kept.folder() == tmp_path / "apportion" / "clusters"

@@ -15,12 +15,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import networks
 import pytest
+from ranks import by_value
 from typer.testing import CliRunner, Result
 
 import apportion
 from apportion.cli import app
 from apportion.cluster import Cluster, Device, Link, Moved, Rate
+from apportion.display_plan import show_plan
+from apportion.planner import kept
 from apportion.planner.changed import of_hosts, one_gpu_more, one_host_more, with_bandwidth
 from apportion.planner.commands import commands
 from apportion.planner.explain import why_not
@@ -511,6 +515,36 @@ def test_workers_of_several_threads_get_as_many_cores_each() -> None:
 # The command
 
 
+def test_of_one_process_and_another_no_number_of_workers_is_told() -> None:
+    """The simpler of two single processes is not the one with fewer workers."""
+    alone = Layout(cluster=host(), devices=("a/cpu",), threads=2)
+    plain, fused = (SingleDevice(fused=fused) for fused in (False, True))
+    tried = [Tried(step_seconds=seconds, low=seconds * 0.95, high=seconds * 1.05, steps=20) for seconds in (1.0, 0.997)]
+    cost = Cost(examples=64, terms={"computing": 1.0}, memory={})
+    first, second = (
+        Priced(strategy=strategy, layout=alone, cost=cost, tried=measured)
+        for strategy, measured in zip((plain, fused), tried, strict=True)
+    )
+    plan = make([first, second], network(), host(), chosen=first)
+    assert plan.why[-1].endswith("less than can be told: the simpler one is taken")
+    assert plan.reasons[1] == "as fast as can be told (0.3% faster), and less simple"
+
+
+def test_a_file_of_a_measured_cluster_is_not_thought_to_be_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was measured where it was saved: the layers are timed on this machine, under its own name."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept.write(replace(host(), measured=True), 1e9)
+    elsewhere = host(32, model="a larger cpu")
+    replace(elsewhere, measured=True).save(tmp_path / "server.json")
+    with by_value(networks):
+        workload = networks.workload(networks.perceptron, networks.tabular(16, 10), 16)
+        plan = apportion.plan(workload, tmp_path / "server.json", workers=1, trial=False)
+    assert plan.profile.device == "some cpu"
+    assert plan.cluster.devices[0].model == "a larger cpu"
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With files of a profile and of clusters."""
@@ -560,6 +594,20 @@ def test_the_terminal_shows_the_table_the_reasons_and_what_to_type(folder: Path)
     assert max(map(len, text.partition("\nwhy\n")[0].splitlines())) <= 110
 
 
+def test_the_parts_of_a_step_stand_beside_the_prediction_that_they_add_up_to(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What was measured is another number: its parts are not known."""
+    layout = Layout(cluster=host(), devices=("a/cpu",), threads=2)
+    cost = Cost(examples=64, terms={"computing": 0.002, "communicating": 0.001}, memory={})
+    tried = Tried(step_seconds=0.007, low=0.006, high=0.008, steps=20)
+    show_plan(make([Priced(strategy=SingleDevice(), layout=layout, cost=cost, tried=tried)], network(), host()))
+    text = " ".join(capsys.readouterr().out.split())
+    assert "step ms predicted compute send" in text
+    assert "7* 3 2 1" in text
+    assert "parts of that" in text
+
+
 def test_a_cluster_of_the_catalogue_is_called_by_its_name(folder: Path) -> None:
     told = json.loads(called("--network", "profile.json", "--cluster", "2-cores", "--json").stdout)
     assert {c["launcher"] for c in told["candidates"]} >= {"local(workers=2, threads=1)"}
@@ -580,10 +628,19 @@ def test_the_plan_is_written_for_the_address_that_was_given(folder: Path) -> Non
         (("--network", "profile.json", "--cluster", "nowhere.json"), "there is no file nowhere.json"),
         (("--network", "broken.json", "--cluster", "cluster.json"), "broken.json is no JSON"),
         (("--network", "profile.json", "--cluster", "broken.json"), "broken.json is no JSON"),
-        (("--network", "other.json", "--cluster", "cluster.json"), "this is no profile: 'layers'"),
-        (("--network", "profile.json", "--cluster", "other.json"), "this is no cluster: 'devices'"),
+        (
+            ("--network", "other.json", "--cluster", "cluster.json"),
+            "other.json: this is no profile: 'batch_size' and 'layers' and",
+        ),
+        (
+            ("--network", "profile.json", "--cluster", "other.json"),
+            "other.json: this is no cluster: 'devices' is missing",
+        ),
         (("--network", "profile.json", "--cluster", "4-hosts-10gbits"), "did you mean '4-hosts-10gbit'?"),
         (("nowhere.py:workload",), "there is no file nowhere.py"),
+        ((*FILES, "--remeasure"), "nothing is measured or tried with it"),
+        ((*FILES, "--allow-approximate"), "nothing is measured or tried with it"),
+        ((f"{__file__}:x", "--cluster", "2-cores", "--allow-approximate"), "which is elsewhere, there is none"),
         ((*FILES, "--workers", "3"), "cluster one host has no place for them"),
         ((*FILES, "--out", "nowhere/plan.html"), "there is no folder nowhere"),
     ],

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +51,11 @@ def test_beyond_the_points_the_last_line_goes_on_and_does_not_fall() -> None:
 
 def test_one_point_is_scaled() -> None:
     assert interpolated([(10.0, 2.0)], 25) == pytest.approx(5.0)
+
+
+def test_of_two_points_at_the_same_place_one_counts() -> None:
+    assert interpolated([(10.0, 2.0), (10.0, 2.2), (20.0, 4.0)], 10) in (2.0, 2.2)
+    assert interpolated([(10.0, 2.0), (10.0, 2.0)], 20) == pytest.approx(4.0)
 
 
 def test_a_skip_connection_crosses_every_cut_that_it_spans() -> None:
@@ -122,3 +130,24 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
     (tmp_path / "net.json").write_text("{")
     with pytest.raises(ValueError, match="is no JSON"):
         Profile.load(tmp_path / "net.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda p: p.update(format=2), "'format' is no field"),
+        (lambda p: p.update(batch_size=0), "batch_size=0: a batch has at least one example"),
+        (lambda p: p.update(batch_size="64"), "batch_size='64': a whole number is wanted"),
+        (lambda p: p["layers"][0].update(zip=1), "layers[0]: 'zip' is no field"),
+        (lambda p: p["layers"][0].update(flops=None), "layers[0].flops=None: a number is wanted"),
+        (lambda p: p["layers"][0].update(parameter_bytes=-5), "parameter_bytes=-5 is below 0"),
+        (lambda p: p["layers"][0].update(inputs="x"), "layers[0].inputs='x': a list is wanted"),
+        (lambda p: p["layers"][0].update(image=[3, 1]), "layers[0].image=[3, 1]: a list of 3 is wanted"),
+        (lambda p: p["layers"][0]["timings"][0].update(rows=0), "rows=0"),
+    ],
+)
+def test_what_is_wrong_in_a_profile_is_named_with_its_place(change: Any, said: str) -> None:
+    data = json.loads(json.dumps(profile(layer("a", "x", timings=(timing(100, 8.0),))).to_json()))
+    change(data)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Profile.from_json(data)

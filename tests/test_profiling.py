@@ -157,6 +157,12 @@ def test_an_update_of_its_own_is_known_as_a_whole() -> None:
     assert all(p.backward == pytest.approx(2 * p.forward) for p in found.passes[:1])
 
 
+def test_a_batch_larger_than_the_data_is_what_there_is() -> None:
+    found = measured(networks.workload(networks.perceptron, networks.tabular(16, 10), 100), seconds=0.2)
+    assert found.batch_size == found.examples == 49
+    assert [p.rows for p in found.passes] == [49, 25, 7]
+
+
 class Deciding(nn.Module):
     """By the numbers in a tensor."""
 

@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from apportion.reading import read
+
 Port = Literal["device", "host", "all"]
 
 
@@ -24,6 +26,13 @@ class Rate:
     """A second, of matrix products in float32 large enough to be at their best."""
     bytes_per_second: float
     """Of memory: what is read and written, in all."""
+
+    def __post_init__(self) -> None:
+        if min(self.threads, self.together) < 1 or min(self.flops, self.bytes_per_second) <= 0:
+            raise ValueError(
+                f"a rate of threads={self.threads}, together={self.together}, flops={self.flops}, "
+                f"bytes_per_second={self.bytes_per_second}: at least one thread of one worker reaches more than nothing"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +57,11 @@ class Device:
     def __post_init__(self) -> None:
         if not self.rates:
             raise ValueError(f"device {self.name}: it needs at least one rate")
+        if self.cores < 1 or self.memory_bytes < 1 or min(self.call_seconds, self.spread) < 0:
+            raise ValueError(
+                f"device {self.name}: cores={self.cores}, memory_bytes={self.memory_bytes}, call_seconds="
+                f"{self.call_seconds}, spread={self.spread}: it has a core and memory, and no time is negative"
+            )
 
     @cached_property
     def _known(self) -> dict[tuple[int, int], Rate]:
@@ -112,6 +126,11 @@ class Link:
             raise ValueError(
                 f"link {self.kind}: devices={self.devices}, latency={self.latency}, bandwidth={self.bandwidth}: it "
                 "joins at least one device, its bandwidth is positive and its latency not negative"
+            )
+        if not 0 <= self.hidden <= 1 or self.slowdown < 0:
+            raise ValueError(
+                f"link {self.kind}: hidden={self.hidden}, slowdown={self.slowdown}: the first is a share, from 0 to 1, "
+                "the second not negative"
             )
 
 
@@ -186,21 +205,10 @@ class Cluster:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Cluster:
-        """The same cluster. ValueError where a field is missing or unknown."""
+        """The same cluster. ValueError where a field is missing, unknown, or holds what cannot be."""
         try:
-            devices = tuple(Device(**{**d, "rates": tuple(Rate(**r) for r in d["rates"])}) for d in data["devices"])
-            links = tuple(
-                Link(
-                    **{
-                        **link,
-                        "devices": tuple(link["devices"]),
-                        "measured": tuple(Moved(**m) for m in link.get("measured", ())),
-                    }
-                )
-                for link in data.get("links", ())
-            )
-            return Cluster(**{**data, "devices": devices, "links": links})
-        except (KeyError, TypeError) as error:
+            return read(Cluster, data)
+        except ValueError as error:
             raise ValueError(f"this is no cluster: {error}; docs/planner.md has one to begin with") from None
 
     def save(self, path: str | Path) -> None:
@@ -214,4 +222,7 @@ class Cluster:
             data = json.loads(Path(path).read_text())
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is no JSON: {error}") from None
-        return Cluster.from_json(data)
+        try:
+            return Cluster.from_json(data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None

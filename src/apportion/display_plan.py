@@ -15,6 +15,12 @@ MOST_ROWS = 12
 _WIDE = 110
 """Columns, where nobody reads along."""
 
+_PREDICTED = ("step: ms, predicted; compute, send, bubble and wait are its parts:",)
+_LEARNED = (
+    "step: ms, measured where it was tried (*), else predicted with what the trials have taught;",
+    "predicted: before any trial; compute, send, bubble and wait are the parts of that:",
+)
+
 
 def show_plan(plan: Plan) -> None:
     """All of it."""
@@ -23,8 +29,10 @@ def show_plan(plan: Plan) -> None:
     say = _Say(console)
     say.line(f"{plan.workload}, batches of {plan.profile.batch_size:,}, on {plan.cluster.name}")
     shown, left = rows(plan)
-    console.print(_table(shown))
-    say.dim("step: ms, measured where it was tried (*), else predicted; compute, send, bubble and wait are its parts:")
+    learned = any(p.cost is not None and p.step_seconds != p.cost.step_seconds for p in shown)
+    console.print(_table(shown, learned=learned))
+    for text in _LEARNED if learned else _PREDICTED:
+        say.dim(text)
     say.dim("send: communication that nothing hides; wait: for the slowest worker; memory: of the largest worker")
     if left:
         say.dim(f"{left} more that are slower are left out; --json has them")
@@ -76,17 +84,19 @@ def _of_each(lost: Sequence[tuple[Priced, str]]) -> list[tuple[Priced, str]]:
     return kept
 
 
-def _table(shown: Sequence[Priced]) -> Table:
+def _table(shown: Sequence[Priced], *, learned: bool) -> Table:
+    """``learned``: with what was predicted before the trials, which the parts are of."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("strategy and launcher", overflow="fold", min_width=20)
-    for name in ("step ms", "compute", "send", "bubble", "wait", "memory", "examples/s", "exact"):
+    predicted = ("predicted",) if learned else ()
+    for name in ("step ms", *predicted, "compute", "send", "bubble", "wait", "memory", "examples/s", "exact"):
         table.add_column(name, justify="right", no_wrap=True)
     for p in shown:
-        table.add_row(*cells(p))
+        table.add_row(*cells(p, learned=learned))
     return table
 
 
-def cells(p: Priced) -> list[str]:
+def cells(p: Priced, *, learned: bool) -> list[str]:
     """A line of the table."""
     assert p.cost is not None
     terms = p.cost.terms
@@ -98,6 +108,7 @@ def cells(p: Priced) -> list[str]:
     return [
         f"{p.strategy}\n  {p.launcher}",
         f"{p.step_seconds * 1e3:.3g}{'*' if p.tried is not None else ''}",
+        *([f"{p.cost.step_seconds * 1e3:.3g}"] if learned else []),
         ms("computing", "updating", "loading"),
         ms("communicating"),
         ms("bubble"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from apportion.cluster import Device, Rate
+from apportion.reading import read
 
 
 class Seconds(NamedTuple):
@@ -46,6 +47,12 @@ class Timing:
     forward: float
     backward: float
 
+    def __post_init__(self) -> None:
+        _not_below(0, forward=self.forward, backward=self.backward)
+        _not_below(1, threads=self.threads, together=self.together)
+        if self.rows <= 0 or not 0 < self.share <= 1:
+            raise ValueError(f"rows={self.rows}, share={self.share}: some rows were timed, of a share up to 1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerProfile:
@@ -76,6 +83,11 @@ class LayerProfile:
     groups: int = 1
     """Of a convolution, whose filters each look at one of them."""
 
+    def __post_init__(self) -> None:
+        _not_below(0, parameter_bytes=self.parameter_bytes, activation_bytes=self.activation_bytes)
+        _not_below(0, kept_bytes=self.kept_bytes, flops=self.flops)
+        _not_below(1, stack=self.stack, length=self.length)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
@@ -90,6 +102,12 @@ class Pass:
     """Of all weights, by the workload's optimizer."""
     fused_update: float | None = None
     """The same by torch's fused kernels, as strategies run it that divide the weights; None: as above."""
+
+    def __post_init__(self) -> None:
+        _not_below(0, forward=self.forward, backward=self.backward, update=self.update)
+        _not_below(1, threads=self.threads, together=self.together)
+        if self.rows <= 0:
+            raise ValueError(f"rows={self.rows}: some rows were timed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +147,8 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError(f"profile {self.name}: it has no layers")
+        if self.batch_size < 1:
+            raise ValueError(f"profile {self.name}: batch_size={self.batch_size}: a batch has at least one example")
 
     @cached_property
     def parameter_bytes(self) -> int:
@@ -273,12 +293,10 @@ class Profile:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Profile:
-        """The same profile. ValueError where a field is missing or unknown."""
+        """The same profile. ValueError where a field is missing, unknown, or holds what cannot be."""
         try:
-            layers = tuple(_layer(layer) for layer in data["layers"])
-            passes = tuple(Pass(**p) for p in data.get("passes", ()))
-            return Profile(**{**data, "layers": layers, "passes": passes})
-        except (KeyError, TypeError) as error:
+            return read(Profile, data)
+        except ValueError as error:
             raise ValueError(f"this is no profile: {error}; docs/planner.md has one to begin with") from None
 
     def save(self, path: str | Path) -> None:
@@ -292,21 +310,16 @@ class Profile:
             data = json.loads(Path(path).read_text())
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is no JSON: {error}") from None
-        return Profile.from_json(data)
+        try:
+            return Profile.from_json(data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
 
-def _layer(data: dict[str, Any]) -> LayerProfile:
-    image, across = data.get("image"), data.get("across")
-    return LayerProfile(
-        **{
-            **data,
-            "inputs": tuple(data["inputs"]),
-            "timings": tuple(Timing(**t) for t in data.get("timings", ())),
-            "ways": tuple(data.get("ways", ())),
-            "image": None if image is None else tuple(image),
-            "across": None if across is None else tuple(across),
-        }
-    )
+def _not_below(least: float, **given: float) -> None:
+    for name, value in given.items():
+        if value < least:
+            raise ValueError(f"{name}={value} is below {least:g}")
 
 
 def _at(timings: list[Timing], rows: float) -> Seconds:
@@ -319,7 +332,7 @@ def _at(timings: list[Timing], rows: float) -> Seconds:
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
     """Between the nearest two points of the raw table; outside of it on the line through the last two, and no steeper
     downwards than through nothing."""
-    known = sorted(points)
+    known = sorted(dict(points).items())  # of two at the same place one counts: there is no line through them
     if len(known) == 1:
         return known[0][1] * at / known[0][0]
     low, high = next(

@@ -28,12 +28,12 @@ def facts(own: TimedStep) -> Message:
     """What a profile says beside times; the layers as far as they are known, ``like`` the first that takes as long."""
     workload, replica, model = own.workload, own.replica, own.replica.model
     batch_norm = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
-    own.step(own.rows(min(workload.batch_size, max(2, workload.batch_size // FEW))))  # from now on there are slots
+    own.step(own.rows(min(len(own.batch), max(2, len(own.batch) // FEW))))  # from now on there are slots
     numel = sum(p.numel() for p in replica.trainable())
     slots = sum(t.numel() for _, t in replica.slots() if t.dim())
     layers, untraceable = _layers(own)
     return {
-        "batch_size": workload.batch_size,
+        "batch_size": len(own.batch),  # fewer than asked for where there are fewer examples
         "model": type(model).__name__,
         "parameter_bytes": sum(p.nbytes for p in model.parameters()),
         "slots": round(slots / max(1, numel)),

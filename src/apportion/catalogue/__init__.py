@@ -21,7 +21,7 @@ def named(name: str) -> Cluster:
     """The cluster in the catalogue that is called so."""
     known = names()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name.lower(), known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
         raise ValueError(f"cluster {name!r} is not in the catalogue: {hint}; or give a file of JSON")
     return Cluster.from_json(json.loads(resources.files(__name__).joinpath(f"{name}.json").read_text()))

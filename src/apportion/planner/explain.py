@@ -47,9 +47,11 @@ def _no_other(candidates: Sequence[Priced]) -> str:
 def _against(first: Priced, second: Priced, profile: Profile) -> str:
     ratio = second.seconds_per_example / first.seconds_per_example
     if ratio < 1:
+        fewer = (
+            f" ({_workers(first)} instead of {_workers(second)})" if first.layout.ranks != second.layout.ranks else ""
+        )
         return (
-            f"{second} is {1 / ratio - 1:.1%} faster, which is less than can be told: the simpler one is taken "
-            f"({_workers(first)} instead of {_workers(second)})"
+            f"{second} is {1 / ratio - 1:.1%} faster, which is less than can be told: the simpler one is taken{fewer}"
         )
     saved, lost = differences(first, second, profile.batch_size)
     text = f"{ratio:.2f} times as fast as {second}"
@@ -89,7 +91,8 @@ def why_not(p: Priced, first: Priced, profile: Profile) -> str:
         return approximate(p, first)
     slower = p.seconds_per_example / first.seconds_per_example
     if slower <= 1:
-        return f"as fast as can be told ({1 - slower:.1%} faster), and less simple: {_workers(p)}"
+        many = f": {_workers(p)}" if p.layout.ranks != first.layout.ranks else ""
+        return f"as fast as can be told ({1 - slower:.1%} faster), and less simple{many}"
     by = f"{slower:.2f} times as long" if slower >= 1.1 else f"{slower - 1:.1%} slower"
     more = differences(first, p, profile.batch_size)[0]
     if not more:

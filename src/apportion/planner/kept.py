@@ -59,8 +59,11 @@ def write(cluster: Cluster, seconds: float, where: Path | None = None) -> None:
         path = _path(made_of, where)
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(data, indent=1) + "\n")
-        os.replace(draft, path)  # whole, or as it was
+        try:
+            draft.write_text(json.dumps(data, indent=1) + "\n")
+            os.replace(draft, path)  # whole, or as it was
+        finally:
+            draft.unlink(missing_ok=True)
     except (OSError, RuntimeError):
         pass
 

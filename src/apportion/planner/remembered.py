@@ -61,9 +61,9 @@ def keep(name: str, plan: Mapping[str, Any]) -> None:
     """For the next run. Where nothing can be written, that one measures again."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder(), suffix=".new", delete=False) as file:
-            json.dump(plan, file, indent=1)
-        os.replace(file.name, folder() / f"{name}.json")
+        with tempfile.TemporaryDirectory(dir=folder(), suffix=".new") as draft:
+            (Path(draft) / name).write_text(json.dumps(plan, indent=1))
+            os.replace(Path(draft) / name, folder() / f"{name}.json")
     except OSError:
         pass
 

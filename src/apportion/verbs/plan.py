@@ -40,15 +40,27 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
         raise ValueError("plan needs a workload (FILE:NAME), or network=: a profile of one; give either")
     if network is not None and cluster is None:
         raise ValueError("network= is a profile from elsewhere: say which machines with cluster=, a file or a name")
+    if network is not None and (remeasure or allow_approximate):
+        raise ValueError(
+            "network= is a profile from elsewhere: nothing is measured or tried with it; leave remeasure and "
+            "allow_approximate out"
+        )
     if isinstance(workload, str) and (network is None or cluster is None):
         check_place(workload)
     machines = _here(remeasure) if cluster is None else cluster_of(cluster)
+    here = cluster is None or (isinstance(cluster, Cluster) and cluster.measured)
+    if allow_approximate and not (trial and here):
+        why = "without trials" if here else f"on {machines.name}, which is elsewhere,"
+        raise ValueError(f"allow_approximate needs a pilot on these machines, and {why} there is none: leave it out")
     other = None if against is None else cluster_of(against)
-    profile = profile_of(network) if network is not None else _profiled(workload, machines, cluster, workers)
+    if network is not None:
+        profile = profile_of(network)
+    else:
+        assert workload is not None
+        profile = _profiled(workload, machines, workers) if here else _profiled(workload, _here(remeasure), None)
     found = search(profile, machines, workers=workers)
     name = workload if isinstance(workload, str) else None
     planned = make(found, profile, machines, workload=name, against=other)
-    here = cluster is None or (isinstance(cluster, Cluster) and cluster.measured)
     if not (trial and here) or workload is None or network is not None:
         return planned
     from apportion.planner.trying import tried  # with it come processes
@@ -85,13 +97,8 @@ def _here(remeasure: bool) -> Cluster:
     return measure(remeasure=remeasure)
 
 
-def _profiled(
-    workload: Workload | str | None, machines: Cluster, cluster: Cluster | str | Path | None, workers: int | None
-) -> Profile:
+def _profiled(workload: Workload | str, here: Cluster, workers: int | None) -> Profile:
     """Timed on this machine, whichever the plan is for: elsewhere the times are worked out from its rates."""
     from apportion.planner.profiling import profile
 
-    assert workload is not None
-    elsewhere = cluster is not None and not machines.measured
-    here = _here(False) if elsewhere else machines
-    return profile(workload, here, places_of(here, None if elsewhere else workers))
+    return profile(workload, here, places_of(here, workers))
