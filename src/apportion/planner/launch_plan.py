@@ -10,14 +10,17 @@ What is tried runs in these very ranks, over the links that the training will ha
 
 from __future__ import annotations
 
+import socket
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from apportion.address import load_workload
 from apportion.cluster import Cluster
-from apportion.comm.message import broadcast_message
-from apportion.planner.launched import measure_here
+from apportion.comm.message import broadcast_message, gather_messages
+from apportion.planner.launched import SECONDS, measure_here
 from apportion.planner.make import make
 from apportion.planner.on_ranks import Bench, Choice, Taken
 from apportion.planner.plan import Plan
@@ -29,9 +32,11 @@ from apportion.pricing.layout import Layout
 from apportion.profile import Profile
 from apportion.values import written_name
 from apportion.workload import Workload
-from apportion.world import World
+from apportion.world import World, hosts
 
 TRIAL_SECONDS = 10.0
+PROFILING = 0.75
+"""Of the time that the machines are measured for, as long the workload's layers are."""
 BEST = 3
 """So many of the best by prediction are tried."""
 AGAIN = 2
@@ -39,52 +44,69 @@ AGAIN = 2
 
 
 def plan_launched(
-    workload: Workload | str, world: World, *, trial: bool = True, seconds: float = TRIAL_SECONDS
+    workload: Workload | str,
+    world: World,
+    *,
+    trial: bool = True,
+    seconds: float = TRIAL_SECONDS,
+    measuring: float = SECONDS,
 ) -> Plan | None:
     """Which way to split a workload among the ranks of this world, or that one host by itself is faster: the plan on
     rank 0, None on the others. Called by all ranks, with the same.
 
-    ``seconds``: of trying; at least ``on_ranks.LEAST_ROUNDS`` steps of each are made, however long they take. Raises
-    ValueError, on all ranks, where nothing can run.
+    ``seconds``: of trying; at least ``on_ranks.LEAST_ROUNDS`` steps of each are made, however long they take.
+    ``measuring``: of the machines and the links between them, and ``PROFILING`` of it of the workload. Raises
+    ValueError, on all ranks, where the hosts have not as many ranks each, or nothing can run.
     """
     opened = load_workload(workload) if isinstance(workload, str) else workload
-    cluster = measure_here(world)
-    planned = _predicted(opened, workload if isinstance(workload, str) else None, cluster, world)
-    return _tried(planned, opened, world, seconds) if trial else planned
-
-
-def _predicted(opened: Workload, name: str | None, cluster: Cluster, world: World) -> Plan | None:
-    """On rank 0, from a profile of its own host, while the others wait: hosts of the same make take the same times."""
+    seats = _seats(world)
+    cluster = measure_here(world, seconds=measuring)
     planned, refusal = None, ""
-    if world.rank == 0:
+    if world.rank == 0:  # by its own host, while the others wait: hosts of the same make take the same times
         try:
-            found, profiled = priced_here(opened, cluster, world)
+            found, profiled = priced_here(opened, _on(cluster, seats), PROFILING * measuring)
+            name = workload if isinstance(workload, str) else None
             planned = make(found, profiled, cluster, workload=name)
         except ValueError as error:
             refusal = str(error)
     refusal = broadcast_message(refusal, world.group(), device=world.device)
     if refusal:
         raise ValueError(refusal)
-    return planned
+    return _tried(planned, opened, world, seconds) if trial else planned
 
 
-def priced_here(opened: Workload, cluster: Cluster, world: World) -> tuple[list[Priced], Profile]:
-    """Everything that these ranks could do, all of them or one alone, priced; and the profile that it is priced by."""
-    threads = torch.get_num_threads()
-    places = _places(cluster, world.size, threads)
-    profiled = profile(opened, cluster, places)
+def _seats(world: World) -> list[tuple[int, int | None]]:
+    """Each rank's (host, GPU), by number; no GPU: on the cores. ValueError where the hosts have not as many each."""
+    gpu = None if world.device.type == "cpu" else world.device.index or 0
+    told = [socket.gethostname(), world.local_rank, world.local_size, gpu]
+    everyone = gather_messages(told, world.group(), device=world.device)
+    own = hosts([(str(name), int(rank), int(size)) for name, rank, size, _ in everyone])
+    many = Counter(own)
+    if len(set(many.values())) > 1:
+        raise ValueError(
+            f"{world.size} ranks on {len(many)} hosts, {' and '.join(map(str, many.values()))} of them: a plan is for "
+            "as many on every host; start as many on each, or train with --strategy data_parallel"
+        )
+    return [(host, gpu) for host, (*_, gpu) in zip(own, everyone, strict=True)]
+
+
+def _on(cluster: Cluster, seats: Sequence[tuple[int, int | None]]) -> Layout:
+    """The ranks where they are, each with the threads that it has."""
+    names = (f"{cluster.hosts[host]}/{'cpu' if gpu is None else f'gpu{gpu}'}" for host, gpu in seats)
+    return Layout(cluster=cluster, devices=tuple(names), threads=torch.get_num_threads())
+
+
+def priced_here(opened: Workload, own: Layout, seconds: float) -> tuple[list[Priced], Profile]:
+    """Everything that these ranks could do, all of them where they are or one alone, priced; and the profile that it is
+    priced by."""
+    profiled = profile(opened, own.cluster, [own, *places_of(own.cluster, 1)], seconds=seconds)
     found = [
         p
-        for workers, each in ((world.size, threads), (1, None))
-        for p in search(profiled, cluster, workers=workers, threads=each)
-        if p.layout.ranks in (1, world.size) and len(p.layout.hosts) in (1, len(cluster.hosts))
+        for workers, each in ((own.ranks, own.threads), (1, None))
+        for p in search(profiled, own.cluster, workers=workers, threads=each)
+        if p.layout.ranks == 1 or sorted(p.layout.devices) == sorted(own.devices)
     ]
     return list({(str(p.strategy), p.layout.devices, p.layout.threads): p for p in found}.values()), profiled
-
-
-def _places(cluster: Cluster, ranks: int, threads: int) -> list[Layout]:
-    """Layouts that a profile has to know of."""
-    return [*places_of(cluster, ranks, threads), *places_of(cluster, 1)]
 
 
 def _tried(planned: Plan | None, opened: Workload, world: World, seconds: float) -> Plan | None:

@@ -14,7 +14,7 @@ from apportion.planner.pilot import pilot
 from apportion.planner.plan import Plan
 from apportion.planner.priced import Priced, Tried, family
 from apportion.planner.refine import Refined, refine
-from apportion.trial import MANY_STEPS, Measured, candidate
+from apportion.trial import Candidate, Measured, Parked, candidate
 from apportion.workload import Workload
 
 TRIAL_SECONDS = 20.0
@@ -22,17 +22,25 @@ PILOT_SECONDS = 10.0
 """Of the exact one, and as long of the approximate one."""
 
 
-def tried(planned: Plan, workload: Workload | str, *, allow_approximate: bool = False) -> Plan:
+def tried(
+    planned: Plan,
+    workload: Workload | str,
+    *,
+    allow_approximate: bool = False,
+    seconds: float = TRIAL_SECONDS,
+    pilot_seconds: float = PILOT_SECONDS,
+) -> Plan:
     """The best few, one process with all threads and plain data_parallel measured on this machine; the rest corrected
     by that; the best of all chosen. ``allow_approximate``: the best approximate one is chosen where it has the lower
-    loss after the same time, from the same seed."""
+    loss after the same time, from the same seed. ``seconds``: of trying; ``pilot_seconds``: that each of the two trains
+    for in a pilot."""
     able = [p for p in planned.found if p.cost is not None]
-    refined = refine(able, workload, {}, seconds=TRIAL_SECONDS)
+    refined = refine(able, workload, {}, seconds=seconds)
     found = [after(p, refined) for p in planned.found]
     chosen = next(p for p in found if str(p) == str(refined.chosen))
     lines: tuple[str, ...] = ()
     if allow_approximate:
-        chosen, lines = _piloted(chosen, found, workload)
+        chosen, lines = _piloted(chosen, found, workload, pilot_seconds)
     again = make(found, planned.profile, planned.cluster, workload=planned.workload, chosen=chosen)
     return replace(again, why=(*again.why, *lines), matched=planned.matched)
 
@@ -55,7 +63,9 @@ def _tried(measured: Measured) -> Tried:
     return Tried(step_seconds=middle, low=low, high=high, steps=len(measured.seconds), terms=measured.terms)
 
 
-def _piloted(exact: Priced, found: Sequence[Priced], workload: Workload | str) -> tuple[Priced, tuple[str, ...]]:
+def _piloted(
+    exact: Priced, found: Sequence[Priced], workload: Workload | str, seconds: float
+) -> tuple[Priced, tuple[str, ...]]:
     """(what to choose, what the pilot said)."""
     others = [p for p in found if p.cost is not None and not p.strategy.exact and isinstance(p.launcher, Local)]
     best = min(others, key=lambda p: p.seconds_per_example, default=None)
@@ -65,8 +75,18 @@ def _piloted(exact: Priced, found: Sequence[Priced], workload: Workload | str) -
     assert isinstance(best.launcher, Local)
     pair = candidate(exact.strategy, exact.launcher), candidate(best.strategy, best.launcher)
     try:
-        told = pilot(pair[0], pair[1], workload, {}, steps=MANY_STEPS, seconds=PILOT_SECONDS)
+        told = pilot(pair[0], pair[1], workload, {}, steps=_steps(pair[0], workload), seconds=seconds)
     except (ValueError, ApportionError) as error:
         return exact, (f"no pilot of {best}: {error}",)
     verdict = "chosen" if told.better else "not chosen"
     return best if told.better else exact, (f"pilot of {best}: {told.text}: {verdict}",)
+
+
+def _steps(exact: Candidate, workload: Workload | str) -> int:
+    """Of the whole training: a pilot goes no further, and a schedule is told so many."""
+    group = Parked(exact, workload, {})
+    try:
+        group.built()
+        return int(group.facts()["steps"])
+    finally:
+        group.crew.close()
