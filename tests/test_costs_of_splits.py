@@ -174,18 +174,19 @@ def test_balanced_stages_are_the_best_of_all_ways_to_cut(seconds: list[int], sta
             balanced(seconds, crossing, stages)
         return
 
-    def longest(cuts: tuple[int, ...]) -> float:
+    def longest_and_sent(cuts: tuple[int, ...]) -> tuple[float, float]:
         bounds = [0, *cuts, len(seconds)]
         cross = [0.0, *(crossing[c] or 0.0 for c in cuts), 0.0]
         each = [sum(seconds[a:b]) + cross[i] + cross[i + 1] for i, (a, b) in enumerate(itertools.pairwise(bounds))]
-        return max(each)
+        return max(each), sum(cross)
 
     found = tuple(balanced(seconds, crossing, stages))
-    assert longest(found) == min(map(longest, itertools.combinations(free, stages - 1)))
+    assert longest_and_sent(found) == min(map(longest_and_sent, itertools.combinations(free, stages - 1)))
 
 
 def test_of_cuts_that_are_equally_good_the_one_that_sends_less_is_taken() -> None:
     assert balanced([4, 1, 1, 1], [0.0, 1, 0, 1], 2) == [2]
+    assert balanced([1, 2, 1, 1, 1, 5], [0.0, 0, 1, None, None, 0], 3) == [1, 5]  # 3 and 5 before it, not 3 and 4
     assert balanced([5, 1, 1, 9], [0.0, 2, 1, 0], 2) == [3]
     assert balanced([1, 1, 1, 9], [0.0, 0, 0, 0], 2) == [3]
     assert balanced([2, 2, 2, 9], [0.0, 0, 0, 0], 3) == [1, 3]

@@ -26,7 +26,7 @@ _Found = tuple[float, float, tuple[int, ...]]
 
 def balanced(seconds: Sequence[float], crossing: Sequence[float | None], stages: int) -> list[int]:
     """The calls that the stages after the first begin with: the longest stage is as short as can be, what it sends and
-    receives included; of ways that are equally long up to a stage, the one that has sent least up to it.
+    receives included; of ways that are equally long, one that sends least in all.
 
     ``seconds``: of each call; ``crossing``: seconds to send what would go over a cut before it, None where there can be
     none. ValueError where there are more stages than places to cut at.
@@ -40,7 +40,10 @@ def _balanced(seconds: tuple[float, ...], crossing: tuple[float | None, ...], st
     over = ROOM * cuts.least
     while (found := cuts.within(min(cuts.least + over, cuts.most))) is None:
         over = 4 * over or cuts.most
-    return found
+    longest, _, _ = found
+    found = cuts.within(longest, longest)  # the stages before the longest need not be as short as can be
+    assert found is not None, "there is the one that was found"
+    return found[2][1:]
 
 
 class _Cuts:
@@ -74,8 +77,8 @@ class _Cuts:
         """No stage is longer, rounding or not."""
         return (self._upto[-1] + 2 * max(self._cross)) * (1 + 1e-9)
 
-    def within(self, limit: float) -> tuple[int, ...] | None:
-        """The best way; None where each has a longer stage."""
+    def within(self, limit: float, enough: float = 0.0) -> _Found | None:
+        """The best way; None where each has a longer stage. A stage need not be shorter than is ``enough``."""
         best: dict[int, _Found] = {0: (0.0, 0.0, ())}
         last, room = len(self._at) - 1, limit * (1 + 1e-9)  # what is left out is so for certain, rounding or not
         for stage in range(1, self._stages + 1):
@@ -83,10 +86,10 @@ class _Cuts:
             first = bisect_left(self._upto, self._upto[last] - left * room)
             beyond = bisect_right(self._upto, stage * room)
             ends = range(max(stage, first), min(beyond, last - left + 1))
-            best = {end: found for end in ends if (found := self._last_stage(best, end, limit)) is not None}
-        return best[last][2][1:] if last in best else None
+            best = {end: found for end in ends if (found := self._last_stage(best, end, limit, enough)) is not None}
+        return best.get(last)
 
-    def _last_stage(self, best: Mapping[int, _Found], end: int, limit: float) -> _Found | None:
+    def _last_stage(self, best: Mapping[int, _Found], end: int, limit: float, enough: float) -> _Found | None:
         """The best way to end with a stage there; from short ones to those that are too long by themselves."""
         found: _Found | None = None
         upto, cross = self._upto[end], self._cross[end]
@@ -98,7 +101,7 @@ class _Cuts:
             if before is None:
                 continue
             sent = before[1] + cross
-            longest = max(before[0], own + self._cross[begin] + cross)
+            longest = max(enough, before[0], own + self._cross[begin] + cross)
             if longest <= limit and (found is None or (longest, sent) <= found[:2]):
                 found, limit = (longest, sent, (*before[2], self._at[begin])), longest
         return found
