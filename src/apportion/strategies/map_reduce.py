@@ -40,7 +40,7 @@ from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
 from apportion.errors import StateLost
 from apportion.parallel.closure import Closure
-from apportion.parallel.gradients import GradientSum
+from apportion.parallel.gradients import LARGE_BYTES, GradientSum
 from apportion.parallel.kept import Kept
 from apportion.parallel.one_device import reference
 from apportion.parallel.replica import Replica, seed_everything
@@ -105,7 +105,8 @@ class MapReduce(Strategy):
         alone = device.rate(layout.threads, 1).bytes_per_second
         keeping = 4 * state / alone if len(layout.hosts) == 1 else 0.0  # by one rank; the others begin, and wait for it
         calls = (STEP_CALLS + PART_CALLS * parts + LAYER_CALLS * len(profile.layers)) * device.call_seconds
-        packing = 2 * profile.parameter_bytes / rate if layout.ranks > 1 else 0.0  # gradients travel side by side
+        packed = sum(layer.parameter_bytes for layer in profile.layers if layer.parameter_bytes < LARGE_BYTES)
+        packing = 2 * packed / rate if layout.ranks > 1 else 0.0  # small gradients travel side by side
         update = profile.update_seconds(device, threads=layout.threads, together=together)
         return Cost(
             terms={
