@@ -15,13 +15,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-BURST_SECONDS, LEAST_BURST = 1e-3, 12_500
-"""What may go at once after a pause: so much of the rate, and bytes."""
-MOST_AT_ONCE = 1 << 16
-"""Bytes that Linux hands to a network card at once, which cuts them into packets. tbf does that in software where it is
-more than may go at once: the processor would then be busy with what a card does."""
-HEADERS = 0.9
-"""Of what goes at once, the packets' headers apart."""
+AT_ONCE = 1 << 14
+"""Bytes that are handed to a cable at once, to be cut into packets there, as network cards do."""
+BURST_SECONDS, LEAST_BURST = 1e-3, 18_000
+"""What may go at once after a pause: so much of the rate, and bytes: AT_ONCE and the packets' headers. tbf cuts in
+software what is larger than it lets go at once, and the processor would be busy with what a card does."""
 QUEUE_SECONDS = 0.1
 END_SECONDS = 10.0
 """For a process that was killed to be gone."""
@@ -77,12 +75,10 @@ class Hosts:
         for name, end in zip(self.names, self.cable, strict=True):
             if bits_per_second is None:
                 _run("tc", "-n", name, "qdisc", "del", "dev", end, "root", may_fail=True)  # there may be none
-                _run("ip", "-n", name, "link", "set", end, "gso_max_size", str(MOST_AT_ONCE))
                 continue
             burst = max(LEAST_BURST, round(bits_per_second / 8 * BURST_SECONDS))
             limit = round(bits_per_second / 8 * QUEUE_SECONDS) + burst
             shape = ["tbf", "rate", f"{round(bits_per_second)}bit", "burst", str(burst), "limit", str(limit)]
-            _run("ip", "-n", name, "link", "set", end, "gso_max_size", str(min(MOST_AT_ONCE, int(HEADERS * burst))))
             _run("tc", "-n", name, "qdisc", "replace", "dev", end, "root", *shape)
 
 
@@ -117,7 +113,7 @@ def _join(hosts):
     for name, end, address in zip(hosts.names, hosts.cable, hosts.addresses, strict=True):
         _run("ip", "link", "set", end, "netns", name)
         _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", end)
-        _run("ip", "-n", name, "link", "set", end, "up")
+        _run("ip", "-n", name, "link", "set", end, "up", "gso_max_size", str(AT_ONCE))  # connections look at it once
         _run("ip", "-n", name, "link", "set", "lo", "up")
 
 
