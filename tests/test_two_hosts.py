@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from apportion.cluster import Cluster
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 FAST, SLOW = 1e9, 1e7
@@ -86,3 +89,39 @@ def test_the_ranks_of_two_hosts_share_no_memory_and_every_message_takes_the_cabl
         made.set_rate(SLOW)
         # 85,002 weights of 4 bytes go each way, over 10 Mb/s.
         assert min(a["seconds"] for a in answers("data_parallel", 2)) > 2 * 0.8 * 85_002 * 4 * 8 / SLOW
+
+
+MEASURE = """
+import json, sys, time
+from apportion import World
+from apportion.planner.launched import measure_here
+world = World.from_env(device="cpu")
+began = time.perf_counter()
+cluster = measure_here(world, seconds=float(sys.argv[1]))
+json.dump([time.perf_counter() - began, cluster.to_json()], sys.stdout)
+"""
+
+
+def test_a_slow_cable_is_measured_with_what_it_carries_in_the_time_that_is_given(hosts: Any) -> None:
+    """Sums of 4 MiB, which tell how much of a transfer computing hides, would take 3.4 s each."""
+    from parked import environment
+
+    with ExitStack() as stack, hosts.two_hosts(SLOW) as made:
+        port, given = made.port(), 2.0
+        started = [
+            stack.enter_context(
+                subprocess.Popen(
+                    made.command(rank, [sys.executable, "-c", MEASURE, str(given)]),
+                    env=environment() | made.environment(rank, 2, port),
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank in range(2)
+        ]
+        told = [json.loads(process.communicate(timeout=40)[0]) for process in started]
+    assert max(took for took, _ in told) < 4 * given
+    cluster = Cluster.from_json(told[0][1])
+    cable = cluster.link(*(device.name for device in cluster.devices))
+    assert 0.5 * SLOW / 8 < cable.bandwidth < 4 * SLOW / 8, "of messages so short some of it goes at once"
+    assert 0.0 <= cable.hidden <= 1.0

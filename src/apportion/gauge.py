@@ -39,8 +39,11 @@ SAMPLE_SECONDS = 0.001
 """What is shorter is repeated: starting a clock takes time, and so does meeting."""
 SIZES = (*(1 << power for power in range(10, 25, 2)), 100 << 20)
 """Bytes that are sent: 1 KiB, 4 KiB, ... 16 MiB, and 100 MiB."""
-OVERLAP_BYTES, OVERLAP_SECONDS = 4 << 20, 0.05
-"""Of what is sent while a rank computes, or a quarter of it where that takes longer, and so on."""
+OVERLAP_BYTES, OVERLAP_SECONDS = 4 << 20, (0.005, 0.05)
+"""Of what is sent while a rank computes: so much, or what takes so long: the second of these, less where less time is
+given, but never less than the first."""
+OVERLAP_SUMS = 20
+"""That ``overlap`` takes as long as: some to find out how much may be sent, and five for each of three samples."""
 
 Pairs = Sequence[Sequence[int]]
 """Of ranks."""
@@ -71,6 +74,7 @@ class Gauge:
     def __init__(self, world: World, group: Group | None = None) -> None:
         self.group, self.device = group or world.group(), world.device
         self._product: tuple[Tensor, Tensor, Tensor] | None = None
+        self._overlapped: tuple[Tensor, float] | None = None
 
     # What each rank computes
 
@@ -164,22 +168,22 @@ class Gauge:
 
         return [taken if both else taken / 2 for taken in self._in_step(there_and_back, seconds)]
 
-    def overlap(self, samples: int = LEAST) -> list[list[float]]:
+    def overlap(self, seconds: float) -> list[list[float]]:
         """Of a sum over all ranks while each of them computes: seconds of [the sum alone, the computing alone, the sum
-        begun, the computing, the sum waited for]."""
+        begun, the computing, the sum waited for]. As large a sum as this much time allows, the same each time."""
+        least, most = OVERLAP_SECONDS
+        if self._overlapped is None:
+            self._overlapped = self._largest_sum(min(most, max(least, seconds / OVERLAP_SUMS)))
+        tensor, alone = self._overlapped
         a, b, out = self._product = self._product or self._best_product()
         product = min(self._in_step(lambda: torch.mm(a, b, out=out), 0.0))
-        nbytes = OVERLAP_BYTES
-        while (alone := min(self.all_reduce(nbytes, 0.0))) > OVERLAP_SECONDS and nbytes > SIZES[2]:
-            nbytes = self._said(nbytes // 4)
         many = self._said(max(1, round(1.5 * alone / product)))
-        tensor = torch.zeros(nbytes // 4, device=self.device)
 
         def compute() -> None:
             _times(lambda: torch.mm(a, b, out=out), many)
 
         found = []
-        for _ in range(samples):
+        for _ in range(LEAST):
             self.group.barrier()
             reduced = self._seconds(lambda: self.group.all_reduce(tensor).wait())
             computed = self._seconds(compute)
@@ -189,6 +193,16 @@ class Gauge:
             begun = time.perf_counter() - began
             found.append([reduced, computed, begun, self._seconds(compute), self._seconds(work.wait)])
         return found
+
+    def _largest_sum(self, seconds: float) -> tuple[Tensor, float]:
+        """What is summed over all ranks in about so long at most, and how long that takes. It begins small: over a slow
+        link a single large sum may take longer than all there is time for."""
+        nbytes = SIZES[2]
+        alone = min(self.all_reduce(nbytes, 0.0))
+        while self._said(int(4 * nbytes <= OVERLAP_BYTES and 4 * alone <= seconds)):
+            nbytes *= 4
+            alone = min(self.all_reduce(nbytes, 0.0))
+        return torch.zeros(nbytes // 4, device=self.device), alone
 
     def _growing(self, timed: Callable[[int, float], list[float]], seconds: float) -> list[tuple[int, list[float]]]:
         end = time.perf_counter() + seconds

@@ -108,7 +108,7 @@ def _link_samples(
     samples[name].append(gauge.all_reduces(seconds / 2))
     for a, b in pairs:
         samples[f"{name} {a} {b}"].append(gauge.all_messages(seconds / 3 / len(pairs), [[a, b]]))
-    samples[f"{name} overlap"] += gauge.overlap()
+    samples[f"{name} overlap"] += gauge.overlap(seconds / 3)
 
 
 # What they come to: by the first rank

@@ -143,7 +143,7 @@ def _send(findings: Findings, place: Place, crew: Crew, seconds: float) -> None:
     how = {"nbytes": AT_ONCE_BYTES, "seconds": seconds * 0.05}
     findings.add(_ask(crew, "messages", pairs=[[0, 1]], **how)[0], "alone", place)
     findings.add(slowest(_ask(crew, "messages", pairs=pairs, both=len(pairs) == 1, **how)), "at once", place)
-    for runs in _ask(crew, "overlap"):
+    for runs in _ask(crew, "overlap", seconds=seconds * 0.15):
         findings.rounds["overlap", place] += runs
 
 
