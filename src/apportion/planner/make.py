@@ -64,7 +64,8 @@ def match(chosen: Priced, profile: Profile, cluster: Cluster, against: Cluster) 
     """How many hosts of the slower of two clusters are as fast as the other one: predicted."""
     there = _able(profile, against)
     best = there[0]
-    names = list(dict.fromkeys(str(p.strategy).partition("(")[0] for p in (*there[:MATCHED_WITH], chosen)))
+    names = [str(p.strategy).partition("(")[0] for p in (*there[:MATCHED_WITH], chosen)]
+    names = list(dict.fromkeys([*names, "data_parallel"]))  # on one device nothing is best that goes on to others
     ratio = best.seconds_per_example / chosen.seconds_per_example
     said = f"on {against.name} {best} takes {milliseconds(best.step_seconds)} a step"
     if 0.99 < ratio < 1.01:
