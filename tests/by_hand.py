@@ -82,3 +82,29 @@ def bookkeeping(strategy: Strategy, profile: Profile, layout: Layout) -> float:
     slow = tuple(replace(d, call_seconds=1.0) for d in layout.cluster.devices)
     slower = replace(layout, cluster=replace(layout.cluster, devices=slow))
     return strategy.cost(profile, slower).step_seconds - strategy.cost(profile, layout).step_seconds
+
+
+def terms(strategy: Strategy, profile: Profile, **where: Any) -> dict[str, float]:
+    """On a ``machine``."""
+    return dict(strategy.cost(profile, machine(**where)).terms)
+
+
+def seconds(strategy: Strategy, profile: Profile, **where: Any) -> float:
+    """Likewise, of a step."""
+    return strategy.cost(profile, machine(**where)).step_seconds
+
+
+def timed(forward: float, **facts: Any) -> Timing:
+    """Twice as long backward, as everything here."""
+    return Timing(**{"rows": ROWS, "forward": forward, "backward": 2 * forward, **facts})
+
+
+def conv(name: str, source: str, **facts: Any) -> LayerProfile:
+    """8 rows high, a window of 3; 0.8 GB of outputs: a row is 0.1 GB."""
+    given = {
+        "kind": "Conv2d",
+        "image": (8, 3, 1),
+        "ways": ("height", "units", "inputs"),
+        "activation_bytes": 8 * GB // 10,
+    }
+    return layer(name, source, **{**given, **facts})

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from by_hand import GB, ROWS, bookkeeping, chain, layer, machine, network
+from by_hand import GB, ROWS, bookkeeping, chain, layer, machine, network, timed
 
+from apportion.pricing import shares
 from apportion.pricing.few_rows import saved, suited
 from apportion.pricing.shared_pages import exchanged
 from apportion.pricing.shares import computed
@@ -104,6 +105,12 @@ def test_outputs_that_a_loss_needs_all_of_are_gathered_and_their_gradients_summe
     assert more - plain == pytest.approx(1.0 + 1.0)
 
 
+def test_parts_of_a_batch_are_computed_one_after_the_other() -> None:
+    assert terms(DataParallel(microbatches=4))["computing"] == pytest.approx(12.0)
+    with pytest.raises(ValueError, match="microbatches=4 would cut the batch under update="):
+        terms(DataParallel(microbatches=4), replace(ONE, own_update=True))
+
+
 # What ranks wait for
 
 
@@ -114,45 +121,54 @@ def test_who_has_more_rows_loads_and_computes_longer() -> None:
     assert found.waiting == pytest.approx(0.6 * 300 + 60 - 150 - 50)
 
 
+@pytest.mark.parametrize("turn", [1, -1])
+def test_of_unequal_devices_the_slowest_counts(turn: int) -> None:
+    """One of them has half the other's memory rate, a call of a second, and its times vary."""
+    layout = machine(1, hosts=2)
+    quick, slow = layout.cluster.devices
+    rate = replace(slow.rates[0], bytes_per_second=0.5e9)
+    slow = replace(slow, model="slow", rates=(rate,), call_seconds=1.0, spread=0.5)
+    mixed = replace(layout, cluster=replace(layout.cluster, devices=(quick, slow)), devices=layout.devices[::turn])
+    assert shares.memory_rate(mixed) == 0.5e9
+    assert shares.call_seconds(mixed) == 1.0
+    assert shares.updating(ONE, mixed) == pytest.approx(10.0 + 1.0)
+    seen = replace(ONE, layers=(replace(ONE.layers[0], flops=2e9, timings=()),))
+    certain = replace(mixed, cluster=replace(mixed.cluster, devices=(quick, replace(slow, spread=0.0))))
+    late, usual = (computed(seen, layout_, [50, 50]).waiting for layout_ in (mixed, certain))
+    assert late - usual > 0.25 * computed(seen, certain, [50, 50]).both, "it is later by chance than it usually is"
+
+
+def test_who_shares_a_device_takes_longer_than_who_has_one() -> None:
+    layout = replace(machine(2, hosts=2), devices=("h0/cpu0", "h0/cpu0", "h1/cpu0"))
+    timings = tuple(timed(seconds, together=n) for n, seconds in ((1, 1.0), (2, 2.0)))
+    found = computed(network(layer("a", "x", timings=timings)), layout, [ROWS] * 3)
+    assert (found.both, found.waiting) == pytest.approx((5.0, 1.0))
+
+
+def test_another_batch_has_as_many_products_and_bytes_more() -> None:
+    seen = network(layer("a", "x", flops=8.0, activation_bytes=80, kept_bytes=40))
+    (half,) = shares.of_rows(seen, ROWS / 2).layers
+    assert (half.flops, half.activation_bytes, half.kept_bytes) == (4.0, 40, 20)
+
+
+def test_layers_share_a_time_by_what_they_take_alone() -> None:
+    forward, backward = shares.layer_seconds(chain(1.0, 3.0), machine(), ROWS, 8.0, 2.0)
+    assert (forward, backward) == (pytest.approx([2.0, 6.0]), pytest.approx([0.5, 1.5]))
+    assert shares.layer_seconds(chain(0.0, 0.0), machine(), ROWS, 8.0, 2.0) == ([4.0, 4.0], [1.0, 1.0])
+
+
 @pytest.mark.parametrize(("n", "expected"), [(1, 0.0), (2, 0.564), (10, 1.539), (100, 2.508)])
 def test_the_slowest_of_n_is_as_late_as_statistics_tell(n: int, expected: float) -> None:
     """Expected largest of n normal values (Harter, "Expected Values of Normal Order Statistics", 1961)."""
     assert slowest(n, 0.5) - 1 == pytest.approx(0.5 * expected, abs=0.02)
 
 
-# fully_sharded
-
-
-def sharded(**facts: Any) -> Profile:
-    """1 GB that is gathered by itself, and 100 MB that are gathered at the beginning."""
-    return network(layer("a", "x", parameter_bytes=GB), layer("b", "a", parameter_bytes=GB // 10), **facts)
-
-
-SHARDS = FullySharded(min_num_params=10**8)
-
-
-def test_on_cpus_shards_come_and_go_in_turn() -> None:
-    """1 GB: gathered (0.5 s on the wire, 3 s of copies) forward and backward, its gradient scattered (0.5 s and 4 s).
-    100 MB: once each."""
-    assert terms(SHARDS, sharded())["communicating"] == pytest.approx(11.5 + 0.8, rel=1e-6)
-    assert terms(SHARDS, sharded())["updating"] == pytest.approx(1.1 * 5 / 2)
-    none = FullySharded(min_num_params=10**9)
-    assert terms(none, sharded())["communicating"] == pytest.approx(1.1 * 8.0, rel=1e-6)
-
-
-def test_gpus_gather_one_layer_ahead_and_no_more() -> None:
-    """Three layers of 1 s and 2 s, half a second to gather or to scatter: only the first gathering and the last
-    scattering are waited for."""
-    three = chain(2.0, 2.0, 2.0, parameter_bytes=GB)
-    cost = FullySharded().cost(three, machine(kind="cuda", memory_rate=1e15))
-    assert cost.terms["communicating"] == pytest.approx(0.5 + 0.5, rel=1e-3)
-    gathered = [span.begin for span in cost.timeline if span.name.startswith("gather ")][1:]  # after the rest
-    assert gathered == pytest.approx([0.0, 0.5, 1.5, 2.5, 3.5, 5.5], abs=0.01)
-    backward = [span for span in cost.timeline if span.name.startswith("backward ")]
-    assert [span.begin for span in backward[:3]] == pytest.approx([3.5, 5.5, 7.5], abs=0.01)
-
-
 # local_sgd
+
+
+def test_every_replica_takes_a_whole_batch_and_a_step_has_its_python() -> None:
+    assert terms(LocalSgd())["computing"] == pytest.approx(24.0)
+    assert bookkeeping(LocalSgd(every=10**6), ONE, machine()) > 10
 
 
 def test_an_average_costs_more_with_slots_an_outer_step_and_more_replicas() -> None:
@@ -255,6 +271,8 @@ def test_python_grows_with_linear_layers_pieces_parts_and_norms() -> None:
     assert bookkeeping(DataParallel(), ONE, here) > 100 + bookkeeping(
         DataParallel(), chain(8.0, parameter_bytes=8), here
     )
+    assert bookkeeping(DataParallel(), chain(8.0, parameter_bytes=8), here) > 10, "however small"
+    assert bookkeeping(DataParallel(), chain(8.0, parameter_bytes=8), machine(1, hosts=2)) > 10
     assert bookkeeping(MapReduce(part=5), ONE, here) > bookkeeping(MapReduce(part=50), ONE, here) + 10
     assert bookkeeping(FullySharded(microbatches=4), TEN, here) > 2 * bookkeeping(FullySharded(), TEN, here)
     norms = network(*(layer(f"n{i}", "x", kind="BatchNorm2d", parameter_bytes=8) for i in range(3)), batch_norm=True)
