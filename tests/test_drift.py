@@ -56,6 +56,12 @@ def test_what_was_expected_to_take_nothing_is_told_in_milliseconds() -> None:
     assert "the predicted 8 ms" in found.cause
 
 
+def test_a_step_takes_as_long_as_its_slowest_rank_sees_it() -> None:
+    found = drift(EXPECTED, {0: rank(), 1: rank(computing=0.005)})
+    assert found is not None
+    assert found.step_seconds == pytest.approx(0.015)
+
+
 def test_it_is_told_again_only_where_it_has_changed_by_20_percent_or_is_over() -> None:
     assert drift(EXPECTED, {0: rank(computing=0.005)}, last=1.5) is None
     assert drift(EXPECTED, {0: rank(computing=0.007)}, last=1.5) is None
