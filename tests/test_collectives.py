@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from apportion.cluster import Cluster, Device, Link, Moved, Port, Rate
-from apportion.pricing.collectives import all_gather, all_reduce, message, reduce_scatter
+from apportion.pricing.collectives import all_gather, all_reduce, broadcast, message, reduce_scatter
 from apportion.pricing.cost import Span
 from apportion.pricing.layout import Layout
 from apportion.pricing.simulate import Task, makespan, simulate, terms
@@ -52,6 +52,21 @@ def test_a_port_that_all_share_is_divided_among_them() -> None:
     assert all_reduce(place(4, port="all"), range(4), 4 * GB) == pytest.approx(4 * 6.0)
     assert all_reduce(place(4, port="host"), range(4), 4 * GB) == pytest.approx(4 * 6.0)
     assert all_reduce(place(1, 1, port="host"), range(2), 4 * GB) == pytest.approx(4.0), "a card each"
+
+
+def test_what_one_hands_on_crosses_every_port_whole() -> None:
+    """4 GB at 1 GB/s: between two ranks all of it crosses the wire once; from one to the next it goes in pieces, so a
+    third and a fourth take no longer, but for their messages' latency. Through one port for all, each way of the three
+    takes its turn. Over hosts: 4 s between two, then 2 s within each at 2 GB/s."""
+    assert broadcast(place(2), range(2), 4 * GB) == pytest.approx(4.0)
+    assert broadcast(place(1, 1, port="host"), range(2), 4 * GB) == pytest.approx(4.0)
+    assert broadcast(place(4, latency=0.5), range(4), 4 * GB) == pytest.approx(4.0 + 3 * 0.5)
+    assert broadcast(place(2, port="all"), range(2), 4 * GB) == pytest.approx(4.0)
+    assert broadcast(place(4, port="all"), range(4), 4 * GB) == pytest.approx(12.0)
+    assert broadcast(place(2, 2, port="host"), range(4), 4 * GB) == pytest.approx(4.0 + 2.0)
+    assert broadcast(place(4), (2,), 4 * GB) == 0.0
+    sums = (Moved(what="all_reduce", ranks=2, nbytes=1000, seconds=1.0),)  # 1000 bytes each way, two messages of 500
+    assert broadcast(place(2, measured=sums), range(2), 500) == pytest.approx(0.5), "one way of the two"
 
 
 def test_over_hosts_each_sums_within_itself_first_and_then_all_their_ranks_go_on() -> None:

@@ -43,8 +43,8 @@ def reduce_scatter(layout: Layout, ranks: Sequence[int], nbytes: float) -> float
 
 
 def broadcast(layout: Layout, ranks: Sequence[int], nbytes: float) -> float:
-    """From one to all, handed on in pieces."""
-    return Collective.among(layout, ranks).all_gather(nbytes)
+    """From one to all, handed on from each to the next in pieces: the whole of it goes through every port."""
+    return Collective.among(layout, ranks).broadcast(nbytes)
 
 
 class _Ring(NamedTuple):
@@ -56,6 +56,13 @@ class _Ring(NamedTuple):
     """Bytes a second that each of them has for itself."""
     table: tuple[tuple[float, float], ...]
     """(bytes, seconds) of sums that were measured among so many; it counts more than the rest."""
+    shared: bool = False
+    """Is it one port, that all transfers go through?"""
+
+    def handed_on(self, nbytes: float) -> float:
+        """Seconds until what one of them had is with all: each but the last sends the whole. Through a port of its own
+        that is ``n / (n - 1)`` times what goes round; a port that all share carries it ``n - 1`` times, either way."""
+        return self.seconds(nbytes if self.shared else nbytes * self.ranks / max(1, self.ranks - 1), 1)
 
     def seconds(self, nbytes: float, passes: int) -> float:
         if self.ranks < 2:
@@ -87,7 +94,8 @@ class Collective(NamedTuple):
         if len(ranks) > len(by_host):
             over_all = layout.cluster.joining(layout.group(tuple(ranks)))
             if table := _table(over_all, len(ranks)):  # these ranks on these hosts, as they were measured
-                return cls((_Ring(len(ranks), over_all.latency, over_all.bandwidth, table),))
+                shared = over_all.port == "all"
+                return cls((_Ring(len(ranks), over_all.latency, over_all.bandwidth, table, shared),))
         within = dict.fromkeys(_ring(layout, group) for group in by_host.values())
         # Between hosts each rank of a host takes its own share of the bytes on: together they are one ring of all.
         leaders, lanes = [group[0] for group in by_host.values()], min(len(group) for group in by_host.values())
@@ -98,9 +106,13 @@ class Collective(NamedTuple):
         return self._seconds(nbytes, passes=2)
 
     def all_gather(self, nbytes: float) -> float:
-        """Seconds until all have what they hold together, so many bytes; to sum up each one's share takes as long, or
-        to hand so many on from one of them."""
+        """Seconds until all have what they hold together, so many bytes; to sum up each one's share takes as long."""
         return self._seconds(nbytes, passes=1)
+
+    def broadcast(self, nbytes: float) -> float:
+        """Seconds until all have so many bytes of one of them: between the hosts first, then within each."""
+        within = max((ring.handed_on(nbytes) for ring in self.within), default=0.0)
+        return within if self.between is None else within + self.between.handed_on(nbytes)
 
     def _seconds(self, nbytes: float, passes: int) -> float:
         within = max((ring.seconds(nbytes, passes) for ring in self.within), default=0.0)
@@ -112,7 +124,7 @@ def _ring(layout: Layout, ranks: Sequence[int], *, lanes: int = 1) -> _Ring:
     if n < 2:
         return _Ring(n, 0.0, 1.0, ())
     link = layout.cluster.joining(layout.group(tuple(ranks)))
-    return _Ring(n, link.latency, _port(layout, link, ranks, lanes), _table(link, n))
+    return _Ring(n, link.latency, _port(layout, link, ranks, lanes), _table(link, n), shared=link.port == "all")
 
 
 def _table(link: Link, ranks: int) -> tuple[tuple[float, float], ...]:

@@ -12,6 +12,9 @@ Papers: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU 
 Price, of m micro-batches through stages that take T each: ``t = sum T + (m - 1) max T + all_reduce(gradients of a
 stage) + update``. In T a layer that is cut by its inputs sums its outputs over the slices, and one that is cut by its
 units sums its input's gradient, where that is not in slices; a message goes to the next stage and one back.
+
+No strategy here cuts all three ways at once, so no plan asks for this: it holds the terms that prices are made of
+against iterations on such meshes that others have published (vTrain's, ``benchmarks/vtrain.py``).
 """
 
 from __future__ import annotations

@@ -142,6 +142,9 @@ def replicated(layers: Sequence[Work], workers: int, bandwidth: float) -> tuple[
 
     ``2 a / B`` of activations and their gradients are shared by the ports of a stage's replicas: each counts on both
     sides of the cut, so that the side with fewer replicas decides.
+
+    No plan asks for this: ``pipeline_parallel`` has one rank a stage, and its replicas are of whole pipelines. It holds
+    the model against what PipeDream has published (``benchmarks/pipedream.py``).
     """
     n = len(layers)
     sums = _Sums(layers)
