@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from apportion.event import Event
 from apportion.planner.drift import WINDOW, Expected, Watch, drift, expected_of
+from apportion.planner.pressure import cores_wanted
 from apportion.pricing.cost import Cost
 
 EXPECTED = Expected(
@@ -32,13 +35,20 @@ def test_within_20_percent_nothing_is_told() -> None:
     [
         (
             {0: rank(computing=0.005), 1: rank(computing=0.005)},
-            "computing takes 1.71 times as long: something else runs",
+            "computing takes 1.71 times as long, 12 ms instead of 7 ms: something else runs",
         ),
         ({0: rank(waiting=0.005), 1: rank(computing=0.005)}, "rank 1 is slow, its own work takes 1.62 times"),
         ({0: rank(waiting=0.004), 1: rank(waiting=0.004)}, "communicating takes 3.00 times as long"),
         ({0: rank(loading=0.004)}, "loading data takes 9.00 times as long"),
         ({0: rank(updating=0.003)}, "updating the weights takes 7.00 times as long"),
-        ({0: rank(computing=-0.004)}, "computing takes less time"),
+        (
+            {0: rank(computing=-0.004)},
+            "computing takes 0.43 times as long, 3 ms instead of 7 ms: something else ran on these cores when it was",
+        ),
+        (
+            {0: rank(waiting=-0.0019, loading=-0.0004)},
+            "communicating takes 0.05 times as long, 0.1 ms instead of 2 ms: something else used the link",
+        ),
     ],
 )
 def test_the_reason_is_the_part_that_has_grown(ranks: Mapping[int, Mapping[str, float]], told: str) -> None:
@@ -46,6 +56,38 @@ def test_the_reason_is_the_part_that_has_grown(ranks: Mapping[int, Mapping[str, 
     assert found is not None
     assert told in found.cause
     assert "the measured 10 ms" in found.cause
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        (0.4, "7 ms: something else runs on these cores; something waits for a core 40% of the time"),
+        (
+            0.01,
+            "these cores run at a lower clock, or share memory with another machine's; something waits for a core 1%",
+        ),
+        (None, "something else runs on these cores, or they run at a lower clock"),
+    ],
+)
+def test_whether_anything_waits_for_a_core_says_why_computing_takes_longer(wanted: float | None, told: str) -> None:
+    found = drift(EXPECTED, {0: rank(computing=0.005)}, wanted=wanted)
+    assert found is not None
+    assert told in found.cause
+
+
+def test_what_was_only_predicted_was_predicted_wrongly() -> None:
+    found = drift(replace(EXPECTED, measured=False), {0: rank(computing=-0.004)})
+    assert found is not None
+    assert found.cause.endswith("3 ms instead of 7 ms: the prediction was too high")
+
+
+def test_who_waits_for_a_core_is_read_as_linux_tells_it(tmp_path: Path) -> None:
+    path = tmp_path / "cpu"
+    assert cores_wanted(path) is None
+    path.write_text("some avg10=12.50 avg60=0.53 avg300=1.66 total=1\nfull avg10=99.00 avg60=0.00 total=0\n")
+    assert cores_wanted(path) == 0.125
+    path.write_text("another format\n")
+    assert cores_wanted(path) is None
 
 
 def test_what_was_expected_to_take_nothing_is_told_in_milliseconds() -> None:
@@ -89,7 +131,7 @@ def told(watch: Watch, *, times: int, **more: float) -> list[Event]:
 
 
 def test_a_change_is_told_once_and_a_spike_not_at_all() -> None:
-    watch = Watch(EXPECTED)
+    watch = Watch(EXPECTED, wanted=lambda: None)
     assert told(watch, times=1, computing=9.0) == [], "a first step takes longer"
     assert told(watch, times=WINDOW) == []
     assert told(watch, times=1, computing=0.5) == []
@@ -107,7 +149,7 @@ def fault(action: str) -> Event:
 
 
 def test_after_a_fault_it_begins_anew_and_with_fewer_workers_nothing_is_compared() -> None:
-    watch = Watch(EXPECTED)
+    watch = Watch(EXPECTED, wanted=lambda: None)
     told(watch, times=WINDOW)
     watch.take(fault("replaced in 0.30 s"))
     assert told(watch, times=WINDOW, computing=0.006) == []

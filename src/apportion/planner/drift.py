@@ -7,12 +7,13 @@ back within 10 %.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, final
 
 from apportion.event import Event
+from apportion.planner.pressure import cores_wanted
 
 if TYPE_CHECKING:
     from apportion.pricing.cost import Cost
@@ -25,11 +26,26 @@ APART = 1.2
 """A rank whose own work takes so many times as long as the others' is slow."""
 OWN = ("loading", "computing", "updating")
 """What a rank does by itself; the rest of its step it waits."""
-_WHY = {
-    "loading": "loading data takes {times}: a disk or network that others use, or too few loaders",
-    "computing": "computing takes {times}: something else runs on these cores, or they run at a lower clock",
-    "updating": "updating the weights takes {times}: something else uses the memory",
-    "waiting": "communicating takes {times}: something else uses the link or the memory between the ranks",
+WANTED = 0.15
+"""Something waits for a core in so much of the time where other programs run on them: two workers of as many threads as
+there are cores leave it at a few hundredths."""
+_PARTS = {
+    "loading": "loading data",
+    "computing": "computing",
+    "updating": "updating the weights",
+    "waiting": "communicating",
+}
+_LONGER = {
+    "loading": "a disk or network that others use, or too few loaders",
+    "computing": "something else runs on these cores, or they run at a lower clock",
+    "updating": "something else uses the memory",
+    "waiting": "something else uses the link or the memory between the ranks",
+}
+_SHORTER = {
+    "loading": "what is read was not in memory yet when it was tried, or others used the disk or network",
+    "computing": "something else ran on these cores when it was tried, or they ran at a lower clock",
+    "updating": "something else used the memory when it was tried",
+    "waiting": "something else used the link or the memory between the ranks when it was tried",
 }
 
 Terms = Mapping[str, float]
@@ -63,8 +79,11 @@ def expected_of(cost: Cost) -> Expected:
     return Expected(step_seconds=cost.step_seconds, terms={**terms, "waiting": waiting}, measured=False)
 
 
-def drift(expected: Expected, ranks: Mapping[int, Terms], last: float = 1.0) -> Drift | None:
-    """What is to be told, where anything is. ``ranks``: medians of each. ``last``: the ratio that was last told."""
+def drift(
+    expected: Expected, ranks: Mapping[int, Terms], last: float = 1.0, *, wanted: float | None = None
+) -> Drift | None:
+    """What is to be told, where anything is. ``ranks``: medians of each. ``last``: the ratio that was last told.
+    ``wanted``: in what share of the time something waits for a core, where that is known."""
     steps = {rank: sum(terms.values()) for rank, terms in ranks.items()}
     took = max(steps.values())
     ratio = took / expected.step_seconds
@@ -75,7 +94,7 @@ def drift(expected: Expected, ranks: Mapping[int, Terms], last: float = 1.0) -> 
     should = f"{'measured' if expected.measured else 'predicted'} {expected.step_seconds * 1e3:.3g} ms"
     if back:
         return Drift(ratio=1.0, step_seconds=took, cause=f"a step takes {took * 1e3:.3g} ms, again as the {should}")
-    why = _why(expected, ranks)
+    why = _why(expected, ranks, wanted)
     return Drift(
         ratio=ratio,
         step_seconds=took,
@@ -83,21 +102,31 @@ def drift(expected: Expected, ranks: Mapping[int, Terms], last: float = 1.0) -> 
     )
 
 
-def _why(expected: Expected, ranks: Mapping[int, Terms]) -> str:
-    slow = _slow_rank(ranks)
-    medians = {name: median(terms[name] for terms in ranks.values()) for name in _WHY}
+def _why(expected: Expected, ranks: Mapping[int, Terms], wanted: float | None) -> str:
+    """The part that has changed most, by how much, and what may have changed it."""
+    medians = {name: median(terms[name] for terms in ranks.values()) for name in _PARTS}
     longer = {name: seconds - expected.terms.get(name, 0.0) for name, seconds in medians.items()}
-    if sum(longer.values()) < 0:
-        shorter = min(longer, key=lambda name: longer[name])
-        return f"{shorter} takes less time than it did then, or was thought to"
-    if slow is not None:
+    faster = sum(longer.values()) < 0
+    slow = _slow_rank(ranks)
+    if slow is not None and not faster:
         rank, times = slow
         return (
             f"rank {rank} is slow, its own work takes {times:.2f} times the others' and they wait for it: something "
             "else runs on its cores"
         )
-    most = max(longer, key=lambda name: longer[name])
-    return _WHY[most].format(times=_times(medians[most], expected.terms.get(most, 0.0)))
+    part = (min if faster else max)(longer, key=lambda name: longer[name])
+    changed = f"{_PARTS[part]} takes {_times(medians[part], expected.terms.get(part, 0.0))}"
+    if faster:
+        return f"{changed}: {_SHORTER[part] if expected.measured else 'the prediction was too high'}"
+    return f"{changed}: {_LONGER[part] if part != 'computing' or wanted is None else _cores(wanted)}"
+
+
+def _cores(wanted: float) -> str:
+    """Why computing takes longer, where it is known whether anything waits for a core."""
+    waits = f"something waits for a core {wanted:.0%} of the time"
+    if wanted < WANTED:
+        return f"these cores run at a lower clock, or share memory with another machine's; {waits}"
+    return f"something else runs on these cores; {waits}"
 
 
 def _slow_rank(ranks: Mapping[int, Terms]) -> tuple[int, float] | None:
@@ -111,17 +140,20 @@ def _slow_rank(ranks: Mapping[int, Terms]) -> tuple[int, float] | None:
 
 
 def _times(now: float, then: float) -> str:
+    """What it takes, of what it should."""
     if then < 0.05 * now:
         return f"{now * 1e3:.3g} ms a step more than it should"
-    return f"{now / then:.2f} times as long"
+    return f"{now / then:.2f} times as long, {now * 1e3:.3g} ms instead of {then * 1e3:.3g} ms"
 
 
 @final
 class Watch:
     """Holds the events of a run against what was expected."""
 
-    def __init__(self, expected: Expected) -> None:
+    def __init__(self, expected: Expected, *, wanted: Callable[[], float | None] = cores_wanted) -> None:
+        """``wanted``: asked where there is something to tell, see ``drift``."""
         self._expected: Expected | None = expected
+        self._wanted = wanted
         self._seen: dict[int, deque[Terms]] = {}
         self._begun = set[int]()
         self._last = 1.0
@@ -139,7 +171,7 @@ class Watch:
         if rank not in self._begun:  # a first step sets up what the others use
             self._begun.add(rank)
             return None
-        terms = {name: event.data[name] for name in _WHY}
+        terms = {name: event.data[name] for name in _PARTS}
         self._seen.setdefault(rank, deque(maxlen=WINDOW)).append(terms)
         if any(len(seen) < WINDOW for seen in self._seen.values()) or rank != max(self._seen):
             return None
@@ -147,7 +179,7 @@ class Watch:
 
     def _told(self, event: Event, expected: Expected) -> Event | None:
         medians = {
-            rank: {name: median(terms[name] for terms in seen) for name in _WHY} for rank, seen in self._seen.items()
+            rank: {name: median(terms[name] for terms in seen) for name in _PARTS} for rank, seen in self._seen.items()
         }
         found = drift(expected, medians, self._last)
         if found is None:
