@@ -264,3 +264,14 @@ def test_what_does_not_go_with_ranks_that_run_is_refused(folder: Path, arguments
     result = CliRunner().invoke(app, ["plan", *arguments])
     assert result.exit_code == 2
     assert said in " ".join(result.output.split())
+
+
+def test_one_process_that_nothing_has_started_others_beside_is_told_how_to_start_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    result = CliRunner().invoke(app, ["plan", "work.py:workload", "--launcher", "env"])
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert "here is one alone: start torchrun --nproc-per-node=2 --no-python apportion plan work.py:workload" in said

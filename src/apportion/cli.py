@@ -153,7 +153,7 @@ def compare(
 @app.command()
 def plan(  # noqa: PLR0913 (the flags)
     workload: Annotated[
-        str | None, typer.Argument(metavar="FILE:NAME", help="the workload; not with --network")
+        str | None, typer.Argument(metavar="FILE:NAME", help="the workload; with --network only the commands name it")
     ] = None,
     network: Annotated[str | None, typer.Option(metavar="FILE", help="instead of it, its profile")] = None,
     cluster: Annotated[
@@ -214,6 +214,12 @@ def _plan_launched(workload: str | None, launcher: str, *, trial: bool) -> Plan 
             "env, with FILE:NAME, is for ranks that torchrun or Slurm have started"
         )
     world = World.from_env(device=given.device)
+    if world.size == 1:
+        raise ValueError(
+            f"--launcher {launcher} plans for ranks that torchrun or Slurm have started, and here is one alone: start "
+            f"torchrun --nproc-per-node=2 --no-python apportion plan {workload} --launcher env, or leave --launcher "
+            "out, and it is planned for this machine"
+        )
     try:
         return plan_launched(workload, world, trial=trial)
     finally:
