@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from apportion.planner.figures import gibibytes, number
 from apportion.planner.plan import Plan
-from apportion.planner.priced import Priced, family, gibibytes
+from apportion.planner.priced import Priced, family
 
 MOST_ROWS = 12
 """Of the table: the best value of each strategy, and of the first one the runners-up."""
@@ -103,12 +104,12 @@ def cells(p: Priced, *, learned: bool) -> list[str]:
 
     def ms(*names: str) -> str:
         seconds = sum(terms.get(name, 0.0) for name in names)
-        return f"{seconds * 1e3:.3g}" if seconds else "-"
+        return number(seconds * 1e3) if seconds else "-"
 
     return [
         f"{p.strategy}\n  {p.launcher}",
-        f"{p.step_seconds * 1e3:.3g}{'*' if p.tried is not None else ''}",
-        *([f"{p.cost.step_seconds * 1e3:.3g}"] if learned else []),
+        f"{number(p.step_seconds * 1e3)}{'*' if p.tried is not None else ''}",
+        *([number(p.cost.step_seconds * 1e3)] if learned else []),
         ms("computing", "updating", "loading"),
         ms("communicating"),
         ms("bubble"),

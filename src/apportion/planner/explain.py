@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from apportion.planner.figures import milliseconds, size
 from apportion.planner.priced import Priced, family, tied
 from apportion.pricing.cost import TERMS
 from apportion.profile import Profile
@@ -16,6 +17,14 @@ _SAVES = {
     "waiting": "of waiting for the slowest worker",
     "loading": "of loading examples",
 }
+_NOUNS = {
+    "computing": "computing",
+    "updating": "updating of weights",
+    "communicating": "communication that nothing hides",
+    "bubble": "bubble",
+    "waiting": "waiting for the slowest worker",
+    "loading": "loading of examples",
+}
 _SUMS = ("data_parallel", "map_reduce", "local_sgd", "fully_sharded")
 """What they send is gradients, or weights, of the whole network."""
 _SMALL = 0.02
@@ -26,7 +35,7 @@ def why_first(candidates: Sequence[Priced], profile: Profile) -> tuple[str, ...]
     """A few lines on the first of them, against the second."""
     first = candidates[0]
     assert first.cost is not None
-    how = "measured" if first.tried is not None else "predicted"
+    how = _how(first)
     lines = [
         f"{first}: {milliseconds(first.step_seconds)} a step, {how}, {first.examples_per_second:,.0f} examples/s "
         f"(within {first.error:.0%})"
@@ -53,14 +62,33 @@ def _against(first: Priced, second: Priced, profile: Profile) -> str:
         return (
             f"{second} is {1 / ratio - 1:.1%} faster, which is less than can be told: the simpler one is taken{fewer}"
         )
-    saved, lost = differences(first, second, profile.batch_size)
     text = f"{ratio:.2f} times as fast as {second}"
+    saved, lost = differences(first, second, profile.batch_size)
+    if not (first.expected and second.expected):
+        return f"{text}, {_how(second)}{_by_prediction(first, second, saved, lost)}"
     if saved:
         text += ": it saves " + _and(f"{milliseconds(s)} {_SAVES[term]}" for term, s in saved.items())
     if lost:
         text += " and spends " if saved else ": it spends "
         text += _and(f"{milliseconds(s)} more {_SAVES[term]}" for term, s in lost.items())
     return text
+
+
+def _how(p: Priced) -> str:
+    return "measured" if p.tried is not None else "predicted" if p.expected else "predicted with what the trials taught"
+
+
+def _by_prediction(first: Priced, second: Priced, saved: Mapping[str, float], lost: Mapping[str, float]) -> str:
+    """What was predicted of two, of which something else is known now: in words, as its milliseconds do not add up to
+    what was found."""
+    assert first.cost is not None
+    assert second.cost is not None
+    if first.cost.seconds_per_example >= second.cost.seconds_per_example:
+        ours, theirs = first.cost.step_seconds, second.cost.step_seconds
+        return f"; predicted were {milliseconds(ours)} against {milliseconds(theirs)} a step"
+    parts = [f"saves {_and(_NOUNS[term] for term in saved)}"] if saved else []
+    parts += [f"spends more {_and(_NOUNS[term] for term in lost)}"] if lost else []
+    return f": by prediction it {' and '.join(parts)}" if parts else ""
 
 
 def differences(first: Priced, second: Priced, batch_size: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -95,11 +123,30 @@ def why_not(p: Priced, first: Priced, profile: Profile) -> str:
         return f"as fast as can be told ({1 - slower:.1%} faster), and less simple{many}"
     by = f"{slower:.2f} times as long" if slower >= 1.1 else f"{slower - 1:.1%} slower"
     more = differences(first, p, profile.batch_size)[0]
-    if not more:
-        return f"{by}: {'measured' if p.tried is not None else 'a little of everything'}"
-    term, seconds = next(iter(more.items()))
     tie = ", which is less than can be told" if tied(first, p) else ""
+    if not (first.expected and p.expected):
+        return f"{by}{tie}, {_how(p)}{_share(p, first, more)}"
+    if not more:
+        return f"{by}{tie}: a little of everything"
+    term, seconds = next(iter(more.items()))
     return f"{by}{tie}: {_dominating(p, term, seconds, profile)}"
+
+
+def _share(p: Priced, first: Priced, more: Mapping[str, float]) -> str:
+    """What was predicted of one that turned out otherwise: what it has most more of, as a share of its own step; or
+    that it was not expected to take longer at all."""
+    assert p.cost is not None
+    assert first.cost is not None
+    if p.cost.seconds_per_example <= first.cost.seconds_per_example:
+        off = p.step_seconds / p.cost.step_seconds
+        own = f"{off:.2f} times its prediction" if off > 1.005 else "no longer than it was predicted to"
+        ours = first.step_seconds / first.cost.step_seconds
+        return f": it takes {own}, {first.strategy} {ours:.2f} times"
+    if not more:
+        return ""
+    term = next(iter(more))
+    share = p.cost.terms.get(term, 0.0) / p.cost.step_seconds
+    return f": {_NOUNS[term]} is {share:.0%} of its step by prediction"
 
 
 def approximate(p: Priced, exact: Priced) -> str:
@@ -130,20 +177,6 @@ def _dominating(p: Priced, term: str, seconds: float, profile: Profile) -> str:
     if term == "updating":
         return f"updates {size(profile.parameter_bytes)} of weights for {took} longer"
     return f"computes {took} longer: {_workers(p)} of {_count(p.layout.threads, 'thread')}"
-
-
-def size(nbytes: float) -> str:
-    """40 MB: what is sent, in the units that links are sold by."""
-    for unit in ("B", "kB", "MB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} GB"
-
-
-def milliseconds(seconds: float) -> str:
-    """3.12 ms, 0.0213 ms, 12.3 s."""
-    return f"{seconds:.3g} s" if seconds >= 10 else f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _workers(p: Priced) -> str:

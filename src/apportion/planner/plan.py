@@ -36,7 +36,7 @@ class Plan:
     """How to split the work of one workload on one cluster."""
 
     workload: str
-    """As it is addressed (FILE:NAME), or the profile's name."""
+    """What the numbers are of: as it is addressed (FILE:NAME), or by the name of the profile that was given."""
     profile: Profile
     cluster: Cluster
     chosen: Priced
@@ -51,6 +51,10 @@ class Plan:
     matched: Matched | None = None
     found: tuple[Priced, ...] = ()
     """Every strategy on every layout that was looked at."""
+    only_workers: int | None = None
+    """Layouts of so many alone were asked for."""
+    address: str | None = None
+    """Which workload the commands name, where it is not ``workload``."""
 
     @property
     def strategy(self) -> str:
@@ -75,7 +79,7 @@ class Plan:
     @property
     def commands(self) -> Commands:
         """What to type."""
-        return commands(self.workload, self.chosen)
+        return commands(self.address or self.workload, self.chosen)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the chosen one's ``strategy``, ``launcher``, ``workers``, ``step_seconds``, ``exact`` and what

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 from apportion.cluster import Cluster
+from apportion.planner.figures import label
 from apportion.planner.priced import Priced, family, priced, ranked
 from apportion.pricing.layout import Layout, layouts
 from apportion.profile import Profile
@@ -40,10 +41,18 @@ def search(
     """
     places = places_of(cluster, workers, threads)
     if not places:
-        raise ValueError(
-            f"workers={workers}, threads={threads}: cluster {cluster.name} has no place for them; never more threads "
-            f"than cores: {', '.join(f'{d.name} has {d.cores}' for d in cluster.devices[:8])}"
-        )
+        raise ValueError(no_place(cluster, workers, threads))
+    return among(places, profile, strategies=strategies, using=using)
+
+
+def among(
+    places: Sequence[Layout],
+    profile: Profile,
+    *,
+    strategies: Sequence[Strategy | str] | None = None,
+    using: Collection[str] | None = None,
+) -> tuple[Priced, ...]:
+    """The same on these layouts, the largest first."""
     kinds, values = _asked(strategies)
     large = [place for place in places if place.ranks >= 4][:COMPOSED_LAYOUTS]
     if using is not None:
@@ -55,7 +64,7 @@ def search(
     if not places:
         return ()
     missing = {family(cls()) for cls in kinds} - {family(p.strategy) for p in found}
-    found += [_nothing(cls(), profile, places) for cls in kinds if family(cls()) in missing]
+    found += [p for cls in kinds if family(cls()) in missing for p in _plainly(cls(), profile, places)]
     return tuple(ranked(found))
 
 
@@ -66,6 +75,35 @@ def places_of(cluster: Cluster, workers: int | None = None, threads: int | None 
     else:
         found = list(_of_workers(cluster, workers, threads))
     return sorted(found, key=lambda layout: (-layout.ranks, -layout.threads))
+
+
+def no_place(cluster: Cluster, workers: int | None, threads: int | None) -> str:
+    """Why there is none for so many workers of so many threads, and for how many there is."""
+    given = " and ".join(f"{name}={n}" for name, n in (("workers", workers), ("threads", threads)) if n is not None)
+    devices = [d for d in cluster.devices if d.kind == "cuda"] or list(cluster.devices)
+    cores, hosts = sum(d.cores for d in devices), {d.host for d in devices}
+    kind = "GPUs" if devices[0].kind == "cuda" else "cores"
+    if (workers or 1) * (threads or 1) > cores:
+        why = f"there are {cores} {kind}, and never more threads than cores"
+        why = f"there are {cores} GPUs, and each takes one worker" if kind == "GPUs" else why
+    elif len(hosts) > 1:
+        why = f"workers are on one host, or as many on each of the {len(hosts)}, and never more than its {kind}"
+    else:
+        why = f"each device takes as many threads as it has {kind}"
+    able = _nearest(cluster, workers or 1, threads, cores)
+    return f"{given}: cluster {label(cluster)} has no place for them: {why}; use {able}"
+
+
+def _nearest(cluster: Cluster, workers: int, threads: int | None, most: int) -> str:
+    """What can be asked for instead."""
+
+    def first(numbers: Iterable[int]) -> list[int]:
+        return list(islice((n for n in numbers if any(_of_workers(cluster, n, threads))), 1))
+
+    able = first(range(min(workers - 1, most), 0, -1)) + first(range(workers + 1, most + 1))
+    if able:
+        return " or ".join(f"workers={n}" for n in able)
+    return f"threads<={max(d.cores for d in cluster.devices)}"
 
 
 def _of_workers(cluster: Cluster, workers: int, threads: int | None) -> Iterator[Layout]:
@@ -145,7 +183,9 @@ def _composed(
 
 
 def group_sizes(layout: Layout) -> list[int]:
-    """Ranks of a group: two, four, and all that a host has."""
+    """Ranks of a group: two, four, and all that a host has. Sizes between these are left out, since all that each of
+    them offers would be priced on each of the largest layouts: cores and GPUs come in powers of two, and a group that
+    ends in the middle of a host sends between hosts what it could send within one."""
     here = sum(1 for rank in range(layout.ranks) if layout.device(rank).host == layout.device(0).host)
     return [n for n in sorted({2, 4, here}) if 1 < n < layout.ranks and layout.ranks % n == 0]
 
@@ -164,11 +204,17 @@ def _candidates(cls: type[Strategy], profile: Profile, layout: Layout) -> list[S
         return [cls()]
 
 
-def _nothing(strategy: Strategy, profile: Profile, places: Sequence[Layout]) -> Priced:
-    """It offered no value anywhere: what it says when it is asked for a price, or that there is nothing to divide."""
-    alone = max(place.ranks for place in places) == 1
-    asked = priced(strategy, places[0], profile)
-    if asked.cost is None and not alone:
-        return asked
-    what = "there is one device, which is one worker" if alone else "it has nothing to divide of this network there"
-    return Priced(strategy=strategy, layout=places[0], refusal=what)
+def _plainly(strategy: Strategy, profile: Profile, places: Sequence[Layout]) -> list[Priced]:
+    """It offered no value anywhere: its plain one where that has a price all the same, else why it has none."""
+    if max(place.ranks for place in places) == 1:
+        what = "there is one device, which is one worker"
+        return [Priced(strategy=strategy, layout=places[0], refusal=what)]
+    asked = [priced(strategy, place, profile) for place in places if strategy.one_process == (place.ranks == 1)]
+    return [p for p in asked if p.cost is not None] or asked[:1] or [_refused(strategy, profile, places[0])]
+
+
+def _refused(strategy: Strategy, profile: Profile, place: Layout) -> Priced:
+    """Of one process, where there are several."""
+    asked = priced(strategy, place, profile)
+    what = asked.refusal or f"it is one process, and there are {place.ranks} workers"
+    return Priced(strategy=strategy, layout=place, refusal=what)

@@ -41,7 +41,14 @@ def tried(
     lines: tuple[str, ...] = ()
     if allow_approximate:
         chosen, lines = _piloted(chosen, found, workload, pilot_seconds)
-    again = make(found, planned.profile, planned.cluster, workload=planned.workload, chosen=chosen)
+    again = make(
+        found,
+        planned.profile,
+        planned.cluster,
+        workload=planned.workload,
+        chosen=chosen,
+        workers=planned.only_workers,
+    )
     return replace(again, why=(*again.why, *lines), matched=planned.matched)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from apportion.address import check_place
@@ -28,7 +29,8 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
 
     ``cluster``: the machines; a file of JSON, or a name of the catalogue (``"4-hosts-10gbit"``). None measures this
     machine, which is kept: ``remeasure`` does it again. ``network``: a profile, or a file of it; None times the
-    workload's layers here. With ``network`` neither a model nor its machines are needed. ``against``: another cluster,
+    workload's layers here. With ``network`` neither a model nor its machines are needed: a ``workload`` beside it is
+    what the commands name. ``against``: another cluster,
     to say how many of its hosts match this one.
 
     ``workers``: only layouts of so many. ``trial``: the best few are tried, where the machines are those that this
@@ -48,7 +50,7 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
     if isinstance(workload, str) and (network is None or cluster is None):
         check_place(workload)
     machines = _here(remeasure) if cluster is None else cluster_of(cluster)
-    here = cluster is None or (isinstance(cluster, Cluster) and cluster.measured)
+    here = cluster is None or (isinstance(cluster, Cluster) and _is_this_machine(cluster))
     if allow_approximate and not (trial and here):
         why = "without trials" if here else f"on {machines.name}, which is elsewhere,"
         raise ValueError(f"allow_approximate needs a pilot on these machines, and {why} there is none: leave it out")
@@ -60,7 +62,10 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
         profile = _profiled(workload, machines, workers) if here else _profiled(workload, _here(remeasure), None)
     found = search(profile, machines, workers=workers)
     name = workload if isinstance(workload, str) else None
-    planned = make(found, profile, machines, workload=name, against=other)
+    given = network is not None
+    planned = make(found, profile, machines, workload=None if given else name, against=other, workers=workers)
+    if given:  # the numbers are the profile's, whatever the commands name
+        planned = replace(planned, address=name)
     if not (trial and here) or workload is None or network is not None:
         return planned
     from apportion.planner.trying import tried  # with it come processes
@@ -89,6 +94,16 @@ def _file(given: str | Path, what: str) -> Path:
     if not path.is_file():
         raise ValueError(f"there is no file {given} (in {Path.cwd()}): a {what} is a file of JSON, see docs/planner.md")
     return path
+
+
+def _is_this_machine(cluster: Cluster) -> bool:
+    """Was it measured, and has it the devices that are found here? One that was measured elsewhere has others."""
+    if not cluster.measured:
+        return False
+    from apportion.planner.discover import discover
+
+    own, found = ([(d.kind, d.model, d.cores) for d in some.devices] for some in (cluster, discover()))
+    return own == found
 
 
 def _here(remeasure: bool) -> Cluster:
