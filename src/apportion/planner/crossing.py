@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from apportion.planner.changed import with_bandwidth
-from apportion.planner.elsewhere import Elsewhere, at
+from apportion.planner.elsewhere import Elsewhere, There, at
 from apportion.planner.priced import Priced
 
 STRIDE, FURTHEST = 4.0, 4
@@ -52,7 +52,7 @@ class _Scan:
     def __init__(self, model: Elsewhere, kind: str) -> None:
         self._model, self._kind = model, kind
         self._some = list(model.short_list)
-        self._looked: dict[float, list[Priced]] = {}
+        self._looked: dict[float, There] = {}
         self._note([model.chosen])
 
     def crossing(self, step: float) -> Crossing | None:
@@ -74,13 +74,14 @@ class _Scan:
         below, above = (self._model.chosen, other) if step > 1 else (other, self._model.chosen)
         return Crossing(self._kind, now * factor, now, below, above)
 
-    def _look(self, factor: float) -> list[Priced]:
+    def _look(self, factor: float) -> There:
         """The whole search; where that takes long, the few alone."""
         if factor not in self._looked:
             cluster = with_bandwidth(self._model.cluster, self._kind, factor)
             if self._model.narrow:
                 return self._model.priced(self._some, cluster)
-            ranking = self._looked[factor] = self._model.searched(cluster=cluster)
+            there = self._looked[factor] = self._model.searched(cluster=cluster)
+            ranking = there.ranking
             fastest = min(ranking, key=lambda p: p.seconds_per_example, default=None)
             self._note(p for p in (*ranking[:1], fastest) if p is not None)
         return self._looked[factor]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from apportion.cluster import Cluster
 from apportion.planner.priced import TIE, Priced, family, priced, ranked
@@ -22,6 +23,15 @@ SHORT_LIST = 12
 OF_A_FAMILY, FAMILIES = 2, 3
 MOST_WORK = 10_000
 """Prices times layers: with more of them a search takes so long that nobody waits for a few dozen."""
+
+
+class There(NamedTuple):
+    """What predictions say somewhere else."""
+
+    ranking: list[Priced]
+    """Exact ones that a plan would look at, the best first."""
+    ours: Priced | None
+    """What was chosen here; None: it cannot run there."""
 
 
 @dataclass(frozen=True)
@@ -57,27 +67,31 @@ class Elsewhere:
         ours = at(self.here, self.chosen)
         return ours is not None and self.doubted <= 1 + ours.with_overhead(self.profile).error
 
-    def searched(self, *, profile: Profile | None = None, cluster: Cluster | None = None) -> list[Priced]:
-        """Of the same layouts and strategies there; what was chosen here is among them, if it can run."""
+    def searched(self, *, profile: Profile | None = None, cluster: Cluster | None = None) -> There:
+        """Of the same layouts and strategies there."""
         profile, cluster = profile or self.profile, cluster or self.cluster
         places = [_moved(devices, threads, cluster) for devices, threads in self._places]
-        own = priced(self.chosen.strategy, _moved(*_place(self.chosen), cluster), profile)
-        found = among(places, profile, strategies=self.strategies)
-        return self._ranked(found if any(same(p, own) for p in found) else (*found, own))
+        ranking = self._ranked(among(places, profile, strategies=self.strategies))
+        ours = at(ranking, self.chosen)
+        if ours is None:  # a plan would not look at it there: it may run all the same
+            own = priced(self.chosen.strategy, _moved(*_place(self.chosen), cluster), profile)
+            ours = next(iter(self._ranked([own])), None)
+        return There(ranking, ours)
 
-    def priced(self, some: Iterable[Priced], cluster: Cluster) -> list[Priced]:
+    def priced(self, some: Iterable[Priced], cluster: Cluster) -> There:
         """Of these alone."""
-        return self._ranked(priced(p.strategy, _moved(*_place(p), cluster), self.profile) for p in some)
+        ranking = self._ranked(priced(p.strategy, _moved(*_place(p), cluster), self.profile) for p in some)
+        return There(ranking, at(ranking, self.chosen))
 
-    def other(self, ranking: Sequence[Priced]) -> Priced | None:
+    def other(self, there: There) -> Priced | None:
         """What is chosen there instead; None: what is chosen here, or another value of the same kind that is as good.
         What predictions hold against it here already, where trials found otherwise, counts for nothing there."""
-        if not ranking or same(ranking[0], self.chosen):
+        if not there.ranking or same(there.ranking[0], self.chosen):
             return None
-        best, ours = ranking[0], at(ranking, self.chosen)
-        if ours is None:
+        best = there.ranking[0]
+        if there.ours is None:
             return best
-        ratio = ours.seconds_per_example / best.seconds_per_example
+        ratio = there.ours.seconds_per_example / best.seconds_per_example
         alike = family(best.strategy) == family(self.chosen.strategy) and ratio <= 1 + TIE
         return None if alike or (self.doubted > 1 and ratio <= self.doubted) else best
 

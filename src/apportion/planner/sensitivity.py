@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from apportion.cluster import Cluster
 from apportion.planner.changed import ASSUMED, across_hosts, one_gpu_more, one_host_more
 from apportion.planner.crossing import Crossing, crossings
-from apportion.planner.elsewhere import Elsewhere, at
+from apportion.planner.elsewhere import Elsewhere
 from apportion.planner.figures import rate
 from apportion.planner.priced import TIE, Priced, ranked
 from apportion.planner.refit import Correction
@@ -62,11 +62,11 @@ def _batches(model: Elsewhere) -> list[str]:
         if batch < 1 or batch != int(batch) or batch > (model.profile.examples or batch):
             continue
         other = of_rows(model.profile, int(batch))
-        ranking = model.searched(profile=other)
-        best = model.other(ranking)
+        there = model.searched(profile=other)
+        best = model.other(there)
         if best is None or str(best) in told:
             continue
-        ours = at(ranking, model.chosen)
+        ours = there.ours
         if ours is None:
             text = f"{model.chosen.strategy} cannot run there"
         elif (ratio := ours.seconds_per_example / best.seconds_per_example) > 1 + _off(model, other, best, ours):
