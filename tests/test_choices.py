@@ -11,7 +11,8 @@ from by_hand import GB, ROWS, chain, conv, machine, network
 from apportion.cluster import Cluster
 from apportion.launch.env import Env
 from apportion.launch.local import Local
-from apportion.planner.priced import BAND, TIE, Priced, Tried, folded, gibibytes, misfit, ranked, tied
+from apportion.planner.figures import gibibytes
+from apportion.planner.priced import MEASURED_BAND, TIE, Priced, Tried, folded, misfit, ranked, tied
 from apportion.planner.search import group_sizes, places_of, search
 from apportion.pricing.cost import Cost
 from apportion.pricing.layout import Layout
@@ -95,7 +96,7 @@ def test_what_offers_nothing_is_told_why() -> None:
     (alone,) = chain(1.0).layers
     low = conv("c", "x", image=(4, 3, 1), ways=("height",))  # 4 rows are too few for windows of 3 on two ranks
     assert told("data_parallel", machine(1).cluster, alone) == "there is one device, which is one worker"
-    assert told("conv_parallel", machine(2).cluster, low) == "it has nothing to divide of this network there"
+    assert told("conv_parallel", machine(2).cluster, low) == "", "it offers nothing, and has its plain price"
     assert "no convolution" in told("conv_parallel", machine(2).cluster, alone)
 
 
@@ -142,7 +143,7 @@ def test_who_starts_workers_is_told_of_the_cores_only_where_there_are_gpus_too()
 
 
 def test_a_step_takes_what_was_measured_else_what_was_learnt_else_what_was_predicted() -> None:
-    assert (row(DataParallel(), 4.0).step_seconds, row(DataParallel(), 4.0).error) == (4.0, BAND)
+    assert (row(DataParallel(), 4.0).step_seconds, row(DataParallel(), 4.0).error) == (4.0, MEASURED_BAND)
     assert row(DataParallel(), 4.0, corrected=3.0).step_seconds == 3.0
     measured = row(DataParallel(), 4.0, corrected=3.0, tried=took(1.5, 2.0, 2.5))
     assert (measured.step_seconds, measured.error) == (2.0, 0.25), "half of the middle half"
@@ -197,4 +198,4 @@ def test_memory_is_what_all_workers_of_a_device_need() -> None:
     )
     assert misfit(cost, roomy) == ""
     assert misfit(cost, full) == "does not fit: needs 6 GiB (2 workers of 3 GiB) on h0/cpu0, which has 6 GiB"
-    assert [gibibytes(n) for n in (2**29, 2**29 - 2**20, 12 << 20)] == ["0.5 GiB", "511 MiB", "12 MiB"]
+    assert [gibibytes(n) for n in (2**29, 2**29 - 2**20, 12 << 20)] == ["512 MiB", "511 MiB", "12 MiB"]

@@ -61,11 +61,11 @@ def test_composites_of_each_kind_are_kinds_of_their_own_and_no_more_than_a_scree
 def test_a_line_has_the_parts_of_the_prediction_and_the_step_that_counts() -> None:
     p = row(DataParallel(), 0.001, updating=0.002, loading=0.004, communicating=0.008, bubble=0.016, waiting=0.032)
     name = "data_parallel\n  local(workers=2, threads=1)"
-    assert cells(p, learned=False) == [name, "63", "7", "8", "16", "32", "3 MiB", "1,587\n±12%", "yes"]
+    assert cells(p, learned=False) == [name, "63", "7", "8", "16", "32", "3 MiB", "1,587\n±10%", "yes"]
     measured = replace(p, tried=Tried(step_seconds=0.1, low=0.09, high=0.11, steps=9))
     assert cells(measured, learned=True)[1:3] == ["100*", "63"]
     assert cells(measured, learned=True)[-2] == "1,000\n±10%"
-    assert cells(row(LocalSgd(), 0.001), learned=False)[2:] == ["1", "-", "-", "-", "3 MiB", "100,000\n±12%", "no"]
+    assert cells(row(LocalSgd(), 0.001), learned=False)[2:] == ["1", "-", "-", "-", "3 MiB", "100,000\n±10%", "no"]
 
 
 def test_who_lost_is_told_once_for_each_strategy_and_what_else_there_is_to_say_is_said(
@@ -96,7 +96,7 @@ def test_the_page_tells_what_was_measured_beside_what_was_predicted() -> None:
     predicted = plan(row(DataParallel(), 0.25), other)
     text = page(predicted)
     assert "batches of 100 on made, predicted" in text
-    assert "250 ms 400 ±12%" in text
+    assert "250 ms 400 ±10%" in text
     assert "Side by side" not in text
     assert re.search(r"data_parallel local\(workers=2, threads=1\) chosen 250 ms .* yes", text)
     assert re.search(r"local_sgd local\(workers=2, threads=1\) approximate: .* no", text)

@@ -57,7 +57,7 @@ def test_the_first_line_has_what_it_takes_and_how_far_off_that_may_be() -> None:
     first = row(DataParallel(), computing=0.5)
     (line,) = why_first([first], PROFILE)
     assert line == (
-        "data_parallel on local(workers=2, threads=1): 500 ms a step, predicted, 200 examples/s (within 12%)"
+        "data_parallel on local(workers=2, threads=1): 500 ms a step, predicted, 200 examples/s (within 10%)"
     )
     (line,) = why_first([measured(first, 0.25, 0.05)], PROFILE)
     assert line.endswith("250 ms a step, measured, 400 examples/s (within 20%)")
@@ -81,9 +81,15 @@ def test_who_only_spends_more_and_was_still_faster_is_told_so() -> None:
     first = measured(row(DataParallel(), computing=1.0, communicating=0.5), 1.0)
     second = measured(row(SingleDevice(), ALONE, computing=1.0), 2.0)
     told = why_first([first, second], PROFILE)[-1]
-    assert told.endswith(": it spends 500 ms more of communication that nothing hides")
+    assert told.endswith(", measured; predicted were 1.5 s against 1 s a step")
+    shorter = measured(row(DataParallel(), computing=0.4, communicating=0.5), 1.0)
+    told = why_first([shorter, second], PROFILE)[-1]
+    assert told.endswith(": by prediction it saves computing and spends more communication that nothing hides")
     same = why_first([measured(row(DataParallel(), computing=1.0), 1.0), second], PROFILE)[-1]
-    assert same == "2.00 times as fast as single_device on local(workers=1, threads=1)"
+    assert same == (
+        "2.00 times as fast as single_device on local(workers=1, threads=1), measured; predicted were 1 s against 1 s "
+        "a step"
+    )
 
 
 def test_who_was_taken_because_it_is_simpler_is_told_to_be_slower() -> None:
@@ -135,7 +141,7 @@ def test_what_computes_something_else_is_faster_only_by_the_example() -> None:
 
 
 def test_sizes_and_times_are_for_people() -> None:
-    assert [size(n) for n in (999, 1000, 40e6, 4e9, 4e12)] == ["999 B", "1 kB", "40 MB", "4 GB", "4e+03 GB"]
+    assert [size(n) for n in (999, 1000, 40e6, 4e9, 4e12)] == ["999 B", "1 kB", "40 MB", "4 GB", "4 TB"]
     assert [milliseconds(s) for s in (0.00312, 0.0000213, 0.999, 1.5, 12.34)] == [
         "3.12 ms", "0.0213 ms", "999 ms", "1.5 s", "12.3 s",
     ]  # fmt: skip
@@ -157,13 +163,13 @@ HEAVY = replace(chain(30.0, activation_bytes=8), layers=chain(30.0, activation_b
 def test_the_slower_cluster_is_told_by_how_many_of_its_hosts_would_do() -> None:
     fast = machine(1, flops=3.5e9)
     hosts, text = matched(machine(1), fast)
-    assert (hosts, text) == (4, ", 3.50 times as fast as on made; 4 hosts of made match other")
+    assert (hosts, text) == (4, ", 3.50 times as fast as here; 4 of the hosts here match that")
     hosts, text = matched(fast, machine(1))
-    assert (hosts, text) == (4, ", 3.50 times as long as on made; 4 hosts of other match made")
-    assert matched(fast, fast) == (None, ": as fast as on made")
+    assert (hosts, text) == (4, ", 3.50 times as long as here; 4 of those hosts match what is here")
+    assert matched(fast, fast) == (None, ", as long as here")
     slow = machine(1, flops=1e6)
     assert matched(fast, slow) == (
-        None, f", {3500:.2f} times as long as on made; no number of hosts of other up to {MOST_HOSTS} matches made"
+        None, f", {3500:.2f} times as long as here; no number up to {MOST_HOSTS} of those hosts match what is here"
     )  # fmt: skip
 
 
