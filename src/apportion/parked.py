@@ -50,7 +50,9 @@ def _serve_steps(job: Job, world: World, channel: Channel) -> Job | None:
         if not workload.compile:  # what is compiled cannot be watched
             seen.watch(step.model)
         serving = _Serving(job, workload, step, world, seen)
-        channel.send({"kind": "built", "steps": _steps(step, world), "precision": job.as_written().precision})
+        steps = _steps(step)
+        told = {"steps": steps, "each": _each(step, world, steps), "precision": job.as_written().precision}
+        channel.send({"kind": "built", **told})
         while (order := channel.commands.get()) is not None and order["kind"] != "close":
             if order["kind"] == "again":
                 again = replace(job, **order["job"])
@@ -203,13 +205,17 @@ def _proving(job: Job) -> Iterator[_Seen]:
         yield _Seen(Observed(), dropped)
 
 
-def _steps(step: Step, world: World) -> int:
-    """That every rank can make: where whole batches are dealt in turn, a round of them is a step; where each rank takes
-    what comes next, it has its part of them."""
+def _steps(step: Step) -> int:
+    """There are: where whole batches are dealt in turn, a round of them is a step."""
     shard = step.data_shard
-    if shard is None or not shard.whole_batches:
-        return step.source.total
-    return step.source.total // (shard.of if shard.of > 1 or step.lockstep else world.size)
+    return step.source.total // (shard.of if shard is not None and shard.whole_batches else 1)
+
+
+def _each(step: Step, world: World, steps: int) -> int:
+    """That every rank can make: where each takes what comes next, its part of them."""
+    shard = step.data_shard
+    shared = shard is not None and shard.whole_batches and shard.of == 1 and not step.lockstep
+    return steps // world.size if shared else steps
 
 
 def _go(step: Step, world: World, many: int) -> Message:

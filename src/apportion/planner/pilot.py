@@ -97,7 +97,7 @@ class _Runner:
 
     def __init__(self, group: Parked) -> None:
         self._group = group
-        self._left = int(group.built()["steps"])
+        self._left = int(group.built()["each"])
         self._debt = 0.0
         self._a_step: float | None = None
         self.made = 0
