@@ -167,6 +167,39 @@ def test_recomputed_activations_are_the_same(schedule: str) -> None:
     prove(CASES["skipping"](), PipelineParallel(schedule=schedule, microbatches=3, recompute=True), 3)
 
 
+def alike(name: str) -> Workload:
+    made = CASES[name]() if name in CASES else networks.cases[name](7)
+    return replace(made, precision="float64")
+
+
+def between_hosts(world: World, name: str, strategy: Strategy) -> dict[str, Tensor]:
+    """The weights after training with evaluations in between, as if each rank were on a host of its own."""
+    own = replace(World.from_env(device="cpu"), local_size=1)
+    step = strategy.build(alike(name), own)
+    for batch in apportion.batches(step):
+        step(batch)
+        step.predict(batch)
+    weights = {key: value.clone() for key, value in step.state_dict().model.items()}
+    step.close()
+    own.close()
+    return weights
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["skipping", "attending", "batch_norm_2d"])
+def test_between_hosts_the_next_message_comes_while_a_stage_computes(name: str, schedule: Any) -> None:
+    """What comes has another size where the batch is shorter, and in evaluation."""
+    whole = {"batch_norm": "whole"} if name == "batch_norm_2d" else {}
+    strategy = PipelineParallel(schedule=schedule, microbatches=3, **whole)
+    expected = SingleDevice().build(alike(name), World())
+    for batch in apportion.batches(expected):
+        expected(batch)
+    with by_value(networks):
+        for weights in on_ranks(between_hosts, 2 if whole else 3, name, strategy):
+            for key, value in expected.state_dict().model.items():
+                torch.testing.assert_close(weights[key], value, rtol=0, atol=EXACT)
+
+
 BATCH_NORM = ("batch_norm_2d", "batch_norm_cumulative", "batch_norm_used_twice", "coupled_examples")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import networks
@@ -374,10 +375,12 @@ def test_a_stage_needs_the_whole_batch_for_its_statistics_and_for_what_changes()
 # Messages
 
 
-def passed(world: World, rounds: list[list[Any]]) -> list[list[Any]]:
+def passed(world: World, rounds: list[list[Any]], between_hosts: bool) -> list[list[Any]]:
     """Rank 0 sends, rank 1 sends back what it got."""
-    group = world.group()
-    outlet, inlet = Outlet(group, 1 - world.rank), Inlet(group, 1 - world.rank, world.device)
+    own = replace(World.from_env(device="cpu"), local_size=1) if between_hosts else world
+    group = own.group().lane() if between_hosts else own.group()
+    other = 1 - world.rank
+    outlet, inlet = Outlet(group, other, ahead=between_hosts), Inlet(group, other, world.device, ahead=between_hosts)
     got = []
     for values in rounds:
         if world.rank == 0:
@@ -386,10 +389,14 @@ def passed(world: World, rounds: list[list[Any]]) -> list[list[Any]]:
         if world.rank == 1:
             outlet.send(got[-1])
     outlet.finish()
+    if between_hosts:
+        group.close()
+        own.close()
     return got
 
 
-def test_trees_of_tensors_and_numbers_arrive_as_they_were_sent() -> None:
+@pytest.mark.parametrize("between_hosts", [False, True])
+def test_trees_of_tensors_and_numbers_arrive_as_they_were_sent(between_hosts: bool) -> None:
     a = torch.randn(3, 5, dtype=torch.float64)
     rounds: list[list[Any]] = [
         [a, {"mask": a > 0, "n": 3}],
@@ -399,10 +406,12 @@ def test_trees_of_tensors_and_numbers_arrive_as_they_were_sent() -> None:
         [a.t(), torch.Size([2, 3]), True],
         [],
         [torch.randn(1 << 18), a[:, 1:2]],
+        [torch.randn(1 << 18), a[:, 2:3]],
+        [torch.randn(1 << 4), a[:, 1:2]],
         [torch.ones(2, requires_grad=True), torch.ones(2)],
     ]
     with by_value(networks):
-        for got in on_ranks(passed, 2, rounds):
+        for got in on_ranks(passed, 2, rounds, between_hosts):
             for found, expected in zip(got, rounds, strict=True):
                 assert len(found) == len(expected)
                 pairs = list(zip(tree.tensors(found), tree.tensors(expected), strict=True))

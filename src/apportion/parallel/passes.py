@@ -33,16 +33,21 @@ class Ends:
     after: Outlet | None
     gradients_in: Inlet | None
     gradients_out: Outlet | None
+    lane: Group | None = None
+    """That is theirs alone."""
 
     @classmethod
     def of(cls, group: Group, device: torch.device) -> Ends:
-        """Of the stage that a rank is."""
+        """Of the stage that a rank is. Called by all ranks of the group."""
         first, last = group.rank == 0, group.rank == group.size - 1
+        ahead = group.beside and device.type == "cpu"  # NCCL's next message would stand in the way of all others
+        lane = group.lane() if ahead else group
         return cls(
-            None if first else Inlet(group, group.rank - 1, device),
-            None if last else Outlet(group, group.rank + 1),
-            None if last else Inlet(group, group.rank + 1, device),
-            None if first else Outlet(group, group.rank - 1),
+            None if first else Inlet(lane, group.rank - 1, device, ahead=ahead),
+            None if last else Outlet(lane, group.rank + 1, ahead=ahead),
+            None if last else Inlet(lane, group.rank + 1, device, ahead=ahead),
+            None if first else Outlet(lane, group.rank - 1, ahead=ahead),
+            lane if ahead else None,
         )
 
     def finish(self) -> None:
@@ -50,6 +55,11 @@ class Ends:
         for outlet in (self.after, self.gradients_out):
             if outlet is not None:
                 outlet.finish()
+
+    def close(self) -> None:
+        """Leave the connection that is theirs alone."""
+        if self.lane is not None:
+            self.lane.close()
 
 
 @final

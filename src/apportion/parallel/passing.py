@@ -5,6 +5,11 @@
     length of the description (0: as the last one) | description (JSON) | tensor | tensor | ...
 
 A description is sent where it differs from the one before: of a training step's micro-batches, once or twice.
+
+``ahead``, on both sides: the receiver asks for the next message as soon as it has one, so that it travels while the
+receiver computes; a network brings nothing to who has not asked. It asks for one that is like the last: where the next
+is another, as many bytes as were asked for come first, which nobody reads. The messages of others between the same two
+ranks would be taken for it: these need a connection of their own.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -28,9 +33,11 @@ UNDER_WAY = 8
 class Outlet:
     """Messages to another rank."""
 
-    def __init__(self, group: Group, to: int) -> None:
-        self._group, self._to = group, to
+    def __init__(self, group: Group, to: int, *, ahead: bool = False) -> None:
+        self._group, self._to, self._ahead = group, to, ahead
         self._last: Any = None
+        self._asked: list[int] = []
+        """Bytes of each tensor that the other side waits for."""
         self._under_way: deque[list[tuple[Work, Tensor]]] = deque()
 
     def send(self, values: Sequence[Any]) -> None:
@@ -45,11 +52,15 @@ class Outlet:
         else:
             data = json.dumps([pytree.treespec_dumps(spec), plain]).encode()
             self._post(torch.tensor([len(data)]), works)
+            for nbytes in self._asked:
+                self._post(torch.zeros(nbytes, dtype=torch.uint8), works)
             self._post(torch.frombuffer(bytearray(data), dtype=torch.uint8), works)
             self._last = spec, told
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.numel():
-                self._post(leaf.detach().contiguous().view(-1).view(torch.uint8), works)
+        tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
+        for tensor in tensors:
+            self._post(tensor.contiguous().view(-1).view(torch.uint8), works)
+        if self._ahead:
+            self._asked = [tensor.nbytes for tensor in tensors]
         self._under_way.append(works)
         if len(self._under_way) > UNDER_WAY:
             self._wait()
@@ -73,34 +84,49 @@ class Outlet:
 class Inlet:
     """Messages from another rank."""
 
-    def __init__(self, group: Group, source: int, device: torch.device) -> None:
-        self._group, self._source, self._device = group, source, device
+    def __init__(self, group: Group, source: int, device: torch.device, *, ahead: bool = False) -> None:
+        self._group, self._source, self._device, self._ahead = group, source, device, ahead
         self._last: tuple[Any, list[Any]] | None = None
+        self._coming: tuple[_Coming, list[_Coming]] | None = None
+        """Length and tensors of the next message."""
 
     def receive(self) -> list[Any]:
         """What was sent; a tensor that requires a gradient there does so here, as a leaf. Blocks."""
-        length = int(self._take(torch.int64, [1]))
-        if length:
-            told = self._take(torch.uint8, [length])
+        first, tensors = self._coming or (self._ask(torch.int64, [1]), [])
+        if length := int(first.come()):
+            for tensor in tensors:
+                tensor.come()  # nothing: it was asked for before anyone knew
+            told = self._ask(torch.uint8, [length]).come()
             spec, plain = json.loads(told.cpu().numpy().tobytes())
             self._last = pytree.treespec_loads(spec), plain
         assert self._last is not None, "the first message is described"
         spec, plain = self._last
-        leaves = [self._leaf(described) for described in plain]
+        if length or not self._ahead:
+            tensors = self._ask_for(plain)
+        come = iter([tensor.come() for tensor in tensors])
+        self._coming = (self._ask(torch.int64, [1]), self._ask_for(plain)) if self._ahead else None
+        leaves = [next(come).requires_grad_(one[2]) if isinstance(one, list) else one for one in plain]
         values: list[Any] = pytree.tree_unflatten(leaves, spec)
         return values
 
-    def _leaf(self, described: Any) -> Any:
-        if not isinstance(described, list):
-            return described
-        dtype, shape, requires_grad = described
-        return self._take(getattr(torch, dtype), shape).requires_grad_(requires_grad)
+    def _ask_for(self, plain: Sequence[Any]) -> list[_Coming]:
+        return [self._ask(getattr(torch, one[0]), one[1]) for one in plain if isinstance(one, list)]
 
-    def _take(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    def _ask(self, dtype: torch.dtype, shape: Sequence[int]) -> _Coming:
         into = torch.empty(shape, dtype=dtype, device=self._device)
-        if into.numel():
-            self._group.receive(into.view(-1).view(torch.uint8), self._source).wait()
-        return into
+        work = self._group.receive(into.view(-1).view(torch.uint8), self._source) if into.numel() else DONE
+        return _Coming(work, into)
+
+
+class _Coming(NamedTuple):
+    """A tensor that was asked for."""
+
+    work: Work
+    into: Tensor
+
+    def come(self) -> Tensor:
+        self.work.wait()
+        return self.into
 
 
 def _described(leaf: Any) -> Any:

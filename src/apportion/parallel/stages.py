@@ -223,6 +223,9 @@ class Stages(Part):
         self.ends.after.finish()
         return None
 
+    def close(self) -> None:
+        self.ends.close()
+
 
 class Known:
     """Where a run has cut the network: whoever comes in a lost worker's place cuts it there, too."""
