@@ -19,7 +19,7 @@ from apportion.crew import Crew
 from apportion.launch.local import Local
 from apportion.world import World
 
-SECONDS = 110.0  # who meets a parameter server that was just killed may wait for ten seconds, each time
+SECONDS = 60.0
 
 
 @contextmanager

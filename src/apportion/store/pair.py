@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
@@ -24,7 +25,9 @@ from torch import Tensor
 from apportion.errors import PeerLost
 
 CONNECT = timedelta(seconds=10)
-"""One try, by a server that lives; one that is dead refuses, or breaks off, at once."""
+"""For a server that lives to answer; one that is dead refuses, or breaks off, at once."""
+TRY = timedelta(seconds=1)
+"""Of a store to connect: it goes on trying for twice as long where the server has died since it was asked for."""
 SILENCE = timedelta(days=1)
 """Between two messages: a peer that dies is noticed at once, one that is slow is not lost."""
 _WORKER, _SERVER = 0, 1
@@ -64,11 +67,17 @@ def connect(host: str, port: int, seat: int) -> Pair:
 
 
 def _client(host: str, port: int) -> Any:
-    try:
-        socket.create_connection((host, port), CONNECT.total_seconds()).close()  # the store tries a dead one again
-        return _dist.TCPStore(host, port, is_master=False, timeout=CONNECT)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise PeerLost(f"the parameter server at {host}:{port} does not answer") from error
+    end = time.monotonic() + CONNECT.total_seconds()
+    while True:
+        try:
+            socket.create_connection((host, port), CONNECT.total_seconds()).close()  # a dead one refuses
+            store = _dist.TCPStore(host, port, is_master=False, timeout=TRY)
+        except (OSError, RuntimeError, ValueError) as error:
+            if isinstance(error, OSError) or time.monotonic() > end:
+                raise PeerLost(f"the parameter server at {host}:{port} does not answer") from error
+        else:
+            store.set_timeout(CONNECT)
+            return store
 
 
 def _pair(store: Any, host: str, name: str, rank: int) -> Pair:
