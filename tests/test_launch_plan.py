@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +12,7 @@ from typing import Any
 import networks
 import pytest
 import torch
+from commands import finish, free_port, start
 from ranks import by_value, on_ranks
 from typer.testing import CliRunner
 
@@ -22,7 +20,8 @@ from apportion.cli import app
 from apportion.planner.on_ranks import LEAST_ROUNDS, MOST_ROUNDS, Bench, Taken
 from apportion.world import World
 
-SECONDS = 110
+MEASURING = 4.0
+"""Seconds that a slow cable needs for messages large enough to tell its bandwidth."""
 WORK = """
 import torch
 from torch import nn
@@ -58,7 +57,8 @@ from apportion.planner.launch_plan import plan_launched
 
 world = apportion.World.from_env(device="cpu")
 try:
-    plan = plan_launched("work.py:workload", world, trial=sys.argv[1] == "trial", seconds=1.0, measuring=0.8)
+    how, measuring = sys.argv[1], float(sys.argv[2])
+    plan = plan_launched("work.py:workload", world, trial=how == "trial", seconds=1.0, measuring=measuring)
     told = None if plan is None else {**plan.to_json(), "devices": [d.name for d in plan.cluster.devices]}
     if plan is not None:
         told["found"] = [[str(p.strategy), p.layout.ranks, len(p.layout.hosts)] for p in plan.found]
@@ -81,12 +81,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def places(*hosts: int) -> list[dict[str, str]]:
     """torchrun's variables of so many ranks on each of these hosts, which are all this one."""
     port, ranks = free_port(), sum(hosts)
@@ -98,29 +92,18 @@ def places(*hosts: int) -> list[dict[str, str]]:
     ]
 
 
-def planned(environments: Sequence[Mapping[str, str]], how: str, prefixes: Sequence[Sequence[str]] = ()) -> list[Any]:
+def planned(
+    environments: Sequence[Mapping[str, str]], how: str, prefixes: Sequence[Sequence[str]] = (), measuring: float = 0.8
+) -> list[Any]:
     """What each rank was told."""
-    processes = []
-    try:
-        for rank, environment in enumerate(environments):
-            command = [*(prefixes[rank] if prefixes else ()), sys.executable, "plan.py", how]
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    env={**os.environ, **environment},
-                )
+    finish(
+        [
+            start(
+                [*(prefixes[rank] if prefixes else ()), sys.executable, "plan.py", how, str(measuring)], **environment
             )
-        said = [process.communicate(timeout=SECONDS)[0] for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    for process, text in zip(processes, said, strict=True):
-        assert process.returncode == 0, text
+            for rank, environment in enumerate(environments)
+        ]
+    )
     return [json.loads(Path(f"plan-{rank}.json").read_text()) for rank in range(len(environments))]
 
 
@@ -195,7 +178,7 @@ def test_two_hosts_on_a_slow_cable_are_told_that_one_is_faster(folder: Path, hos
     rate = 1e8
     with hosts.two_hosts(rate) as made:
         environments = [made.environment(rank, 2, 29611) for rank in range(2)]
-        first, second = planned(environments, "trial", [made.command(rank, []) for rank in range(2)])
+        first, second = planned(environments, "trial", [made.command(rank, []) for rank in range(2)], MEASURING)
     assert second is None
     assert {(ranks, hosts_) for _, ranks, hosts_ in first["found"]} == {(1, 1), (2, 2)}
     known = by_strategy(first)
@@ -204,7 +187,7 @@ def test_two_hosts_on_a_slow_cable_are_told_that_one_is_faster(folder: Path, hos
     sent = 4 * (64 * 512 + 512 * 512) * 8 / rate
     both = known["data_parallel"]
     assert both["measured"]["step_seconds"] > 0.8 * sent
-    assert both["terms"]["communicating"] == pytest.approx(sent, rel=0.5)
+    assert 0.5 * sent < both["terms"]["communicating"] < 2.0 * sent, "of few and small messages, in little time"
     assert "--nnodes=2" not in first["commands"]["torchrun"], "one host does it"
 
 

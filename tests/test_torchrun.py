@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from commands import SECONDS, finish, free_port, start
 
 import apportion
 from apportion.world import hosts as hosts_of
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-SECONDS = 90
 WORK = """
 import torch
 from torch import nn
@@ -168,26 +167,6 @@ def local_losses(folder: Path) -> tuple[list[float], Mapping[str, float]]:
             metrics = event.data["metrics"]
     assert len(losses) == 30
     return losses, metrics
-
-
-def finish(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
-    """What they say, once all have ended well; none goes on afterwards."""
-    try:
-        said = [process.communicate(timeout=SECONDS)[0] for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    for process, text in zip(processes, said, strict=True):
-        assert process.returncode == 0, text
-    return said
-
-
-def start(command: Sequence[str], **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment}
-    )
 
 
 # One host
@@ -341,12 +320,6 @@ def test_two_hosts_give_the_losses_of_one(folder: Path, hosts: dict[str, str]) -
 
 
 # Set up wrongly
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def test_without_an_address_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:

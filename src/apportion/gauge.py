@@ -213,7 +213,8 @@ class Gauge:
                 longer = nbytes / SIZES[at - 1] * max(found[-1][1]) * (LEAST + 2)
                 if not self._said(int(at < LEAST or longer < left)):
                     break
-            found.append((nbytes, timed(nbytes, left / (len(SIZES) - at))))
+            # Half of an equal share: a slow link then comes to messages large enough to tell its bandwidth.
+            found.append((nbytes, timed(nbytes, left / (len(SIZES) - at) / 2)))
         return found
 
     def _in_step(self, work: Callable[[], Any], seconds: float) -> list[float]:
