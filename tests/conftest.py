@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from browsers import BROWSER, Browser
 from leaks import Watch
 
 Within = Callable[[float, str], AbstractContextManager[None]]
@@ -95,3 +96,12 @@ def eventually() -> Eventually:
             time.sleep(0.01)
 
     return wait
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Browser:
+    if BROWSER is None:
+        pytest.skip("chromium is not on PATH: apt-get install chromium")
+    folder = tmp_path / "browser"
+    folder.mkdir()
+    return Browser(folder)

@@ -40,6 +40,8 @@ FLAGS = {
         "--against", "--allow-approximate", "--cluster", "--help", "--json", "--launcher", "--network", "--no-trial",
         "--out", "--remeasure", "--workers",
     ],
+    "serve": ["--deadline", "--help", "--host", "--port", "--quorum", "--replication"],
+    "export": ["--help", "--json", "--out", "--target"],
 }  # fmt: skip
 WRITTEN = ("checkpoint", "report", "tensorboard")
 TINY = '''
@@ -189,10 +191,14 @@ def test_the_flags_of_every_verb_are_these() -> None:
 @pytest.mark.parametrize("verb", FLAGS)
 def test_help_says_what_a_verb_does_and_names_every_flag(apportion: Any, verb: str) -> None:
     text = words(apportion(verb, "--help").output)
-    assert "FILE:NAME" in text
+    assert {"serve": "MEMBER...", "export": "RUN"}.get(verb, "FILE:NAME") in text
     assert all(flag in text for flag in FLAGS[verb])
     about = {"train": "Train a workload", "check": "Prove that a strategy", "compare": "Measure strategies"}
-    about["plan"] = "Say which way to split a workload"
+    about |= {
+        "plan": "Say which way to split a workload",
+        "serve": "Answer with one net",
+        "export": "Carry a trained net",
+    }
     assert about[verb] in text
 
 

@@ -24,6 +24,7 @@ NAMES = [
     "Policy",
     "Profile",
     "Proof",
+    "Serving",
     "State",
     "Step",
     "Strategy",
@@ -34,10 +35,12 @@ NAMES = [
     "batches",
     "check",
     "compare",
+    "export",
     "load",
     "measure",
     "plan",
     "run",
+    "serve",
     "train",
 ]
 VALUES = [
@@ -45,7 +48,7 @@ VALUES = [
     "local_sgd", "map_reduce", "parameter_server", "pipeline_parallel", "single_device", "tensor_parallel",
     "wavefront_parallel",
 ]  # fmt: skip
-HEAVY = ["typer", "rich", "tensorboard", "matplotlib"]
+HEAVY = ["typer", "rich", "tensorboard", "matplotlib", "onnx", "onnxruntime"]
 LIMIT_SECONDS = 0.15
 
 

@@ -6,14 +6,12 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from browsers import Browser
 
 from apportion.errors import CheckpointError
 from apportion.event import Event
@@ -29,7 +28,6 @@ from apportion.report_html import write_html
 from apportion.report_html.curves import on_log_scale, smoothed, thinned
 from apportion.report_html.history import Curve, read_history
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 HOSTILE = '</pre></table></svg><script>alert("1")</script><img src="http://host.invalid/x.png">$x_1$ & é'
 
 UNREADABLE = "\udcff"
@@ -635,55 +633,6 @@ def test_a_page_that_cannot_be_written_is_told_and_leaves_nothing(tmp_path: Path
 
 
 # In a real browser
-
-
-class Browser:
-    """Chromium without a window, each time with a fresh profile, and never longer than its deadline."""
-
-    RESOURCE = 101845102
-    """What chromium's network log marks the requests with that a page makes, and not chromium itself."""
-    QUIET = ("background-networking", "quic", "component-update", "sync", "breakpad", "crash-reporter", "extensions")
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._asked = folder / "asked.json"
-
-    def __call__(self, *arguments: str, seconds: float = 60) -> str:
-        """What it prints."""
-        home = self._folder / "home"
-        shutil.rmtree(home, ignore_errors=True)
-        assert BROWSER is not None
-        command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"]
-        command += [f"--disable-{what}" for what in self.QUIET]
-        command += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={home}", f"--log-net-log={self._asked}"]
-        process = subprocess.Popen(
-            [*command, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "HOME": str(self._folder)},
-        )
-        try:
-            return process.communicate(timeout=seconds)[0]
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-    def asked_for(self) -> set[str]:
-        """The addresses, of anything but files, that the page asked for the last time."""
-        found = re.findall(rf'"traffic_annotation":{self.RESOURCE},"url":"([^"]*)"', self._asked.read_text())
-        return {address for address in found if not address.startswith("file:")}
-
-
-@pytest.fixture
-def browser(tmp_path: Path) -> Browser:
-    if BROWSER is None:
-        pytest.skip("chromium is not on PATH: apt-get install chromium")
-    folder = tmp_path / "browser"
-    folder.mkdir()
-    return Browser(folder)
 
 
 def pixels(png: Path) -> Any:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from apportion.planner.plan import Plan as Plan
     from apportion.profile import Profile as Profile
     from apportion.proof import Proof as Proof
+    from apportion.serving.serving import Serving as Serving
     from apportion.strategies.data_parallel import DataParallel as data_parallel  # noqa: F401
     from apportion.strategies.fully_sharded import FullySharded as fully_sharded  # noqa: F401
     from apportion.strategies.hogwild import Hogwild as hogwild  # noqa: F401
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
     from apportion.trained import load as load
     from apportion.verbs.check import check as check
     from apportion.verbs.compare import compare as compare
+    from apportion.verbs.export import export as export
     from apportion.verbs.plan import plan as plan
+    from apportion.verbs.serve import serve as serve
     from apportion.verbs.train import run as run
     from apportion.verbs.train import train as train
     from apportion.workload import Evaluation as Evaluation
@@ -62,6 +65,7 @@ _HOMES = {
     "Policy": "supervise",
     "Profile": "profile",
     "Proof": "proof",
+    "Serving": "serving.serving",
     "State": "strategy",
     "Step": "strategy",
     "Strategy": "strategy",
@@ -72,10 +76,12 @@ _HOMES = {
     "batches": "strategy",
     "check": "verbs.check",
     "compare": "verbs.compare",
+    "export": "verbs.export",
     "load": "trained",
     "measure": "planner.measure",
     "plan": "verbs.plan",
     "run": "verbs.train",
+    "serve": "verbs.serve",
     "train": "verbs.train",
 }
 _FOLDERS = ("apportion.strategies", "apportion.launch")

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from apportion.planner.plan import Plan
 
 NO, WRONG_USE, FAILED, INTERRUPTED = 1, 2, 3, 130
+_EXTRAS = {"onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx", "uvicorn": "serve", "orjson": "serve"}
+"""What brings a package that is missing."""
 _START_WORKERS = ("train", "check", "compare", "plan")
 
 app = typer.Typer(
@@ -255,6 +257,58 @@ def _print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=1, default=str))
 
 
+@app.command()
+def serve(
+    members: Annotated[
+        list[str],
+        typer.Argument(metavar="MEMBER...", help="FILE.onnx, FILE.pt2, a run or checkpoint, http://...; or NAME=that"),
+    ],
+    deadline: Annotated[
+        str | None, typer.Option(metavar="T", help='of a request that names none: 50ms, "2 s" (default: 1s)')
+    ] = None,
+    quorum: Annotated[int | None, typer.Option(min=1, help="members that an answer needs (default: 1)")] = None,
+    replication: Annotated[
+        str | None, typer.Option(metavar="R", help="auto (default), in_graph or between_graph")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="address to listen at (default: 127.0.0.1)")] = None,
+    port: Annotated[int | None, typer.Option(help="0: any that is free (default: 8000)")] = None,
+) -> None:
+    """Answer with one net or an ensemble by a deadline, over the Open Inference Protocol."""
+    with _guarded():
+        from apportion.serving.places import named
+        from apportion.serving.serving import Serving, seconds_of
+        from apportion.verbs.serve import serve as answer
+
+        given = {"quorum": quorum, "replication": replication, "host": host, "port": port} | {
+            "deadline": None if deadline is None else seconds_of(deadline)
+        }
+        serving = Serving(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        number = answer(named(members), serving=serving)
+    if number == signal.SIGINT:
+        raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="a run's folder, or one of its checkpoints")],
+    target: Annotated[str, typer.Option(metavar="T", help='"onnx", "onnx(opset=20)"')] = "onnx",
+    out: Annotated[str | None, typer.Option(metavar="FILE", help="default: model.onnx and the like, in RUN")] = None,
+    as_json: Json = False,
+) -> None:
+    """Carry a trained net to other hardware, and hold what the file computes against the net."""
+    with _guarded():
+        from apportion.verbs.export import export_run
+
+        made = export_run(run, target=target, path=out)
+        if as_json:
+            typer.echo(json.dumps({**asdict(made), "path": str(made.path)}))
+        else:
+            typer.echo(
+                f"{made.path}: {made.nbytes:,} bytes, {made.target}; on {made.examples} examples its outputs differ "
+                f"from the net's by {made.difference:.1e} of their largest number, of {made.limit:.0e} at most"
+            )
+
+
 @contextmanager
 def _guarded() -> Iterator[None]:
     """What goes wrong, as one message with the cause and the cure, and the exit status that says whose it is."""
@@ -277,7 +331,9 @@ def _guarded() -> Iterator[None]:
         typer.echo("error: nobody reads what is written on standard output: the run was stopped", err=True)
         raise typer.Exit(FAILED) from None
     except (ApportionError, ImportError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
+        extra = _EXTRAS.get(error.name or "") if isinstance(error, ModuleNotFoundError) else None
+        cure = f": pip install 'apportion[{extra}]'" if extra else ""
+        typer.echo(f"error: {error}{cure}", err=True)
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt as interrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done but the last words

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from apportion.address import load_workload
 from apportion.checkpoint import RunDirectory, read_model
 from apportion.errors import CheckpointError
+from apportion.workload import Workload
 
 
 def load(
@@ -44,6 +45,16 @@ def load(
     return module.eval()
 
 
+def workload_of(path: str | os.PathLike[str]) -> Workload:
+    """What a run, or the run of a checkpoint, has trained. ValueError where it was started from Python."""
+    path = Path(path)
+    run = RunDirectory(path.parent.parent if (path / "state.json").is_file() else path)
+    about = run.read_run()
+    if not about.get("address"):
+        raise ValueError(f"{run.path} names no workload as FILE:NAME (it was started from Python)")
+    return _workload(about["address"], about.get("cwd", "."))
+
+
 def _build(run: RunDirectory, make: Callable[[], nn.Module] | None) -> nn.Module:
     about = run.read_run() if (run.path / "run.json").is_file() else {}
     seed = about.get("fingerprint", {}).get("seed", 0)
@@ -52,7 +63,8 @@ def _build(run: RunDirectory, make: Callable[[], nn.Module] | None) -> nn.Module
             raise ValueError(
                 f"{run.path} names no workload as FILE:NAME (it was started from Python): give load(..., model=...)"
             )
-        make, seed = _workload_model(about["address"], about.get("cwd", "."))
+        workload = _workload(about["address"], about.get("cwd", "."))
+        make, seed = workload.model, workload.seed
     with _seeded(seed):  # what the model draws and does not save is drawn as in training
         return make()
 
@@ -75,17 +87,16 @@ def _seeded(seed: int) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _workload_model(address: str, cwd: str) -> tuple[Callable[[], nn.Module], int]:
+def _workload(address: str, cwd: str) -> Workload:
     place, _, name = address.rpartition(":")
     if place.endswith(".py") or os.sep in place:
         address = f"{Path(cwd) / place}:{name}"
     elif cwd not in sys.path:
         sys.path.append(cwd)
     try:
-        workload = load_workload(address)
+        return load_workload(address)
     except ValueError as error:
         raise ValueError(f"{error}; put it back, or give load(..., model=...)") from error
-    return workload.model, workload.seed
 
 
 def _fill(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -14,7 +14,7 @@ import pkgutil
 import re
 from typing import Any
 
-_KINDS = {"apportion.strategies": "strategy", "apportion.launch": "launcher"}
+_KINDS = {"apportion.strategies": "strategy", "apportion.launch": "launcher", "apportion.targets": "target"}
 
 
 def written_name(cls: type) -> str:

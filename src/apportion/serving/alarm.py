@@ -1,0 +1,55 @@
+"""A thread that rings at a time of ``time.monotonic``, unless it is told otherwise before.
+
+What it is for comes every few milliseconds and seldom rings. So the thread is not woken to be told of a later time, or
+of none: it wakes at the time it knew, looks, and sleeps on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+
+class Alarm:
+    """``ring`` is called in the thread; what it does must be quick."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._ring = ring
+        self._changed = threading.Condition()
+        self._at = float("inf")
+        self._sleeps_until = 0.0
+        self._over = False
+        self._thread = threading.Thread(target=self._watch, name="alarm", daemon=True)
+        self._thread.start()
+
+    def set(self, at: float) -> None:
+        """Ring then, and not when it was to before."""
+        with self._changed:
+            self._at = at
+            if at < self._sleeps_until:
+                self._changed.notify()
+
+    def clear(self) -> None:
+        """Do not ring. Once this has returned it has rung, or will not."""
+        with self._changed:
+            self._at = float("inf")
+
+    def close(self) -> None:
+        """The thread has ended afterwards."""
+        with self._changed:
+            self._over = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        with self._changed:
+            while not self._over:
+                left = self._at - time.monotonic()
+                if left <= 0.0:
+                    self._at = float("inf")
+                    self._ring()
+                    continue
+                self._sleeps_until = self._at
+                self._changed.wait(None if left == float("inf") else min(left, threading.TIMEOUT_MAX))
+                self._sleeps_until = 0.0

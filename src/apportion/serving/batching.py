@@ -1,0 +1,55 @@
+"""How many requests a member computes at once: pure, from how long batches have taken and how long requests can wait.
+
+A member that is idle takes what waits for it, nobody waits for company. Of sizes whose batches end in time, that is
+taken which computes most rows a second; rows that can no longer be in time go by themselves, as fast as they can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+WEIGHT = 0.2
+"""Of the newest batch in what batches of its size take."""
+GAIN = 1.05
+"""A larger batch is worth its delay where it computes so many times as many rows a second."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """Seconds of batches, by their rows: measured when the member was loaded, and kept up with."""
+
+    seconds: dict[int, float] = field(default_factory=dict)
+
+    def took(self, rows: int, seconds: float) -> None:
+        """A batch has been computed."""
+        known = self.seconds.get(rows)
+        self.seconds[rows] = seconds if known is None else known + WEIGHT * (seconds - known)
+
+    def expected(self, rows: int) -> float:
+        """Between sizes that are known on a line; beyond them by the rows; 0 where nothing is."""
+        if not self.seconds:
+            return 0.0
+        known = sorted(self.seconds.items())
+        if rows <= known[0][0]:
+            return known[0][1]
+        for (low, before), (high, after) in pairwise(known):
+            if rows <= high:
+                return before + (after - before) * (rows - low) / (high - low)
+        return known[-1][1] * rows / known[-1][0]
+
+
+def together(waiting: Sequence[tuple[int, float]], now: float, pace: Pace, most_rows: int) -> int:
+    """How many of those who wait, (rows, deadline) in their order, to compute at once: 1 at least. A request of more
+    rows than ``most_rows`` goes by itself."""
+    rows, earliest = waiting[0]
+    best, best_rate = 1, rows / max(pace.expected(rows), 1e-9)
+    for many, (more, deadline) in enumerate(waiting[1:], start=2):
+        rows, earliest = rows + more, min(earliest, deadline)
+        seconds = pace.expected(rows)
+        if rows > most_rows or now + seconds > earliest:
+            break
+        if rows / max(seconds, 1e-9) >= GAIN * best_rate or seconds == 0.0:
+            best, best_rate = many, rows / max(seconds, 1e-9)
+    return best

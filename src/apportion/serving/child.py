@@ -1,0 +1,126 @@
+"""The server's end of a member's process: starts it, sends and receives frames without waiting, notices its death.
+
+Every process is a program of its own that was started anew, never a fork of this one, which has threads. It ends with
+the server, whatever ends the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from apportion.serving.arena import Arena
+from apportion.serving.frames import Frame, Kind, Reader, decode, encode
+from apportion.serving.process import NEVER
+
+_CHUNK = 1 << 18
+
+
+class Child:
+    """``heard``: called with each frame; ``gone``: once, when the process has ended or its socket has."""
+
+    def __init__(
+        self, arena_bytes: int, heard: Callable[[Frame], None], gone: Callable[[], None], *, threads: int = 1
+    ) -> None:
+        self.heard, self.gone = heard, gone
+        self._loop = asyncio.get_running_loop()
+        self._socket, theirs = socket.socketpair()
+        self.arena = Arena(arena_bytes)
+        fixed = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        command = [sys.executable, "-m", "apportion.serving.process"]
+        command += [str(n) for n in (theirs.fileno(), self.arena.descriptor, arena_bytes, os.getpid())]
+        with theirs:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), self.arena.descriptor),
+                env={**os.environ, **fixed},
+            )
+        self._socket.setblocking(False)
+        self._reader, self._unsent, self._over = Reader(), bytearray(), False
+        self._loop.add_reader(self._socket, self._readable)
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self.process.pid
+
+    def send(self, frame: bytes) -> None:
+        """Now, or as soon as the process has read what was sent before."""
+        if self._over:
+            return
+        if not self._unsent:
+            try:
+                frame = frame[self._socket.send(frame) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._loop.call_soon(self._end)
+                return
+            if frame:
+                self._loop.add_writer(self._socket, self._writable)
+        self._unsent += frame
+
+    def tell(self, what: str, **how: Any) -> None:
+        """What is not one request's."""
+        self.send(encode(Kind.TOLD, 0, NEVER, text=json.dumps({"what": what, **how}).encode()))
+
+    def kill(self) -> None:
+        """At once; ``gone`` is called."""
+        self.process.kill()
+
+    def close(self) -> None:
+        """It ends by itself when it has read the end of the socket; ``gone`` is not called."""
+        self.gone = lambda: None
+        self._end()
+
+    def _readable(self) -> None:
+        try:
+            data = self._socket.recv(_CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._end()
+            return
+        for frame in self._reader.feed(data):
+            self.heard(decode(frame, self.arena.memory))
+            if self._over:
+                return
+
+    def _writable(self) -> None:
+        try:
+            del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._end()
+            return
+        if not self._unsent:
+            self._loop.remove_writer(self._socket)
+
+    def _end(self) -> None:
+        if self._over:
+            return
+        self._over = True
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        self.arena.close()
+        self.gone()
+
+    async def ended(self, seconds: float) -> bool:
+        """Has the process, within so long? Its status is collected then."""
+        end = self._loop.time() + seconds
+        while self.process.poll() is None:
+            if self._loop.time() >= end:
+                return False
+            await asyncio.sleep(0.005)
+        return True

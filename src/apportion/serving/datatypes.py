@@ -1,0 +1,170 @@
+"""The Open Inference Protocol's datatypes, and what they are in numpy, in JSON and as bytes.
+
+BYTES are arrays of ``bytes`` objects. BF16, which numpy has not, are the upper halves of float32's bits, as uint16.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+DATATYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    **{f"UINT{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{f"INT{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"FP{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
+    "BYTES": np.dtype(object),
+    "BF16": np.dtype(np.uint16),
+}
+"""By the protocol's name."""
+NAMES = {dtype: name for name, dtype in DATATYPES.items() if name != "BF16"}
+_LENGTH = struct.Struct("<I")
+
+
+def to_bf16(values: Array) -> Array:
+    """The nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+def from_bf16(bits: Array) -> Array:
+    """As float32, exactly."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+# JSON
+
+
+def from_json(data: object, datatype: str, elements: int) -> Array:
+    """So many values in row-major order, given flat or nested. ValueError where they are not of this type, or not so
+    many."""
+    if not isinstance(data, list):
+        raise ValueError(f"data is {_kind(data)}: it must be a list, flat or nested as the shape is")
+    values = _texts(data, elements) if datatype == "BYTES" else _numbers(data, datatype)
+    if values.size != elements:
+        raise ValueError(f"data has {values.size} values, its shape asks for {elements}")
+    return values
+
+
+def _numbers(data: list[Any], datatype: str) -> Array:
+    try:
+        found = np.array(data)
+    except (ValueError, OverflowError) as error:
+        raise ValueError("data is uneven: all rows of a nested list must be as long as each other") from error
+    dtype = DATATYPES[datatype]
+    if found.size == 0:
+        return np.empty(0, dtype=dtype)
+    if datatype == "BOOL":
+        wanted, accepted = "true or false", "b"
+    elif dtype.kind == "f" or datatype == "BF16":
+        wanted, accepted = "numbers", "iuf"
+    else:
+        wanted, accepted = "integers", "iu"
+    if found.dtype.kind not in accepted:
+        raise ValueError(f"data has values that are not {datatype}: they must be {wanted}")
+    found = found.reshape(-1)
+    if dtype.kind in "iu" and datatype != "BF16":
+        return _integers(found, datatype)
+    try:
+        with np.errstate(over="raise"):
+            return to_bf16(found) if datatype == "BF16" else found.astype(dtype, copy=False)
+    except FloatingPointError as error:
+        raise ValueError(f"data has a value that is too large for {datatype}") from error
+
+
+def _integers(found: Array, datatype: str) -> Array:
+    limits = np.iinfo(DATATYPES[datatype])
+    if int(found.min()) < limits.min or int(found.max()) > limits.max:
+        raise ValueError(f"data has a value outside of {datatype}, which is from {limits.min} to {limits.max}")
+    return found.astype(DATATYPES[datatype], copy=False)
+
+
+def _texts(data: list[Any], elements: int) -> Array:
+    found = list(islice(_flat(data), elements + 1))
+    if wrong := next((text for text in found if not isinstance(text, str)), None):
+        raise ValueError(f"data has {_kind(wrong)}: values of BYTES are strings in JSON")
+    return objects([text.encode(errors="surrogatepass") for text in found])
+
+
+def _flat(data: list[Any]) -> Iterator[Any]:
+    stack = [iter(data)]
+    while stack:
+        for item in stack[-1]:
+            if isinstance(item, list):
+                stack.append(iter(item))
+                break
+            yield item
+        else:
+            stack.pop()
+
+
+def objects(values: Sequence[bytes]) -> Array:
+    """An array of BYTES."""
+    made = np.empty(len(values), dtype=object)
+    made[:] = values
+    return made
+
+
+def to_json(array: Array, datatype: str) -> Any:
+    """What orjson writes as a flat list (with OPT_SERIALIZE_NUMPY). ValueError where it is no JSON."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if datatype == "BYTES":
+        try:
+            return [value.decode() for value in flat]
+        except UnicodeDecodeError as error:
+            raise ValueError("an output of BYTES is no UTF-8 and cannot be JSON: ask for binary_data") from error
+    if datatype == "BF16":
+        return from_bf16(flat)
+    return flat.astype(np.float32) if datatype == "FP16" else flat
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", str: "a string", type(None): "null", bool: "true or false", int: "a number"}
+    return names.get(type(value), "a number" if isinstance(value, float) else f"a {type(value).__name__}")
+
+
+# Bytes
+
+
+def from_bytes(data: memoryview, datatype: str, elements: int) -> Array:
+    """So many values in row-major order, little-endian: a view of the bytes, where they are numbers. ValueError where
+    they are more or fewer."""
+    if datatype == "BYTES":
+        return objects(list(_strings(data, elements)))
+    dtype = DATATYPES[datatype]
+    if data.nbytes != elements * dtype.itemsize:
+        raise ValueError(f"{data.nbytes} bytes of {datatype}: its shape asks for {elements * dtype.itemsize}")
+    values = np.frombuffer(data, dtype=dtype)
+    if datatype == "BOOL" and elements and values.view(np.uint8).max() > 1:
+        raise ValueError("a byte of BOOL is neither 0 nor 1")
+    return values
+
+
+def _strings(data: memoryview, elements: int) -> Iterator[bytes]:
+    at = 0
+    for _ in range(elements):
+        if at + _LENGTH.size > data.nbytes:
+            raise ValueError(f"bytes of BYTES end before the {elements} values that its shape asks for")
+        (length,) = _LENGTH.unpack_from(data, at)
+        at += _LENGTH.size
+        if at + length > data.nbytes:
+            raise ValueError(f"a value of BYTES is {length} bytes long by its length, of which {data.nbytes - at} came")
+        yield bytes(data[at : at + length])
+        at += length
+    if at != data.nbytes:
+        raise ValueError(f"{data.nbytes - at} bytes are left over after {elements} values of BYTES")
+
+
+def to_bytes(array: Array, datatype: str) -> bytes | memoryview:
+    """In row-major order, little-endian; each value of BYTES with its length before it."""
+    if datatype == "BYTES":
+        return b"".join(_LENGTH.pack(len(value)) + value for value in array.reshape(-1))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -1,0 +1,141 @@
+"""When a request is answered, and from whom: pure decisions, told what has happened and what time it is.
+
+::
+
+    members a b c, quorum 2                    deadline
+    a  ---- answers                               |
+    b  -------- answers                           |       from a, b and c as soon as all three are there;
+    c  ------------------ answers                 |
+    c  ------------------------------------------ | --    from a and b at the deadline; c is late
+    b, c  -------------------------------------- -| --    DeadlineExceeded: a alone is no quorum
+    b, c  --- die                                         NoQuorum at once: there is nobody left to wait for
+
+One absolute deadline (of the host's monotonic clock) travels with a request through every queue and process. Answers
+that come after the outcome change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+from apportion.errors import ApportionError
+
+
+class DeadlineExceeded(ApportionError):
+    """Fewer members than the quorum have answered in time."""
+
+
+class NoQuorum(ApportionError):
+    """Members failed, and those that are left are fewer than the quorum: waiting longer would not help."""
+
+
+class Overloaded(ApportionError):
+    """The queues are full. ``seconds``: after which it is worth asking again."""
+
+    def __init__(self, message: str, *, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """From these members, in the order in which they were named."""
+
+    used: tuple[str, ...]
+    late: tuple[str, ...]
+    """Were waited for, and had not answered when the time was up."""
+    failed: tuple[str, ...]
+    """Died over it or refused it."""
+    absent: tuple[str, ...]
+    """Were not waited for: down, or out of the wait for being late too often."""
+
+    @property
+    def degraded(self) -> bool:
+        """Is it other than what all members together would say?"""
+        return bool(self.late or self.failed or self.absent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathering:
+    """One request's answers, as far as they have come."""
+
+    members: tuple[str, ...]
+    """All there are."""
+    awaited: frozenset[str]
+    """Were asked, and are waited for. Others may be asked as well (a probe), and count if they are in time."""
+    quorum: int
+    deadline: float
+    answered: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        check_quorum(self.quorum, self.members)
+        strangers = self.awaited - set(self.members)
+        assert not strangers, f"awaited {sorted(strangers)} of {self.members}"
+
+    def with_answer(self, member: str) -> Gathering:
+        """It has answered; who had failed before may."""
+        return replace(self, answered=self.answered | {member}, failed=self.failed - {member})
+
+    def with_failure(self, member: str) -> Gathering:
+        """It will not answer; an answer that is there stays."""
+        return self if member in self.answered else replace(self, failed=self.failed | {member})
+
+    @property
+    def open(self) -> frozenset[str]:
+        """Who is still waited for."""
+        return self.awaited - self.answered - self.failed
+
+    def outcome(self, now: float) -> Answer | DeadlineExceeded | NoQuorum | None:
+        """None: wait, at most until the deadline."""
+        reached = len(self.answered) >= self.quorum
+        if not self.open and reached:
+            return self._answer()
+        if not self.open and not self.answered and not self.awaited:
+            return NoQuorum(f"none of the members {', '.join(self.members)} is up: {self._needs}")
+        if len(self.answered) + len(self.open) < self.quorum:
+            return NoQuorum(f"{self._told(self.failed)} failed: {self._needs}")
+        if now >= self.deadline:
+            if reached:
+                return self._answer()
+            return DeadlineExceeded(f"the deadline passed before {self._told(self.open)} answered: {self._needs}")
+        return None
+
+    @property
+    def _needs(self) -> str:
+        return f"{len(self.answered)} answered of the {self.quorum} that the quorum needs"
+
+    def _told(self, some: Collection[str]) -> str:
+        return ", ".join(self._in_order(some)) or "no member"
+
+    def _answer(self) -> Answer:
+        return Answer(
+            used=self._in_order(self.answered),
+            late=self._in_order(self.open),
+            failed=self._in_order(self.failed),
+            absent=self._in_order(set(self.members) - self.answered - self.failed - self.awaited),
+        )
+
+    def _in_order(self, some: Collection[str]) -> tuple[str, ...]:
+        return tuple(member for member in self.members if member in some)
+
+
+def check_quorum(quorum: int, members: Collection[str]) -> None:
+    """ValueError where it can never be reached, or asks for nothing."""
+    if not 1 <= quorum <= len(members):
+        raise ValueError(f"quorum={quorum} of {len(members)} members: it is one member at least and all at most")
+
+
+def expires(now: float, seconds: float | None, default: float) -> float:
+    """The absolute deadline of a request that asks for so many seconds; None takes the server's own."""
+    return now + (default if seconds is None else seconds)
+
+
+def unexpired(deadlines: Iterable[tuple[int, float]], now: float) -> tuple[list[int], list[int]]:
+    """(those that there is still time for, those that it is too late for) of (request, deadline)."""
+    alive: list[int] = []
+    gone: list[int] = []
+    for request, deadline in deadlines:
+        (alive if now < deadline else gone).append(request)
+    return alive, gone

@@ -1,0 +1,214 @@
+"""Several members as one model: who is asked, who is waited for, and what comes of their answers.
+
+The decisions are pure (deadline.py, breaker.py, aggregation.py); here they meet the clock, the queues and the callers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from apportion.serving.aggregation import Aggregation, combined
+from apportion.serving.datatypes import Array
+from apportion.serving.deadline import Answer, Gathering, NoQuorum, Overloaded
+from apportion.serving.frames import Placed
+from apportion.serving.seat import Lost, Outcome, Refused, Seat, Work
+
+SLOW = 4.0
+"""Whoever takes so many times as long as the slowest of the others, while more wait for it, holds everybody up."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """An answer, and the outputs it came to."""
+
+    answer: Answer
+    outputs: list[Array]
+
+
+@dataclass(eq=False)
+class Ensemble:
+    """``members``: names, each of a seat's. A seat that computes several gives their outputs one after the other."""
+
+    members: dict[str, Seat]
+    quorum: int
+    aggregation: Aggregation = "mean"
+    weights: dict[str, float] | None = None
+    reserve: float = 0.001
+    """Seconds before the deadline in which an answer is put together and sent."""
+    missed: Callable[[str], None] = lambda member: None
+    """Told of each deadline that a member that was waited for has missed."""
+
+    @property
+    def seats(self) -> list[Seat]:
+        """Each once."""
+        return list(dict.fromkeys(self.members.values()))
+
+    async def infer(
+        self, tensors: Sequence[Placed], rows: int, deadline: float, names: Sequence[str] | None = None
+    ) -> Result:
+        """What these members (None: all) say by the deadline. Raises DeadlineExceeded, NoQuorum, Overloaded, and
+        Refused where the nets do not take these inputs."""
+        asking = _Asking(self, tuple(names or self.members), tensors, rows, deadline)
+        return await asking.begin()
+
+    def waited_for(self, names: Sequence[str], quorum: int, now: float) -> tuple[list[str], list[str]]:
+        """(those to wait for, those to probe). Who is down or out is waited for only where the quorum needs it, those
+        who are up first."""
+        up = [name for name in names if self.members[name].state == "up"]
+        awaited = [name for name in up if self.members[name].breaker.state(now) == "closed"]
+        probed = [name for name in up if name not in awaited and self.members[name].breaker.probe_due(now)]
+        others = [name for name in up if name not in awaited]
+        others += [name for name in names if name not in up and self.members[name].refusal is None]
+        for name in others[: max(0, quorum - len(awaited))]:
+            awaited.append(name)
+            if name in probed:
+                probed.remove(name)
+        return awaited, probed
+
+
+@dataclass(eq=False)
+class _Asking:
+    """One request, from the first queue to its outcome."""
+
+    ensemble: Ensemble
+    names: tuple[str, ...]
+    tensors: Sequence[Placed]
+    rows: int
+    deadline: float
+    outputs: dict[str, list[Array]] = field(default_factory=dict)
+    works: dict[Seat, Work] = field(default_factory=dict)
+    refused: list[Refused] = field(default_factory=list)
+    full: list[Overloaded] = field(default_factory=list)
+    again: set[Seat] = field(default_factory=set)
+    last_but: float = 0.0
+
+    def begin(self) -> asyncio.Future[Result]:
+        loop = asyncio.get_running_loop()
+        self.began = now = loop.time()
+        self.future: asyncio.Future[Result] = loop.create_future()
+        quorum = min(self.ensemble.quorum, len(self.names))
+        awaited, probed = self.ensemble.waited_for(self.names, quorum, now)
+        ends = self.deadline - self.ensemble.reserve
+        self.gathering = Gathering(
+            members=self.names,
+            awaited=frozenset(awaited),
+            quorum=quorum,
+            deadline=ends,
+        )
+        self.timer = loop.call_at(ends, self._decide, ends)
+        seats: dict[Seat, list[str]] = {}
+        for name in [*awaited, *probed]:
+            seats.setdefault(self.ensemble.members[name], []).append(name)
+        for seat, names in seats.items():
+            if names[0] in probed:
+                seat.breaker = seat.breaker.probed()
+            self._ask(seat, names)
+        self._decide()
+        self.future.add_done_callback(self._left)
+        return self.future
+
+    def _ask(self, seat: Seat, names: list[str], *, first: bool = False) -> None:
+        work = Work(self.tensors, self.rows, self.deadline, lambda outcome: self._settled(seat, names, outcome))
+        self.works[seat] = work
+        try:
+            seat.submit(work, first=first)
+        except Overloaded as error:
+            self.full.append(error)
+            for name in names:
+                self.gathering = self.gathering.with_failure(name)
+
+    def _settled(self, seat: Seat, names: list[str], outcome: Outcome) -> None:
+        now = asyncio.get_running_loop().time()
+        if isinstance(outcome, list):
+            self._answered(seat, names, outcome, now)
+            return
+        if isinstance(outcome, Lost) and self._ask_again(seat, names, now):
+            return
+        if isinstance(outcome, Refused):
+            self.refused.append(outcome)
+        elif not isinstance(outcome, Lost):
+            self._late(seat, names, now)
+        for name in names:
+            self.gathering = self.gathering.with_failure(name)
+        self._decide()
+
+    def _answered(self, seat: Seat, names: list[str], outputs: list[Array], now: float) -> None:
+        every = [name for name, other in self.ensemble.members.items() if other is seat]
+        each = len(outputs) // len(every)
+        alone = len(self.gathering.open - set(names)) == 0 and len(self.outputs) > 0
+        held_up = alone and seat.waiting > 0 and now - self.began > SLOW * (self.last_but - self.began)
+        if now > self.deadline or held_up:
+            self._late(seat, names, now)
+        else:
+            seat.breaker = seat.breaker.in_time(now)
+        if self.future.done():
+            return
+        self.last_but = now
+        for name in names:
+            at = each * every.index(name)
+            self.outputs[name] = outputs[at : at + each]
+            self.gathering = self.gathering.with_answer(name)
+        self._decide()
+
+    def _ask_again(self, seat: Seat, names: list[str], now: float) -> bool:
+        """What a process took with it is asked of its successor, once, where the quorum cannot do without."""
+        without = self.gathering
+        for name in names:
+            without = without.with_failure(name)
+        if self.future.done() or seat in self.again or not isinstance(without.outcome(now), NoQuorum):
+            return False
+        if now >= self.gathering.deadline:
+            return False
+        self.again.add(seat)
+        self._ask(seat, names, first=True)
+        return True
+
+    def _late(self, seat: Seat, names: Sequence[str], now: float) -> None:
+        seat.breaker = seat.breaker.late(now)
+        for name in names:
+            self.ensemble.missed(name)
+
+    def _decide(self, at: float = 0.0) -> None:
+        """``at``: a clock may ring a little before its time."""
+        if self.future.done():
+            return
+        now = max(at, asyncio.get_running_loop().time())
+        outcome = self.gathering.outcome(now)
+        if outcome is None:
+            return
+        self.timer.cancel()
+        self._give_up_on_the_rest(now, timed_out=now >= self.gathering.deadline)
+        if isinstance(outcome, Answer):
+            self.future.set_result(Result(outcome, self._combined(outcome)))
+        elif self.refused and isinstance(outcome, NoQuorum):
+            self.future.set_exception(self.refused[0])
+        elif self.full and isinstance(outcome, NoQuorum):
+            self.future.set_exception(self.full[0])
+        else:
+            self.future.set_exception(outcome)
+
+    def _give_up_on_the_rest(self, now: float, *, timed_out: bool) -> None:
+        for seat, work in self.works.items():
+            names = [name for name in self.names if self.ensemble.members[name] is seat]
+            if work.over or not self.gathering.awaited & {*names}:
+                continue  # a probe goes on until its own deadline
+            work.over = True
+            if timed_out:
+                self._late(seat, names, now)
+
+    def _left(self, future: asyncio.Future[Result]) -> None:
+        """The caller has gone away: nobody waits for the rest."""
+        if future.cancelled():
+            self.timer.cancel()
+            for work in self.works.values():
+                work.over = True
+
+    def _combined(self, answer: Answer) -> list[Array]:
+        weights = self.ensemble.weights
+        used = None if weights is None else [weights[name] for name in answer.used]
+        columns = zip(*(self.outputs[name] for name in answer.used), strict=True)
+        if len(self.names) == 1:
+            return self.outputs[answer.used[0]]
+        return [combined(self.ensemble.aggregation, column, used) for column in columns]

@@ -1,0 +1,67 @@
+"""All members in one program: the ONNX files merged into one, which a single process runs.
+
+::
+
+    input --+-- m1/... -- m1/output
+            +-- m2/... -- m2/output         one request, one pass, every member's outputs
+            +-- m3/... -- m3/output
+
+It wins where members are small: one message instead of one a member. It loses where one of them may be slow or die:
+there is no answer without it, and all of them die together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from apportion.serving.source import Source
+
+MOST_BYTES = 2**31 - 2**20
+"""Of a file of ONNX."""
+
+
+def merged(sources: Sequence[Source], folder: Path) -> Source:
+    """One source whose outputs are those of the first member, then of the second, and so on. ValueError where they
+    cannot be merged, with the reason."""
+    import onnx
+    from onnx import compose
+
+    if other := next((source for source in sources if source.runtime != "onnx"), None):
+        raise ValueError(f"in_graph merges ONNX files, and {other.name} is run by {other.runtime}")
+    if sum(Path(source.path).stat().st_size for source in sources) > MOST_BYTES:
+        raise ValueError(f"in_graph makes one file of ONNX, and the members have more than {MOST_BYTES} bytes together")
+    models = [onnx.load(source.path) for source in sources]
+    inputs = [value.name for value in models[0].graph.input]
+    nodes, initializers, outputs, functions = [], [], [], []
+    for source, model in zip(sources, models, strict=True):
+        own = [value.name for value in model.graph.input]
+        model = compose.add_prefix(model, f"{source.name}/", rename_inputs=False)
+        _rename(model, dict(zip(own, inputs, strict=True)))
+        nodes += model.graph.node
+        initializers += model.graph.initializer
+        outputs += model.graph.output
+        functions += model.functions
+    versions = {(o.domain, o.version) for model in models for o in model.opset_import}
+    if len({domain for domain, _ in versions}) < len(versions):
+        raise ValueError("in_graph: the members are of different versions of ONNX's operators; export them alike")
+    graph = onnx.helper.make_graph(nodes, "ensemble", models[0].graph.input, outputs, initializers)
+    opsets = [onnx.helper.make_opsetid(domain, version) for domain, version in sorted(versions)]
+    whole = onnx.helper.make_model(
+        graph, opset_imports=opsets, functions=functions, ir_version=max(model.ir_version for model in models)
+    )
+    path = folder / "ensemble.onnx"
+    onnx.save(whole, path)
+    return replace(sources[0], name="+".join(source.name for source in sources), path=str(path))
+
+
+def _rename(model: object, names: dict[str, str]) -> None:
+    """Inputs, wherever they are read; also inside of branches and loops."""
+    stack = [model.graph]  # type: ignore[attr-defined]
+    while stack:
+        graph = stack.pop()
+        for node in graph.node:
+            for at, name in enumerate(node.input):
+                node.input[at] = names.get(name, name)
+            stack += [a.g for a in node.attribute if a.HasField("g")]

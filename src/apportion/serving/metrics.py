@@ -1,0 +1,79 @@
+"""What the server counts, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+"""Seconds."""
+
+
+class Metrics:
+    """Of one server."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.latency = Histogram(
+            "apportion_request_seconds",
+            "from a request's first byte to its answer",
+            ["model"],
+            buckets=BUCKETS,
+            registry=registry,
+        )
+        self.answers = Counter("apportion_answers", "requests by HTTP status", ["model", "status"], registry=registry)
+        self.degraded = Counter("apportion_degraded_answers", "answers without a member", ["model"], registry=registry)
+        self.used = Counter("apportion_member_used", "answers that a member is part of", ["member"], registry=registry)
+        self.missed = Counter("apportion_member_misses", "deadlines a member missed", ["member"], registry=registry)
+        self.restarts = Gauge("apportion_member_restarts", "processes that died", ["member"], registry=registry)
+        self.queued = Gauge("apportion_queue_depth", "requests waiting for a member", ["member"], registry=registry)
+        self.up = Gauge("apportion_member_up", "1: it has a process and is waited for", ["member"], registry=registry)
+        self.batches = Gauge("apportion_member_batches", "batches computed", ["member"], registry=registry)
+        self.rows = Gauge("apportion_member_rows", "rows computed", ["member"], registry=registry)
+        self._children: dict[tuple[int, tuple[str, ...]], Any] = {}
+
+    def of(self, metric: Any, *labels: str) -> Any:
+        """A metric's child, looked up once."""
+        key = id(metric), labels
+        if key not in self._children:
+            self._children[key] = metric.labels(*labels)
+        return self._children[key]
+
+    def text(self) -> bytes:
+        """As Prometheus reads it."""
+        return generate_latest(self._registry)
+
+    def summary(self) -> dict[str, Any]:
+        """{"models": [{"model", "answers", "degraded", "p50_ms", "p99_ms", "statuses"}]}; the two are the upper ends of
+        the buckets that hold them."""
+        found: dict[str, dict[str, Any]] = {}
+        buckets: dict[str, list[tuple[float, float]]] = {}
+        for metric in self._registry.collect():
+            for sample in metric.samples:
+                if "model" not in sample.labels:
+                    continue
+                model = found.setdefault(
+                    sample.labels["model"], {"model": sample.labels["model"], "degraded": 0, "statuses": {}}
+                )
+                if sample.name == "apportion_request_seconds_bucket":
+                    buckets.setdefault(model["model"], []).append((float(sample.labels["le"]), sample.value))
+                elif sample.name == "apportion_answers_total":
+                    model["statuses"][sample.labels["status"]] = int(sample.value)
+                elif sample.name == "apportion_degraded_answers_total":
+                    model["degraded"] = int(sample.value)
+        for name, model in found.items():
+            model["answers"] = sum(model["statuses"].values())
+            for key, share in (("p50_ms", 0.5), ("p99_ms", 0.99)):
+                model[key] = _quantile(buckets.get(name, []), share) * 1e3
+        return {"models": list(found.values())}
+
+
+def _quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:
+    """The upper end of the bucket; the last finite one where it is beyond all."""
+    if not buckets or buckets[-1][1] == 0:
+        return 0.0
+    wanted = share * buckets[-1][1]
+    reached = next((end for end, many in buckets if many >= wanted), BUCKETS[-1])
+    return min(reached, BUCKETS[-1])

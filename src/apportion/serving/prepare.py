@@ -1,0 +1,123 @@
+"""What is found out about a member before it is served: how its net is loaded, what runs it fastest, with how many
+threads. In a process of its own, so that the server never imports torch: ``python -m apportion.serving.prepare``, JSON
+in, JSON out."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from apportion.errors import ApportionError
+from apportion.serving.datatypes import Array
+from apportion.serving.program import Program
+from apportion.serving.remote_program import check_address
+from apportion.serving.source import Source, save_rows
+
+TIMES, SECONDS = 30, 0.5
+"""Of one row, in turns with the other runtimes: so often, for so long in all."""
+BETTER = 1.3
+"""More threads are given where they are so many times as fast as one."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A way to run a member."""
+
+    source: Source
+    runtime: str
+    seconds: float
+    """Of one row: a median."""
+
+
+def prepare(name: str, place: str, folder: Path, *, threads: Sequence[int]) -> tuple[Source, list[str]]:
+    """The fastest way to run it, and a line for each that was tried. ``threads``: numbers to try. ValueError where the
+    place holds no net."""
+    if place.startswith(("http://", "https://")):
+        check_address(place)
+        return Source(name=name, runtime="remote", path=place), [f"{name}: {place}"]
+    path = Path(place)
+    if not path.exists():
+        raise ValueError(f"member {name}: there is no {place}")
+    said: list[str] = []
+    if path.suffix == ".onnx":
+        sources = [Source(name=name, runtime="onnx", path=str(path.resolve()))]
+    else:
+        sources = _of_torch(name, path, folder, said)
+    found = _fastest([replace(source, threads=n) for source in sources for n in threads], said)
+    return found, said
+
+
+def _of_torch(name: str, path: Path, folder: Path, said: list[str]) -> list[Source]:
+    from apportion.exporting import export
+    from apportion.serving.torch_program import leaves_of, opened
+
+    module, sample = opened(path)
+    rows = save_rows(folder / f"{name}.npz", leaves_of(sample))
+    base = Source(name=name, runtime="torch", path=str(path.resolve()), sample=rows)
+    sources = [base, replace(base, channels_last=True)] if any(x.ndim == 4 for x in leaves_of(sample)) else [base]
+    try:
+        made = export(module, sample, folder / f"{name}.onnx")
+    except (ValueError, ApportionError, ImportError) as error:
+        said.append(f"{name}: no ONNX: {error}")
+        return sources
+    return [replace(base, runtime="onnx", path=str(made.path)), *sources]
+
+
+def _fastest(sources: Sequence[Source], said: list[str]) -> Source:
+    """One row each, in turns."""
+    programs = [source.open() for source in sources]
+    taken: list[list[float]] = [[] for _ in sources]
+    rows = [_rows(source, program) for source, program in zip(sources, programs, strict=True)]
+    end = time.monotonic() + SECONDS * len(sources)
+    for turn in range(TIMES):
+        for own, program, inputs in zip(taken, programs, rows, strict=True):
+            began = time.perf_counter()
+            program.run(inputs, float("inf"))
+            if turn:
+                own.append(time.perf_counter() - began)
+        if time.monotonic() > end and turn:
+            break
+    found = [Timed(s, p.runtime, statistics.median(t)) for s, p, t in zip(sources, programs, taken, strict=True)]
+    for timed in found:
+        many = f"{timed.source.threads} thread{'s' if timed.source.threads > 1 else ''}"
+        said.append(f"{timed.source.name}: {timed.runtime}, {many}: {timed.seconds * 1e3:.3g} ms")
+    for program in programs:
+        program.close()
+    return chosen(found).source
+
+
+def chosen(found: Sequence[Timed]) -> Timed:
+    """The fastest with one thread, unless more are worth it."""
+    least = min(timed.source.threads for timed in found)
+    alone = min((timed for timed in found if timed.source.threads == least), key=lambda timed: timed.seconds)
+    best = min(found, key=lambda timed: timed.seconds)
+    return best if best.seconds * BETTER <= alone.seconds else alone
+
+
+def _rows(source: Source, program: Program) -> list[Array]:
+    return source.rows() or [spec.filled(1) for spec in program.inputs]
+
+
+def main() -> None:
+    """Of the process: {"name", "place", "folder", "threads"} on standard input."""
+    order = json.loads(sys.stdin.read())
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a workload prints is not the answer
+    told: dict[str, Any]
+    try:
+        source, said = prepare(order["name"], order["place"], Path(order["folder"]), threads=order["threads"])
+        told = {"source": asdict(source), "said": said}
+    except (ValueError, ApportionError, OSError) as error:
+        told = {"refused": str(error), "user": isinstance(error, ValueError)}
+    print(json.dumps(told), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

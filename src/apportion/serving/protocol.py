@@ -1,0 +1,219 @@
+"""The Open Inference Protocol (V2), REST: requests and responses as bytes, with Triton's binary tensors.
+
+::
+
+    {"id", "parameters", "inputs": [{"name", "shape", "datatype", "data": [...]}], "outputs": [{"name"}]}
+
+    with a header Inference-Header-Content-Length: 142
+    142 bytes of JSON, where a tensor has no "data" but "parameters": {"binary_data_size": 12288}
+    12288 bytes of the first such tensor, then those of the next
+
+Specification: https://github.com/kserve/open-inference-protocol and Triton's "binary tensor data extension". Pure: what
+is wrong with a request is a ``ValueError`` with a sentence for whoever sent it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from apportion.serving.datatypes import DATATYPES, Array, from_bytes, from_json, to_bytes, to_json
+
+HEADER = "Inference-Header-Content-Length"
+MOST_DIMS = 32
+MOST_TIMEOUT = 3600 * 10**6
+"""Microseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A tensor."""
+
+    name: str
+    datatype: str
+    array: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An output that is asked for."""
+
+    name: str
+    binary: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Of inference."""
+
+    inputs: tuple[Named, ...]
+    id: str | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    outputs: tuple[Asked, ...] | None = None
+    """None: all."""
+    binary: bool = False
+    """What an output is that is not asked for by name."""
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds; None: the server's."""
+        given = self.parameters.get("timeout", 0)
+        return given / 1e6 if given else None
+
+
+def read_request(body: bytes | memoryview, json_bytes: int | None = None) -> Request:
+    """``json_bytes``: what the header says; None where there is none."""
+    told, binary = _parted(body, json_bytes)
+    parameters = _parameters(told)
+    timeout = parameters.get("timeout", 0)
+    if type(timeout) is not int or not 0 <= timeout <= MOST_TIMEOUT:
+        raise ValueError(f"parameters.timeout={timeout!r} must be microseconds, an integer from 0 to {MOST_TIMEOUT}")
+    identity = told.get("id")
+    if identity is not None and not isinstance(identity, str):
+        raise ValueError("id must be a string")
+    whole = parameters.get("binary_data_output", False)
+    if not isinstance(whole, bool):
+        raise ValueError(f"parameters.binary_data_output={whole!r} must be true or false")
+    inputs = _tensors(told, "inputs", binary)
+    if not inputs:
+        raise ValueError("inputs is empty: a request has at least one")
+    return Request(inputs=inputs, id=identity, parameters=parameters, outputs=_asked(told, binary=whole), binary=whole)
+
+
+def _parted(body: bytes | memoryview, json_bytes: int | None) -> tuple[dict[str, Any], memoryview]:
+    whole = memoryview(body)
+    if not whole:
+        raise ValueError("the body is empty: it must be a JSON object")
+    if json_bytes is None:
+        json_bytes = len(whole)
+    if not 0 < json_bytes <= len(whole):
+        raise ValueError(f"{HEADER}: {json_bytes} must be from 1 to the {len(whole)} bytes of the body")
+    try:
+        told = orjson.loads(whole[:json_bytes])
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"the body is no JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise ValueError("the body must be a JSON object")
+    return told, whole[json_bytes:]
+
+
+def _parameters(told: Mapping[str, Any]) -> Mapping[str, Any]:
+    parameters = told.get("parameters")
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, dict):
+        raise ValueError("parameters must be an object")
+    for name in parameters:
+        if name.startswith("shared_memory_"):
+            raise ValueError(f"parameters.{name}: shared memory is not offered; send the tensor itself")
+    return parameters
+
+
+def _tensors(told: Mapping[str, Any], what: str, binary: memoryview) -> tuple[Named, ...]:
+    listed = told.get(what)
+    if not isinstance(listed, list):
+        raise ValueError(f"{what} must be a list of tensors")
+    found, at, names = [], 0, set()
+    for place, item in enumerate(listed):
+        if not isinstance(item, dict):
+            raise ValueError(f"{what}[{place}] must be an object")
+        name = item.get("name")
+        if not isinstance(name, str):
+            raise ValueError(f"{what}[{place}].name must be a string")
+        if name in names:
+            raise ValueError(f"{what} has two tensors named {name!r}")
+        names.add(name)
+        try:
+            tensor, at = _tensor(item, name, binary, at)
+        except ValueError as error:
+            raise ValueError(f"{what}[{place}] ({name}): {error}") from error
+        found.append(tensor)
+    if at != len(binary):
+        raise ValueError(f"{len(binary) - at} bytes follow the JSON that no tensor claims by binary_data_size")
+    return tuple(found)
+
+
+def _tensor(item: Mapping[str, Any], name: str, binary: memoryview, at: int) -> tuple[Named, int]:
+    shape, datatype = item.get("shape"), item.get("datatype")
+    if not isinstance(datatype, str) or datatype not in DATATYPES:
+        raise ValueError(f"datatype={datatype!r} must be one of {', '.join(DATATYPES)}")
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError(f"shape={shape!r} must be a list of integers that are not negative")
+    if len(shape) > MOST_DIMS:
+        raise ValueError(f"shape has {len(shape)} dimensions, of {MOST_DIMS} at most")
+    elements, size = math.prod(shape), _parameters(item).get("binary_data_size")
+    if size is None:
+        if "data" not in item:
+            raise ValueError("it has neither data nor parameters.binary_data_size")
+        array = from_json(item["data"], datatype, elements)
+    else:
+        if "data" in item:
+            raise ValueError("it has both data and parameters.binary_data_size")
+        if type(size) is not int or not 0 <= size <= len(binary) - at:
+            raise ValueError(f"binary_data_size={size!r} must be an integer up to {len(binary) - at}, which are left")
+        array = from_bytes(binary[at : at + size], datatype, elements)
+        at += size
+    return Named(name, datatype, array.reshape(shape)), at
+
+
+def _asked(told: Mapping[str, Any], *, binary: bool) -> tuple[Asked, ...] | None:
+    listed = told.get("outputs")
+    if listed is None:
+        return None
+    if not isinstance(listed, list):
+        raise ValueError("outputs must be a list")
+    found = []
+    for place, item in enumerate(listed):
+        if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+            raise ValueError(f"outputs[{place}] must be an object with a name")
+        parameters = _parameters(item)
+        if "classification" in parameters:
+            raise ValueError(f"outputs[{place}].parameters.classification is not offered; take the largest scores")
+        own = parameters.get("binary_data", binary)
+        if not isinstance(own, bool):
+            raise ValueError(f"outputs[{place}].parameters.binary_data={own!r} must be true or false")
+        found.append(Asked(item["name"], own))
+    return tuple(found) or None
+
+
+def write_response(
+    head: Mapping[str, Any], outputs: Sequence[Named], request: Request
+) -> tuple[list[bytes | memoryview], int | None]:
+    """(the body in pieces, the header's number or None). ``head``: model_name, parameters and the like."""
+    binary = {asked.name: asked.binary for asked in request.outputs or ()}
+    return _written(head, "outputs", [(t, binary.get(t.name, request.binary)) for t in outputs])
+
+
+def write_request(
+    inputs: Sequence[Named], *, binary: bool = True, **head: Any
+) -> tuple[list[bytes | memoryview], int | None]:
+    """What a client sends; ``head``: id, parameters, outputs."""
+    return _written(head, "inputs", [(tensor, binary) for tensor in inputs])
+
+
+def _written(
+    head: Mapping[str, Any], what: str, tensors: Sequence[tuple[Named, bool]]
+) -> tuple[list[bytes | memoryview], int | None]:
+    told: list[dict[str, Any]] = []
+    pieces: list[bytes | memoryview] = []
+    for tensor, binary in tensors:
+        item: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.array.shape}
+        if binary:
+            piece = to_bytes(tensor.array, tensor.datatype)
+            item["parameters"] = {"binary_data_size": len(piece)}
+            pieces.append(piece)
+        else:
+            item["data"] = to_json(tensor.array, tensor.datatype)
+        told.append(item)
+    text = orjson.dumps({**head, what: told}, option=orjson.OPT_SERIALIZE_NUMPY)
+    return [text, *pieces], len(text) if pieces or any(binary for _, binary in tensors) else None
+
+
+def read_response(body: bytes | memoryview, json_bytes: int | None = None) -> tuple[dict[str, Any], tuple[Named, ...]]:
+    """(all but the tensors, the outputs)."""
+    told, binary = _parted(body, json_bytes)
+    return told, _tensors(told, "outputs", binary)

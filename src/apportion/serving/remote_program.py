@@ -1,0 +1,104 @@
+"""A model on another server of the Open Inference Protocol. The deadline goes with the request."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Sequence
+from typing import Any, final
+from urllib.parse import urlsplit
+
+from apportion.errors import ApportionError
+from apportion.serving.datatypes import Array
+from apportion.serving.program import Expired, Program, Spec
+from apportion.serving.protocol import HEADER, Named, read_response, write_request
+
+CONNECT_SECONDS = 5.0
+LEAST_SECONDS = 0.001
+MOST_SECONDS = 60.0
+"""For an answer; where there is more time than that the other server is asked by its own deadline."""
+
+
+class Unreachable(ApportionError):
+    """The other server does not answer, or answers what cannot be read."""
+
+
+def check_address(address: str) -> None:
+    """ValueError where it names no model."""
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname or "/v2/models/" not in parts.path:
+        raise ValueError(f"{address} must be written http://host:port/v2/models/NAME")
+
+
+@final
+class RemoteProgram(Program):
+    """``address``: http://host:port/v2/models/NAME. One connection, kept open; made again where it has ended."""
+
+    def __init__(self, address: str) -> None:
+        check_address(address)
+        parts = urlsplit(address)
+        assert parts.hostname is not None
+        self._path, self.address = parts.path.rstrip("/"), address
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._connection = kind(parts.hostname, parts.port, timeout=CONNECT_SECONDS)
+        status, _, body = self._asked("GET", self._path, b"", {}, CONNECT_SECONDS)
+        if status != 200:
+            raise ValueError(f"{address} is no model: it answers {status}")
+        about: dict[str, Any] = json.loads(body)
+        self.runtime = f"{about.get('platform', 'unknown')} at {parts.netloc}"
+        self.inputs, self.outputs = (tuple(map(_spec, about[what])) for what in ("inputs", "outputs"))
+
+    def run(self, inputs: Sequence[Array], deadline: float) -> list[Array]:
+        """See ``Program``."""
+        left = deadline - time.monotonic()
+        if left <= 0.0:
+            raise Expired
+        named = [Named(spec.name, spec.datatype, array) for spec, array in zip(self.inputs, inputs, strict=True)]
+        parameters: dict[str, Any] = {"binary_data_output": True}
+        if left < MOST_SECONDS:
+            parameters["timeout"] = max(1, int(left * 1e6))
+        pieces, json_bytes = write_request(named, parameters=parameters)
+        headers = {HEADER: str(json_bytes), "content-type": "application/octet-stream"}
+        status, said, body = self._asked(
+            "POST", f"{self._path}/infer", b"".join(pieces), headers, min(left, MOST_SECONDS)
+        )
+        if status == 504:
+            raise Expired
+        if status != 200:
+            why = f"{self.address} answers {status}: {body[:500].decode(errors='replace')}"
+            raise ValueError(why) if status == 400 else Unreachable(why)
+        _, outputs = read_response(body, said)
+        by_name = {tensor.name: tensor.array for tensor in outputs}
+        return [by_name[spec.name] for spec in self.outputs]
+
+    def close(self) -> None:
+        """See ``Program``."""
+        self._connection.close()
+
+    def _asked(
+        self, method: str, path: str, body: bytes, headers: dict[str, str], seconds: float
+    ) -> tuple[int, int | None, bytes]:
+        """(status, bytes of JSON, body)."""
+        connection = self._connection
+        for fresh in (connection.sock is None, True):
+            try:
+                connection.timeout = max(LEAST_SECONDS, seconds)
+                if connection.sock is not None:
+                    connection.sock.settimeout(connection.timeout)
+                connection.request(method, path, body or None, headers)
+                answer = connection.getresponse()
+                said = answer.headers.get(HEADER)
+                return answer.status, None if said is None else int(said), answer.read()
+            except TimeoutError as error:
+                connection.close()
+                raise Expired from error
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                if fresh:  # else the server may only have ended a connection that was idle
+                    raise Unreachable(f"{self.address} does not answer: {error}") from error
+        raise AssertionError("the second time is the last")
+
+
+def _spec(told: dict[str, Any]) -> Spec:
+    return Spec(told["name"], told["datatype"], tuple(None if n < 0 else n for n in told["shape"]))

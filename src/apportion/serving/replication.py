@@ -1,0 +1,129 @@
+"""in_graph or between_graph: both measured on this machine, with requests one at a time and many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from apportion.serving import between_graph, in_graph
+from apportion.serving.deadline import check_quorum
+from apportion.serving.ensemble import Ensemble
+from apportion.serving.frames import Placed
+from apportion.serving.seat import Seat
+from apportion.serving.serving import Serving
+from apportion.serving.source import Source
+from apportion.serving.staff import Log, Staff
+
+AT_ONCE = 16
+SECONDS = 0.6
+"""Of measuring each of the two, one at a time and at once."""
+WORTH = 1.25
+"""in_graph gives up the answer by the deadline: it has to be so many times as fast."""
+TIMING_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Staffed:
+    """Members that answer."""
+
+    ensemble: Ensemble
+    staff: Staff
+    replication: str
+
+
+async def replicated(
+    sources: Sequence[Source], serving: Serving, folder: Path, log: Log, missed: Callable[[str], None]
+) -> Staffed:
+    """The members, started as ``serving.replication`` says. ValueError where they cannot be: their inputs differ, they
+    cannot be merged."""
+    check_quorum(serving.quorum, [source.name for source in sources])
+    if serving.replication == "in_graph":
+        return await _started("in_graph", sources, serving, folder, log, missed)
+    between = await _started("between_graph", sources, serving, folder, log, missed)
+    if serving.replication == "between_graph" or len(sources) == 1:
+        return between
+    try:
+        within = await _started("in_graph", sources, serving, folder, log, missed)
+    except ValueError as error:
+        log(f"replication between_graph: {error}", replication="between_graph")
+        return between
+    speeds = {kind.replication: await _measured(kind.ensemble) for kind in (between, within)}
+    (one, many), (one_within, many_within) = speeds["between_graph"], speeds["in_graph"]
+    taken = within if many_within >= WORTH * many and one_within <= one else between
+    await (between if taken is within else within).staff.close()
+    log(
+        f"replication {taken.replication}: between_graph {one * 1e3:.2f} ms alone and {many:.0f} requests/s at once, "
+        f"in_graph {one_within * 1e3:.2f} ms and {many_within:.0f}; in_graph cannot answer without a member, so it has "
+        f"to be {WORTH:g} times as fast",
+        replication=taken.replication,
+    )
+    return taken
+
+
+async def _started(
+    kind: str, sources: Sequence[Source], serving: Serving, folder: Path, log: Log, missed: Callable[[str], None]
+) -> Staffed:
+    whole = [in_graph.merged(sources, folder)] if kind == "in_graph" else sources
+    seats, staff = between_graph.staffed(whole, serving, log, timing_seconds=TIMING_SECONDS)
+    try:
+        await staff.start()
+        names = [source.name for source in sources]
+        members = dict.fromkeys(names, seats[0]) if kind == "in_graph" else dict(zip(names, seats, strict=True))
+        if kind == "between_graph":
+            _check_alike(seats)
+    except BaseException:
+        await staff.close()
+        raise
+    ensemble = Ensemble(
+        members=members,
+        quorum=serving.quorum,
+        aggregation=serving.aggregation,
+        weights=None if serving.weights is None else dict(serving.weights),
+        missed=missed,
+    )
+    return Staffed(ensemble, staff, kind)
+
+
+def _check_alike(seats: Sequence[Seat]) -> None:
+    first = seats[0]
+    for seat in seats[1:]:
+        for what in ("inputs", "outputs"):
+            own, other = ([(s.datatype, s.shape) for s in getattr(x, what)] for x in (first, seat))
+            if own != other:
+                raise ValueError(
+                    f"members {first.name} and {seat.name} have different {what}, {own} and {other}: an ensemble needs "
+                    "the same of each"
+                )
+
+
+async def _measured(ensemble: Ensemble) -> tuple[float, float]:
+    """(seconds of a request by itself, requests/s of many at once)."""
+    seat = ensemble.seats[0]
+    rows = seat.source.rows() or [spec.filled(1) for spec in seat.inputs]
+    tensors = [Placed(spec.datatype, row) for spec, row in zip(seat.inputs, rows, strict=True)]
+    loop = asyncio.get_running_loop()
+
+    async def ask() -> float:
+        began = time.perf_counter()
+        await ensemble.infer(tensors, 1, loop.time() + 60.0)
+        return time.perf_counter() - began
+
+    alone: list[float] = []
+    end = loop.time() + SECONDS
+    while loop.time() < end or len(alone) < 3:
+        alone.append(await ask())
+    done, end = 0, loop.time() + SECONDS
+
+    async def keep_asking() -> None:
+        nonlocal done
+        while loop.time() < end:
+            await ask()
+            done += 1
+
+    began = loop.time()
+    await asyncio.gather(*(keep_asking() for _ in range(AT_ONCE)))
+    return statistics.median(alone), done / (loop.time() - began)

@@ -1,0 +1,302 @@
+"""One member, as the server sees it: its queue, what it computes now, and the process that sits there for the moment.
+
+::
+
+    work -> queue (bounded) -> batches -> process        two batches at most: one computed, one already there
+                                |  dies
+              spare --becomes---+  the member, with its net loaded; the queue stays, what was in flight is lost
+
+Everything happens in the event loop's thread; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from apportion.errors import ApportionError
+from apportion.serving.batching import Pace, together
+from apportion.serving.breaker import Breaker
+from apportion.serving.child import Child
+from apportion.serving.datatypes import Array, to_bytes
+from apportion.serving.deadline import Overloaded
+from apportion.serving.frames import Frame, Kind, Placed, encode
+from apportion.serving.process import INLINE_BYTES
+from apportion.serving.program import Expired, Spec
+from apportion.serving.source import Source
+
+AT_ONCE = 2
+"""Batches that a process has: while one is computed the next one is there already."""
+HUNG = 10.0
+"""A process is taken for hung when it has said nothing for so many times as long as its batch should have taken, ..."""
+LEAST_HUNG = 2.0
+"""... and at least for so many seconds, after the batch's deadline."""
+
+
+class Lost(ApportionError):
+    """The member's process died while it had the request."""
+
+
+class Refused(ValueError):
+    """The net does not take these inputs."""
+
+
+class Failed(ApportionError):
+    """The member could not compute it."""
+
+
+Outcome = list[Array] | Exception
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One request, for one member. ``settle`` is called once: with the outputs, or with why there are none."""
+
+    tensors: Sequence[Placed]
+    rows: int
+    deadline: float
+    settle: Callable[[Outcome], None]
+    over: bool = False
+    """Nobody waits for it any more."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A batch that a process has."""
+
+    works: list[Work]
+    rows: int
+    sent: float
+    deadline: float
+    taken: tuple[int, int] | None
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the server was started."""
+
+    batches: int = 0
+    rows: int = 0
+    late: int = 0
+    lost: int = 0
+    restarts: int = 0
+
+
+@dataclass(eq=False)
+class Seat:
+    """``wanted``: called when its process has ended; whoever gives out processes answers with ``seated``."""
+
+    source: Source
+    queue_length: int
+    most_rows: int
+    breaker: Breaker
+    wanted: Callable[[Seat, Child], None]
+    state: Literal["starting", "up", "down"] = "starting"
+    child: Child | None = None
+    pace: Pace = field(default_factory=Pace)
+    inputs: tuple[Spec, ...] = ()
+    outputs: tuple[Spec, ...] = ()
+    runtime: str = ""
+    batched: bool = False
+    counts: Counts = field(default_factory=Counts)
+    queue: deque[Work] = field(default_factory=deque)
+    flights: dict[int, Flight] = field(default_factory=dict)
+    refusal: str | None = None
+    """Why the net could not be loaded."""
+    proven: bool = False
+    """Has this process answered a request that the server has made up?"""
+    _number: int = 0
+    _heard_at: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Of the member."""
+        return self.source.name
+
+    @property
+    def waiting(self) -> int:
+        """Requests in its queue."""
+        return len(self.queue)
+
+    # Its process
+
+    def seated(self, child: Child, told: dict[str, Any]) -> None:
+        """By a process that has become this member; ``told``: what it said of it."""
+        self.child, self.state = child, "up"
+        child.heard, child.gone = self._heard, self._gone
+        self.inputs, self.outputs = (tuple(map(Spec.from_json, told[what])) for what in ("inputs", "outputs"))
+        self.runtime, self.batched = told["runtime"], told["batched"]
+        self.pace.seconds |= {rows: seconds for rows, seconds in told.get("seconds", [])}
+        self._prove()
+
+    def _prove(self) -> None:
+        """By a canary: the sample, or zeros."""
+        rows = self.source.rows() or [spec.filled(1) for spec in self.inputs]
+        tensors = [Placed(spec.datatype, row) for spec, row in zip(self.inputs, rows, strict=True)]
+
+        def proven(outcome: Outcome) -> None:
+            self.proven = isinstance(outcome, list)
+
+        self.submit(Work(tensors, 1, float("inf"), proven), first=True)
+
+    def unseat(self) -> None:
+        """For good: the server ends."""
+        child, self.child, self.state, self.proven = self.child, None, "down", False
+        if child is not None:
+            child.close()
+        self._settle_all(Lost(f"{self.name} was shut down"))
+
+    def check(self, now: float) -> None:
+        """Called now and then: a process that says nothing any more is killed, work that expired is dropped."""
+        if self.child is None:
+            self._drop_expired(now)
+            return
+        for flight in self.flights.values():
+            patience = max(LEAST_HUNG, HUNG * self.pace.expected(flight.rows))
+            if now > (flight.deadline if flight.deadline < float("inf") else flight.sent) + patience:
+                self.child.kill()
+                return
+        self._drop_expired(now)
+
+    def _gone(self) -> None:
+        child, self.child, self.state, self.proven = self.child, None, "down", False
+        assert child is not None
+        self.counts.restarts += 1
+        flights, self.flights = self.flights, {}
+        self.wanted(self, child)
+        for flight in flights.values():
+            for work in flight.works:
+                if not work.over:
+                    self.counts.lost += 1
+                    self._settle(work, Lost(f"{self.name}'s process died while it had the request"))
+
+    # Work
+
+    def submit(self, work: Work, *, first: bool = False) -> None:
+        """Overloaded where the queue is full. ``first``: it has been here before."""
+        if self.waiting >= self.queue_length and not first:
+            raise Overloaded(
+                f"{self.name} has {self.waiting} requests waiting, of {self.queue_length} at most",
+                seconds=max(0.001, self.waiting * self.pace.expected(1)),
+            )
+        if first:
+            self.queue.appendleft(work)
+        else:
+            self.queue.append(work)
+        self._send()
+
+    def _send(self) -> None:
+        while self.child is not None and self.queue and len(self.flights) < AT_ONCE:
+            now = asyncio.get_running_loop().time()
+            self._drop_expired(now)
+            if not self.queue:
+                return
+            many = 1
+            if self.batched and len(self.queue) > 1:
+                waiting = [(w.rows, w.deadline) for w in self.queue]
+                many = together(waiting, self._begins(now), self.pace, self.most_rows)
+            self._fly(self.child, [self.queue.popleft() for _ in range(many)], now)
+
+    def _begins(self, now: float) -> float:
+        """When its process comes to what is sent now."""
+        at = self._heard_at
+        for flight in self.flights.values():
+            at = max(at, flight.sent) + self.pace.expected(flight.rows)
+        return max(now, at)
+
+    def _fly(self, child: Child, works: list[Work], now: float) -> None:
+        self._number += 1
+        rows, deadline = sum(w.rows for w in works), max(w.deadline for w in works)
+        tensors, taken = _laid_out(child, works)
+        self.flights[self._number] = Flight(works, rows, now, deadline, taken)
+        child.send(encode(Kind.RUN, self._number, deadline, tensors))
+
+    def _heard(self, frame: Frame) -> None:
+        if frame.kind == Kind.TOLD:
+            told = json.loads(frame.text)
+            assert told["what"] == "prepared", told
+            return
+        flight = self.flights.pop(frame.number)
+        now = asyncio.get_running_loop().time()
+        assert self.child is not None
+        if frame.kind == Kind.DONE:
+            self.pace.took(flight.rows, now - max(flight.sent, self._heard_at))
+            self.counts.batches += 1
+            self.counts.rows += flight.rows
+            outputs = [tensor.array for tensor in frame.tensors]
+            shared = any(tensor.offset is not None for tensor in frame.tensors)
+            at = 0
+            for work in flight.works:
+                own = outputs if len(flight.works) == 1 else [x[at : at + work.rows] for x in outputs]
+                at += work.rows
+                if not work.over:
+                    self._settle(work, [x.copy() for x in own] if shared else own)
+        else:
+            why = frame.text.decode()
+            for work in flight.works:
+                if not work.over:
+                    self._settle(work, _failure(frame.kind, self.name, why))
+        if flight.taken is not None:
+            self.child.arena.give_back(flight.taken)
+        self._heard_at = now
+        self._send()
+
+    def _drop_expired(self, now: float) -> None:
+        for _ in range(len(self.queue)):
+            work = self.queue.popleft()
+            if work.over:
+                continue
+            if now >= work.deadline:
+                self._settle(work, Expired())
+            else:
+                self.queue.append(work)
+
+    def _settle(self, work: Work, outcome: Outcome) -> None:
+        work.over = True
+        if isinstance(outcome, Expired):
+            self.counts.late += 1
+        work.settle(outcome)
+
+    def _settle_all(self, why: Exception) -> None:
+        works = [*self.queue, *(w for flight in self.flights.values() for w in flight.works)]
+        self.queue.clear()
+        self.flights.clear()
+        for work in works:
+            if not work.over:
+                self._settle(work, why)
+
+
+def _failure(kind: Kind, name: str, why: str) -> Exception:
+    if kind == Kind.EXPIRED:
+        return Expired()
+    return Refused(f"{name}: {why}") if kind == Kind.REFUSED else Failed(f"{name}: {why}")
+
+
+def _laid_out(child: Child, works: Sequence[Work]) -> tuple[list[Placed], tuple[int, int] | None]:
+    """The rows of all works, one after the other: in shared memory where they are large and there is room."""
+    columns = [[work.tensors[n] for work in works] for n in range(len(works[0].tensors))]
+    sizes = [sum(t.array.nbytes for t in column) for column in columns]
+    large = [n for n, column in enumerate(columns) if sizes[n] > INLINE_BYTES and column[0].datatype != "BYTES"]
+    taken = child.arena.take(sum(-(-sizes[n] // 64) * 64 for n in large)) if large else None
+    at = 0 if taken is None else taken[0]
+    found = []
+    for n, column in enumerate(columns):
+        datatype, arrays = column[0].datatype, [t.array for t in column]
+        if taken is None or n not in large:
+            found.append(Placed(datatype, arrays[0] if len(arrays) == 1 else np.concatenate(arrays)))
+            continue
+        start = at
+        for array in arrays:
+            child.arena.memory[at : at + array.nbytes] = to_bytes(array, datatype)
+            at += array.nbytes
+        shape = (sum(len(x) for x in arrays), *arrays[0].shape[1:]) if len(arrays) > 1 else arrays[0].shape
+        there = np.frombuffer(child.arena.memory, arrays[0].dtype, sizes[n] // arrays[0].itemsize, start)
+        found.append(Placed(datatype, there.reshape(shape), start))
+        at = start + -(-sizes[n] // 64) * 64
+    return found, taken

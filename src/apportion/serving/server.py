@@ -1,0 +1,142 @@
+"""The program that serves: it prepares the members, listens, answers until a signal, and ends in time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+import apportion
+from apportion.cores import usable_cores
+from apportion.errors import ApportionError
+from apportion.serving.http import App
+from apportion.serving.log import log
+from apportion.serving.metrics import Metrics
+from apportion.serving.page import pages
+from apportion.serving.replication import Staffed, replicated
+from apportion.serving.serving import Serving
+from apportion.serving.source import Source
+
+PREFIX = "apportion-serve-"
+"""Of the folder that holds what was exported; the process's number follows."""
+PREPARE_SECONDS = 300.0
+"""For one member to be loaded, exported and timed."""
+
+
+def answer(members: Mapping[str, str], serving: Serving) -> int:
+    """Until SIGTERM or Ctrl-C; the signal's number. ``members``: places by name. See ``apportion.serve``."""
+    _sweep()
+    with (
+        tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as folder,
+        _listening(serving) as sock,
+    ):
+        sources = [_prepared(name, place, Path(folder), serving, len(members)) for name, place in members.items()]
+        return asyncio.run(_serve(sources, serving, Path(folder), sock))
+
+
+def _sweep() -> None:
+    """Remove what a server has left that was killed before it could."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
+        number = path.name.removeprefix(PREFIX).partition("-")[0]
+        if number.isdigit() and not Path("/proc", number).exists() and Path("/proc/self").exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _listening(serving: Serving) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in serving.host else socket.AF_INET
+    with socket.socket(family) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((serving.host, serving.port))
+        except OSError as error:
+            raise ApportionError(f"{serving.host}:{serving.port} cannot be listened at: {error.strerror}") from error
+        yield sock
+
+
+def _prepared(name: str, place: str, folder: Path, serving: Serving, members: int) -> Source:
+    """In a process of its own."""
+    cores = usable_cores()
+    threads = [serving.threads] if serving.threads else sorted({1, max(1, cores // members)})
+    order = {"name": name, "place": place, "folder": str(folder), "threads": threads}
+    ran = subprocess.run(
+        [sys.executable, "-m", "apportion.serving.prepare"],
+        input=json.dumps(order),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=PREPARE_SECONDS,
+    )
+    if ran.returncode != 0 or not ran.stdout:
+        raise ApportionError(f"member {name} ({place}) could not be loaded: its process ended with {ran.returncode}")
+    told: dict[str, Any] = json.loads(ran.stdout)
+    if "refused" in told:
+        raise (ValueError if told["user"] else ApportionError)(told["refused"])
+    for line in told["said"]:
+        log(line, member=name)
+    return Source(**told["source"])
+
+
+async def _serve(sources: Sequence[Source], serving: Serving, folder: Path, sock: socket.socket) -> int:
+    metrics = Metrics()
+    staffed = await replicated(sources, serving, folder, log, lambda member: metrics.of(metrics.missed, member).inc())
+    try:
+        app = App(
+            staffed.ensemble, serving, metrics, version=apportion.__version__, pages=pages(staffed, serving, metrics)
+        )
+        return await _answer(app, staffed, serving, sock)
+    finally:
+        await staffed.staff.close()
+        log("closed")
+
+
+async def _answer(app: App, staffed: Staffed, serving: Serving, sock: socket.socket) -> int:
+    """Until a signal; then what is in flight is answered, for a while."""
+    config = uvicorn.Config(
+        app, http="httptools", loop="asyncio", lifespan="off", ws="none", log_config=None, access_log=False,
+        server_header=False, date_header=False, timeout_graceful_shutdown=1, backlog=serving.most_requests,
+    )  # fmt: skip
+    server = _Server(config)
+    loop, got = asyncio.get_running_loop(), asyncio.Event()
+    number = 0
+
+    def end(n: int) -> None:
+        nonlocal number
+        number = number or n
+        app.draining = True
+        got.set()
+
+    for n in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(n, end, n)
+    serving_task = asyncio.create_task(server.serve(sockets=[sock]))
+    sock.listen(serving.most_requests)  # whoever reads the next line may connect
+    host, port = sock.getsockname()[:2]
+    log(f"serving on http://{host}:{port}", host=host, port=port, pid=os.getpid(), replication=staffed.replication)
+    ended = asyncio.create_task(got.wait())
+    await asyncio.wait({ended, serving_task}, return_when=asyncio.FIRST_COMPLETED)
+    log("draining", busy=app.busy)
+    last = loop.time() + serving.drain_seconds
+    while app.busy and loop.time() < last:
+        await asyncio.sleep(0.01)
+    server.should_exit = server.force_exit = True
+    await serving_task
+    return number
+
+
+class _Server(uvicorn.Server):
+    """Its signals are ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

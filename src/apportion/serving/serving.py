@@ -1,0 +1,75 @@
+"""How a server serves: what the command line has no flag for is here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from apportion.serving.aggregation import Aggregation
+from apportion.serving.breaker import Patience
+from apportion.values import Value
+
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+
+Replication = Literal["auto", "in_graph", "between_graph"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Serving(Value):
+    """Times in seconds, sizes in bytes."""
+
+    deadline: float = 1.0
+    """Of a request that asks for none by ``parameters.timeout``."""
+    longest_deadline: float = 60.0
+    """That a request may ask for."""
+    quorum: int = 1
+    """Members that an answer needs."""
+    replication: Replication = "auto"
+    aggregation: Aggregation = "mean"
+    weights: Mapping[str, float] | None = None
+    """By member, for ``aggregation="weighted_mean"``."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    queue_length: int = 64
+    """Requests that wait for one member; more are answered 429."""
+    most_rows: int = 32
+    """Of a batch that is put together."""
+    most_bytes: int = 64 << 20
+    """Of a request's body."""
+    most_requests: int = 256
+    """That are answered at once; more are answered 429."""
+    arena_bytes: int = 256 << 20
+    """Of the memory that a member's process shares with the server; it is taken as it is used."""
+    threads: int | None = None
+    """Of each member; None measures."""
+    load_seconds: float = 60.0
+    """For a member's process to start and load its net."""
+    drain_seconds: float = 1.0
+    """For requests to be answered that are there when the server is told to end."""
+    patience: Patience = field(default_factory=Patience)
+
+    def __post_init__(self) -> None:
+        for name in ("deadline", "longest_deadline", "load_seconds", "drain_seconds"):
+            if not 0.0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)} must be a positive number of seconds")
+        for name in ("queue_length", "most_rows", "most_bytes", "most_requests", "arena_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.deadline > self.longest_deadline:
+            raise ValueError(f"deadline={self.deadline} is longer than longest_deadline={self.longest_deadline}")
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"port={self.port} must be from 0 (any that is free) to 65535")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads={self.threads} must be at least 1")
+        if self.replication not in get_args(Replication):
+            raise ValueError(f"replication={self.replication!r} must be one of {', '.join(get_args(Replication))}")
+
+
+def seconds_of(text: str) -> float:
+    """Of "50ms", "2 s", "1.5min"."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", text)
+    if found is None or found[2] not in _UNITS:
+        raise ValueError(f"{text!r} is no time: write a number and one of {', '.join(_UNITS)}, for example 50ms")
+    return float(found[1]) * _UNITS[found[2]]

@@ -1,0 +1,60 @@
+"""Where a member comes from, and what was found out about it before it is served: plain data, told to its process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from apportion.serving.datatypes import Array
+from apportion.serving.program import Program
+
+Runtime = Literal["onnx", "torch", "merged", "remote"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A program that a process can load."""
+
+    name: str
+    runtime: Runtime
+    path: str
+    """Of the ONNX file, of the run, checkpoint or program; the address of the other server."""
+    threads: int = 1
+    channels_last: bool = False
+    sample: str | None = None
+    """A file (.npz) of one row of each input, in their order, that the net is known to compute."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is told."""
+        return asdict(self)
+
+    def open(self) -> Program:
+        """Load it, in this process. ValueError where it cannot be run."""
+        if self.runtime == "onnx":
+            from apportion.serving.onnx_program import OnnxProgram
+
+            return OnnxProgram(self.path, threads=self.threads)
+        if self.runtime == "remote":
+            from apportion.serving.remote_program import RemoteProgram
+
+            return RemoteProgram(self.path)
+        from apportion.serving.torch_program import loaded
+
+        return loaded(self.path, threads=self.threads, channels_last=self.channels_last)
+
+    def rows(self) -> list[Array] | None:
+        """The sample."""
+        if self.sample is None:
+            return None
+        with np.load(self.sample) as file:
+            return [file[name] for name in sorted(file.files, key=int)]
+
+
+def save_rows(path: Path, rows: Sequence[Array]) -> str:
+    """A sample, where ``Source.rows`` finds it."""
+    np.savez(path, **{str(n): row for n, row in enumerate(rows)})  # type: ignore[arg-type]
+    return str(path)

@@ -1,0 +1,192 @@
+"""Who sits where: starts the processes, keeps a spare one ready that has every net loaded, and replaces who dies.
+
+::
+
+    start        each seat's process loads its net, times it;  then the spare loads them all
+    one dies     the spare becomes it (its socket answers at once);  another spare is started
+    two die      the second waits for the new spare
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from apportion.errors import ApportionError
+from apportion.serving.child import Child
+from apportion.serving.frames import Frame, Kind
+from apportion.serving.seat import Seat
+
+LEAST_LIFE = 1.0
+"""Seconds: a process that dies younger makes its seat wait, twice as long each time, ..."""
+LONGEST_WAIT = 5.0
+"""... up to this."""
+END_SECONDS = 0.5
+"""For processes to end by themselves when the server does; then they are killed."""
+LOOK_SECONDS = 0.05
+"""Between two looks at what has expired or hangs."""
+
+Log = Callable[..., None]
+
+
+class Staff:
+    """``load_seconds``: for a process to start and load its nets. ``timing_seconds``: of that, for timing them."""
+
+    def __init__(
+        self, seats: Sequence[Seat], log: Log, *, arena_bytes: int, load_seconds: float, timing_seconds: float
+    ) -> None:
+        self._seats, self._log = seats, log
+        self._arena_bytes, self._load, self._timing = arena_bytes, load_seconds, timing_seconds
+        self._spare: Child | None = None
+        self._spare_ready = False
+        self._dead: list[Child] = []
+        self._born: dict[Seat, float] = {}
+        self._waits: dict[Seat, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._over = False
+
+    async def start(self) -> None:
+        """All seats, one after the other loading so that each is timed alone, then with their nets in the spare. Raises
+        ApportionError with what the net's process says where one cannot be loaded."""
+        for seat in self._seats:
+            told = await self._hire(seat)
+            if told["what"] == "refused":
+                raise ApportionError(f"member {seat.name} ({seat.source.path}): {told['why']}")
+        self._go(self._keep_spare())
+        self._go(self._look())
+
+    def vacant(self, seat: Seat, child: Child) -> None:
+        """Its process has died."""
+        self._dead.append(child)
+        now = asyncio.get_running_loop().time()
+        young = now - self._born.get(seat, now) < LEAST_LIFE
+        self._waits[seat] = min(LONGEST_WAIT, 2 * self._waits.get(seat, 0.125)) if young else 0.0
+        self._log("member died", level="warning", member=seat.name, restarts=seat.counts.restarts)
+        self._go(self._replace(seat, self._waits[seat]))
+
+    async def close(self) -> None:
+        """All processes have ended afterwards."""
+        self._over = True
+        for task in self._tasks:
+            task.cancel()
+        children = [seat.child for seat in self._seats if seat.child is not None]
+        children += [self._spare] if self._spare is not None else []
+        for seat in self._seats:
+            seat.unseat()
+        if self._spare is not None:
+            self._spare.close()
+        every = [*children, *self._dead]
+        if not all(await asyncio.gather(*(child.ended(END_SECONDS) for child in every))):
+            for child in every:
+                child.process.kill()
+            for child in every:
+                child.process.wait()
+
+    # One process
+
+    async def _hire(self, seat: Seat, child: Child | None = None) -> dict[str, Any]:
+        """A process for the seat: this one, or a new one."""
+        hired = child or self._new(seat.source.threads)
+        try:
+            told = await self._ask(
+                hired,
+                "become",
+                source=asdict(seat.source),
+                seconds=0.0 if seat.pace.seconds else self._timing,
+                most_rows=seat.most_rows,
+            )
+        except BaseException:
+            hired.kill()
+            raise
+        if told["what"] == "refused":
+            hired.close()
+            self._dead.append(hired)
+            seat.refusal, seat.state = told["why"], "down"
+            return told
+        now = asyncio.get_running_loop().time()
+        self._born[seat] = now
+        seat.breaker = seat.breaker.fresh(now)
+        seat.seated(hired, told)
+        self._log(f"member {seat.name} pid {hired.pid}", member=seat.name, pid=hired.pid, runtime=seat.runtime)
+        return told
+
+    def _new(self, threads: int) -> Child:
+        return Child(self._arena_bytes, lambda frame: None, lambda: None, threads=threads)
+
+    async def _ask(self, child: Child, what: str, **how: Any) -> dict[str, Any]:
+        """What it says to that. ApportionError where it dies over it, or takes too long."""
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+
+        def heard(frame: Frame) -> None:
+            if frame.kind == Kind.TOLD and not answer.done():
+                answer.set_result(json.loads(frame.text))
+
+        def gone() -> None:
+            if not answer.done():
+                answer.set_exception(ApportionError(f"process {child.pid} died while it was to {what}"))
+
+        child.heard, child.gone = heard, gone
+        child.tell(what, **how)
+        try:
+            return await asyncio.wait_for(answer, self._load)
+        except TimeoutError as error:
+            raise ApportionError(f"process {child.pid} took more than {self._load:g} s to {what}") from error
+
+    # The spare
+
+    async def _keep_spare(self) -> None:
+        """Until there is one that is ready."""
+        sources = [asdict(seat.source) for seat in self._seats]
+        while not self._over and self._spare is None:
+            spare = self._spare = self._new(max(seat.source.threads for seat in self._seats))
+            try:
+                await self._ask(spare, "prepare", sources=sources)
+            except ApportionError as error:
+                self._log("no spare", level="warning", why=str(error))
+                spare.kill()
+                self._dead.append(spare)
+                self._spare = None
+                await asyncio.sleep(LEAST_LIFE)
+                continue
+            spare.gone = self._spare_gone
+            self._spare_ready = True
+            self._log("spare ready", pid=spare.pid)
+
+    def _spare_gone(self) -> None:
+        assert self._spare is not None
+        self._dead.append(self._spare)
+        self._spare, self._spare_ready = None, False
+        self._go(self._keep_spare())
+
+    async def _replace(self, seat: Seat, wait: float) -> None:
+        await asyncio.sleep(wait)
+        while not self._over and seat.state != "up":
+            child = None
+            if self._spare_ready:
+                child, self._spare, self._spare_ready = self._spare, None, False
+            try:
+                await self._hire(seat, child)
+            except ApportionError as error:
+                self._log("member not replaced", level="error", member=seat.name, why=str(error))
+                await asyncio.sleep(LEAST_LIFE)
+            finally:
+                if child is not None:
+                    self._go(self._keep_spare())
+            if seat.refusal is not None:
+                return
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            now = asyncio.get_running_loop().time()
+            for seat in self._seats:
+                seat.check(now)
+            self._dead = [child for child in self._dead if child.process.poll() is None]
+
+    def _go(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

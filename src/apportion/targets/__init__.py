@@ -1,0 +1,1 @@
+"""What trained nets are exported to: peers, one file each; the folder is the registry."""

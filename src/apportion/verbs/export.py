@@ -1,0 +1,29 @@
+"""Carry a trained net to other hardware."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from apportion.exporting import PACKAGE, export
+from apportion.target import Exported, Target
+from apportion.trained import load, workload_of
+from apportion.values import parse
+
+__all__ = ["export", "export_run"]
+
+EXAMPLES = 64
+"""Of a run's data, that its export is held against."""
+
+
+def export_run(
+    run: str | os.PathLike[str], *, target: str | Target = "onnx", path: str | os.PathLike[str] | None = None
+) -> Exported:
+    """The net of a run, or of one of its checkpoints, held against itself on examples of its own data. ``path``: None
+    writes it there, as ``model`` with the target's ending."""
+    chosen: Target = parse(target, PACKAGE) if isinstance(target, str) else target
+    workload = workload_of(run)
+    data = workload.data()
+    inputs, _ = workload.collate([data[n] for n in range(min(EXAMPLES, len(data)))])  # type: ignore[arg-type]
+    to = Path(path) if path is not None else Path(run) / f"model{chosen.suffix}"
+    return export(load(run), inputs, to, target=chosen)

@@ -1,0 +1,45 @@
+"""How many requests are computed at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from apportion.serving.batching import Pace, together
+
+LATER = 100.0
+
+
+def test_what_waits_is_taken_together_where_that_is_faster_a_row() -> None:
+    pace = Pace({1: 0.010, 2: 0.011, 4: 0.013, 8: 0.050})
+    assert together([(1, LATER)], 0.0, pace, 32) == 1
+    assert together([(1, LATER)] * 4, 0.0, pace, 32) == 4
+    assert together([(1, LATER)] * 8, 0.0, pace, 32) == 4, "eight are slower a row than four"
+
+
+def test_rows_that_gain_nothing_together_are_not_kept_waiting_for_each_other() -> None:
+    assert together([(1, LATER)] * 8, 0.0, Pace({1: 0.010, 8: 0.080}), 32) == 1
+
+
+def test_nobody_is_made_late_by_the_others_of_its_batch() -> None:
+    pace = Pace({1: 0.010, 8: 0.017})
+    assert together([(1, 0.0115)] + [(1, LATER)] * 7, 0.0, pace, 32) == 2
+    assert together([(1, LATER)] * 3 + [(1, 0.011)], 0.0, pace, 32) == 3
+    assert together([(1, 0.005)] + [(1, LATER)] * 3, 0.0, pace, 32) == 1, "late already: as fast as it goes"
+
+
+def test_no_batch_is_larger_than_it_may_be_but_a_request_is_not_cut() -> None:
+    pace = Pace({1: 0.010, 32: 0.020})
+    assert together([(3, LATER)] * 9, 0.0, pace, 8) == 2
+    assert together([(30, LATER), (1, LATER)], 0.0, pace, 8) == 1
+
+
+def test_what_is_not_known_is_taken_together() -> None:
+    assert together([(1, LATER)] * 5, 0.0, Pace(), 32) == 5
+
+
+def test_times_between_sizes_are_on_a_line_and_follow_what_happens() -> None:
+    pace = Pace({2: 0.010, 4: 0.020})
+    assert [pace.expected(n) for n in (1, 2, 3, 4, 8)] == pytest.approx([0.010, 0.010, 0.015, 0.020, 0.040])
+    for _ in range(50):
+        pace.took(4, 0.200)
+    assert pace.expected(4) == pytest.approx(0.200, rel=1e-3)

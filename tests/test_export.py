@@ -1,0 +1,109 @@
+"""Nets as files: what the file computes is what the net computes, or there is no file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from apportion.errors import ApportionError
+from apportion.exporting import export
+from apportion.targets.onnx import Onnx
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lstm = nn.Embedding(20, 8), nn.LSTM(8, 12, 2, batch_first=True)
+        self.out = nn.Linear(12, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.out(self.lstm(self.embedding(tokens))[0][:, -1])
+        return found
+
+
+class TwoInTwoOut(nn.Module):
+    def forward(self, left: Tensor, right: Tensor) -> dict[str, Tensor]:
+        return {"sum": left + right, "product": left * right}
+
+
+class Deciding(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Dropout(0.5), nn.Linear(8, 4),
+    )  # fmt: skip
+
+
+def attention() -> nn.Module:
+    return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2)), torch.randn(1, 6)),
+    "convolutional": (convolutional, torch.randn(3, 3, 12, 12)),
+    "recurrent": (Recurrent, torch.randint(0, 20, (2, 7))),
+    "attention": (attention, torch.randn(2, 5, 16)),
+    "two inputs by position": (TwoInTwoOut, (torch.randn(2, 3), torch.randn(2, 3))),
+    "two inputs by name": (TwoInTwoOut, {"right": torch.randn(2, 3), "left": torch.randn(2, 3)}),
+}
+
+
+def more(sample: Any) -> Any:
+    """Seven examples of the same."""
+    if isinstance(sample, Mapping):
+        return {name: more(x) for name, x in sample.items()}
+    return tuple(map(more, sample)) if isinstance(sample, tuple) else sample[torch.arange(7) % len(sample)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_file_computes_what_the_net_computes_for_any_number_of_examples(case: str, tmp_path: Path) -> None:
+    make, sample = CASES[case]
+    torch.manual_seed(0)
+    net = make().train()
+    made = export(net, sample, tmp_path / "net.onnx", check=[more(sample)])
+    assert made.difference < 1e-5
+    assert made.examples >= 8
+    assert made.nbytes == (tmp_path / "net.onnx").stat().st_size
+    assert all(part.training for part in net.modules()), "the net is left as it was"
+    assert [p.name for p in tmp_path.iterdir()] == ["net.onnx"]
+    assert all(value["shape"][0] is None for value in (*made.about["inputs"], *made.about["outputs"]))
+
+
+def test_inputs_by_name_keep_their_names_and_places(tmp_path: Path) -> None:
+    left, right = torch.full((2, 3), 5.0), torch.full((2, 3), 2.0)
+    made = export(TwoInTwoOut(), {"right": right, "left": left}, tmp_path / "net.onnx")
+    assert {value["name"] for value in made.about["inputs"]} == {"left", "right"}
+    assert [value["name"] for value in made.about["outputs"]] == ["sum", "product"]
+
+
+def test_a_net_that_decides_by_its_numbers_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Deciding cannot be exported to ONNX: .+"):
+        export(Deciding(), torch.randn(2, 3), tmp_path / "net.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_computes_something_else_is_not_given_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Onnx.run
+    monkeypatch.setattr(Onnx, "run", lambda *a: [[y * np.float32(1.001) for y in ys] for ys in right(*a)])
+    with pytest.raises(ApportionError, match=r"computes something else than the model: outputs differ by 0.001"):
+        export(nn.Linear(3, 2), torch.randn(2, 3), tmp_path / "net.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_uses_say_the_cure(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no folder .*: make it first"):
+        export(nn.Linear(3, 2), torch.randn(2, 3), tmp_path / "none" / "net.onnx")
+    with pytest.raises(ValueError, match="dimension 0 is the example, as many in each"):
+        export(TwoInTwoOut(), (torch.randn(2, 3), torch.randn(4, 3)), tmp_path / "net.onnx")
+    with pytest.raises(ValueError, match="'onxx' is no target: did you mean onnx"):
+        export(nn.Linear(3, 2), torch.randn(2, 3), tmp_path / "net.onnx", target="onxx")

@@ -1,0 +1,383 @@
+"""Servers of one net and of several: real processes, real sockets, real kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from browsers import Browser
+from commands import SECONDS, start
+from served import Server, alive, children, descriptors, eventually, net, serving
+
+from apportion.exporting import export
+from apportion.serving.protocol import HEADER, Named, read_response, write_request
+
+X = np.linspace(-1, 1, 16, dtype=np.float32).reshape(2, 8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four nets as ONNX files, and one as a program of torch.export."""
+    path = tmp_path_factory.mktemp("nets")
+    for n in range(1, 5):
+        export(net(n), torch.from_numpy(X), path / f"{n}.onnx")
+    rows = {0: torch.export.Dim.DYNAMIC}
+    torch.export.save(torch.export.export(net(5), (torch.from_numpy(X),), dynamic_shapes=(rows,)), path / "5.pt2")
+    return path
+
+
+def expected(*seeds: int, x: Any = X) -> Any:
+    with torch.no_grad():
+        return torch.stack([net(seed)(torch.from_numpy(np.asarray(x))) for seed in seeds]).double().mean(0).numpy()
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path) -> Iterator[Server]:
+    """Undisturbed by the tests that share it."""
+    files = [f"{n}.onnx" for n in range(1, 5)]
+    with serving(folder, *files, "--deadline", "2s", "--replication", "between_graph") as server:
+        eventually("ready", lambda: server.ask("GET", "/v2/health/ready")[0] == 200)
+        yield server
+
+
+def outputs(told: dict[str, Any]) -> Any:
+    return np.array(told["outputs"][0]["data"]).reshape(told["outputs"][0]["shape"])
+
+
+# What is answered
+
+
+def test_the_ensemble_answers_with_the_mean_of_all_members(four: Server) -> None:
+    status, told = four.infer("ensemble", X)
+    assert status == 200, told
+    np.testing.assert_allclose(outputs(told), expected(1, 2, 3, 4), rtol=1e-5, atol=1e-6)
+    assert told["parameters"] == {
+        "members_used": "m1,m2,m3,m4", "members_late": "", "members_failed": "", "members_absent": "",
+        "degraded": False,
+    }  # fmt: skip
+
+
+def test_each_member_answers_under_its_own_name(four: Server) -> None:
+    for n in range(1, 5):
+        status, told = four.infer(f"m{n}", X)
+        assert status == 200
+        np.testing.assert_allclose(outputs(told), expected(n), rtol=1e-5, atol=1e-6)
+        assert told["parameters"]["members_used"] == f"m{n}"
+
+
+def test_tensors_travel_as_bytes_both_ways(four: Server) -> None:
+    pieces, json_bytes = write_request([Named("input", "FP32", X)], id="9", parameters={"binary_data_output": True})
+    status, headers, body = four.ask("POST", "/v2/models/ensemble/infer", b"".join(pieces), **{HEADER: str(json_bytes)})
+    assert status == 200, body
+    head, (found,) = read_response(body, int(headers[HEADER.lower()]))
+    assert head["id"] == "9"
+    np.testing.assert_allclose(found.array, expected(1, 2, 3, 4), rtol=1e-5, atol=1e-6)
+
+
+def test_large_tensors_go_through_shared_memory_and_all_of_it_comes_back(four: Server) -> None:
+    x = np.random.default_rng(0).normal(size=(20_000, 8)).astype(np.float32)
+    pieces, json_bytes = write_request([Named("input", "FP32", x)], parameters={"binary_data_output": True})
+    for _ in range(60):  # more than the memory holds at once
+        status, headers, body = four.ask("POST", "/v2/models/m2/infer", b"".join(pieces), **{HEADER: str(json_bytes)})
+        assert status == 200, body
+        _, (found,) = read_response(body, int(headers[HEADER.lower()]))
+        np.testing.assert_allclose(found.array, expected(2, x=x), rtol=1e-4, atol=1e-5)
+
+
+def test_many_at_once_each_get_their_own_answer(four: Server) -> None:
+    wrong: list[str] = []
+
+    def ask(n: int) -> None:
+        for at in range(25):
+            x = np.full((1 + (n + at) % 3, 8), (n * 25 + at) / 100, dtype=np.float32)
+            status, told = four.infer("ensemble", x)
+            if status != 200 or not np.allclose(outputs(told), expected(1, 2, 3, 4, x=x), rtol=1e-4, atol=1e-5):
+                wrong.append(f"{n} {at}: {status} {told}")
+
+    expected(1, 2, 3, 4)  # the nets are drawn here, not by several threads
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong, wrong[:3]
+
+
+def test_metadata_is_what_the_protocol_asks_for(four: Server) -> None:
+    assert four.get("/v2")["extensions"] == ["binary_tensor_data"]
+    assert four.get("/v2/health/live") == {"live": True}
+    assert four.get("/v2/health/ready") == {"ready": True}
+    about = four.get("/v2/models/ensemble")
+    assert about["inputs"] == [{"name": "input", "datatype": "FP32", "shape": [-1, 8]}]
+    assert about["outputs"] == [{"name": "output", "datatype": "FP32", "shape": [-1, 3]}]
+    assert about == four.get("/v2/models/ensemble/versions/1")
+    assert four.get("/v2/models/m3/ready") == {"name": "m3", "ready": True}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "why"),
+    [
+        ("GET", "/v3", 404, "there is no /v3"),
+        ("GET", "/v2/models/m9", 404, "there is no model 'm9': it is one of m1, m2, m3, m4, ensemble"),
+        ("GET", "/v2/models/m1/versions/2", 404, "has no version '2'"),
+        ("POST", "/v2", 405, "asked for with GET"),
+        ("GET", "/v2/models/m1/infer", 405, "asked for with POST"),
+        ("POST", "/v2/models/m1/infer", 400, "the body is empty"),
+        ("POST", "/infer", 404, "there is no /infer"),
+    ],
+)
+def test_what_there_is_not_is_said(four: Server, method: str, path: str, status: int, why: str) -> None:
+    found, headers, body = four.ask(method, path)
+    assert (found, headers["content-type"]) == (status, "application/json")
+    assert why in json.loads(body)["error"]
+
+
+@pytest.mark.parametrize(
+    ("x", "why"),
+    [
+        (np.zeros((1, 7)), r"input has shape [1, 7], the net takes [-1, 8] (-1: any number)"),
+        (np.zeros(8), "input has shape [8]"),
+    ],
+)
+def test_what_the_net_does_not_take_is_refused_before_it_is_asked(four: Server, x: Any, why: str) -> None:
+    status, told = four.infer("ensemble", x)
+    assert status == 400
+    assert why in told["error"]
+
+
+def test_a_body_that_is_too_large_is_refused_unread(four: Server) -> None:
+    status, _, body = four.ask("POST", "/v2/models/m1/infer", b"", content_length=str(1 << 40))
+    assert status == 413
+    assert "of 67108864 at most" in json.loads(body)["error"]
+
+
+def test_no_rows_give_no_rows(four: Server) -> None:
+    status, told = four.infer("ensemble", np.zeros((0, 8)))
+    assert (status, outputs(told).shape) == (200, (0, 3))
+
+
+def test_a_program_of_torch_export_is_served_by_whatever_runs_it_faster(folder: Path) -> None:
+    with serving(folder, "five=5.pt2") as server:
+        tried = [line["event"] for line in server.lines if line.get("member") == "five"]
+        assert any("five: onnxruntime" in line for line in tried)
+        assert any("five: torch" in line for line in tried)
+        status, told = server.infer("five", X)
+        assert status == 200, told
+        np.testing.assert_allclose(outputs(told), expected(5), rtol=1e-5, atol=1e-6)
+
+
+def test_a_member_may_be_on_another_server(folder: Path, four: Server) -> None:
+    with serving(folder, f"there=http://127.0.0.1:{four.port}/v2/models/m2", "here=1.onnx") as server:
+        status, told = server.infer("ensemble", X)
+        assert status == 200, told
+        np.testing.assert_allclose(outputs(told), expected(2, 1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("replication", ["auto", "in_graph"])
+def test_one_program_answers_as_processes_do(folder: Path, replication: str) -> None:
+    with serving(folder, "1.onnx", "2.onnx", "3.onnx", "--replication", replication) as server:
+        status, told = server.infer("ensemble", X)
+        assert status == 200, told
+        np.testing.assert_allclose(outputs(told), expected(1, 2, 3), rtol=1e-5, atol=1e-6)
+        status, told = server.infer("m2", X)
+        np.testing.assert_allclose(outputs(told), expected(2), rtol=1e-5, atol=1e-6)
+        if replication == "auto":
+            assert "requests/s at once" in server.said("^replication ")["event"]
+
+
+# What goes wrong
+
+
+def test_a_member_that_is_killed_costs_no_answer_and_is_back_with_another_process(folder: Path) -> None:
+    files = [f"{n}.onnx" for n in range(1, 5)]
+    with serving(folder, *files, "--deadline", "2s", "--replication", "between_graph") as server:
+        server.said("spare ready")
+        answers: list[tuple[int, dict[str, Any]]] = []
+        over = threading.Event()
+
+        def load() -> None:
+            while not over.is_set():
+                answers.append(server.infer("ensemble", X))
+
+        threads = [threading.Thread(target=load) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for kill in range(1, 4):
+            member = f"m{kill}"
+            dead = server.pid(member)
+            os.kill(dead, signal.SIGKILL)
+            server.said(rf"^member {member} pid ", times=2)
+            assert server.pid(member) != dead
+            server.said("spare ready", times=1 + kill)
+        over.set()
+        for thread in threads:
+            thread.join(10)
+        assert {status for status, _ in answers} == {200}
+        assert all(told["parameters"]["members_used"] for _, told in answers)
+        _, told = server.infer("ensemble", X)
+        assert not told["parameters"]["degraded"]
+        np.testing.assert_allclose(outputs(told), expected(1, 2, 3, 4), rtol=1e-5, atol=1e-6)
+
+
+def test_at_the_deadline_whoever_is_late_is_left_out_and_said_to_be(folder: Path) -> None:
+    with serving(folder, "1.onnx", "2.onnx", "--deadline", "200ms", "--replication", "between_graph") as server:
+        frozen = server.pid("m2")
+        os.kill(frozen, signal.SIGSTOP)
+        began = time.monotonic()
+        status, told = server.infer("ensemble", X)
+        took = time.monotonic() - began
+        os.kill(frozen, signal.SIGCONT)
+        assert status == 200
+        np.testing.assert_allclose(outputs(told), expected(1), rtol=1e-5, atol=1e-6)
+        assert told["parameters"]["members_used"] == "m1"
+        assert told["parameters"]["members_late"] == "m2"
+        assert told["parameters"]["degraded"]
+        assert 0.15 < took < 0.5
+
+
+def test_a_quorum_that_is_missed_is_a_504_that_says_who(folder: Path) -> None:
+    arguments = ["1.onnx", "2.onnx", "--deadline", "5s", "--quorum", "2", "--replication", "between_graph"]
+    with serving(folder, *arguments) as server:
+        os.kill(server.pid("m2"), signal.SIGSTOP)
+        status, told = server.infer("ensemble", X, timeout=150_000)
+        assert status == 504
+        assert told == {"error": "the deadline passed before m2 answered: 1 answered of the 2 that the quorum needs"}
+
+
+def test_a_member_that_hangs_is_left_out_of_the_wait_then_replaced(folder: Path) -> None:
+    with serving(folder, "1.onnx", "2.onnx", "--deadline", "100ms", "--replication", "between_graph") as server:
+        server.said("spare ready")
+        frozen = server.pid("m2")
+        os.kill(frozen, signal.SIGSTOP)
+        for _ in range(3):
+            server.infer("ensemble", X)
+        began = time.monotonic()
+        _, told = server.infer("ensemble", X)
+        assert time.monotonic() - began < 0.09, "nobody waits for it any more"
+        assert told["parameters"]["members_absent"] == "m2"
+        server.said("^member m2 pid ", times=2)
+        assert not alive(frozen)
+        eventually("m2 is waited for", lambda: not server.infer("ensemble", X)[1]["parameters"]["degraded"])
+
+
+def test_what_a_single_net_had_when_it_was_killed_is_asked_of_its_successor(folder: Path) -> None:
+    with serving(folder, "1.onnx", "--deadline", "5s") as server:
+        server.said("spare ready")
+        pid = server.pid("m1")
+        os.kill(pid, signal.SIGSTOP)
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(server.infer("m1", X)))
+        thread.start()
+        eventually("it has the request", lambda: server.get("/status")["members"][0]["computing"])
+        os.kill(pid, signal.SIGKILL)
+        thread.join(10)
+        status, told = found[0]
+        assert status == 200, told
+        np.testing.assert_allclose(outputs(told), expected(1), rtol=1e-5, atol=1e-6)
+
+
+def test_it_ends_in_time_after_crashes_with_nothing_left_behind(folder: Path) -> None:
+    with serving(folder, "1.onnx", "2.onnx", "--replication", "between_graph") as server:
+        server.said("spare ready")
+        os.kill(server.pid("m1"), signal.SIGKILL)
+        os.kill(server.pid("m2"), signal.SIGSTOP)
+        pids = children(server.process.pid)
+        status, took = server.ends()
+        assert status == 0
+        assert took < 2.0
+        eventually("its processes have ended", lambda: not any(map(alive, pids)), 1.0)
+
+
+def test_its_processes_end_with_it_however_it_ends(folder: Path) -> None:
+    with serving(folder, "1.onnx", "2.onnx", "--replication", "between_graph") as server:
+        server.said("spare ready")
+        pids = children(server.process.pid)
+        assert len(pids) == 3
+        server.ends(signal.SIGKILL)
+        eventually("its processes have ended", lambda: not any(map(alive, pids)), 2.0)
+    left = Path(tempfile.gettempdir()).glob(f"apportion-serve-{server.process.pid}-*")
+    assert list(left), "whoever is killed cannot tidy up"
+    with serving(folder, "1.onnx"):
+        left = Path(tempfile.gettempdir()).glob(f"apportion-serve-{server.process.pid}-*")
+        assert not list(left), "the next one does"
+
+
+def test_replacing_members_keeps_no_descriptors(folder: Path) -> None:
+    with serving(folder, "1.onnx", "2.onnx", "--replication", "between_graph") as server:
+        server.said("spare ready")
+        before = None
+        for kill in range(1, 5):
+            os.kill(server.pid("m1"), signal.SIGKILL)
+            server.said("^member m1 pid ", times=1 + kill)
+            server.said("spare ready", times=1 + kill)
+            eventually("the page", lambda: server.get("/status")["members"][0]["proven"])
+            if before is None:
+                before = descriptors(server.process.pid)
+            limit = before
+            eventually("as few as before", lambda: descriptors(server.process.pid) <= limit)  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "why"),
+    [
+        (["none.onnx"], 2, "member m1: there is no none.onnx"),
+        (["1.onnx", "--quorum", "2"], 2, "quorum=2 of 1 members"),
+        (["1.onnx", "--deadline", "soon"], 2, "'soon' is no time: write a number and one of us, ms, s, min"),
+        (["1.onnx", "--replication", "both"], 2, "replication='both' must be one of auto, in_graph, between_graph"),
+        (["a=1.onnx", "a=2.onnx"], 2, "two members are named a"),
+        (["ensemble=1.onnx"], 2, "and not 'ensemble'"),
+        (["1.onnx", "--host", "203.0.113.7"], 3, "cannot be listened at"),
+        (["http://127.0.0.1:9/v2/models/x"], 3, "does not answer"),
+        (["http://127.0.0.1:9/x"], 2, "must be written http://host:port/v2/models/NAME"),
+    ],
+)
+def test_what_cannot_be_served_is_said_with_the_status_of_whose_fault_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], status: int, why: str
+) -> None:
+    monkeypatch.chdir(folder)
+    process = start([sys.executable, "-m", "apportion", "serve", "--port", "0", *arguments])
+    text = process.communicate(timeout=SECONDS)[0]
+    assert process.returncode == status, text
+    assert why in text
+
+
+def test_metrics_count_what_was_answered(four: Server) -> None:
+    four.infer("ensemble", X)
+    _, _, body = four.ask("GET", "/metrics")
+    assert 'apportion_answers_total{model="ensemble",status="200"}' in body.decode()
+    assert 'apportion_member_up{member="m4"} 1.0' in body.decode()
+    models = {model["model"]: model for model in four.get("/status")["models"]}
+    assert models["ensemble"]["answers"] >= 1
+    assert models["ensemble"]["p99_ms"] >= models["ensemble"]["p50_ms"] > 0
+
+
+def test_a_browser_shows_the_members_and_what_became_of_requests(four: Server, browser: Browser) -> None:
+    four.infer("ensemble", X)
+    page = browser("--dump-dom", "--virtual-time-budget=3000", f"http://127.0.0.1:{four.port}/")
+    for n in range(1, 5):
+        assert re.search(
+            rf'<tr data-member="m{n}"><td>m{n}</td><td class="closed">closed</td><td>{four.pid(f"m{n}")}<', page
+        )
+    assert "4 members, between_graph; deadline 2000 ms, quorum 1" in page
+    assert '<tr data-model="ensemble"><td>ensemble</td>' in page
+
+
+def test_the_openapi_file_has_every_endpoint_that_there_is(four: Server) -> None:
+    about = four.get("/openapi.json")
+    assert about["openapi"] == "3.1.0"
+    for path, methods in about["paths"].items():
+        if "get" in methods:
+            status, _, _ = four.ask("GET", path.replace("{model}", "m1").replace("{version}", "1"))
+            assert status == 200, path
