@@ -37,6 +37,22 @@ def test_what_is_not_known_is_taken_together() -> None:
     assert together([(1, LATER)] * 5, 0.0, Pace(), 32) == 5
 
 
+def test_a_size_that_was_slow_once_is_tried_again() -> None:
+    pace = Pace({1: 0.001, 2: 0.0015})
+    for _ in range(30):
+        pace.took(2, 0.6)
+    assert together([(1, 0.05)] * 2, 0.0, pace, 32) == 1
+    pace.took(1, 0.001)
+    assert together([(1, 0.05)] * 2, 0.0, pace, 32) == 2 or pace.expected(2) <= 0.0025
+
+
+def test_sizes_that_clients_choose_are_kept_by_powers_of_two() -> None:
+    pace = Pace({1: 0.001})
+    for rows in range(0, 20_000, 7):
+        pace.took(rows, rows / 1000)
+    assert len(pace.seconds) < 50
+
+
 def test_times_between_sizes_are_on_a_line_and_follow_what_happens() -> None:
     pace = Pace({2: 0.010, 4: 0.020})
     assert [pace.expected(n) for n in (1, 2, 3, 4, 8)] == pytest.approx([0.010, 0.010, 0.015, 0.020, 0.040])

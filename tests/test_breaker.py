@@ -53,6 +53,12 @@ def test_who_is_late_again_soon_after_it_came_back_rests_longer_and_who_held_out
     assert late(back, 11.0, 3).rest == 1.0
 
 
+def test_a_probe_that_could_not_be_sent_leaves_it_to_the_next_request() -> None:
+    breaker = late(Breaker(patience=PATIENCE), 0.0, 3).probed()
+    assert not breaker.probe_due(1.0)
+    assert breaker.refused().probe_due(1.0)
+
+
 def test_a_new_process_is_not_judged_by_the_last_one() -> None:
     assert late(Breaker(patience=PATIENCE), 0.0, 3).fresh(0.5).state(0.5) == "closed"
 

@@ -31,8 +31,8 @@ from apportion.verbs.train import run
 APPORTION = (sys.executable, "-c", "from apportion.cli import main; main()")
 FLAGS = {
     "train": [
-        "--allow-approximate", "--help", "--launcher", "--no-trial", "--policy", "--remeasure", "--resume", "--run-dir",
-        "--steps", "--strategy", "--workers",
+        "--allow-approximate", "--help", "--launcher", "--members", "--no-trial", "--policy", "--remeasure", "--resume",
+        "--run-dir", "--seed", "--steps", "--strategy", "--workers",
     ],
     "check": ["--help", "--json", "--steps", "--strategy", "--workers"],
     "compare": ["--help", "--json", "--out", "--steps", "--strategy", "--workers"],
@@ -40,7 +40,7 @@ FLAGS = {
         "--against", "--allow-approximate", "--cluster", "--help", "--json", "--launcher", "--network", "--no-trial",
         "--out", "--remeasure", "--workers",
     ],
-    "serve": ["--deadline", "--help", "--host", "--port", "--quorum", "--replication"],
+    "serve": ["--deadline", "--evaluate", "--help", "--host", "--port", "--quorum", "--replication"],
     "export": ["--help", "--json", "--out", "--target"],
 }  # fmt: skip
 WRITTEN = ("checkpoint", "report", "tensorboard")

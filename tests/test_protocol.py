@@ -115,7 +115,7 @@ WRONG = {
     "a negative shape": (body(tensor={"shape": [-1, 2]}), "integers that are not negative"),
     "a true shape": (body(tensor={"shape": [True, 4]}), "integers that are not negative"),
     "too many dims": (body(tensor={"shape": [1] * 40}), "40 dimensions"),
-    "a huge shape": (body(tensor={"shape": [2**62, 2**62]}), "its shape asks for"),
+    "a huge shape": (body(tensor={"shape": [2**62, 2**62]}), "has a side that is longer"),
     "too few values": (body(tensor={"data": [1, 2, 3]}), r"inputs\[0\] \(x\): data has 3 values, its shape asks for 4"),
     "uneven rows": (body(tensor={"data": [[1, 2, 3], [4]]}), "uneven"),
     "texts for numbers": (body(tensor={"data": ["1", "2", "3", "4"]}), "must be numbers"),
@@ -126,6 +126,12 @@ WRONG = {
     "negative for unsigned": (body(tensor={"datatype": "UINT64", "data": [1, 2, 3, -1]}), "from 0 to"),
     "too large a float": (body(tensor={"data": [1, 2, 3, 1e39]}), "too large for FP32"),
     "numbers for truth": (body(tensor={"datatype": "BOOL"}), "must be true or false"),
+    "a zero for a text": (body(tensor={"datatype": "BYTES", "data": [0, "", "", ""]}), "data has a number: values"),
+    "truth among numbers": (body(tensor={"data": [1, True, 3, 4]}), "must be numbers"),
+    "one long text among many": (body(tensor={"data": ["x" * 10**6, *["y"] * 10**5]}), "must be numbers"),
+    "a long side": (body(tensor={"shape": [2**40, 0], "data": []}), "longer than"),
+    "an output twice": (body(outputs=[{"name": "y"}, {"name": "y"}]), "names 'y' twice"),
+    "very many outputs": (body(outputs=[{"name": str(n)} for n in range(2000)]), "of 1000 at most"),
     "numbers for texts": (body(tensor={"datatype": "BYTES"}), "values of BYTES are strings"),
     "no data": (b'{"inputs": [{"name": "x", "shape": [1], "datatype": "INT8"}]}', "neither data nor"),
     "both": (body(tensor={"parameters": {"binary_data_size": 0}}), "has both data and"),
@@ -143,6 +149,20 @@ def test_what_is_wrong_with_a_request_is_said(what: str) -> None:
     data, why = WRONG[what]
     with pytest.raises(ValueError, match=why):
         read_request(data)
+
+
+@pytest.mark.parametrize("field", ["shape", "datatype", "binary_data_size"])
+def test_what_is_nested_too_deep_or_long_is_said_in_a_sentence(field: str) -> None:
+    for strange in (b"[" * 900 + b"]" * 900, b'"' + b"x" * 10**6 + b'"'):
+        tensor = {"name": b'"x"', "shape": b"[1]", "datatype": b'"INT8"', "parameters": b"{}"}
+        if field == "binary_data_size":
+            tensor["parameters"] = b'{"binary_data_size": %s}' % strange
+        else:
+            tensor[field] = strange
+        text = b"{%s}" % b", ".join(b'"%s": %s' % (name.encode(), value) for name, value in tensor.items())
+        with pytest.raises(ValueError, match=field) as caught:
+            read_request(b'{"inputs": [%s]}' % text)
+        assert len(str(caught.value)) < 400
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:

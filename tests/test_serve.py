@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from browsers import Browser
 from commands import SECONDS, start
+from onnx import helper
 from served import Server, alive, children, descriptors, eventually, net, serving
 
 from apportion.exporting import export
@@ -115,6 +118,20 @@ def test_many_at_once_each_get_their_own_answer(four: Server) -> None:
     assert not wrong, wrong[:3]
 
 
+def test_an_answer_is_not_kept_back(four: Server) -> None:
+    """By Nagle's algorithm it would be, for 40 ms on a connection that is kept."""
+    connection = http.client.HTTPConnection("127.0.0.1", four.port, timeout=SECONDS)
+    pieces, json_bytes = write_request([Named("input", "FP32", X)])
+    took = []
+    for _ in range(20):
+        began = time.monotonic()
+        connection.request("POST", "/v2/models/m1/infer", b"".join(pieces), {HEADER: str(json_bytes)})
+        assert connection.getresponse().read()
+        took.append(time.monotonic() - began)
+    connection.close()
+    assert sorted(took)[10] < 0.03
+
+
 def test_metadata_is_what_the_protocol_asks_for(four: Server) -> None:
     assert four.get("/v2")["extensions"] == ["binary_tensor_data"]
     assert four.get("/v2/health/live") == {"live": True}
@@ -191,10 +208,72 @@ def test_one_program_answers_as_processes_do(folder: Path, replication: str) -> 
         status, told = server.infer("ensemble", X)
         assert status == 200, told
         np.testing.assert_allclose(outputs(told), expected(1, 2, 3), rtol=1e-5, atol=1e-6)
+        assert told["outputs"][0]["name"] == "output"
         status, told = server.infer("m2", X)
+        assert status == 200, told
+        assert told["outputs"][0]["name"] == "output"
         np.testing.assert_allclose(outputs(told), expected(2), rtol=1e-5, atol=1e-6)
         if replication == "auto":
             assert "requests/s at once" in server.said("^replication ")["event"]
+
+
+def test_what_answers_without_a_member_cost_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    x = np.random.default_rng(1).normal(size=(300, 8)).astype(np.float32)
+    np.savez("test.npz", input=x, targets=expected(1, 2, x=x).argmax(-1))
+    process = start([sys.executable, "-m", "apportion", "serve", "1.onnx", "2.onnx", "--evaluate", "test.npz"])
+    text = process.communicate(timeout=SECONDS)[0]
+    assert process.returncode == 0, text
+    assert re.search(r"^300 examples\nall members +100\.00%$", text, re.MULTILINE)
+    shares = [100 * np.mean(expected(n, x=x).argmax(-1) == expected(1, 2, x=x).argmax(-1)) for n in (2, 1)]
+    for n, share in zip((1, 2), shares, strict=True):
+        assert re.search(rf"^without m{n} +{share:.2f}%  {share - 100:+.2f} points$", text, re.MULTILINE)
+
+
+def test_requests_of_other_shapes_and_wrong_ones_do_each_other_no_harm(tmp_path: Path) -> None:
+    """Many at once, so that they meet in the queue."""
+    ends = [
+        helper.make_tensor_value_info("input", 1, ["rows", "columns"]),
+        helper.make_tensor_value_info("i", 7, ["rows"]),
+    ]
+    nodes = [helper.make_node("ReduceSum", ["input", "one"], ["sum"], keepdims=0)]
+    nodes.append(helper.make_node("Gather", ["table", "i"], ["found"]))
+    nodes.append(helper.make_node("Add", ["sum", "found"], ["output"]))
+    held = [helper.make_tensor("one", 7, [1], [1]), helper.make_tensor("table", 1, [4], [0.0, 10.0, 20.0, 30.0])]
+    out = [helper.make_tensor_value_info("output", 1, ["rows"])]
+    graph = helper.make_graph(nodes, "g", ends, out, held)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "g.onnx")
+    wrong: list[Any] = []
+
+    def ask(n: int) -> None:
+        for at in range(30):
+            columns, index = 3 + (n + at) % 5, 99 if (n + at) % 7 == 0 else n % 4
+            tensors = [
+                {"name": "input", "shape": [1, columns], "datatype": "FP32", "data": [1.0] * columns},
+                {"name": "i", "shape": [1], "datatype": "INT64", "data": [index]},
+            ]
+            status, _, body = server.ask("POST", "/v2/models/m1/infer", json.dumps({"inputs": tensors}).encode())
+            told = json.loads(body)
+            right = status == 400 if index == 99 else status == 200 and outputs(told) == [columns + 10 * index]
+            if not right:
+                wrong.append((columns, index, status, told))
+
+    with serving(tmp_path, "g.onnx", "--deadline", "10s") as server:
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert server.get("/status")["members"][0]["restarts"] == 0
+    assert not wrong, wrong[:3]
+
+
+def test_who_gives_no_time_is_no_reason_to_leave_members_out(four: Server) -> None:
+    for _ in range(8):
+        status, _ = four.infer("ensemble", X, timeout=1)
+        assert status == 504
+    _, told = four.infer("ensemble", X)
+    assert not told["parameters"]["degraded"]
 
 
 # What goes wrong

@@ -70,6 +70,10 @@ def train(  # noqa: PLR0913 (the flags)
     ] = None,
     workers: Workers = None,
     steps: Steps = None,
+    seed: Annotated[int | None, typer.Option(help="instead of the workload's")] = None,
+    members: Annotated[
+        int | None, typer.Option(min=2, help="train so many, from different seeds, in parallel: runs m1, m2, ...")
+    ] = None,
     run_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="where everything is written (default: runs/...)")
     ] = None,
@@ -83,6 +87,16 @@ def train(  # noqa: PLR0913 (the flags)
     allow_approximate: AllowApproximate = False,
 ) -> None:
     """Train a workload, and say how well it does."""
+    if members is not None:
+        given = {
+            "--strategy": strategy, "--workers": workers, "--steps": steps, "--seed": seed, "--launcher": launcher,
+            "--policy": policy,
+        }  # fmt: skip
+        said = {"--resume": resume, "--no-trial": no_trial, "--remeasure": remeasure}
+        said["--allow-approximate"] = allow_approximate
+        flags = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+        _train_members(workload, members, run_dir, [*flags, *(name for name, on in said.items() if on)])
+        return
     with _guarded():
         from apportion.display import Display
         from apportion.supervise import Policy
@@ -97,6 +111,7 @@ def train(  # noqa: PLR0913 (the flags)
             resume=resume,
             policy=parse_as(policy, Policy) if policy is not None else None,
             steps=steps,
+            seed=seed,
             trial=not no_trial,
             remeasure=remeasure,
             allow_approximate=allow_approximate,
@@ -107,6 +122,23 @@ def train(  # noqa: PLR0913 (the flags)
             for event in events:
                 display.show(event)
         display.summarize()
+
+
+def _train_members(workload: str, members: int, run_dir: str | None, flags: list[str]) -> None:
+    """Each by this same command, with these flags."""
+    with _guarded():
+        from apportion.verbs.members import train_members
+        from apportion.verbs.train import fresh_run_dir
+
+        if "--seed" in flags:
+            raise ValueError("--members counts on from the workload's seed: leave --seed out")
+        folder = run_dir or str(fresh_run_dir(workload))
+        trained = train_members(workload, members, folder, flags, typer.echo)
+        if done := [str(one.run_dir) for one in trained if one.status == 0]:
+            typer.echo(f"apportion serve {' '.join(done)}")
+        if len(done) < members:
+            failed = ", ".join(f"{one.name} (exit status {one.status})" for one in trained if one.status != 0)
+            raise ApportionError(f"{members - len(done)} of {members} members were not trained: {failed}")
 
 
 @app.command()
@@ -258,7 +290,7 @@ def _print_json(value: Any) -> None:
 
 
 @app.command()
-def serve(
+def serve(  # noqa: PLR0913 (the flags)
     members: Annotated[
         list[str],
         typer.Argument(metavar="MEMBER...", help="FILE.onnx, FILE.pt2, a run or checkpoint, http://...; or NAME=that"),
@@ -272,6 +304,10 @@ def serve(
     ] = None,
     host: Annotated[str | None, typer.Option(help="address to listen at (default: 127.0.0.1)")] = None,
     port: Annotated[int | None, typer.Option(help="0: any that is free (default: 8000)")] = None,
+    evaluate: Annotated[
+        str | None,
+        typer.Option(metavar="DATA", help="FILE:NAME or FILE.npz: say what answers without a member cost, and end"),
+    ] = None,
 ) -> None:
     """Answer with one net or an ensemble by a deadline, over the Open Inference Protocol."""
     with _guarded():
@@ -283,6 +319,11 @@ def serve(
             "deadline": None if deadline is None else seconds_of(deadline)
         }
         serving = Serving(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        if evaluate is not None:
+            from apportion.serving.evaluation import evaluate as judge
+
+            typer.echo("\n".join(judge(named(members), evaluate, serving).lines()))
+            return
         number = answer(named(members), serving=serving)
     if number == signal.SIGINT:
         raise typer.Exit(INTERRUPTED)

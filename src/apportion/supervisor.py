@@ -275,8 +275,9 @@ def resume_command(job: Job) -> str | None:
     if job.address is None or Path(sys.argv[0]).name != "apportion":
         return f"resume=True, run_dir={job.run_dir!r}"
     words = ["apportion", "train", job.address, "--run-dir", job.run_dir, "--resume", "--launcher", job.launcher]
-    if "steps" in job.changes:
-        words += ["--steps", str(job.changes["steps"])]
+    for name in ("steps", "seed"):
+        if name in job.changes:
+            words += [f"--{name}", str(job.changes[name])]
     if job.policy != Policy():
         words += ["--policy", str(job.policy)]
     return shlex.join(words)

@@ -58,8 +58,8 @@ class Arena:
     def close(self) -> None:
         """The mapping stays as long as arrays lie in it."""
         os.close(self.descriptor)
-        self.memory.release()
         try:
+            self.memory.release()
             self._map.close()
         except BufferError:  # an array still lies in it; it goes with that
             pass

@@ -12,6 +12,8 @@ from itertools import pairwise
 
 WEIGHT = 0.2
 """Of the newest batch in what batches of its size take."""
+LARGE = 32
+"""Rows: of more, times are kept by powers of two."""
 GAIN = 1.05
 """A larger batch is worth its delay where it computes so many times as many rows a second."""
 
@@ -24,8 +26,16 @@ class Pace:
 
     def took(self, rows: int, seconds: float) -> None:
         """A batch has been computed."""
+        rows = rows if rows <= LARGE else 1 << (rows - 1).bit_length()
+        if rows < 1:
+            return
         known = self.seconds.get(rows)
         self.seconds[rows] = seconds if known is None else known + WEIGHT * (seconds - known)
+
+        # A size that was slow once is not tried again by itself: it cannot be slower than so many smaller ones.
+        for more in self.seconds:
+            if more > rows:
+                self.seconds[more] = min(self.seconds[more], self.seconds[rows] * more / rows)
 
     def expected(self, rows: int) -> float:
         """Between sizes that are known on a line; beyond them by the rows; 0 where nothing is."""

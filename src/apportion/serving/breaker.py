@@ -76,6 +76,10 @@ class Breaker:
         missed = self.missed + 1
         return replace(self, missed=missed) if missed < self.patience.misses else self._opened(now)
 
+    def refused(self) -> Breaker:
+        """It could not be asked: who was to probe it has not."""
+        return replace(self, probing=False) if self.probing else self
+
     def fresh(self, now: float) -> Breaker:
         """Another process has taken its place: what is known of the last one does not hold for it."""
         return Breaker(patience=self.patience, closed_since=now)

@@ -51,6 +51,11 @@ class Child:
         """Of the process."""
         return self.process.pid
 
+    @property
+    def over(self) -> bool:
+        """Has its socket ended?"""
+        return self._over
+
     def send(self, frame: bytes) -> None:
         """Now, or as soon as the process has read what was sent before."""
         if self._over:

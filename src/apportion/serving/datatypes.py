@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ DATATYPES: dict[str, np.dtype[Any]] = {
 }
 """By the protocol's name."""
 NAMES = {dtype: name for name, dtype in DATATYPES.items() if name != "BF16"}
+MOST_DIMS = 32
+"""Of a nested list."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -55,42 +57,40 @@ def from_json(data: object, datatype: str, elements: int) -> Array:
 
 
 def _numbers(data: list[Any], datatype: str) -> Array:
-    try:
-        found = np.array(data)
-    except (ValueError, OverflowError) as error:
-        raise ValueError("data is uneven: all rows of a nested list must be as long as each other") from error
+    """Only what is of the right Python type reaches numpy, which would make numbers of almost anything."""
+    leaves = data
+    for _ in range(MOST_DIMS):
+        if not leaves or type(leaves[0]) is not list:
+            break
+        if set(map(type, leaves)) != {list} or len(set(map(len, leaves))) > 1:
+            raise ValueError("data is uneven: all rows of a nested list must be as long as each other")
+        leaves = list(chain.from_iterable(leaves))
     dtype = DATATYPES[datatype]
-    if found.size == 0:
-        return np.empty(0, dtype=dtype)
-    if datatype == "BOOL":
-        wanted, accepted = "true or false", "b"
-    elif dtype.kind == "f" or datatype == "BF16":
-        wanted, accepted = "numbers", "iuf"
-    else:
-        wanted, accepted = "integers", "iu"
-    if found.dtype.kind not in accepted:
+    floating = dtype.kind == "f" or datatype == "BF16"
+    accepted: set[type] = {bool} if datatype == "BOOL" else {int, float} if floating else {int}
+    wanted = "true or false" if datatype == "BOOL" else "numbers" if floating else "integers"
+    if not set(map(type, leaves)) <= accepted:
         raise ValueError(f"data has values that are not {datatype}: they must be {wanted}")
-    found = found.reshape(-1)
-    if dtype.kind in "iu" and datatype != "BF16":
-        return _integers(found, datatype)
     try:
+        if not floating:
+            return np.array(leaves, dtype=dtype)
+        found = np.array(leaves, dtype=np.float64)
         with np.errstate(over="raise"):
             return to_bf16(found) if datatype == "BF16" else found.astype(dtype, copy=False)
     except FloatingPointError as error:
         raise ValueError(f"data has a value that is too large for {datatype}") from error
-
-
-def _integers(found: Array, datatype: str) -> Array:
-    limits = np.iinfo(DATATYPES[datatype])
-    if int(found.min()) < limits.min or int(found.max()) > limits.max:
-        raise ValueError(f"data has a value outside of {datatype}, which is from {limits.min} to {limits.max}")
-    return found.astype(DATATYPES[datatype], copy=False)
+    except OverflowError as error:
+        limits = np.iinfo(dtype)
+        raise ValueError(
+            f"data has a value outside of {datatype}, which is from {limits.min} to {limits.max}"
+        ) from error
 
 
 def _texts(data: list[Any], elements: int) -> Array:
     found = list(islice(_flat(data), elements + 1))
-    if wrong := next((text for text in found if not isinstance(text, str)), None):
-        raise ValueError(f"data has {_kind(wrong)}: values of BYTES are strings in JSON")
+    for text in found:
+        if not isinstance(text, str):
+            raise ValueError(f"data has {_kind(text)}: values of BYTES are strings in JSON")
     return objects([text.encode(errors="surrogatepass") for text in found])
 
 

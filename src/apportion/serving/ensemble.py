@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from apportion.serving.aggregation import Aggregation, combined
 from apportion.serving.datatypes import Array
@@ -16,7 +17,8 @@ from apportion.serving.frames import Placed
 from apportion.serving.seat import Lost, Outcome, Refused, Seat, Work
 
 SLOW = 4.0
-"""Whoever takes so many times as long as the slowest of the others, while more wait for it, holds everybody up."""
+"""Who takes longer than usual by so many times as much as the others do holds everybody up: such an answer counts, and
+counts as late."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ class Ensemble:
             awaited.append(name)
             if name in probed:
                 probed.remove(name)
-        return awaited, probed
+        seats = {self.members[name] for name in awaited}  # who computes one of several has the others as well
+        awaited += [name for name in names if name not in awaited and self.members[name] in seats]
+        return awaited, [name for name in probed if name not in awaited]
 
 
 @dataclass(eq=False)
@@ -82,7 +86,6 @@ class _Asking:
     refused: list[Refused] = field(default_factory=list)
     full: list[Overloaded] = field(default_factory=list)
     again: set[Seat] = field(default_factory=set)
-    last_but: float = 0.0
 
     def begin(self) -> asyncio.Future[Result]:
         loop = asyncio.get_running_loop()
@@ -116,6 +119,7 @@ class _Asking:
             seat.submit(work, first=first)
         except Overloaded as error:
             self.full.append(error)
+            seat.breaker = seat.breaker.refused()
             for name in names:
                 self.gathering = self.gathering.with_failure(name)
 
@@ -128,6 +132,7 @@ class _Asking:
             return
         if isinstance(outcome, Refused):
             self.refused.append(outcome)
+            seat.breaker = seat.breaker.in_time(now)
         elif not isinstance(outcome, Lost):
             self._late(seat, names, now)
         for name in names:
@@ -137,20 +142,23 @@ class _Asking:
     def _answered(self, seat: Seat, names: list[str], outputs: list[Array], now: float) -> None:
         every = [name for name, other in self.ensemble.members.items() if other is seat]
         each = len(outputs) // len(every)
-        alone = len(self.gathering.open - set(names)) == 0 and len(self.outputs) > 0
-        held_up = alone and seat.waiting > 0 and now - self.began > SLOW * (self.last_but - self.began)
-        if now > self.deadline or held_up:
+        last = not self.gathering.open - {*names}
+        if now > self.deadline or (last and self._holds_up(seat)):
             self._late(seat, names, now)
         else:
             seat.breaker = seat.breaker.in_time(now)
         if self.future.done():
             return
-        self.last_but = now
         for name in names:
             at = each * every.index(name)
             self.outputs[name] = outputs[at : at + each]
             self.gathering = self.gathering.with_answer(name)
         self._decide()
+
+    def _holds_up(self, seat: Seat) -> bool:
+        """Is it slower than usual by far more than the others of this request are?"""
+        others = [other.strain for other in self.works if other is not seat]
+        return bool(others) and seat.strain > SLOW * max(1.0, median(others))
 
     def _ask_again(self, seat: Seat, names: list[str], now: float) -> bool:
         """What a process took with it is asked of its successor, once, where the quorum cannot do without."""
@@ -166,6 +174,9 @@ class _Asking:
         return True
 
     def _late(self, seat: Seat, names: Sequence[str], now: float) -> None:
+        if self.deadline - self.began < 2 * seat.pace.expected(self.rows) + 2 * self.ensemble.reserve:
+            seat.breaker = seat.breaker.refused()  # nobody could have been in time
+            return
         seat.breaker = seat.breaker.late(now)
         for name in names:
             self.ensemble.missed(name)
@@ -181,7 +192,12 @@ class _Asking:
         self.timer.cancel()
         self._give_up_on_the_rest(now, timed_out=now >= self.gathering.deadline)
         if isinstance(outcome, Answer):
-            self.future.set_result(Result(outcome, self._combined(outcome)))
+            try:
+                result = Result(outcome, self._combined(outcome))
+            except Exception as error:  # nobody may be left waiting
+                self.future.set_exception(NoQuorum(f"the members' outputs do not fit together: {error}"))
+            else:
+                self.future.set_result(result)
         elif self.refused and isinstance(outcome, NoQuorum):
             self.future.set_exception(self.refused[0])
         elif self.full and isinstance(outcome, NoQuorum):
@@ -202,8 +218,7 @@ class _Asking:
         """The caller has gone away: nobody waits for the rest."""
         if future.cancelled():
             self.timer.cancel()
-            for work in self.works.values():
-                work.over = True
+            self._give_up_on_the_rest(0.0, timed_out=False)
 
     def _combined(self, answer: Answer) -> list[Array]:
         weights = self.ensemble.weights

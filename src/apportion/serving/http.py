@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -72,7 +73,7 @@ class App:
         """ASGI."""
         assert scope["type"] == "http", scope["type"]
         path: str = scope["path"]
-        if path.endswith("/infer"):
+        if path.endswith("/infer") and path.count("/") > 3:
             status, headers, pieces = await self._infer(scope, receive)
         else:
             status, headers, pieces = self._other(scope["method"], path)
@@ -151,7 +152,10 @@ class App:
     def _specs(self, model: str) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
         seat = self._ensemble.members[self._models[model][0]]
         each = len(seat.outputs) // sum(other is seat for other in self._ensemble.members.values())
-        return seat.inputs, seat.outputs[:each]
+        outputs = seat.outputs[:each]
+        if each < len(seat.outputs):  # of a merged program: "m1/output"
+            outputs = tuple(replace(spec, name=spec.name.partition("/")[2]) for spec in outputs)
+        return seat.inputs, outputs
 
     # Inference
 
@@ -162,9 +166,13 @@ class App:
         try:
             names, model = self._addressed(scope)
             json_bytes, length = self._headers(scope)
-            body = await self._body(receive, length)
+            came = asyncio.get_running_loop().time()
+            try:
+                body = await asyncio.wait_for(self._body(receive, length), self._serving.body_seconds)
+            except TimeoutError:
+                raise Wrong(408, "the body did not come in time", (b"connection", b"close")) from None
             request = read_request(body, json_bytes)
-            result = await self._answered(model, names, request)
+            result = await self._answered(model, names, request, came)
             pieces, said = write_response(_head(model, request, result), self._outputs(model, request, result), request)
             status, headers = 200, [_JSON]
             if said is not None:
@@ -172,6 +180,9 @@ class App:
         except (Wrong, ValueError, DeadlineExceeded, NoQuorum, Overloaded) as error:
             wrong = _wrong(error)
             status, headers, pieces = wrong.status, [_JSON, *wrong.headers], [_error(str(wrong))]
+        except Exception as error:
+            log("defect", level="error", why=repr(error)[:500])
+            status, headers, pieces = 500, [_JSON], [_error("the server failed at this request; its log says how")]
         finally:
             self._busy -= 1
         self._note(model, status, time.perf_counter() - began, result)
@@ -207,7 +218,7 @@ class App:
     async def _body(self, receive: Receive, length: int | None) -> bytes:
         most = self._serving.most_bytes
         if length is not None and length > most:
-            raise Wrong(413, f"the body has {length} bytes, of {most} at most", (b"connection", b"close"))
+            raise Wrong(413, f"the body has {length} bytes, of {most} at most")
         pieces, size = [], 0
         while True:
             message = await receive()
@@ -216,19 +227,18 @@ class App:
             piece = message.get("body", b"")
             size += len(piece)
             if size > most:
-                raise Wrong(413, f"the body has more than {most} bytes", (b"connection", b"close"))
+                raise Wrong(413, f"the body has more than {most} bytes")
             pieces.append(piece)
             if not message.get("more_body", False):
                 return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    async def _answered(self, model: str, names: tuple[str, ...], request: Request) -> Result:
+    async def _answered(self, model: str, names: tuple[str, ...], request: Request, came: float) -> Result:
         inputs, outputs = self._specs(model)
         tensors = _in_order(request, inputs)
         if request.outputs is not None:
             known = [spec.name for spec in outputs]
             if strange := [asked.name for asked in request.outputs if asked.name not in known]:
                 raise ValueError(f"there is no output {strange[0]!r}: it is one of {', '.join(known)}")
-        now = asyncio.get_running_loop().time()
         timeout = request.timeout
         if timeout is not None and timeout > self._serving.longest_deadline:
             raise ValueError(
@@ -236,7 +246,7 @@ class App:
                 f"{self._serving.longest_deadline * 1e6:.0f} microseconds that this server allows"
             )
         rows = len(tensors[0].array) if tensors[0].array.ndim else 1
-        return await self._ensemble.infer(tensors, rows, expires(now, timeout, self._serving.deadline), names)
+        return await self._ensemble.infer(tensors, rows, expires(came, timeout, self._serving.deadline), names)
 
     def _outputs(self, model: str, request: Request, result: Result) -> list[Named]:
         specs = self._specs(model)[1]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from apportion.serving.source import Source
 
@@ -33,10 +34,15 @@ def merged(sources: Sequence[Source], folder: Path) -> Source:
     if sum(Path(source.path).stat().st_size for source in sources) > MOST_BYTES:
         raise ValueError(f"in_graph makes one file of ONNX, and the members have more than {MOST_BYTES} bytes together")
     models = [onnx.load(source.path) for source in sources]
-    inputs = [value.name for value in models[0].graph.input]
+    inputs = [value.name for value in _fed(models[0])]
+    kinds = [_kinds(model) for model in models]
+    if other := next((s for s, k in zip(sources, kinds, strict=True) if k != kinds[0]), None):
+        raise ValueError(f"in_graph: {sources[0].name} and {other.name} have different inputs or outputs")
+    if other := next((s for s, m in zip(sources, models, strict=True) if m.graph.sparse_initializer), None):
+        raise ValueError(f"in_graph: {other.name} has sparse weights")
     nodes, initializers, outputs, functions = [], [], [], []
     for source, model in zip(sources, models, strict=True):
-        own = [value.name for value in model.graph.input]
+        own = [value.name for value in _fed(model)]
         model = compose.add_prefix(model, f"{source.name}/", rename_inputs=False)
         _rename(model, dict(zip(own, inputs, strict=True)))
         nodes += model.graph.node
@@ -46,7 +52,7 @@ def merged(sources: Sequence[Source], folder: Path) -> Source:
     versions = {(o.domain, o.version) for model in models for o in model.opset_import}
     if len({domain for domain, _ in versions}) < len(versions):
         raise ValueError("in_graph: the members are of different versions of ONNX's operators; export them alike")
-    graph = onnx.helper.make_graph(nodes, "ensemble", models[0].graph.input, outputs, initializers)
+    graph = onnx.helper.make_graph(nodes, "ensemble", _fed(models[0]), outputs, initializers)
     opsets = [onnx.helper.make_opsetid(domain, version) for domain, version in sorted(versions)]
     whole = onnx.helper.make_model(
         graph, opset_imports=opsets, functions=functions, ir_version=max(model.ir_version for model in models)
@@ -54,6 +60,21 @@ def merged(sources: Sequence[Source], folder: Path) -> Source:
     path = folder / "ensemble.onnx"
     onnx.save(whole, path)
     return replace(sources[0], name="+".join(source.name for source in sources), path=str(path))
+
+
+def _fed(model: Any) -> list[Any]:
+    """Its inputs; old files list the weights among them."""
+    held = {value.name for value in model.graph.initializer}
+    return [value for value in model.graph.input if value.name not in held]
+
+
+def _kinds(model: Any) -> list[tuple[int, list[int | None]]]:
+    """(type, dims) of its inputs and outputs."""
+    found = []
+    for value in (*_fed(model), *model.graph.output):
+        tensor = value.type.tensor_type
+        found.append((tensor.elem_type, [d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim]))
+    return found
 
 
 def _rename(model: object, names: dict[str, str]) -> None:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
+
 from apportion.ort import runtime, session
 from apportion.serving.alarm import Alarm
-from apportion.serving.datatypes import NAMES, Array
+from apportion.serving.datatypes import NAMES, Array, objects
 from apportion.serving.program import Expired, Program, Spec
 
 _TYPES = {
@@ -37,10 +39,11 @@ class OnnxProgram(Program):
 
     def run(self, inputs: Sequence[Array], deadline: float) -> list[Array]:
         """See ``Program``."""
+        given = [_texts(x) if spec.datatype == "BYTES" else x for x, spec in zip(inputs, self.inputs, strict=True)]
         self._running = options = self._ort.RunOptions()
         self._alarm.set(deadline)
         try:
-            found: list[Array] = self._session.run(None, dict(zip(self._names, inputs, strict=True)), options)
+            found: list[Array] = self._session.run(None, dict(zip(self._names, given, strict=True)), options)
         except Exception as error:
             if options.terminate:
                 raise Expired from error
@@ -49,7 +52,7 @@ class OnnxProgram(Program):
             self._alarm.clear()
         if time.monotonic() > deadline:
             raise Expired
-        return found
+        return [_bytes(x) if spec.datatype == "BYTES" else x for x, spec in zip(found, self.outputs, strict=True)]
 
     def close(self) -> None:
         """See ``Program``."""
@@ -57,6 +60,17 @@ class OnnxProgram(Program):
 
     def _stop(self) -> None:
         self._running.terminate = True
+
+
+def _texts(values: Array) -> Array:
+    """ONNX Runtime's strings are Python's. A value that is no UTF-8 is a UnicodeDecodeError, which is a ValueError."""
+    made = np.empty(values.size, dtype=object)
+    made[:] = [value.decode() for value in values.reshape(-1)]
+    return made.reshape(values.shape)
+
+
+def _bytes(texts: Array) -> Array:
+    return objects([text.encode() for text in texts.reshape(-1)]).reshape(texts.shape)
 
 
 def _spec(argument: Any) -> Spec:

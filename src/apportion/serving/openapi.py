@@ -84,6 +84,7 @@ def _infer() -> dict[str, Any]:
             "200": ok,
             "400": _json("Error", "the request is wrong"),
             "404": _json("Error", "there is no such model or version"),
+            "408": _json("Error", "the body did not come in time"),
             "413": _json("Error", "the body is too large"),
             "415": _json("Error", "the body is compressed"),
             "429": _json("Error", "too many requests", "Retry-After"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from apportion.errors import ApportionError
+from apportion.lifetime import die_with_parent
 from apportion.serving.datatypes import Array
 from apportion.serving.program import Program
 from apportion.serving.remote_program import check_address
@@ -64,7 +66,7 @@ def _of_torch(name: str, path: Path, folder: Path, said: list[str]) -> list[Sour
     sources = [base, replace(base, channels_last=True)] if any(x.ndim == 4 for x in leaves_of(sample)) else [base]
     try:
         made = export(module, sample, folder / f"{name}.onnx")
-    except (ValueError, ApportionError, ImportError) as error:
+    except Exception as error:  # of the exporter there are many
         said.append(f"{name}: no ONNX: {error}")
         return sources
     return [replace(base, runtime="onnx", path=str(made.path)), *sources]
@@ -106,7 +108,9 @@ def _rows(source: Source, program: Program) -> list[Array]:
 
 
 def main() -> None:
-    """Of the process: {"name", "place", "folder", "threads"} on standard input."""
+    """Of the process: {"name", "place", "folder", "threads"} on standard input; its parent's number as argument."""
+    die_with_parent(int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     order = json.loads(sys.stdin.read())
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a workload prints is not the answer

@@ -23,7 +23,7 @@ from apportion.lifetime import die_with_parent
 from apportion.serving.arena import Arena
 from apportion.serving.datatypes import Array
 from apportion.serving.frames import HEAD_BYTES, Frame, Kind, Placed, decode, encode, rest_of
-from apportion.serving.program import Expired, Program, timed
+from apportion.serving.program import SIZES, Expired, Program, rows_by_themselves, timed
 from apportion.serving.source import Source
 
 INLINE_BYTES = 32 << 10
@@ -90,10 +90,12 @@ class Member:
         self._program = program = self._load(source)
         for other in [name for name in self._known if name != source.name]:
             self._known.pop(other).close()
-        told: dict[str, Any] = {"what": "became", "runtime": program.runtime, "batched": program.batched}
+        batched = rows_by_themselves(program, source.rows()) if order["batched"] is None else order["batched"]
+        told: dict[str, Any] = {"what": "became", "runtime": program.runtime, "batched": batched}
         told |= {what: [spec.to_json() for spec in getattr(program, what)] for what in ("inputs", "outputs")}
         if order["seconds"] > 0.0:
-            pace = timed(program, source.rows(), seconds=order["seconds"], most_rows=order["most_rows"])
+            sizes = [rows for rows in SIZES if rows <= order["most_rows"]] if batched else [1]
+            pace = timed(program, source.rows(), seconds=order["seconds"], sizes=sizes)
             told["seconds"] = sorted(pace.seconds.items())
         return told
 
@@ -109,8 +111,9 @@ class Member:
             return encode(Kind.EXPIRED, frame.number, frame.deadline)
         except ValueError as error:
             return encode(Kind.REFUSED, frame.number, frame.deadline, text=str(error).encode())
-        except ApportionError as error:
-            return encode(Kind.FAILED, frame.number, frame.deadline, text=str(error).encode())
+        except Exception as error:  # one request's: the next one may be another's
+            text = f"{type(error).__name__}: {error}"
+            return encode(Kind.FAILED, frame.number, frame.deadline, text=text.encode())
         return encode(Kind.DONE, frame.number, frame.deadline, self._placed(frame, outputs))
 
     def _placed(self, frame: Frame, outputs: Sequence[Array]) -> list[Placed]:

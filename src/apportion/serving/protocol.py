@@ -15,6 +15,7 @@ is wrong with a request is a ``ValueError`` with a sentence for whoever sent it.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,9 @@ from apportion.serving.datatypes import DATATYPES, Array, from_bytes, from_json,
 
 HEADER = "Inference-Header-Content-Length"
 MOST_DIMS = 32
+MOST_SIDE = 2**31
+"""Also where another side is 0."""
+MOST_OUTPUTS = 1000
 MOST_TIMEOUT = 3600 * 10**6
 """Microseconds."""
 
@@ -71,13 +75,15 @@ def read_request(body: bytes | memoryview, json_bytes: int | None = None) -> Req
     parameters = _parameters(told)
     timeout = parameters.get("timeout", 0)
     if type(timeout) is not int or not 0 <= timeout <= MOST_TIMEOUT:
-        raise ValueError(f"parameters.timeout={timeout!r} must be microseconds, an integer from 0 to {MOST_TIMEOUT}")
+        raise ValueError(
+            f"parameters.timeout={_shown(timeout)} must be microseconds, an integer from 0 to {MOST_TIMEOUT}"
+        )
     identity = told.get("id")
     if identity is not None and not isinstance(identity, str):
         raise ValueError("id must be a string")
     whole = parameters.get("binary_data_output", False)
     if not isinstance(whole, bool):
-        raise ValueError(f"parameters.binary_data_output={whole!r} must be true or false")
+        raise ValueError(f"parameters.binary_data_output={_shown(whole)} must be true or false")
     inputs = _tensors(told, "inputs", binary)
     if not inputs:
         raise ValueError("inputs is empty: a request has at least one")
@@ -99,6 +105,11 @@ def _parted(body: bytes | memoryview, json_bytes: int | None) -> tuple[dict[str,
     if not isinstance(told, dict):
         raise ValueError("the body must be a JSON object")
     return told, whole[json_bytes:]
+
+
+def _shown(value: Any) -> str:
+    """What somebody has sent, in a sentence: however long or deep it is."""
+    return reprlib.repr(value)
 
 
 def _parameters(told: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -125,12 +136,12 @@ def _tensors(told: Mapping[str, Any], what: str, binary: memoryview) -> tuple[Na
         if not isinstance(name, str):
             raise ValueError(f"{what}[{place}].name must be a string")
         if name in names:
-            raise ValueError(f"{what} has two tensors named {name!r}")
+            raise ValueError(f"{what} has two tensors named {_shown(name)}")
         names.add(name)
         try:
             tensor, at = _tensor(item, name, binary, at)
         except ValueError as error:
-            raise ValueError(f"{what}[{place}] ({name}): {error}") from error
+            raise ValueError(f"{what}[{place}] ({name[:60]}): {error}") from error
         found.append(tensor)
     if at != len(binary):
         raise ValueError(f"{len(binary) - at} bytes follow the JSON that no tensor claims by binary_data_size")
@@ -140,21 +151,25 @@ def _tensors(told: Mapping[str, Any], what: str, binary: memoryview) -> tuple[Na
 def _tensor(item: Mapping[str, Any], name: str, binary: memoryview, at: int) -> tuple[Named, int]:
     shape, datatype = item.get("shape"), item.get("datatype")
     if not isinstance(datatype, str) or datatype not in DATATYPES:
-        raise ValueError(f"datatype={datatype!r} must be one of {', '.join(DATATYPES)}")
+        raise ValueError(f"datatype={_shown(datatype)} must be one of {', '.join(DATATYPES)}")
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError(f"shape={shape!r} must be a list of integers that are not negative")
+        raise ValueError(f"shape={_shown(shape)} must be a list of integers that are not negative")
     if len(shape) > MOST_DIMS:
         raise ValueError(f"shape has {len(shape)} dimensions, of {MOST_DIMS} at most")
+    if max(shape, default=0) > MOST_SIDE:
+        raise ValueError(f"shape={_shown(shape)} has a side that is longer than {MOST_SIDE}")
     elements, size = math.prod(shape), _parameters(item).get("binary_data_size")
     if size is None:
-        if "data" not in item:
+        if item.get("data") is None:
             raise ValueError("it has neither data nor parameters.binary_data_size")
         array = from_json(item["data"], datatype, elements)
     else:
-        if "data" in item:
+        if item.get("data") is not None:
             raise ValueError("it has both data and parameters.binary_data_size")
         if type(size) is not int or not 0 <= size <= len(binary) - at:
-            raise ValueError(f"binary_data_size={size!r} must be an integer up to {len(binary) - at}, which are left")
+            raise ValueError(
+                f"binary_data_size={_shown(size)} must be an integer up to {len(binary) - at}, which are left"
+            )
         array = from_bytes(binary[at : at + size], datatype, elements)
         at += size
     return Named(name, datatype, array.reshape(shape)), at
@@ -166,7 +181,9 @@ def _asked(told: Mapping[str, Any], *, binary: bool) -> tuple[Asked, ...] | None
         return None
     if not isinstance(listed, list):
         raise ValueError("outputs must be a list")
-    found = []
+    if len(listed) > MOST_OUTPUTS:
+        raise ValueError(f"outputs has {len(listed)} entries, of {MOST_OUTPUTS} at most")
+    found: list[Asked] = []
     for place, item in enumerate(listed):
         if not isinstance(item, dict) or not isinstance(item.get("name"), str):
             raise ValueError(f"outputs[{place}] must be an object with a name")
@@ -175,7 +192,9 @@ def _asked(told: Mapping[str, Any], *, binary: bool) -> tuple[Asked, ...] | None
             raise ValueError(f"outputs[{place}].parameters.classification is not offered; take the largest scores")
         own = parameters.get("binary_data", binary)
         if not isinstance(own, bool):
-            raise ValueError(f"outputs[{place}].parameters.binary_data={own!r} must be true or false")
+            raise ValueError(f"outputs[{place}].parameters.binary_data={_shown(own)} must be true or false")
+        if any(asked.name == item["name"] for asked in found):
+            raise ValueError(f"outputs names {_shown(item['name'])} twice")
         found.append(Asked(item["name"], own))
     return tuple(found) or None
 

@@ -68,9 +68,14 @@ class RemoteProgram(Program):
         if status != 200:
             why = f"{self.address} answers {status}: {body[:500].decode(errors='replace')}"
             raise ValueError(why) if status == 400 else Unreachable(why)
-        _, outputs = read_response(body, said)
-        by_name = {tensor.name: tensor.array for tensor in outputs}
-        return [by_name[spec.name] for spec in self.outputs]
+        try:
+            _, outputs = read_response(body, said)
+        except ValueError as error:
+            raise Unreachable(f"{self.address} answers what cannot be read: {error}") from error
+        by_name = {(tensor.name, tensor.datatype): tensor.array for tensor in outputs}
+        if missing := [s.name for s in self.outputs if (s.name, s.datatype) not in by_name]:
+            raise Unreachable(f"{self.address} answers without {missing[0]}, or with another datatype")
+        return [by_name[spec.name, spec.datatype] for spec in self.outputs]
 
     def close(self) -> None:
         """See ``Program``."""

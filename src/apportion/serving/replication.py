@@ -9,7 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from apportion.errors import ApportionError
 from apportion.serving import between_graph, in_graph
+from apportion.serving.aggregation import check_aggregation, check_outputs
+from apportion.serving.datatypes import DATATYPES
 from apportion.serving.deadline import check_quorum
 from apportion.serving.ensemble import Ensemble
 from apportion.serving.frames import Placed
@@ -48,7 +51,7 @@ async def replicated(
         return between
     try:
         within = await _started("in_graph", sources, serving, folder, log, missed)
-    except ValueError as error:
+    except (ValueError, ApportionError) as error:
         log(f"replication between_graph: {error}", replication="between_graph")
         return between
     speeds = {kind.replication: await _measured(kind.ensemble) for kind in (between, within)}
@@ -75,6 +78,11 @@ async def _started(
         members = dict.fromkeys(names, seats[0]) if kind == "in_graph" else dict(zip(names, seats, strict=True))
         if kind == "between_graph":
             _check_alike(seats)
+        if len(sources) > 1:
+            weights = None if serving.weights is None else [serving.weights[n] for n in names if n in serving.weights]
+            check_aggregation(serving.aggregation, weights, len(names))
+            kinds = ["u" if s.datatype == "BF16" else DATATYPES[s.datatype].kind for s in seats[0].outputs]
+            check_outputs(serving.aggregation, kinds)
     except BaseException:
         await staff.close()
         raise

@@ -16,6 +16,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Literal
 
 import numpy as np
@@ -64,6 +65,8 @@ class Work:
     settle: Callable[[Outcome], None]
     over: bool = False
     """Nobody waits for it any more."""
+    alone: bool = False
+    """Not to be computed together with others."""
 
 
 @dataclass(slots=True)
@@ -100,6 +103,10 @@ class Seat:
     state: Literal["starting", "up", "down"] = "starting"
     child: Child | None = None
     pace: Pace = field(default_factory=Pace)
+    usual: Pace = field(default_factory=Pace)
+    """As it was timed by itself when the server was started."""
+    strain: float = 1.0
+    """How many times as long as usual its latest batch took."""
     inputs: tuple[Spec, ...] = ()
     outputs: tuple[Spec, ...] = ()
     runtime: str = ""
@@ -111,6 +118,7 @@ class Seat:
     """Why the net could not be loaded."""
     proven: bool = False
     """Has this process answered a request that the server has made up?"""
+    closed: bool = False
     _number: int = 0
     _heard_at: float = 0.0
 
@@ -132,7 +140,9 @@ class Seat:
         child.heard, child.gone = self._heard, self._gone
         self.inputs, self.outputs = (tuple(map(Spec.from_json, told[what])) for what in ("inputs", "outputs"))
         self.runtime, self.batched = told["runtime"], told["batched"]
-        self.pace.seconds |= {rows: seconds for rows, seconds in told.get("seconds", [])}
+        for rows, seconds in told.get("seconds", []):
+            self.pace.seconds[rows] = self.usual.seconds[rows] = seconds
+        self.strain = 1.0
         self._prove()
 
     def _prove(self) -> None:
@@ -143,10 +153,11 @@ class Seat:
         def proven(outcome: Outcome) -> None:
             self.proven = isinstance(outcome, list)
 
-        self.submit(Work(tensors, 1, float("inf"), proven), first=True)
+        self.submit(Work(tensors, 1, float("inf"), proven, alone=True), first=True)
 
     def unseat(self) -> None:
         """For good: the server ends."""
+        self.closed = True
         child, self.child, self.state, self.proven = self.child, None, "down", False
         if child is not None:
             child.close()
@@ -157,9 +168,11 @@ class Seat:
         if self.child is None:
             self._drop_expired(now)
             return
-        for flight in self.flights.values():
+        flight = next(iter(self.flights.values()), None)  # the one that it is at
+        if flight is not None:
+            began = max(flight.sent, self._heard_at)
             patience = max(LEAST_HUNG, HUNG * self.pace.expected(flight.rows))
-            if now > (flight.deadline if flight.deadline < float("inf") else flight.sent) + patience:
+            if now > (began if flight.deadline == float("inf") else max(flight.deadline, began)) + patience:
                 self.child.kill()
                 return
         self._drop_expired(now)
@@ -180,6 +193,8 @@ class Seat:
 
     def submit(self, work: Work, *, first: bool = False) -> None:
         """Overloaded where the queue is full. ``first``: it has been here before."""
+        if self.closed:
+            raise Overloaded(f"{self.name} was shut down", seconds=1.0)
         if self.waiting >= self.queue_length and not first:
             raise Overloaded(
                 f"{self.name} has {self.waiting} requests waiting, of {self.queue_length} at most",
@@ -199,9 +214,15 @@ class Seat:
                 return
             many = 1
             if self.batched and len(self.queue) > 1:
-                waiting = [(w.rows, w.deadline) for w in self.queue]
-                many = together(waiting, self._begins(now), self.pace, self.most_rows)
+                many = together(self._alike(), self._begins(now), self.pace, self.most_rows)
             self._fly(self.child, [self.queue.popleft() for _ in range(many)], now)
+
+    def _alike(self) -> list[tuple[int, float]]:
+        """(rows, deadline) of those that the first in the queue may be computed with, and itself."""
+        first = self.queue[0]
+        shapes = _row_shapes(first)
+        same = takewhile(lambda w: w is first or not (w.alone or first.alone or _row_shapes(w) != shapes), self.queue)
+        return [(work.rows, work.deadline) for work in same]
 
     def _begins(self, now: float) -> float:
         """When its process comes to what is sent now."""
@@ -225,27 +246,46 @@ class Seat:
         flight = self.flights.pop(frame.number)
         now = asyncio.get_running_loop().time()
         assert self.child is not None
-        if frame.kind == Kind.DONE:
-            self.pace.took(flight.rows, now - max(flight.sent, self._heard_at))
+        took, self._heard_at = now - max(flight.sent, self._heard_at), now
+        try:
+            self._landed(flight, frame, took)
+        finally:  # whatever comes of the answers, the process goes on
+            if flight.taken is not None:
+                self.child.arena.give_back(flight.taken)
+            self._send()
+
+    def _landed(self, flight: Flight, frame: Frame, took: float) -> None:
+        outputs = [tensor.array for tensor in frame.tensors]
+        together = len(flight.works) > 1
+        if frame.kind == Kind.DONE and together and any(x.ndim == 0 or len(x) != flight.rows for x in outputs):
+            self.batched = False  # its outputs are not the rows' after all
+            self._again_alone(flight.works)
+        elif frame.kind in (Kind.REFUSED, Kind.FAILED) and together:
+            self._again_alone(flight.works)  # one of them is to blame
+        elif frame.kind == Kind.DONE:
+            self.proven = True
+            self.pace.took(flight.rows, took)
+            self.strain = took / max(self.usual.expected(flight.rows), 1e-4)
             self.counts.batches += 1
             self.counts.rows += flight.rows
-            outputs = [tensor.array for tensor in frame.tensors]
-            shared = any(tensor.offset is not None for tensor in frame.tensors)
-            at = 0
+            shared, at = any(tensor.offset is not None for tensor in frame.tensors), 0
             for work in flight.works:
-                own = outputs if len(flight.works) == 1 else [x[at : at + work.rows] for x in outputs]
+                own = [x[at : at + work.rows] for x in outputs] if together else outputs
                 at += work.rows
                 if not work.over:
                     self._settle(work, [x.copy() for x in own] if shared else own)
         else:
-            why = frame.text.decode()
+            if frame.kind == Kind.EXPIRED and took > self.pace.expected(flight.rows):
+                self.pace.took(flight.rows, took)
             for work in flight.works:
                 if not work.over:
-                    self._settle(work, _failure(frame.kind, self.name, why))
-        if flight.taken is not None:
-            self.child.arena.give_back(flight.taken)
-        self._heard_at = now
-        self._send()
+                    self._settle(work, _failure(frame.kind, self.name, frame.text.decode()))
+
+    def _again_alone(self, works: Sequence[Work]) -> None:
+        for work in reversed(works):
+            if not work.over:
+                work.alone = True
+                self.queue.appendleft(work)
 
     def _drop_expired(self, now: float) -> None:
         for _ in range(len(self.queue)):
@@ -270,6 +310,10 @@ class Seat:
         for work in works:
             if not work.over:
                 self._settle(work, why)
+
+
+def _row_shapes(work: Work) -> list[tuple[int, ...]]:
+    return [tensor.array.shape[1:] for tensor in work.tensors]
 
 
 def _failure(kind: Kind, name: str, why: str) -> Exception:

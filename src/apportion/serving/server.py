@@ -4,46 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
 import apportion
-from apportion.cores import usable_cores
 from apportion.errors import ApportionError
 from apportion.serving.http import App
 from apportion.serving.log import log
 from apportion.serving.metrics import Metrics
 from apportion.serving.page import pages
+from apportion.serving.prepared import prepared
 from apportion.serving.replication import Staffed, replicated
 from apportion.serving.serving import Serving
 from apportion.serving.source import Source
 
 PREFIX = "apportion-serve-"
 """Of the folder that holds what was exported; the process's number follows."""
-PREPARE_SECONDS = 300.0
-"""For one member to be loaded, exported and timed."""
 
 
 def answer(members: Mapping[str, str], serving: Serving) -> int:
     """Until SIGTERM or Ctrl-C; the signal's number. ``members``: places by name. See ``apportion.serve``."""
+    signal.signal(signal.SIGTERM, _end)  # until the loop has its own
     _sweep()
     with (
         tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as folder,
         _listening(serving) as sock,
     ):
-        sources = [_prepared(name, place, Path(folder), serving, len(members)) for name, place in members.items()]
+        sources = [prepared(name, place, Path(folder), serving, len(members)) for name, place in members.items()]
         return asyncio.run(_serve(sources, serving, Path(folder), sock))
+
+
+def _end(number: int, frame: object) -> None:
+    """While members are prepared: what there is already is removed on the way."""
+    raise SystemExit(0)
 
 
 def _sweep() -> None:
@@ -57,35 +57,14 @@ def _sweep() -> None:
 @contextlib.contextmanager
 def _listening(serving: Serving) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in serving.host else socket.AF_INET
-    with socket.socket(family) as sock:
+    # asyncio turns Nagle's algorithm off, which keeps answers back for 40 ms, only where the protocol is said
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((serving.host, serving.port))
         except OSError as error:
             raise ApportionError(f"{serving.host}:{serving.port} cannot be listened at: {error.strerror}") from error
         yield sock
-
-
-def _prepared(name: str, place: str, folder: Path, serving: Serving, members: int) -> Source:
-    """In a process of its own."""
-    cores = usable_cores()
-    threads = [serving.threads] if serving.threads else sorted({1, max(1, cores // members)})
-    order = {"name": name, "place": place, "folder": str(folder), "threads": threads}
-    ran = subprocess.run(
-        [sys.executable, "-m", "apportion.serving.prepare"],
-        input=json.dumps(order),
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=PREPARE_SECONDS,
-    )
-    if ran.returncode != 0 or not ran.stdout:
-        raise ApportionError(f"member {name} ({place}) could not be loaded: its process ended with {ran.returncode}")
-    told: dict[str, Any] = json.loads(ran.stdout)
-    if "refused" in told:
-        raise (ValueError if told["user"] else ApportionError)(told["refused"])
-    for line in told["said"]:
-        log(line, member=name)
-    return Source(**told["source"])
 
 
 async def _serve(sources: Sequence[Source], serving: Serving, folder: Path, sock: socket.socket) -> int:

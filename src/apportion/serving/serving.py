@@ -38,6 +38,8 @@ class Serving(Value):
     """Of a batch that is put together."""
     most_bytes: int = 64 << 20
     """Of a request's body."""
+    body_seconds: float = 10.0
+    """For a request's body to come."""
     most_requests: int = 256
     """That are answered at once; more are answered 429."""
     arena_bytes: int = 256 << 20
@@ -51,7 +53,7 @@ class Serving(Value):
     patience: Patience = field(default_factory=Patience)
 
     def __post_init__(self) -> None:
-        for name in ("deadline", "longest_deadline", "load_seconds", "drain_seconds"):
+        for name in ("deadline", "longest_deadline", "body_seconds", "load_seconds", "drain_seconds"):
             if not 0.0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)} must be a positive number of seconds")
         for name in ("queue_length", "most_rows", "most_bytes", "most_requests", "arena_bytes"):

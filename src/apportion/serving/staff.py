@@ -60,10 +60,11 @@ class Staff:
 
     def vacant(self, seat: Seat, child: Child) -> None:
         """Its process has died."""
+        child.kill()  # its socket has ended; that it has is to be sure
         self._dead.append(child)
         now = asyncio.get_running_loop().time()
         young = now - self._born.get(seat, now) < LEAST_LIFE
-        self._waits[seat] = min(LONGEST_WAIT, 2 * self._waits.get(seat, 0.125)) if young else 0.0
+        self._waits[seat] = min(LONGEST_WAIT, 2 * (self._waits.get(seat) or 0.125)) if young else 0.0
         self._log("member died", level="warning", member=seat.name, restarts=seat.counts.restarts)
         self._go(self._replace(seat, self._waits[seat]))
 
@@ -97,15 +98,18 @@ class Staff:
                 source=asdict(seat.source),
                 seconds=0.0 if seat.pace.seconds else self._timing,
                 most_rows=seat.most_rows,
+                batched=seat.batched if seat.pace.seconds else None,
             )
         except BaseException:
             hired.kill()
+            self._dead.append(hired)
             raise
         if told["what"] == "refused":
             hired.close()
             self._dead.append(hired)
             seat.refusal, seat.state = told["why"], "down"
             return told
+        seat.refusal = None
         now = asyncio.get_running_loop().time()
         self._born[seat] = now
         seat.breaker = seat.breaker.fresh(now)
@@ -131,23 +135,31 @@ class Staff:
         child.heard, child.gone = heard, gone
         child.tell(what, **how)
         try:
-            return await asyncio.wait_for(answer, self._load)
+            told = await asyncio.wait_for(answer, self._load)
         except TimeoutError as error:
             raise ApportionError(f"process {child.pid} took more than {self._load:g} s to {what}") from error
+        if child.over:  # between its words and now
+            raise ApportionError(f"process {child.pid} died after it was to {what}")
+        return told
 
     # The spare
 
-    async def _keep_spare(self) -> None:
+    async def _keep_spare(self, wait: float = 0.0) -> None:
         """Until there is one that is ready."""
+        await asyncio.sleep(wait)
         sources = [asdict(seat.source) for seat in self._seats]
         while not self._over and self._spare is None:
-            spare = self._spare = self._new(max(seat.source.threads for seat in self._seats))
+            spare = None
             try:
-                await self._ask(spare, "prepare", sources=sources)
-            except ApportionError as error:
+                spare = self._spare = self._new(max(seat.source.threads for seat in self._seats))
+                told = await self._ask(spare, "prepare", sources=sources)
+                if told["what"] == "refused":
+                    raise ApportionError(told["why"])
+            except (ApportionError, OSError) as error:
                 self._log("no spare", level="warning", why=str(error))
-                spare.kill()
-                self._dead.append(spare)
+                if spare is not None:
+                    spare.kill()
+                    self._dead.append(spare)
                 self._spare = None
                 await asyncio.sleep(LEAST_LIFE)
                 continue
@@ -159,7 +171,7 @@ class Staff:
         assert self._spare is not None
         self._dead.append(self._spare)
         self._spare, self._spare_ready = None, False
-        self._go(self._keep_spare())
+        self._go(self._keep_spare(LEAST_LIFE))
 
     async def _replace(self, seat: Seat, wait: float) -> None:
         await asyncio.sleep(wait)
@@ -169,24 +181,33 @@ class Staff:
                 child, self._spare, self._spare_ready = self._spare, None, False
             try:
                 await self._hire(seat, child)
-            except ApportionError as error:
+            except (ApportionError, OSError) as error:
                 self._log("member not replaced", level="error", member=seat.name, why=str(error))
                 await asyncio.sleep(LEAST_LIFE)
             finally:
                 if child is not None:
                     self._go(self._keep_spare())
             if seat.refusal is not None:
-                return
+                self._log("member not replaced", level="error", member=seat.name, why=seat.refusal)
+                await asyncio.sleep(LONGEST_WAIT)
 
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = asyncio.get_running_loop().time()
             for seat in self._seats:
-                seat.check(now)
+                try:
+                    seat.check(now)
+                except Exception as error:  # the others are to be looked after all the same
+                    self._log("defect", level="error", member=seat.name, why=repr(error))
             self._dead = [child for child in self._dead if child.process.poll() is None]
 
     def _go(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log("defect", level="error", why=repr(error))

@@ -52,7 +52,7 @@ class TorchProgram(Program):
         try:
             with torch.inference_mode():
                 outputs = self._call([_tensor(x, s.datatype) for x, s in zip(inputs, self.inputs, strict=True)])
-        except (RuntimeError, IndexError, TypeError) as error:
+        except (RuntimeError, IndexError, TypeError, KeyError, AttributeError, AssertionError) as error:
             raise ValueError(str(error).partition("\n")[0]) from error
         self._check()
         return [_array(x) for x in outputs]

@@ -44,6 +44,7 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     resume: bool = False,
     policy: Policy | None = None,
     steps: int | None = None,
+    seed: int | None = None,
     trial: bool = True,
     remeasure: bool = False,
     allow_approximate: bool = False,
@@ -52,7 +53,7 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
 
     ``workload``: itself, or its address (``path/to/file.py:name``). ``strategy``: None predicts what each
     would take here, tries the best for at most 10 s or 5 % of the run, and takes the fastest; the next run like it
-    takes the same. ``run_dir``: None makes one under ``runs/``. ``steps`` replaces the workload's.
+    takes the same. ``run_dir``: None makes one under ``runs/``. ``steps`` and ``seed`` replace the workload's.
 
     Where no strategy is given: ``trial=False`` takes the one that is predicted to be the fastest; ``remeasure``
     forgets earlier runs; ``allow_approximate`` also takes an approximate one, if it learns more in the same time.
@@ -71,10 +72,10 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     asked = _Asked(
         workload=workload,
         address=address,
-        run_dir=str(Path(run_dir) if run_dir is not None else _fresh_run_dir(address)),
+        run_dir=str(Path(run_dir) if run_dir is not None else fresh_run_dir(address)),
         resume=resume,
         policy=policy or Policy(),
-        changes={} if steps is None else {"steps": steps},
+        changes={name: value for name, value in (("steps", steps), ("seed", seed)) if value is not None},
     )
     chosen: Strategy | None = parse(strategy, "apportion.strategies") if isinstance(strategy, str) else strategy
     planning = Planning(trial=trial, remeasure=remeasure, approximate=allow_approximate)
@@ -211,7 +212,7 @@ def _report(run_dir: str) -> None:
         warnings.warn(f"no report: {error}", stacklevel=2)
 
 
-def _fresh_run_dir(address: str | None) -> Path:
+def fresh_run_dir(address: str | None) -> Path:
     """``runs/<name>-<date>-<time>``, not there yet."""
     name = "run" if address is None else Path(address.rpartition(":")[0]).stem.rpartition(".")[2]
     stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -1,0 +1,113 @@
+"""Nets as a member's process runs them: by ONNX Runtime and by torch."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import Tensor, nn
+
+from apportion.exporting import export
+from apportion.serving.onnx_program import OnnxProgram
+from apportion.serving.program import Expired, Program, rows_by_themselves, timed
+from apportion.serving.torch_program import TorchProgram
+
+X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(3, 8)
+
+
+class Centred(nn.Module):
+    """Each row depends on the others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Long(nn.Module):
+    """Takes a second or more, in a thousand steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*(nn.Linear(512, 512) for _ in range(300)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts(x.repeat(1, 64).reshape(-1, 512).repeat(2000, 1)).sum(1, keepdim=True)[: len(x)]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).eval()
+
+
+def by_onnx(module: nn.Module, folder: Path) -> Program:
+    export(module, torch.from_numpy(X[:2]), folder / "net.onnx")
+    return OnnxProgram(folder / "net.onnx")
+
+
+@pytest.mark.parametrize("kind", ["onnx", "torch", "a program of torch.export"])
+def test_each_runtime_computes_the_net(kind: str, tmp_path: Path) -> None:
+    if kind == "onnx":
+        program = by_onnx(net(), tmp_path)
+    elif kind == "torch":
+        program = TorchProgram(net(), torch.from_numpy(X[:1]))
+    else:
+        rows = ({0: torch.export.Dim.DYNAMIC},)
+        exported = torch.export.export(net(), (torch.from_numpy(X),), dynamic_shapes=rows)
+        program = TorchProgram(exported.module(), torch.from_numpy(X))
+    (found,) = program.run([X], time.monotonic() + 5)
+    np.testing.assert_allclose(found, net()(torch.from_numpy(X)).detach().numpy(), rtol=1e-5, atol=1e-6)
+    assert [spec.shape for spec in (*program.inputs, *program.outputs)] == [(None, 8), (None, 3)]
+    assert rows_by_themselves(program, None)
+    assert set(timed(program, None, seconds=5.0, sizes=[1, 2, 4]).seconds) == {1, 2, 4}
+    with pytest.raises(Expired):
+        program.run([X], time.monotonic() - 1)
+    program.close()
+
+
+@pytest.mark.parametrize("kind", ["onnx", "torch"])
+def test_what_is_past_its_deadline_is_stopped_while_it_is_computed(kind: str, tmp_path: Path) -> None:
+    long = Long().eval()
+    program = by_onnx(long, tmp_path) if kind == "onnx" else TorchProgram(long, torch.from_numpy(X[:1]))
+    began = time.monotonic()
+    program.run([X], float("inf"))
+    whole = time.monotonic() - began
+    began = time.monotonic()
+    with pytest.raises(Expired):
+        program.run([X], began + whole / 10)
+    assert time.monotonic() - began < whole / 2
+    (found,) = program.run([X], float("inf"))
+    assert found.shape == (3, 1), "the next one is computed whole"
+    program.close()
+
+
+@pytest.mark.parametrize("kind", ["onnx", "torch"])
+def test_rows_that_depend_on_each_other_are_never_computed_together(kind: str, tmp_path: Path) -> None:
+    program = by_onnx(Centred(), tmp_path) if kind == "onnx" else TorchProgram(Centred(), torch.from_numpy(X[:1]))
+    assert program.batched, "by its shapes it could be"
+    assert not rows_by_themselves(program, [X[:1]])
+    program.close()
+
+
+def test_what_a_net_does_not_take_is_said(tmp_path: Path) -> None:
+    for program in (by_onnx(net(), tmp_path), TorchProgram(net(), torch.from_numpy(X))):
+        with pytest.raises(ValueError, match=r"."):
+            program.run([X[:, :5]], float("inf"))
+        program.close()
+
+
+def test_a_file_that_is_no_net_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "net.onnx").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"net.onnx cannot be run: "):
+        OnnxProgram(tmp_path / "net.onnx")
+    ends: list[Any] = [helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, None)]
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", ends, [
+        helper.make_tensor_sequence_value_info("y", TensorProto.FLOAT, None)
+    ])  # fmt: skip
+    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "s.onnx")
+    with pytest.raises(ValueError, match=r"only tensors of"):
+        OnnxProgram(tmp_path / "s.onnx")
