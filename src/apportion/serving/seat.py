@@ -40,6 +40,12 @@ LEAST_HUNG = 2.0
 """... and at least for so many seconds, after the batch's deadline."""
 
 
+LEAST_USUAL = 1e-3
+"""Seconds: what takes less is at the mercy of whatever else the machine does."""
+STRAIN_WEIGHT = 0.3
+"""Of the newest batch in ``Seat.strain``: one that had to wait for a core says little."""
+
+
 class Lost(ApportionError):
     """The member's process died while it had the request."""
 
@@ -106,7 +112,7 @@ class Seat:
     usual: Pace = field(default_factory=Pace)
     """As it was timed by itself when the server was started."""
     strain: float = 1.0
-    """How many times as long as usual its latest batch took."""
+    """How many times as long as usual its latest batches took."""
     inputs: tuple[Spec, ...] = ()
     outputs: tuple[Spec, ...] = ()
     runtime: str = ""
@@ -265,7 +271,8 @@ class Seat:
         elif frame.kind == Kind.DONE:
             self.proven = True
             self.pace.took(flight.rows, took)
-            self.strain = took / max(self.usual.expected(flight.rows), 1e-4)
+            strain = took / max(self.usual.expected(flight.rows), LEAST_USUAL)
+            self.strain += STRAIN_WEIGHT * (strain - self.strain)
             self.counts.batches += 1
             self.counts.rows += flight.rows
             shared, at = any(tensor.offset is not None for tensor in frame.tensors), 0
