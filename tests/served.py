@@ -27,8 +27,7 @@ START_SECONDS, SECONDS = 60.0, 15.0
 class Server:
     """``lines``: what it has logged so far."""
 
-    def __init__(self, arguments: Sequence[str], folder: Path) -> None:
-        command = [sys.executable, "-m", "apportion", "serve", "--port", "0", *arguments]
+    def __init__(self, command: Sequence[str], folder: Path) -> None:
         self.process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=folder
         )
@@ -118,9 +117,9 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[Server]:
-    """It is gone afterwards."""
-    server = Server(arguments, folder)
+def serving(folder: Path, *arguments: str, command: Sequence[str] | None = None) -> Iterator[Server]:
+    """It is gone afterwards. ``command``: of another program that serves."""
+    server = Server(command or [sys.executable, "-m", "apportion", "serve", "--port", "0", *arguments], folder)
     try:
         yield server
     finally:

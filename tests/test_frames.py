@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from apportion.serving.arena import ALIGNED, Arena
 from apportion.serving.datatypes import objects
-from apportion.serving.frames import Kind, Placed, Reader, decode, encode
+from apportion.serving.frames import INLINE_BYTES, ROOM, Kind, Placed, Reader, decode, encode, placed
 
 NOTHING = memoryview(b"")
 FRAMES = [
@@ -40,11 +40,18 @@ def test_tensors_in_a_frame_begin_where_they_can_be_computed_with() -> None:
 
 @given(st.lists(st.integers(1, 40)))
 def test_frames_come_whole_out_of_any_pieces(cuts: list[int]) -> None:
-    stream, reader, found = b"".join(FRAMES), Reader(), []
-    for cut in [*cuts, len(stream)]:
-        found += [bytes(frame) for frame in reader.feed(stream[:cut])]
-        stream = stream[cut:]
-    assert found == FRAMES
+    large = encode(Kind.TOLD, 0, math.inf, text=b"x" * 3 * ROOM)
+    sent = [*FRAMES, large, FRAMES[0], large]
+    stream, reader, found = b"".join(sent), Reader(), []
+    for cut in [*cuts, 5, ROOM, 7, len(stream)]:
+        piece, stream = stream[:cut], stream[cut:]
+        while piece:
+            room = reader.room
+            took = min(len(room), len(piece))
+            room[:took] = piece[:took]
+            found += [bytes(frame) for frame in reader.came(took)]
+            piece = piece[took:]
+    assert found == sent
 
 
 def test_what_lies_in_shared_memory_is_not_sent() -> None:
@@ -90,3 +97,29 @@ def test_a_range_that_is_given_back_twice_is_a_defect() -> None:
     with pytest.raises(AssertionError, match="twice"):
         arena.give_back(taken)
     arena.close()
+
+
+def test_large_tensors_lie_in_the_inbox_as_long_as_somebody_holds_them() -> None:
+    inbox = Arena(1 << 20)
+    small, large = np.zeros(4, np.float32), np.arange(INLINE_BYTES, dtype=np.float32)
+    tensors, held = placed([("FP32", small), ("FP32", large)], inbox)
+    assert [tensor.offset for tensor in tensors] == [None, 0]
+    assert len(held) == 1
+    np.testing.assert_array_equal(np.frombuffer(inbox.memory, np.float32, large.size), large)
+    again, still = placed([("FP32", tensors[1].array)], inbox, held)
+    assert (again[0].offset, still) == (0, held), "what lies there is not copied"
+    del tensors, again, still
+    assert inbox.free < 1 << 20
+    del held
+    assert inbox.free == 1 << 20
+    full, held = placed([("FP32", np.zeros(1 << 19, np.float32))], inbox)
+    assert (full[0].offset, held) == (None, []), "it is sent instead"
+    inbox.close()
+
+
+def test_what_others_read_as_well_cannot_be_changed() -> None:
+    inbox = Arena(4096)
+    theirs = Arena(4096, inbox.descriptor, readonly=True)
+    with pytest.raises(ValueError, match="read-only"):
+        np.frombuffer(theirs.memory, np.uint8)[:] = 1
+    theirs.close()

@@ -1,7 +1,8 @@
-"""Memory that the server and one member's process share: large tensors lie in it, and only where they lie is sent.
+"""Memory that the server shares with the members' processes: large tensors lie in it, and only where they lie is sent.
 
-The server gives out ranges and takes them back; the member reads its inputs there and writes its outputs over them, so
-a range has one writer at a time. The memory is a file without a name: it goes with the last process that maps it.
+One arena holds what requests bring, for all members to read: a body is received into it and copied no more. Its ranges
+are leases, which go back when nobody holds them any longer. The memory is a file without a name: it goes with the last
+process that maps it.
 """
 
 from __future__ import annotations
@@ -9,24 +10,61 @@ from __future__ import annotations
 import mmap
 import os
 from bisect import insort
+from typing import Any
+
+import numpy as np
 
 from apportion.comm.channel import memory_file
+from apportion.serving.datatypes import Array
 
 ALIGNED = 64
 """Bytes: ranges begin on cache lines."""
 
 
-class Arena:
-    """``descriptor``: None makes the memory, of so many bytes; else it is mapped."""
+class Lease:
+    """A range, as long as somebody holds this."""
 
-    def __init__(self, nbytes: int, descriptor: int | None = None) -> None:
+    __slots__ = ("_arena", "_taken", "memory")
+
+    def __init__(self, arena: Arena, taken: tuple[int, int], nbytes: int) -> None:
+        self._arena, self._taken = arena, taken
+        self.memory = arena.memory[taken[0] : taken[0] + nbytes]
+
+    def __del__(self) -> None:
+        self._arena.give_back(self._taken)
+
+
+class Arena:
+    """``descriptor``: None makes the memory, of so many bytes; else it is mapped. ``readonly``: others read it
+    too, and a net that computes in place is not to change it under them."""
+
+    def __init__(self, nbytes: int, descriptor: int | None = None, *, readonly: bool = False) -> None:
         self.nbytes = nbytes
         self.descriptor = memory_file("apportion-serve") if descriptor is None else descriptor
         if descriptor is None:
             os.ftruncate(self.descriptor, nbytes)
-        self._map = mmap.mmap(self.descriptor, nbytes)
+        self._map = mmap.mmap(self.descriptor, nbytes, prot=mmap.PROT_READ | (0 if readonly else mmap.PROT_WRITE))
         self.memory = memoryview(self._map)
+        self._begins = _address(np.frombuffer(self.memory, np.uint8))
         self._free = [(0, nbytes)]
+
+    def lease(self, nbytes: int) -> Lease | None:
+        """A range of so many bytes; None where there is none left."""
+        taken = self.take(nbytes)
+        return None if taken is None else Lease(self, taken, nbytes)
+
+    def offset(self, array: Array) -> int | None:
+        """Where this array lies in it; None where it lies elsewhere."""
+        at = _address(array) - self._begins
+        return at if 0 <= at < self.nbytes else None
+
+    def copied(self, array: Array) -> tuple[Array, Lease] | None:
+        """It, lying here; None where there is no room."""
+        if (lease := self.lease(array.nbytes)) is None:
+            return None
+        there = np.frombuffer(lease.memory, array.dtype).reshape(array.shape)
+        np.copyto(there, array)
+        return there, lease
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
         """A range (offset, bytes) of at least so many; None where there is none left."""
@@ -63,3 +101,7 @@ class Arena:
             self._map.close()
         except BufferError:  # an array still lies in it; it goes with that
             pass
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    return int(array.__array_interface__["data"][0])

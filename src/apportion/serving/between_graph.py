@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from apportion.serving.arena import Arena
 from apportion.serving.breaker import Breaker
 from apportion.serving.seat import Seat
 from apportion.serving.serving import Serving
@@ -23,7 +24,7 @@ from apportion.serving.staff import Log, Staff
 
 
 def staffed(
-    sources: Sequence[Source], serving: Serving, log: Log, *, timing_seconds: float
+    sources: Sequence[Source], serving: Serving, inbox: Arena, log: Log, *, timing_seconds: float
 ) -> tuple[list[Seat], Staff]:
     """A seat for each source, and who gives out their processes; not started."""
     seats = [
@@ -39,7 +40,8 @@ def staffed(
     staff = Staff(
         seats,
         log,
-        arena_bytes=serving.arena_bytes,
+        inbox=inbox,
+        outbox_bytes=serving.outbox_bytes,
         load_seconds=serving.load_seconds,
         timing_seconds=timing_seconds,
     )

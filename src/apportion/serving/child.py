@@ -13,33 +13,40 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from apportion.serving.arena import Arena
 from apportion.serving.frames import Frame, Kind, Reader, decode, encode
 from apportion.serving.process import NEVER
 
-_CHUNK = 1 << 18
-
 
 class Child:
-    """``heard``: called with each frame; ``gone``: once, when the process has ended or its socket has."""
+    """``inbox``: where requests' large tensors lie; its own outbox of so many bytes is for large outputs. ``heard``:
+    called with each frame; ``gone``: once, when the process has ended or its socket has."""
 
     def __init__(
-        self, arena_bytes: int, heard: Callable[[Frame], None], gone: Callable[[], None], *, threads: int = 1
+        self,
+        inbox: Arena,
+        outbox_bytes: int,
+        heard: Callable[[Frame], None],
+        gone: Callable[[], None],
+        *,
+        threads: int = 1,
     ) -> None:
         self.heard, self.gone = heard, gone
         self._loop = asyncio.get_running_loop()
         self._socket, theirs = socket.socketpair()
-        self.arena = Arena(arena_bytes)
+        self._outbox = Arena(outbox_bytes)
         fixed = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         command = [sys.executable, "-m", "apportion.serving.process"]
-        command += [str(n) for n in (theirs.fileno(), self.arena.descriptor, arena_bytes, os.getpid())]
+        memories = [(arena.descriptor, arena.nbytes) for arena in (inbox, self._outbox)]
+        command += [str(n) for n in (os.getpid(), theirs.fileno(), *chain.from_iterable(memories))]
         with theirs:
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), self.arena.descriptor),
+                pass_fds=(theirs.fileno(), *(descriptor for descriptor, _ in memories)),
                 env={**os.environ, **fixed},
             )
         self._socket.setblocking(False)
@@ -87,16 +94,16 @@ class Child:
 
     def _readable(self) -> None:
         try:
-            data = self._socket.recv(_CHUNK)
+            came = self._socket.recv_into(self._reader.room)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if not data:
+            came = 0
+        if not came:
             self._end()
             return
-        for frame in self._reader.feed(data):
-            self.heard(decode(frame, self.arena.memory))
+        for frame in self._reader.came(came):
+            self.heard(decode(frame, self._outbox.memory))
             if self._over:
                 return
 
@@ -118,7 +125,7 @@ class Child:
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
-        self.arena.close()
+        self._outbox.close()
         self.gone()
 
     async def ended(self, seconds: float) -> bool:

@@ -17,7 +17,7 @@ that come after the outcome change nothing.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from apportion.errors import ApportionError
 
@@ -76,11 +76,17 @@ class Gathering:
 
     def with_answer(self, member: str) -> Gathering:
         """It has answered; who had failed before may."""
-        return replace(self, answered=self.answered | {member}, failed=self.failed - {member})
+        return self._with(self.answered | {member}, self.failed - {member})
 
     def with_failure(self, member: str) -> Gathering:
         """It will not answer; an answer that is there stays."""
-        return self if member in self.answered else replace(self, failed=self.failed | {member})
+        return self if member in self.answered else self._with(self.answered, self.failed | {member})
+
+    def _with(self, answered: frozenset[str], failed: frozenset[str]) -> Gathering:
+        """``dataclasses.replace``, without checking again what has not changed."""
+        made = object.__new__(Gathering)
+        made.__dict__.update(self.__dict__, answered=answered, failed=failed)
+        return made
 
     @property
     def open(self) -> frozenset[str]:

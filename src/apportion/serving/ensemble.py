@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 from apportion.serving.aggregation import Aggregation, combined
+from apportion.serving.arena import Lease
 from apportion.serving.datatypes import Array
-from apportion.serving.deadline import Answer, Gathering, NoQuorum, Overloaded
+from apportion.serving.deadline import Answer, DeadlineExceeded, Gathering, NoQuorum, Overloaded
 from apportion.serving.frames import Placed
-from apportion.serving.seat import Lost, Outcome, Refused, Seat, Work
+from apportion.serving.seat import Seat
+from apportion.serving.work import Lost, Outcome, Refused, Work
 
 SLOW = 4.0
 """Who takes longer than usual by so many times as much as the others do holds everybody up: such an answer counts, and
@@ -27,6 +29,17 @@ class Result:
 
     answer: Answer
     outputs: list[Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """To these members, until this deadline. ``held``: the memory in which the tensors lie."""
+
+    tensors: Sequence[Placed]
+    rows: int
+    deadline: float
+    names: tuple[str, ...]
+    held: Sequence[Lease] = ()
 
 
 @dataclass(eq=False)
@@ -47,13 +60,30 @@ class Ensemble:
         """Each once."""
         return list(dict.fromkeys(self.members.values()))
 
-    async def infer(
-        self, tensors: Sequence[Placed], rows: int, deadline: float, names: Sequence[str] | None = None
-    ) -> Result:
-        """What these members (None: all) say by the deadline. Raises DeadlineExceeded, NoQuorum, Overloaded, and
-        Refused where the nets do not take these inputs."""
-        asking = _Asking(self, tuple(names or self.members), tensors, rows, deadline)
-        return await asking.begin()
+    def ask(self, question: Question, told: Callable[[Result | Exception], None]) -> Asking:
+        """What these members say by the deadline. ``told`` is called once, perhaps at once: with the result, or with
+        DeadlineExceeded, NoQuorum, Overloaded, or Refused where the nets do not take these inputs."""
+        asking = Asking(self, question, told)
+        asking.begin()
+        return asking
+
+    async def infer(self, question: Question) -> Result:
+        """``ask``, for those who wait."""
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+
+        def told(found: Result | Exception) -> None:
+            if future.done():
+                return
+            if isinstance(found, Result):
+                future.set_result(found)
+            else:
+                future.set_exception(found)
+
+        asking = self.ask(question, told)
+        try:
+            return await future
+        finally:
+            asking.leave()
 
     def waited_for(self, names: Sequence[str], quorum: int, now: float) -> tuple[list[str], list[str]]:
         """(those to wait for, those to probe). Who is down or out is waited for only where the quorum needs it, those
@@ -72,25 +102,23 @@ class Ensemble:
         return awaited, [name for name in probed if name not in awaited]
 
 
-@dataclass(eq=False)
-class _Asking:
+class Asking:
     """One request, from the first queue to its outcome."""
 
-    ensemble: Ensemble
-    names: tuple[str, ...]
-    tensors: Sequence[Placed]
-    rows: int
-    deadline: float
-    outputs: dict[str, list[Array]] = field(default_factory=dict)
-    works: dict[Seat, Work] = field(default_factory=dict)
-    refused: list[Refused] = field(default_factory=list)
-    full: list[Overloaded] = field(default_factory=list)
-    again: set[Seat] = field(default_factory=set)
+    def __init__(self, ensemble: Ensemble, question: Question, told: Callable[[Result | Exception], None]) -> None:
+        self.ensemble, self.question, self._told = ensemble, question, told
+        self.names, self.deadline = question.names, question.deadline
+        self.over = False
+        self.outputs: dict[str, list[Array]] = {}
+        self.works: dict[Seat, Work] = {}
+        self.refused: list[Refused] = []
+        self.full: list[Overloaded] = []
+        self.again: set[Seat] = set()
 
-    def begin(self) -> asyncio.Future[Result]:
+    def begin(self) -> None:
+        """Ask them."""
         loop = asyncio.get_running_loop()
         self.began = now = loop.time()
-        self.future: asyncio.Future[Result] = loop.create_future()
         quorum = min(self.ensemble.quorum, len(self.names))
         awaited, probed = self.ensemble.waited_for(self.names, quorum, now)
         ends = self.deadline - self.ensemble.reserve
@@ -109,11 +137,29 @@ class _Asking:
                 seat.breaker = seat.breaker.probed()
             self._ask(seat, names)
         self._decide()
-        self.future.add_done_callback(self._left)
-        return self.future
+
+    def leave(self) -> None:
+        """The caller has gone away: nobody waits for the rest."""
+        if not self.over:
+            self.over = True
+            self.timer.cancel()
+            self._give_up_on_the_rest(0.0, timed_out=False)
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of all that refers back to this: the request's memory is free when the last member is done with it, and not
+        when Python comes to look for what nobody can reach."""
+        self.works, self.full, self.refused = {}, [], []
 
     def _ask(self, seat: Seat, names: list[str], *, first: bool = False) -> None:
-        work = Work(self.tensors, self.rows, self.deadline, lambda outcome: self._settled(seat, names, outcome))
+        asked = self.question
+        work = Work(
+            asked.tensors,
+            asked.rows,
+            asked.deadline,
+            lambda outcome: self._settled(seat, names, outcome),
+            held=asked.held,
+        )
         self.works[seat] = work
         try:
             seat.submit(work, first=first)
@@ -147,7 +193,7 @@ class _Asking:
             self._late(seat, names, now)
         else:
             seat.breaker = seat.breaker.in_time(now)
-        if self.future.done():
+        if self.over:
             return
         for name in names:
             at = each * every.index(name)
@@ -165,7 +211,7 @@ class _Asking:
         without = self.gathering
         for name in names:
             without = without.with_failure(name)
-        if self.future.done() or seat in self.again or not isinstance(without.outcome(now), NoQuorum):
+        if self.over or seat in self.again or not isinstance(without.outcome(now), NoQuorum):
             return False
         if now >= self.gathering.deadline:
             return False
@@ -174,36 +220,38 @@ class _Asking:
         return True
 
     def _late(self, seat: Seat, names: Sequence[str], now: float) -> None:
-        if self.deadline - self.began < 2 * seat.pace.expected(self.rows) + 2 * self.ensemble.reserve:
+        if self.deadline - self.began < 2 * seat.pace.expected(self.question.rows) + 2 * self.ensemble.reserve:
             seat.breaker = seat.breaker.refused()  # nobody could have been in time
             return
-        seat.breaker = seat.breaker.late(now)
+        if self.began >= seat.missed_at:  # of those that waited at the same time one counts
+            seat.breaker, seat.missed_at = seat.breaker.late(now), now
         for name in names:
             self.ensemble.missed(name)
 
     def _decide(self, at: float = 0.0) -> None:
         """``at``: a clock may ring a little before its time."""
-        if self.future.done():
+        if self.over:
             return
         now = max(at, asyncio.get_running_loop().time())
         outcome = self.gathering.outcome(now)
         if outcome is None:
             return
+        self.over = True
         self.timer.cancel()
         self._give_up_on_the_rest(now, timed_out=now >= self.gathering.deadline)
+        found = self._found(outcome)
+        self._let_go()
+        self._told(found)
+
+    def _found(self, outcome: Answer | DeadlineExceeded | NoQuorum) -> Result | Exception:
         if isinstance(outcome, Answer):
             try:
-                result = Result(outcome, self._combined(outcome))
+                return Result(outcome, self._combined(outcome))
             except Exception as error:  # nobody may be left waiting
-                self.future.set_exception(NoQuorum(f"the members' outputs do not fit together: {error}"))
-            else:
-                self.future.set_result(result)
-        elif self.refused and isinstance(outcome, NoQuorum):
-            self.future.set_exception(self.refused[0])
-        elif self.full and isinstance(outcome, NoQuorum):
-            self.future.set_exception(self.full[0])
-        else:
-            self.future.set_exception(outcome)
+                return NoQuorum(f"the members' outputs do not fit together: {error}")
+        if isinstance(outcome, NoQuorum) and (self.refused or self.full):
+            return self.refused[0] if self.refused else self.full[0]
+        return outcome
 
     def _give_up_on_the_rest(self, now: float, *, timed_out: bool) -> None:
         for seat, work in self.works.items():
@@ -213,12 +261,6 @@ class _Asking:
             work.over = True
             if timed_out:
                 self._late(seat, names, now)
-
-    def _left(self, future: asyncio.Future[Result]) -> None:
-        """The caller has gone away: nobody waits for the rest."""
-        if future.cancelled():
-            self.timer.cancel()
-            self._give_up_on_the_rest(0.0, timed_out=False)
 
     def _combined(self, answer: Answer) -> list[Array]:
         weights = self.ensemble.weights

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
+from apportion.serving.arena import Arena, Lease
 from apportion.serving.datatypes import DATATYPES, Array, from_bytes, to_bytes
 
 _HEAD = struct.Struct("<IBxHQd")
@@ -27,6 +28,10 @@ _CODES = {name: code for code, name in enumerate(_DATATYPES)}
 HEAD_BYTES = _HEAD.size
 ALIGNED = 8
 """Bytes: where each tensor in a frame begins."""
+ROOM = 1 << 16
+"""Bytes that are received at once."""
+INLINE_BYTES = 32 << 10
+"""Up to here a tensor is sent; a larger one lies in shared memory."""
 INLINE = -1
 """Where a tensor's bytes are: in the frame itself; else an offset in the shared memory."""
 
@@ -55,6 +60,21 @@ class Placed:
     datatype: str
     array: Array
     offset: int | None = None
+
+
+def placed(
+    tensors: Iterable[tuple[str, Array]], inbox: Arena, held: Sequence[Lease] = ()
+) -> tuple[list[Placed], list[Lease]]:
+    """(datatype, array) as they are sent: large ones lie in the inbox already, ``held`` by these leases, or are copied
+    there; where there is no room they are sent as they are."""
+    found, leases = [], [*held]
+    for datatype, array in tensors:
+        offset = inbox.offset(array) if held and datatype != "BYTES" else None
+        if offset is None and array.nbytes > INLINE_BYTES and datatype != "BYTES" and (copy := inbox.copied(array)):
+            array, offset = copy[0], inbox.offset(copy[0])
+            leases.append(copy[1])
+        found.append(Placed(datatype, array, offset))
+    return found, leases
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +131,32 @@ def decode(frame: memoryview, shared: memoryview) -> Frame:
 
 
 class Reader:
-    """Frames out of a stream's pieces."""
+    """Frames out of a stream: it is received into ``room``, as much as there is, then ``came`` is told how much."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._buffer, self._end = bytearray(ROOM), 0
 
-    def feed(self, data: bytes) -> list[memoryview]:
+    @property
+    def room(self) -> memoryview:
+        """Never empty."""
+        return memoryview(self._buffer)[self._end :]
+
+    def came(self, nbytes: int) -> list[memoryview]:
         """The frames that are whole now."""
-        self._buffer += data
+        self._end += nbytes
         whole, at = [], 0
-        while len(self._buffer) - at >= HEAD_BYTES:
-            end = at + HEAD_BYTES + rest_of(self._buffer, at)
-            if len(self._buffer) < end:
+        while self._end - at >= HEAD_BYTES:
+            size = HEAD_BYTES + rest_of(self._buffer, at)
+            if self._end - at < size:
+                if size > len(self._buffer):
+                    self._buffer = self._buffer[at : self._end] + bytearray(size - (self._end - at))
+                    at, self._end = 0, self._end - at
                 break
-            whole.append(memoryview(bytes(self._buffer[at:end])))
-            at = end
+            whole.append(memoryview(bytes(memoryview(self._buffer)[at : at + size])))
+            at += size
         if at:
-            del self._buffer[:at]
+            self._buffer[: self._end - at] = self._buffer[at : self._end]
+            self._end -= at
+        if not self._end and len(self._buffer) > ROOM:
+            self._buffer = bytearray(ROOM)
         return whole

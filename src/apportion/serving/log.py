@@ -1,19 +1,81 @@
-"""One JSON object a line, on standard error: {"time", "level", "event", ...}."""
+"""One JSON object a line, on standard error: {"time", "level", "event", ...}.
+
+A thread of its own writes them, many at once: whoever logs never waits for whoever reads. Where nobody does, lines are
+dropped, and it is said how many.
+"""
 
 from __future__ import annotations
 
+import atexit
 import sys
+import threading
 import time
+from collections import deque
 from typing import Any, Literal
 
 import orjson
 
+MOST_LINES = 10_000
+"""That wait to be written."""
+TOGETHER_SECONDS = 0.01
+"""In which lines gather before they are written."""
+END_SECONDS = 0.5
+"""For the last ones to be written when the program ends."""
+
+
+class Log:
+    """Of a program."""
+
+    def __init__(self) -> None:
+        self._lines: deque[bytes] = deque()
+        self._dropped = 0
+        self._there, self._written, self._over = threading.Event(), threading.Event(), False
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def add(self, line: bytes) -> None:
+        """To be written soon."""
+        if len(self._lines) >= MOST_LINES:
+            self._dropped += 1
+            return
+        self._lines.append(line)
+        if not self._there.is_set():
+            self._there.set()
+
+    def close(self) -> None:
+        """What there is has been written afterwards, if anybody reads it."""
+        self._over = True
+        self._there.set()
+        self._thread.join(END_SECONDS)
+
+    def _write(self) -> None:
+        while not self._over or self._lines:
+            self._there.wait()
+            if not self._over:
+                time.sleep(TOGETHER_SECONDS)
+            self._there.clear()
+            lines = [self._lines.popleft() for _ in range(len(self._lines))]
+            if dropped := self._dropped:
+                self._dropped = 0
+                lines.append(_line("lines dropped", "warning", {"lines": dropped}))
+            try:
+                sys.stderr.buffer.write(b"".join(lines))
+                sys.stderr.buffer.flush()
+            except (OSError, ValueError):  # nobody reads it any more
+                pass
+
+
+_log: Log | None = None
+
 
 def log(event: str, *, level: Literal["info", "warning", "error"] = "info", **about: Any) -> None:
     """``event``: for people and for grep; the rest for programs."""
-    line = orjson.dumps({"time": round(time.time(), 3), "level": level, "event": event, **about}, default=str)
-    try:
-        sys.stderr.buffer.write(line + b"\n")
-        sys.stderr.buffer.flush()
-    except OSError:  # nobody reads it any more
-        pass
+    global _log
+    if _log is None:
+        _log = Log()
+    _log.add(_line(event, level, about))
+
+
+def _line(event: str, level: str, about: dict[str, Any]) -> bytes:
+    return orjson.dumps({"time": round(time.time(), 3), "level": level, "event": event, **about}, default=str) + b"\n"

@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from apportion.serving.arena import Arena
 from apportion.serving.metrics import Metrics
 from apportion.serving.openapi import document
 from apportion.serving.replication import Staffed
@@ -20,17 +21,19 @@ TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 JSON = b"application/json"
 
 
-def pages(staffed: Staffed, serving: Serving, metrics: Metrics) -> dict[str, tuple[bytes, Callable[[], bytes]]]:
+def pages(
+    staffed: Staffed, serving: Serving, inbox: Arena, metrics: Metrics
+) -> dict[str, tuple[bytes, Callable[[], bytes]]]:
     """By path: (content type, a function of the body)."""
     return {
         "/": (HTML, lambda: PAGE),
-        "/status": (JSON, lambda: orjson.dumps(status(staffed, serving, metrics))),
+        "/status": (JSON, lambda: orjson.dumps(status(staffed, serving, inbox, metrics))),
         "/metrics": (TEXT, lambda: _metrics(staffed, metrics)),
         "/openapi.json": (JSON, lambda: orjson.dumps(document(staffed.ensemble, serving))),
     }
 
 
-def status(staffed: Staffed, serving: Serving, metrics: Metrics) -> dict[str, Any]:
+def status(staffed: Staffed, serving: Serving, inbox: Arena, metrics: Metrics) -> dict[str, Any]:
     """What the page shows."""
     now, members = time.monotonic(), []
     for name, seat in staffed.ensemble.members.items():
@@ -54,6 +57,7 @@ def status(staffed: Staffed, serving: Serving, metrics: Metrics) -> dict[str, An
     return {
         "replication": staffed.replication,
         "deadline_ms": serving.deadline * 1e3,
+        "inbox_bytes": inbox.nbytes - inbox.free,
         "quorum": staffed.ensemble.quorum,
         "members": members,
         **metrics.summary(),

@@ -1,11 +1,12 @@
 """A member's process: it loads what it is told to, and answers one batch after the other until its socket is closed.
 
-Started as ``python -m apportion.serving.process SOCKET MEMORY BYTES PARENT``. It imports the runtimes it needs and
-nothing else, so that it is there in a fraction of a second.
+Started as ``python -m apportion.serving.process PARENT SOCKET INBOX BYTES OUTBOX BYTES``. It imports the runtimes
+that it needs and nothing else, so that it is there in a fraction of a second.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -20,49 +21,34 @@ import numpy as np
 
 from apportion.errors import ApportionError
 from apportion.lifetime import die_with_parent
-from apportion.serving.arena import Arena
+from apportion.serving.arena import ALIGNED, Arena
 from apportion.serving.datatypes import Array
-from apportion.serving.frames import HEAD_BYTES, Frame, Kind, Placed, decode, encode, rest_of
+from apportion.serving.frames import INLINE_BYTES, Frame, Kind, Placed, Reader, decode, encode
 from apportion.serving.program import SIZES, Expired, Program, rows_by_themselves, timed
 from apportion.serving.source import Source
 
-INLINE_BYTES = 32 << 10
-"""Up to here a tensor is sent; a larger one lies in shared memory."""
 NEVER = math.inf
 
 
 class Member:
-    """One process's side of its socket."""
+    """One process's side of its socket. ``inbox``: where large inputs lie. ``outbox``: where large outputs are laid,
+    in one half of it for every other batch: while the server reads the one the other is written."""
 
-    def __init__(self, sock: socket.socket, arena: Arena) -> None:
-        self._socket, self._arena = sock, arena
+    def __init__(self, sock: socket.socket, inbox: Arena, outbox: Arena) -> None:
+        self._socket, self._inbox, self._outbox = sock, inbox, outbox
         self._known: dict[str, Program] = {}
         self._program: Program | None = None
 
     def serve(self) -> None:
         """Until the server closes the socket."""
-        while (frame := self._receive()) is not None:
-            if frame.kind == Kind.RUN:
-                self._socket.sendall(self._answer(frame))
-            else:
-                self._tell(self._told(json.loads(frame.text)))
-
-    def _receive(self) -> Frame | None:
-        head = bytearray(HEAD_BYTES)
-        if not self._filled(memoryview(head)):
-            return None
-        whole = bytearray(HEAD_BYTES + rest_of(head))
-        whole[:HEAD_BYTES] = head
-        if not self._filled(memoryview(whole)[HEAD_BYTES:]):
-            return None
-        return decode(memoryview(whole), self._arena.memory)
-
-    def _filled(self, wanted: memoryview) -> bool:
-        while wanted.nbytes:
-            if (received := self._socket.recv_into(wanted)) == 0:
-                return False
-            wanted = wanted[received:]
-        return True
+        reader = Reader()
+        while came := self._socket.recv_into(reader.room):
+            for whole in reader.came(came):
+                frame = decode(whole, self._inbox.memory)
+                if frame.kind == Kind.RUN:
+                    self._socket.sendall(self._answer(frame))
+                else:
+                    self._tell(self._told(json.loads(frame.text)))
 
     def _tell(self, told: dict[str, Any]) -> None:
         self._socket.sendall(encode(Kind.TOLD, 0, NEVER, text=json.dumps(told).encode()))
@@ -91,6 +77,7 @@ class Member:
         for other in [name for name in self._known if name != source.name]:
             self._known.pop(other).close()
         batched = rows_by_themselves(program, source.rows()) if order["batched"] is None else order["batched"]
+        gc.freeze()  # what is there now stays: to look through it again and again would hold up answers
         told: dict[str, Any] = {"what": "became", "runtime": program.runtime, "batched": batched}
         told |= {what: [spec.to_json() for spec in getattr(program, what)] for what in ("inputs", "outputs")}
         if order["seconds"] > 0.0:
@@ -106,7 +93,7 @@ class Member:
             return encode(Kind.EXPIRED, frame.number, frame.deadline)
         assert self._program is not None
         try:
-            outputs = self._program.run([tensor.array for tensor in frame.tensors], frame.deadline)
+            outputs = self._program.run(self._inputs(frame.tensors), frame.deadline)
         except Expired:
             return encode(Kind.EXPIRED, frame.number, frame.deadline)
         except ValueError as error:
@@ -114,39 +101,42 @@ class Member:
         except Exception as error:  # one request's: the next one may be another's
             text = f"{type(error).__name__}: {error}"
             return encode(Kind.FAILED, frame.number, frame.deadline, text=text.encode())
-        return encode(Kind.DONE, frame.number, frame.deadline, self._placed(frame, outputs))
+        return encode(Kind.DONE, frame.number, frame.deadline, self._placed(frame.number, outputs))
 
-    def _placed(self, frame: Frame, outputs: Sequence[Array]) -> list[Placed]:
-        """Over the inputs where these lie in shared memory and the outputs are large and fit; else they are sent."""
+    def _inputs(self, tensors: Sequence[Placed]) -> list[Array]:
+        """The rows of all requests, one after the other. A client's tensor begins anywhere in its body."""
         assert self._program is not None
-        types = [spec.datatype for spec in self._program.outputs]
-        shared = [(t.offset, t.array.nbytes) for t in frame.tensors if t.offset is not None]
-        start = min((offset for offset, _ in shared), default=0)
-        end = max((offset + size for offset, size in shared), default=0)
-        placed = []
-        given = [tensor.array for tensor in frame.tensors]
-        own = [x.copy() if any(np.may_share_memory(x, y) for y in given) else x for x in outputs]
-        for datatype, output in zip(types, own, strict=True):
-            place = -(-start // 64) * 64
-            if datatype == "BYTES" or output.nbytes <= INLINE_BYTES or place + output.nbytes > end:
-                placed.append(Placed(datatype, output))
+        many = len(self._program.inputs)
+        arrays = [t.array if t.array.flags.aligned else t.array.copy() for t in tensors]
+        return arrays if len(arrays) == many else [np.concatenate(arrays[n::many]) for n in range(many)]
+
+    def _placed(self, number: int, outputs: Sequence[Array]) -> list[Placed]:
+        """In shared memory where they are large and fit; else they are sent."""
+        assert self._program is not None
+        half = self._outbox.nbytes // 2
+        place = number % 2 * half
+        end, placed = place + half, []
+        for spec, output in zip(self._program.outputs, outputs, strict=True):
+            place = -(-place // ALIGNED) * ALIGNED
+            if output.nbytes <= INLINE_BYTES or spec.datatype == "BYTES" or place + output.nbytes > end:
+                placed.append(Placed(spec.datatype, output))
                 continue
-            there = np.frombuffer(self._arena.memory, output.dtype, output.size, place).reshape(output.shape)
+            there = np.frombuffer(self._outbox.memory, output.dtype, output.size, place).reshape(output.shape)
             np.copyto(there, output)
-            placed.append(Placed(datatype, there, place))
-            start = place + output.nbytes
+            placed.append(Placed(spec.datatype, there, place))
+            place += output.nbytes
         return placed
 
 
 def main() -> None:
     """Of the process."""
-    die_with_parent(int(sys.argv[4]))
+    parent, descriptor, inbox, inbox_bytes, outbox, outbox_bytes = map(int, sys.argv[1:])
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal's processes; the server ends them
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    descriptor, memory, nbytes = map(int, sys.argv[1:4])
     with socket.socket(fileno=descriptor) as sock:
         try:
-            Member(sock, Arena(nbytes, memory)).serve()
+            Member(sock, Arena(inbox_bytes, inbox, readonly=True), Arena(outbox_bytes, outbox)).serve()
         except (BrokenPipeError, ConnectionResetError):  # the server has gone
             pass
     os._exit(0)  # nothing is left to be saved

@@ -12,10 +12,11 @@ from pathlib import Path
 from apportion.errors import ApportionError
 from apportion.serving import between_graph, in_graph
 from apportion.serving.aggregation import check_aggregation, check_outputs
+from apportion.serving.arena import Arena
 from apportion.serving.datatypes import DATATYPES
 from apportion.serving.deadline import check_quorum
-from apportion.serving.ensemble import Ensemble
-from apportion.serving.frames import Placed
+from apportion.serving.ensemble import Ensemble, Question
+from apportion.serving.frames import placed
 from apportion.serving.seat import Seat
 from apportion.serving.serving import Serving
 from apportion.serving.source import Source
@@ -39,22 +40,22 @@ class Staffed:
 
 
 async def replicated(
-    sources: Sequence[Source], serving: Serving, folder: Path, log: Log, missed: Callable[[str], None]
+    sources: Sequence[Source], serving: Serving, folder: Path, inbox: Arena, log: Log, missed: Callable[[str], None]
 ) -> Staffed:
     """The members, started as ``serving.replication`` says. ValueError where they cannot be: their inputs differ, they
     cannot be merged."""
     check_quorum(serving.quorum, [source.name for source in sources])
     if serving.replication == "in_graph":
-        return await _started("in_graph", sources, serving, folder, log, missed)
-    between = await _started("between_graph", sources, serving, folder, log, missed)
+        return await _started("in_graph", sources, serving, folder, inbox, log, missed)
+    between = await _started("between_graph", sources, serving, folder, inbox, log, missed)
     if serving.replication == "between_graph" or len(sources) == 1:
         return between
     try:
-        within = await _started("in_graph", sources, serving, folder, log, missed)
+        within = await _started("in_graph", sources, serving, folder, inbox, log, missed)
     except (ValueError, ApportionError) as error:
         log(f"replication between_graph: {error}", replication="between_graph")
         return between
-    speeds = {kind.replication: await _measured(kind.ensemble) for kind in (between, within)}
+    speeds = {kind.replication: await _measured(kind.ensemble, inbox) for kind in (between, within)}
     (one, many), (one_within, many_within) = speeds["between_graph"], speeds["in_graph"]
     taken = within if many_within >= WORTH * many and one_within <= one else between
     await (between if taken is within else within).staff.close()
@@ -68,10 +69,16 @@ async def replicated(
 
 
 async def _started(
-    kind: str, sources: Sequence[Source], serving: Serving, folder: Path, log: Log, missed: Callable[[str], None]
+    kind: str,
+    sources: Sequence[Source],
+    serving: Serving,
+    folder: Path,
+    inbox: Arena,
+    log: Log,
+    missed: Callable[[str], None],
 ) -> Staffed:
     whole = [in_graph.merged(sources, folder)] if kind == "in_graph" else sources
-    seats, staff = between_graph.staffed(whole, serving, log, timing_seconds=TIMING_SECONDS)
+    seats, staff = between_graph.staffed(whole, serving, inbox, log, timing_seconds=TIMING_SECONDS)
     try:
         await staff.start()
         names = [source.name for source in sources]
@@ -108,16 +115,17 @@ def _check_alike(seats: Sequence[Seat]) -> None:
                 )
 
 
-async def _measured(ensemble: Ensemble) -> tuple[float, float]:
+async def _measured(ensemble: Ensemble, inbox: Arena) -> tuple[float, float]:
     """(seconds of a request by itself, requests/s of many at once)."""
     seat = ensemble.seats[0]
     rows = seat.source.rows() or [spec.filled(1) for spec in seat.inputs]
-    tensors = [Placed(spec.datatype, row) for spec, row in zip(seat.inputs, rows, strict=True)]
+    tensors, held = placed([(spec.datatype, row) for spec, row in zip(seat.inputs, rows, strict=True)], inbox)
+    names = tuple(ensemble.members)
     loop = asyncio.get_running_loop()
 
     async def ask() -> float:
         began = time.perf_counter()
-        await ensemble.infer(tensors, 1, loop.time() + 60.0)
+        await ensemble.infer(Question(tensors, 1, loop.time() + 60.0, names, held))
         return time.perf_counter() - began
 
     alone: list[float] = []

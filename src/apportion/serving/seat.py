@@ -19,18 +19,14 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal
 
-import numpy as np
-
-from apportion.errors import ApportionError
 from apportion.serving.batching import Pace, together
 from apportion.serving.breaker import Breaker
 from apportion.serving.child import Child
-from apportion.serving.datatypes import Array, to_bytes
 from apportion.serving.deadline import Overloaded
 from apportion.serving.frames import Frame, Kind, Placed, encode
-from apportion.serving.process import INLINE_BYTES
 from apportion.serving.program import Expired, Spec
 from apportion.serving.source import Source
+from apportion.serving.work import Failed, Flight, Lost, Outcome, Refused, Work
 
 AT_ONCE = 2
 """Batches that a process has: while one is computed the next one is there already."""
@@ -38,52 +34,10 @@ HUNG = 10.0
 """A process is taken for hung when it has said nothing for so many times as long as its batch should have taken, ..."""
 LEAST_HUNG = 2.0
 """... and at least for so many seconds, after the batch's deadline."""
-
-
 LEAST_USUAL = 1e-3
 """Seconds: what takes less is at the mercy of whatever else the machine does."""
 STRAIN_WEIGHT = 0.3
 """Of the newest batch in ``Seat.strain``: one that had to wait for a core says little."""
-
-
-class Lost(ApportionError):
-    """The member's process died while it had the request."""
-
-
-class Refused(ValueError):
-    """The net does not take these inputs."""
-
-
-class Failed(ApportionError):
-    """The member could not compute it."""
-
-
-Outcome = list[Array] | Exception
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """One request, for one member. ``settle`` is called once: with the outputs, or with why there are none."""
-
-    tensors: Sequence[Placed]
-    rows: int
-    deadline: float
-    settle: Callable[[Outcome], None]
-    over: bool = False
-    """Nobody waits for it any more."""
-    alone: bool = False
-    """Not to be computed together with others."""
-
-
-@dataclass(slots=True)
-class Flight:
-    """A batch that a process has."""
-
-    works: list[Work]
-    rows: int
-    sent: float
-    deadline: float
-    taken: tuple[int, int] | None
 
 
 @dataclass(slots=True)
@@ -125,6 +79,8 @@ class Seat:
     proven: bool = False
     """Has this process answered a request that the server has made up?"""
     closed: bool = False
+    missed_at: float = float("-inf")
+    """When it last counted as late."""
     _number: int = 0
     _heard_at: float = 0.0
 
@@ -240,9 +196,8 @@ class Seat:
     def _fly(self, child: Child, works: list[Work], now: float) -> None:
         self._number += 1
         rows, deadline = sum(w.rows for w in works), max(w.deadline for w in works)
-        tensors, taken = _laid_out(child, works)
-        self.flights[self._number] = Flight(works, rows, now, deadline, taken)
-        child.send(encode(Kind.RUN, self._number, deadline, tensors))
+        self.flights[self._number] = Flight(works, rows, now, deadline)
+        child.send(encode(Kind.RUN, self._number, deadline, [tensor for work in works for tensor in work.tensors]))
 
     def _heard(self, frame: Frame) -> None:
         if frame.kind == Kind.TOLD:
@@ -251,13 +206,10 @@ class Seat:
             return
         flight = self.flights.pop(frame.number)
         now = asyncio.get_running_loop().time()
-        assert self.child is not None
         took, self._heard_at = now - max(flight.sent, self._heard_at), now
         try:
             self._landed(flight, frame, took)
         finally:  # whatever comes of the answers, the process goes on
-            if flight.taken is not None:
-                self.child.arena.give_back(flight.taken)
             self._send()
 
     def _landed(self, flight: Flight, frame: Frame, took: float) -> None:
@@ -327,27 +279,3 @@ def _failure(kind: Kind, name: str, why: str) -> Exception:
     if kind == Kind.EXPIRED:
         return Expired()
     return Refused(f"{name}: {why}") if kind == Kind.REFUSED else Failed(f"{name}: {why}")
-
-
-def _laid_out(child: Child, works: Sequence[Work]) -> tuple[list[Placed], tuple[int, int] | None]:
-    """The rows of all works, one after the other: in shared memory where they are large and there is room."""
-    columns = [[work.tensors[n] for work in works] for n in range(len(works[0].tensors))]
-    sizes = [sum(t.array.nbytes for t in column) for column in columns]
-    large = [n for n, column in enumerate(columns) if sizes[n] > INLINE_BYTES and column[0].datatype != "BYTES"]
-    taken = child.arena.take(sum(-(-sizes[n] // 64) * 64 for n in large)) if large else None
-    at = 0 if taken is None else taken[0]
-    found = []
-    for n, column in enumerate(columns):
-        datatype, arrays = column[0].datatype, [t.array for t in column]
-        if taken is None or n not in large:
-            found.append(Placed(datatype, arrays[0] if len(arrays) == 1 else np.concatenate(arrays)))
-            continue
-        start = at
-        for array in arrays:
-            child.arena.memory[at : at + array.nbytes] = to_bytes(array, datatype)
-            at += array.nbytes
-        shape = (sum(len(x) for x in arrays), *arrays[0].shape[1:]) if len(arrays) > 1 else arrays[0].shape
-        there = np.frombuffer(child.arena.memory, arrays[0].dtype, sizes[n] // arrays[0].itemsize, start)
-        found.append(Placed(datatype, there.reshape(shape), start))
-        at = start + -(-sizes[n] // 64) * 64
-    return found, taken

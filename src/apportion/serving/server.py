@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -12,11 +13,11 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import uvicorn
-
 import apportion
 from apportion.errors import ApportionError
+from apportion.serving.arena import Arena
 from apportion.serving.http import App
+from apportion.serving.listener import Listener
 from apportion.serving.log import log
 from apportion.serving.metrics import Metrics
 from apportion.serving.page import pages
@@ -68,54 +69,32 @@ def _listening(serving: Serving) -> Iterator[socket.socket]:
 
 
 async def _serve(sources: Sequence[Source], serving: Serving, folder: Path, sock: socket.socket) -> int:
-    metrics = Metrics()
-    staffed = await replicated(sources, serving, folder, log, lambda member: metrics.of(metrics.missed, member).inc())
+    metrics, inbox = Metrics(), Arena(serving.inbox_bytes)
+    staffed = await replicated(
+        sources, serving, folder, inbox, log, lambda member: metrics.of(metrics.missed, member).inc()
+    )
     try:
-        app = App(
-            staffed.ensemble, serving, metrics, version=apportion.__version__, pages=pages(staffed, serving, metrics)
-        )
-        return await _answer(app, staffed, serving, sock)
+        shown = pages(staffed, serving, inbox, metrics)
+        app = App(staffed.ensemble, serving, inbox, metrics, version=apportion.__version__, pages=shown)
+        return await _answer(app, staffed, sock)
     finally:
         await staffed.staff.close()
         log("closed")
 
 
-async def _answer(app: App, staffed: Staffed, serving: Serving, sock: socket.socket) -> int:
+async def _answer(app: App, staffed: Staffed, sock: socket.socket) -> int:
     """Until a signal; then what is in flight is answered, for a while."""
-    config = uvicorn.Config(
-        app, http="httptools", loop="asyncio", lifespan="off", ws="none", log_config=None, access_log=False,
-        server_header=False, date_header=False, timeout_graceful_shutdown=1, backlog=serving.most_requests,
-    )  # fmt: skip
-    server = _Server(config)
-    loop, got = asyncio.get_running_loop(), asyncio.Event()
-    number = 0
-
-    def end(n: int) -> None:
-        nonlocal number
-        number = number or n
-        app.draining = True
-        got.set()
-
-    for n in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(n, end, n)
-    serving_task = asyncio.create_task(server.serve(sockets=[sock]))
-    sock.listen(serving.most_requests)  # whoever reads the next line may connect
+    loop = asyncio.get_running_loop()
+    told: asyncio.Queue[int] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.put_nowait, int(number))
+    gc.freeze()  # what is there now stays: to look through it again and again would hold up answers
+    listener = Listener(app, sock)
+    await listener.start()
     host, port = sock.getsockname()[:2]
     log(f"serving on http://{host}:{port}", host=host, port=port, pid=os.getpid(), replication=staffed.replication)
-    ended = asyncio.create_task(got.wait())
-    await asyncio.wait({ended, serving_task}, return_when=asyncio.FIRST_COMPLETED)
+    signalled = await told.get()
+    app.draining = True
     log("draining", busy=app.busy)
-    last = loop.time() + serving.drain_seconds
-    while app.busy and loop.time() < last:
-        await asyncio.sleep(0.01)
-    server.should_exit = server.force_exit = True
-    await serving_task
-    return number
-
-
-class _Server(uvicorn.Server):
-    """Its signals are ours."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    await listener.close(app.serving.drain_seconds)
+    return signalled

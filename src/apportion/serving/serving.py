@@ -38,12 +38,17 @@ class Serving(Value):
     """Of a batch that is put together."""
     most_bytes: int = 64 << 20
     """Of a request's body."""
+    most_json_bytes: int = 8 << 20
+    """Of JSON in a request: while it is read nothing else is; large tensors are better sent as bytes."""
     body_seconds: float = 10.0
     """For a request's body to come."""
     most_requests: int = 256
     """That are answered at once; more are answered 429."""
-    arena_bytes: int = 256 << 20
-    """Of the memory that a member's process shares with the server; it is taken as it is used."""
+    inbox_bytes: int = 256 << 20
+    """Of the memory that holds large bodies and tensors of requests; where it is full more are answered 429. It is
+    taken as it is used."""
+    outbox_bytes: int = 64 << 20
+    """Of the memory that holds a member's large outputs; what does not fit goes through a socket."""
     threads: int | None = None
     """Of each member; None measures."""
     load_seconds: float = 60.0
@@ -56,7 +61,9 @@ class Serving(Value):
         for name in ("deadline", "longest_deadline", "body_seconds", "load_seconds", "drain_seconds"):
             if not 0.0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)} must be a positive number of seconds")
-        for name in ("queue_length", "most_rows", "most_bytes", "most_requests", "arena_bytes"):
+        for name in (
+            "queue_length", "most_rows", "most_bytes", "most_json_bytes", "most_requests", "inbox_bytes", "outbox_bytes"
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.deadline > self.longest_deadline:

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from apportion.errors import ApportionError
+from apportion.serving.arena import Arena
 from apportion.serving.child import Child
 from apportion.serving.frames import Frame, Kind
 from apportion.serving.seat import Seat
@@ -36,10 +37,18 @@ class Staff:
     """``load_seconds``: for a process to start and load its nets. ``timing_seconds``: of that, for timing them."""
 
     def __init__(
-        self, seats: Sequence[Seat], log: Log, *, arena_bytes: int, load_seconds: float, timing_seconds: float
+        self,
+        seats: Sequence[Seat],
+        log: Log,
+        *,
+        inbox: Arena,
+        outbox_bytes: int,
+        load_seconds: float,
+        timing_seconds: float,
     ) -> None:
         self._seats, self._log = seats, log
-        self._arena_bytes, self._load, self._timing = arena_bytes, load_seconds, timing_seconds
+        self._inbox, self._outbox_bytes = inbox, outbox_bytes
+        self._load, self._timing = load_seconds, timing_seconds
         self._spare: Child | None = None
         self._spare_ready = False
         self._dead: list[Child] = []
@@ -118,7 +127,7 @@ class Staff:
         return told
 
     def _new(self, threads: int) -> Child:
-        return Child(self._arena_bytes, lambda frame: None, lambda: None, threads=threads)
+        return Child(self._inbox, self._outbox_bytes, lambda frame: None, lambda: None, threads=threads)
 
     async def _ask(self, child: Child, what: str, **how: Any) -> dict[str, Any]:
         """What it says to that. ApportionError where it dies over it, or takes too long."""
