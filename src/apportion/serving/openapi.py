@@ -88,6 +88,7 @@ def _infer() -> dict[str, Any]:
             "413": _json("Error", "the body is too large"),
             "415": _json("Error", "the body is compressed"),
             "429": _json("Error", "too many requests", "Retry-After"),
+            "431": _json("Error", "the head is too large"),
             "503": _json("Error", "too few members are left", "Retry-After"),
             "504": _json("Error", "too few members answered by the deadline"),
         },
