@@ -92,6 +92,25 @@ def test_a_net_that_decides_by_its_numbers_is_refused_with_the_reason(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+class Narrow(nn.Module):
+    """bfloat16 in and out, computed in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (2 * x.float() + 1).bfloat16()
+
+
+def test_bfloat16_in_and_out_is_held_against_the_net(tmp_path: Path) -> None:
+    made = export(Narrow(), torch.randn(2, 3).bfloat16(), tmp_path / "net.onnx")
+    assert made.difference == 0.0
+    assert made.about["outputs"] == [{"name": "output", "shape": [None, 3], "type": "tensor(bfloat16)"}]
+
+
+def test_a_net_that_computes_in_bfloat16_is_refused_with_the_cure(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot be run by ONNX Runtime on the CPU: .+: export model\.float\(\)"):
+        export(nn.Linear(3, 2).bfloat16(), torch.randn(2, 3).bfloat16(), tmp_path / "net.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_that_computes_something_else_is_not_given_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Onnx.run
     monkeypatch.setattr(Onnx, "run", lambda *a: [[y * np.float32(1.001) for y in ys] for ys in right(*a)])

@@ -100,6 +100,27 @@ def test_what_a_net_does_not_take_is_said(tmp_path: Path) -> None:
         program.close()
 
 
+class Narrow(nn.Module):
+    """bfloat16 in and out, computed in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (2 * x.float() + 1).bfloat16()
+
+
+def test_a_file_of_bfloat16_takes_and_gives_its_bits(tmp_path: Path) -> None:
+    sample = torch.from_numpy(X).bfloat16()
+    export(Narrow(), sample, tmp_path / "net.onnx")
+    program = OnnxProgram(tmp_path / "net.onnx")
+    assert [spec.datatype for spec in (*program.inputs, *program.outputs)] == ["BF16", "BF16"]
+    for x in (sample, sample[:0]):
+        (found,) = program.run([x.view(torch.uint16).numpy()], time.monotonic() + 5)
+        np.testing.assert_array_equal(found, Narrow()(x).view(torch.uint16).numpy())
+    assert rows_by_themselves(program, None)
+    with pytest.raises(ValueError, match=r"."):
+        program.run([x.view(torch.uint16).numpy()[:, :5].T], float("inf"))
+    program.close()
+
+
 def test_a_file_that_is_no_net_is_refused(tmp_path: Path) -> None:
     (tmp_path / "net.onnx").write_bytes(b"nothing")
     with pytest.raises(ValueError, match=r"net.onnx cannot be run: "):

@@ -50,7 +50,7 @@ def export(
         made = Path(folder) / path.name
         about = chosen.write(model, wide, made)
         with torch.no_grad():
-            expected = [[x.numpy() for x in pytree.tree_leaves(_call(model, inputs))] for inputs in batches]
+            expected = [[_array(x) for x in pytree.tree_leaves(_call(model, inputs))] for inputs in batches]
         difference = max(
             _difference(own, theirs) for own, theirs in zip(expected, chosen.run(made, batches), strict=True)
         )
@@ -78,6 +78,10 @@ def _call(model: nn.Module, inputs: Inputs) -> Any:
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _array(output: torch.Tensor) -> Any:
+    return (output.float() if output.dtype == torch.bfloat16 else output).numpy()  # numpy has no bfloat16
 
 
 def _at_least_two(sample: Inputs) -> Inputs:

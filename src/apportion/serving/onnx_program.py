@@ -9,7 +9,7 @@ from typing import Any, final
 
 import numpy as np
 
-from apportion.ort import runtime, session
+from apportion.ort import run_bits, runtime, session
 from apportion.serving.alarm import Alarm
 from apportion.serving.datatypes import NAMES, Array, objects
 from apportion.serving.program import Expired, Program, Spec
@@ -34,16 +34,19 @@ class OnnxProgram(Program):
         self.inputs = tuple(map(_spec, self._session.get_inputs()))
         self.outputs = tuple(map(_spec, self._session.get_outputs()))
         self._names = [spec.name for spec in self.inputs]
+        self._bf16 = "BF16" in {spec.datatype for spec in (*self.inputs, *self.outputs)}
         self._running: Any = None
         self._alarm = Alarm(self._stop)
 
     def run(self, inputs: Sequence[Array], deadline: float) -> list[Array]:
         """See ``Program``."""
         given = [_texts(x) if spec.datatype == "BYTES" else x for x, spec in zip(inputs, self.inputs, strict=True)]
+        named = dict(zip(self._names, given, strict=True))
         self._running = options = self._ort.RunOptions()
         self._alarm.set(deadline)
         try:
-            found: list[Array] = self._session.run(None, dict(zip(self._names, given, strict=True)), options)
+            found: list[Array]
+            found = run_bits(self._session, named, options) if self._bf16 else self._session.run(None, named, options)
         except Exception as error:
             if options.terminate:
                 raise Expired from error

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from apportion.ort import session
+from apportion.ort import BF16, run_bits, session
 from apportion.target import Inputs, Target
 
 MOST_BYTES = 2**31 - 2**20
@@ -65,18 +65,34 @@ class Onnx(Target):
         except torch.onnx.errors.OnnxExporterError as error:
             cause = error.__cause__ or error
             raise ValueError(f"{type(module).__name__} cannot be exported to ONNX: {_first_line(cause)}") from error
-        return described(path)
+        try:
+            return described(path)
+        except Exception as error:  # onnxruntime's own have no base but this
+            why = f"{type(module).__name__} as ONNX cannot be run by ONNX Runtime on the CPU: {_first_line(error)}"
+            if torch.bfloat16 in {t.dtype for t in module.state_dict().values()}:
+                why += "; it computes in bfloat16: export model.float()"
+            raise ValueError(why) from error
 
     def run(self, path: Path, batches: Sequence[Inputs]) -> list[list[Any]]:
         """By ONNX Runtime."""
         made = session(path, threads=torch.get_num_threads())
-        return [made.run(None, fed(made, inputs)) for inputs in batches]
+        narrow = [value.type == BF16 for value in made.get_outputs()]
+        return [
+            [_widened(x) if bits else x for x, bits in zip(run_bits(made, fed(made, inputs)), narrow, strict=True)]
+            for inputs in batches
+        ]
 
 
 def fed(session: Any, inputs: Inputs) -> dict[str, Any]:
-    """What ``session.run`` takes."""
-    leaves = [x.detach().numpy() for x in pytree.tree_leaves(inputs)]
-    return dict(zip([x.name for x in session.get_inputs()], leaves, strict=True))
+    """What ``run_bits`` takes; where none of it is bfloat16 also what ``session.run`` does."""
+    leaves = [x.detach() for x in pytree.tree_leaves(inputs)]
+    arrays = [(x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy() for x in leaves]
+    return dict(zip([x.name for x in session.get_inputs()], arrays, strict=True))
+
+
+def _widened(bits: Any) -> Any:
+    """bfloat16 as float32, exactly."""
+    return torch.from_numpy(bits).view(torch.bfloat16).float().numpy()
 
 
 def described(path: Path) -> dict[str, Any]:
