@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,27 +39,52 @@ class Staffed:
     replication: str
 
 
-async def replicated(
-    sources: Sequence[Source], serving: Serving, folder: Path, inbox: Arena, log: Log, missed: Callable[[str], None]
-) -> Staffed:
+@dataclass(frozen=True)
+class Means:
+    """What members are started with. ``folder``: for files that are made. ``missed``: told of a member that was late."""
+
+    folder: Path
+    inbox: Arena
+    log: Log
+    missed: Callable[[str], None]
+
+
+async def replicated(sources: Sequence[Source], serving: Serving, means: Means) -> Staffed:
     """The members, started as ``serving.replication`` says. ValueError where they cannot be: their inputs differ, they
     cannot be merged."""
     check_quorum(serving.quorum, [source.name for source in sources])
+
+    async def start(kind: str) -> Staffed:
+        return await _started(kind, sources, serving, means)
+
     if serving.replication == "in_graph":
-        return await _started("in_graph", sources, serving, folder, inbox, log, missed)
-    between = await _started("between_graph", sources, serving, folder, inbox, log, missed)
-    if serving.replication == "between_graph" or len(sources) == 1:
-        return between
+        taken = await start("in_graph")
+    else:
+        taken = await start("between_graph")
+        if serving.replication == "auto" and len(sources) > 1:
+            taken = await _better(taken, start, means)
+    taken.staff.keep_spare()  # not before: it would take part of what is measured
+    return taken
+
+
+async def _better(between: Staffed, start: Callable[[str], Awaitable[Staffed]], means: Means) -> Staffed:
+    """This one or in_graph, as measured; the other one is closed, and both are where that fails."""
+    started = [between]
     try:
-        within = await _started("in_graph", sources, serving, folder, inbox, log, missed)
-    except (ValueError, ApportionError) as error:
-        log(f"replication between_graph: {error}", replication="between_graph")
-        return between
-    speeds = {kind.replication: await _measured(kind.ensemble, inbox) for kind in (between, within)}
-    (one, many), (one_within, many_within) = speeds["between_graph"], speeds["in_graph"]
+        try:
+            started.append(within := await start("in_graph"))
+        except (ValueError, ApportionError) as error:
+            means.log(f"replication between_graph: {error}", replication="between_graph")
+            return between
+        one, many = await _measured(between.ensemble, means.inbox)
+        one_within, many_within = await _measured(within.ensemble, means.inbox)
+    except BaseException:
+        for staffed in started:
+            await staffed.staff.close()
+        raise
     taken = within if many_within >= WORTH * many and one_within <= one else between
     await (between if taken is within else within).staff.close()
-    log(
+    means.log(
         f"replication {taken.replication}: between_graph {one * 1e3:.2f} ms alone and {many:.0f} requests/s at once, "
         f"in_graph {one_within * 1e3:.2f} ms and {many_within:.0f}; in_graph cannot answer without a member, so it has "
         f"to be {WORTH:g} times as fast",
@@ -68,17 +93,9 @@ async def replicated(
     return taken
 
 
-async def _started(
-    kind: str,
-    sources: Sequence[Source],
-    serving: Serving,
-    folder: Path,
-    inbox: Arena,
-    log: Log,
-    missed: Callable[[str], None],
-) -> Staffed:
-    whole = [in_graph.merged(sources, folder)] if kind == "in_graph" else sources
-    seats, staff = between_graph.staffed(whole, serving, inbox, log, timing_seconds=TIMING_SECONDS)
+async def _started(kind: str, sources: Sequence[Source], serving: Serving, means: Means) -> Staffed:
+    whole = [in_graph.merged(sources, means.folder)] if kind == "in_graph" else sources
+    seats, staff = between_graph.staffed(whole, serving, means.inbox, means.log, timing_seconds=TIMING_SECONDS)
     try:
         await staff.start()
         names = [source.name for source in sources]
@@ -98,7 +115,7 @@ async def _started(
         quorum=serving.quorum,
         aggregation=serving.aggregation,
         weights=None if serving.weights is None else dict(serving.weights),
-        missed=missed,
+        missed=means.missed,
     )
     return Staffed(ensemble, staff, kind)
 

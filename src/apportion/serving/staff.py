@@ -2,7 +2,8 @@
 
 ::
 
-    start        each seat's process loads its net, times it;  then the spare loads them all
+    start        each seat's process loads its net, times it
+    keep_spare   then the spare loads them all
     one dies     the spare becomes it (its socket answers at once);  another spare is started
     two die      the second waits for the new spare
 """
@@ -58,14 +59,17 @@ class Staff:
         self._over = False
 
     async def start(self) -> None:
-        """All seats, one after the other loading so that each is timed alone, then with their nets in the spare. Raises
-        ApportionError with what the net's process says where one cannot be loaded."""
+        """All seats, one after the other loading so that each is timed alone. Raises ApportionError with what the net's
+        process says where one cannot be loaded."""
         for seat in self._seats:
             told = await self._hire(seat)
             if told["what"] == "refused":
                 raise ApportionError(f"member {seat.name} ({seat.source.path}): {told['why']}")
-        self._go(self._keep_spare())
         self._go(self._look())
+
+    def keep_spare(self) -> None:
+        """From now on."""
+        self._go(self._keep_spare())
 
     def vacant(self, seat: Seat, child: Child) -> None:
         """Its process has died."""

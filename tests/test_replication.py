@@ -1,0 +1,79 @@
+"""Which replication is taken: measured with nothing else going on, and nothing is left of what is not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from served import children, eventually, net
+
+from apportion.exporting import export
+from apportion.serving.log import log
+from apportion.serving.replication import replicated
+from apportion.serving.serving import Serving
+from apportion.serving.source import Source
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:
+    folder = tmp_path_factory.mktemp("nets")
+    for n in (1, 2):
+        export(net(n), torch.zeros(2, 8), folder / f"{n}.onnx")
+    return [Source(name=f"m{n}", runtime="onnx", path=str(folder / f"{n}.onnx")) for n in (1, 2)]
+
+
+def programs() -> list[int]:
+    """Processes that run nets for this one."""
+    command = b"apportion.serving.process"
+    return [pid for pid in children(os.getpid()) if command in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_no_spare_disturbs_the_measuring_and_all_end_where_that_does(sources: list[Source], tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+
+    async def cancelled() -> None:
+        loop = asyncio.get_running_loop()
+
+        def told(event: str, **about: Any) -> None:
+            log(event, **about)
+            if event.startswith("member m1+m2 pid"):  # both are there: they are measured for seconds now
+                loop.call_later(0.5, cancel)
+
+        def cancel() -> None:
+            seen.append(programs())
+            task.cancel()
+
+        task = asyncio.ensure_future(replicated(sources, Serving(), tmp_path, told, lambda member: None))
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+    assert [len(pids) for pids in seen] == [3], "m1, m2, m1+m2, and no spare"
+    assert not programs()
+
+
+def test_what_is_taken_has_a_spare_and_what_is_not_has_ended(sources: list[Source], tmp_path: Path) -> None:
+    events: list[str] = []
+
+    async def start() -> None:
+        ready = asyncio.Event()
+
+        def told(event: str, **about: Any) -> None:
+            events.append(event)
+            if event == "spare ready":
+                ready.set()
+
+        staffed = await replicated(sources, Serving(), tmp_path, told, lambda member: None)
+        try:
+            await asyncio.wait_for(ready.wait(), 60)
+            wanted = {"between_graph": 3, "in_graph": 2}[staffed.replication]
+            eventually("only these are there", lambda: len(programs()) == wanted)
+        finally:
+            await staffed.staff.close()
+
+    asyncio.run(start())
+    assert events.index("spare ready") > next(n for n, event in enumerate(events) if event.startswith("replication"))
