@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +19,8 @@ from apportion.address import load_workload
 from apportion.checkpoint import RunDirectory, read_model
 from apportion.errors import CheckpointError
 from apportion.workload import Workload
+
+_T = TypeVar("_T")
 
 
 def load(
@@ -30,29 +34,66 @@ def load(
     checkpoint cannot be trusted or does not fit it.
     """
     path = Path(run_dir)
-    if (path / "state.json").is_file():
-        if which is not None:
-            raise ValueError(f"{path} is one checkpoint: give which={which!r} with the run's folder")
-        run, tensors = RunDirectory(path.parent.parent), read_model(path)
-    else:
-        run = RunDirectory(path)
-        if not run.steps():
-            run.read_run()  # it is the wrong folder, or too early
-        best = (run.checkpoints / "best").is_symlink()
-        tensors = run.trusted(which if which is not None else "best" if best else "latest", read_model)
+    run, tensors = _read(path, which, read_model)
     module = _build(run, model)
     _fill(module, tensors, path)
     return module.eval()
 
 
+def pinned(run_dir: str | os.PathLike[str], folder: Path) -> Path:
+    """The checkpoint that ``load`` takes now, in a folder that is made: what is loaded from there stays the same when a
+    training that goes on finds a better one, and prunes this one. Errors are those of ``load`` and ``workload_of``."""
+
+    def linked(checkpoint: Path) -> Path:
+        made = folder / "checkpoints" / checkpoint.resolve().name
+        shutil.rmtree(made, ignore_errors=True)  # of an attempt that a writer has crossed
+        made.mkdir(parents=True)
+        for name in ("state.json", "model.safetensors"):
+            _link(checkpoint / name, made / name)
+        return made
+
+    run, made = _read(Path(run_dir), None, linked)
+    _about(run)
+    shutil.copyfile(run.path / "run.json", folder / "run.json")
+    return made
+
+
+def _link(path: Path, to: Path) -> None:
+    """Files of a checkpoint are never written again; on another disk it is copied."""
+    try:
+        try:
+            os.link(path, to)
+        except OSError:
+            shutil.copyfile(path, to)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be copied to {to.parent}: {error.strerror}") from error
+
+
 def workload_of(path: str | os.PathLike[str]) -> Workload:
     """What a run, or the run of a checkpoint, has trained. ValueError where it was started from Python."""
     path = Path(path)
-    run = RunDirectory(path.parent.parent if (path / "state.json").is_file() else path)
+    about = _about(RunDirectory(path.parent.parent if (path / "state.json").is_file() else path))
+    return _workload(about["address"], about.get("cwd", "."))
+
+
+def _about(run: RunDirectory) -> dict[str, Any]:
     about = run.read_run()
     if not about.get("address"):
         raise ValueError(f"{run.path} names no workload as FILE:NAME (it was started from Python)")
-    return _workload(about["address"], about.get("cwd", "."))
+    return about
+
+
+def _read(path: Path, which: str | int | None, read: Callable[[Path], _T]) -> tuple[RunDirectory, _T]:
+    """What ``read`` makes of a checkpoint, and the run that it is of."""
+    if (path / "state.json").is_file():
+        if which is not None:
+            raise ValueError(f"{path} is one checkpoint: give which={which!r} with the run's folder")
+        return RunDirectory(path.parent.parent), read(path)
+    run = RunDirectory(path)
+    if not run.steps():
+        run.read_run()  # it is the wrong folder, or too early
+    best = (run.checkpoints / "best").is_symlink()
+    return run, run.trusted(which if which is not None else "best" if best else "latest", read)
 
 
 def _build(run: RunDirectory, make: Callable[[], nn.Module] | None) -> nn.Module:

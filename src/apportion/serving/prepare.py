@@ -59,7 +59,11 @@ def prepare(name: str, place: str, folder: Path, *, threads: Sequence[int]) -> t
 def _of_torch(name: str, path: Path, folder: Path, said: list[str]) -> list[Source]:
     from apportion.exporting import export
     from apportion.serving.torch_program import leaves_of, opened
+    from apportion.trained import pinned
 
+    if path.is_dir():
+        run, path = path, pinned(path, folder / name)  # every process loads the same, whatever the run does meanwhile
+        said.append(f"{name}: {path.name} of {run}")
     module, sample = opened(path)
     rows = save_rows(folder / f"{name}.npz", leaves_of(sample))
     base = Source(name=name, runtime="torch", path=str(path.resolve()), sample=rows)

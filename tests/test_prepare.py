@@ -1,0 +1,86 @@
+"""What is found out about a member before it is served."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from apportion.checkpoint import RunDirectory
+from apportion.serving.prepare import prepare
+from apportion.serving.source import Source
+from apportion.strategy import State
+
+WORK = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import apportion
+
+class Deciding(nn.Linear):
+    def forward(self, x):
+        return super().forward(x if x.sum() > 1e9 else 1 * x)  # ONNX has no words for it
+
+data = TensorDataset(torch.ones(4, 3), torch.zeros(4, 2))
+workload = apportion.Workload(
+    model=lambda: NET(3, 2), data=lambda: data, loss=nn.MSELoss(), optimizer=torch.optim.SGD, batch_size=4
+)
+"""
+
+
+def saved(run: RunDirectory, step: int, *, keep: int = 9, best: bool = False) -> None:
+    """All weights are the step's number."""
+    model = {"weight": torch.full((2, 3), float(step)), "bias": torch.zeros(2)}
+    run.save(State(step=step, model=model), epoch=0.0, strategy="single_device", keep=keep, best=best)
+
+
+def a_run(folder: Path, net: str) -> RunDirectory:
+    (folder / "work.py").write_text(WORK.replace("NET", net))
+    run = RunDirectory(folder / "run")
+    run.start({"address": "work.py:workload", "cwd": str(folder), "fingerprint": {"seed": 0}})
+    saved(run, 1, best=True)
+    saved(run, 2)
+    return run
+
+
+def answer(source: Source) -> float:
+    """Of the net as a process of its own would load it: three times its weights."""
+    program = source.open()
+    try:
+        return float(program.run([np.ones((1, 3), dtype=np.float32)], float("inf"))[0][0, 0])
+    finally:
+        program.close()
+
+
+@pytest.mark.parametrize("net", ["nn.Linear", "Deciding"])
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["linked", "copied"])
+def test_a_run_that_goes_on_changes_no_member(
+    net: str, elsewhere: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, folder = a_run(tmp_path, net), tmp_path / "made"
+    folder.mkdir()
+    if elsewhere:  # as on another disk
+
+        def refuse(*paths: object) -> None:
+            raise OSError(18, "Invalid cross-device link")
+
+        monkeypatch.setattr(os, "link", refuse)
+    source, said = prepare("m1", str(run.path), folder, threads=[1])
+    assert said[0] == f"m1: step-00000001 of {run.path}"
+    assert source.runtime == ("torch" if net == "Deciding" else source.runtime)
+    assert answer(source) == 3.0
+    saved(run, 3, keep=1, best=True)
+    assert run.steps() == [3]
+    assert answer(source) == 3.0, "and not that of step 3"
+    fresh, _ = prepare("m1", str(run.path), tmp_path / "made", threads=[1])
+    assert answer(fresh) == 9.0
+
+
+def test_a_run_that_cannot_be_served_is_named_as_it_was_given(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "nn.Linear")
+    (run.path / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match=rf"{run.path} names no workload as FILE:NAME"):
+        prepare("m1", str(run.path), tmp_path, threads=[1])
