@@ -100,6 +100,23 @@ def test_what_a_net_does_not_take_is_said(tmp_path: Path) -> None:
         program.close()
 
 
+class Counting(nn.Module):
+    """How many threads compute it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0 + torch.get_num_threads()
+
+
+def test_each_program_is_computed_by_its_own_number_of_threads() -> None:
+    programs = {threads: TorchProgram(Counting(), torch.ones(1, 1), threads=threads) for threads in (1, 2, 3)}
+    try:
+        for threads in (1, 3, 2, 2, 1):
+            (found,) = programs[threads].run([np.ones((1, 1), dtype=np.float32)], float("inf"))
+            assert found == threads
+    finally:
+        torch.set_num_threads(1)
+
+
 class Narrow(nn.Module):
     """bfloat16 in and out, computed in float32."""
 

@@ -31,7 +31,7 @@ class TorchProgram(Program):
     ``channels_last``: images go through it in that order."""
 
     def __init__(self, module: nn.Module, sample: Any, *, threads: int = 1, channels_last: bool = False) -> None:
-        torch.set_num_threads(threads)
+        self._threads = threads
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         self._deadline = float("inf")
         module.to(memory_format=self._format)  # type: ignore[call-overload]
@@ -41,6 +41,7 @@ class TorchProgram(Program):
         self.inputs = tuple(_spec(f"input_{n}" if len(leaves) > 1 else "input", x) for n, x in enumerate(leaves))
         if isinstance(sample, dict):
             self.inputs = tuple(Spec(name, s.datatype, s.shape) for name, s in zip(sample, self.inputs, strict=True))
+        torch.set_num_threads(threads)
         with torch.inference_mode():
             outputs = self._call(leaves)
         self.outputs = tuple(_spec(f"output_{n}" if len(outputs) > 1 else "output", x) for n, x in enumerate(outputs))
@@ -49,6 +50,8 @@ class TorchProgram(Program):
         """See ``Program``."""
         self._deadline = deadline
         self._check()
+        if torch.get_num_threads() != self._threads:  # it is the process's, who has other programs as well
+            torch.set_num_threads(self._threads)
         try:
             with torch.inference_mode():
                 outputs = self._call([_tensor(x, s.datatype) for x, s in zip(inputs, self.inputs, strict=True)])
