@@ -28,6 +28,8 @@ from apportion.serving.program import SIZES, Expired, Program, rows_by_themselve
 from apportion.serving.source import Source
 
 NEVER = math.inf
+_REFUSALS = (ValueError, ApportionError, Expired, OSError, ImportError)
+"""What loading a net raises where it cannot be."""
 
 
 class Member:
@@ -59,13 +61,21 @@ class Member:
         what = order["what"]
         try:
             if what == "prepare":  # as a spare: whoever dies can be replaced at once
-                for source in order["sources"]:
-                    self._load(Source(**source))
-                return {"what": "prepared"}
+                return {"what": "prepared", "refused": self._prepared(order["sources"])}
             assert what == "become", order
             return self._become(Source(**order["source"]), order)
-        except (ValueError, ApportionError, Expired, OSError, ImportError) as error:
+        except _REFUSALS as error:
             return {"what": "refused", "why": f"{error}"}
+
+    def _prepared(self, sources: Sequence[dict[str, Any]]) -> dict[str, str]:
+        """By name, why some of them could not be loaded."""
+        refused = {}
+        for source in sources:
+            try:
+                self._load(Source(**source))
+            except _REFUSALS as error:
+                refused[source["name"]] = f"{error}"
+        return refused
 
     def _load(self, source: Source) -> Program:
         if source.name not in self._known:

@@ -26,6 +26,8 @@ LEAST_LIFE = 1.0
 """Seconds: a process that dies younger makes its seat wait, twice as long each time, ..."""
 LONGEST_WAIT = 5.0
 """... up to this."""
+BECOME_SECONDS = 1.0
+"""For a spare to become a member whose net it has loaded; then it is given up, and a new process started."""
 END_SECONDS = 0.5
 """For processes to end by themselves when the server does; then they are killed."""
 LOOK_SECONDS = 0.05
@@ -51,7 +53,8 @@ class Staff:
         self._inbox, self._outbox_bytes = inbox, outbox_bytes
         self._load, self._timing = load_seconds, timing_seconds
         self._spare: Child | None = None
-        self._spare_ready = False
+        self._spare_has: frozenset[str] = frozenset()
+        """Members whose nets it has loaded."""
         self._dead: list[Child] = []
         self._born: dict[Seat, float] = {}
         self._waits: dict[Seat, float] = {}
@@ -102,12 +105,13 @@ class Staff:
     # One process
 
     async def _hire(self, seat: Seat, child: Child | None = None) -> dict[str, Any]:
-        """A process for the seat: this one, or a new one."""
+        """A process for the seat: this one, which has its net loaded, or a new one."""
         hired = child or self._new(seat.source.threads)
         try:
             told = await self._ask(
                 hired,
                 "become",
+                self._load if child is None else BECOME_SECONDS,
                 source=asdict(seat.source),
                 seconds=0.0 if seat.pace.seconds else self._timing,
                 most_rows=seat.most_rows,
@@ -133,7 +137,7 @@ class Staff:
     def _new(self, threads: int) -> Child:
         return Child(self._inbox, self._outbox_bytes, lambda frame: None, lambda: None, threads=threads)
 
-    async def _ask(self, child: Child, what: str, **how: Any) -> dict[str, Any]:
+    async def _ask(self, child: Child, what: str, seconds: float, /, **how: Any) -> dict[str, Any]:
         """What it says to that. ApportionError where it dies over it, or takes too long."""
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
@@ -148,9 +152,9 @@ class Staff:
         child.heard, child.gone = heard, gone
         child.tell(what, **how)
         try:
-            told = await asyncio.wait_for(answer, self._load)
+            told = await asyncio.wait_for(answer, seconds)
         except TimeoutError as error:
-            raise ApportionError(f"process {child.pid} took more than {self._load:g} s to {what}") from error
+            raise ApportionError(f"process {child.pid} took more than {seconds:g} s to {what}") from error
         if child.over:  # between its words and now
             raise ApportionError(f"process {child.pid} died after it was to {what}")
         return told
@@ -158,16 +162,19 @@ class Staff:
     # The spare
 
     async def _keep_spare(self, wait: float = 0.0) -> None:
-        """Until there is one that is ready."""
+        """Until there is one that is ready, with as many nets as can be loaded."""
         await asyncio.sleep(wait)
         sources = [asdict(seat.source) for seat in self._seats]
         while not self._over and self._spare is None:
             spare = None
             try:
                 spare = self._spare = self._new(max(seat.source.threads for seat in self._seats))
-                told = await self._ask(spare, "prepare", sources=sources)
-                if told["what"] == "refused":
-                    raise ApportionError(told["why"])
+                told = await self._ask(spare, "prepare", self._load, sources=sources)
+                for name, why in told["refused"].items():
+                    self._log("no spare", level="warning", member=name, why=why)
+                has = frozenset(seat.name for seat in self._seats) - {*told["refused"]}
+                if not has:
+                    raise ApportionError("it could load no net")
             except (ApportionError, OSError) as error:
                 self._log("no spare", level="warning", why=str(error))
                 if spare is not None:
@@ -177,26 +184,27 @@ class Staff:
                 await asyncio.sleep(LEAST_LIFE)
                 continue
             spare.gone = self._spare_gone
-            self._spare_ready = True
+            self._spare_has = has
             self._log("spare ready", pid=spare.pid)
 
     def _spare_gone(self) -> None:
         assert self._spare is not None
         self._dead.append(self._spare)
-        self._spare, self._spare_ready = None, False
+        self._spare, self._spare_has = None, frozenset()
         self._go(self._keep_spare(LEAST_LIFE))
 
     async def _replace(self, seat: Seat, wait: float) -> None:
         await asyncio.sleep(wait)
         while not self._over and seat.state != "up":
             child = None
-            if self._spare_ready:
-                child, self._spare, self._spare_ready = self._spare, None, False
+            if seat.name in self._spare_has:
+                child, self._spare, self._spare_has = self._spare, None, frozenset()
             try:
                 await self._hire(seat, child)
             except (ApportionError, OSError) as error:
                 self._log("member not replaced", level="error", member=seat.name, why=str(error))
-                await asyncio.sleep(LEAST_LIFE)
+                if child is None:  # else it was not the net's fault, perhaps
+                    await asyncio.sleep(LEAST_LIFE)
             finally:
                 if child is not None:
                     self._go(self._keep_spare())

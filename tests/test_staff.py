@@ -1,0 +1,100 @@
+"""Who replaces whom: spares that are frozen or lack a net, nets that keep dying."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from served import Server, alive, eventually, net, serving
+
+from apportion.exporting import export
+
+X = np.zeros((1, 8), dtype=np.float32)
+FILES = ("1.onnx", "2.onnx")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for n, file in enumerate(FILES):
+        export(net(n), torch.zeros(2, 8), tmp_path / file)
+    return tmp_path
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Server]:
+    with serving(folder, *FILES, "--deadline", "2s", "--replication", "between_graph") as server:
+        server.said("spare ready")
+        yield server
+
+
+def spare(server: Server, times: int = 1) -> int:
+    return int(server.said("spare ready", times=times)["pid"])
+
+
+def replaced(server: Server, member: str, times: int) -> int:
+    """It is killed; the process that has become it for the n-th time."""
+    os.kill(server.pid(member), signal.SIGKILL)
+    return int(server.said(f"^member {member} pid ", times=times)["pid"])
+
+
+def test_a_spare_becomes_whoever_dies(server: Server) -> None:
+    for member, times in (("m2", 1), ("m1", 2)):
+        ready = spare(server, times)
+        assert replaced(server, member, 2) == ready
+
+
+def test_a_frozen_spare_is_given_up_soon(server: Server) -> None:
+    frozen = spare(server)
+    os.kill(frozen, signal.SIGSTOP)
+    assert replaced(server, "m1", 2) != frozen
+    assert "took more than 1 s to become" in server.said("member not replaced")["why"]
+    eventually("the frozen one is gone", lambda: not alive(frozen))
+    assert spare(server, 2) != frozen
+    eventually("nobody is missed", lambda: not server.infer("ensemble", X)[1]["parameters"]["degraded"])
+
+
+def test_a_net_that_cannot_be_loaded_for_now_leaves_the_others_their_spare(folder: Path, server: Server) -> None:
+    (folder / "2.onnx").rename(folder / "away")
+    replaced(server, "m1", 2)
+    assert server.said("^no spare")["member"] == "m2"
+    ready = spare(server, 2)
+    assert replaced(server, "m1", 3) == ready
+    spare(server, 3)
+    os.kill(server.pid("m2"), signal.SIGKILL)
+    assert "2.onnx cannot be run" in server.said("member not replaced")["why"]
+    assert server.infer("m1", X)[0] == 200
+    (folder / "away").rename(folder / "2.onnx")
+    server.said("^member m2 pid ", times=2)
+    eventually("it answers again", lambda: not server.infer("ensemble", X)[1]["parameters"]["degraded"])
+
+
+def test_a_spare_that_can_load_nothing_is_tried_again(folder: Path) -> None:
+    with serving(folder, "1.onnx") as server:
+        server.said("spare ready")
+        (folder / "1.onnx").rename(folder / "away")
+        replaced(server, "m1", 2)
+        assert "1.onnx cannot be run" in server.said("^no spare")["why"]
+        server.said("^no spare", times=4)  # two lines each time
+        (folder / "away").rename(folder / "1.onnx")
+        ready = spare(server, 2)
+        assert replaced(server, "m1", 3) == ready
+
+
+def test_who_dies_young_again_and_again_is_replaced_later_each_time(server: Server) -> None:
+    waits = []
+    for times in range(1, 5):
+        began = server.said("^member m1 pid ", times=times)["time"]
+        os.kill(server.pid("m1"), signal.SIGKILL)
+        died = server.said("^member died", times=times)["time"]
+        back = server.said("^member m1 pid ", times=times + 1)["time"]
+        assert times == 1 or died - began < 1.0, "the test was too slow for this"
+        waits.append(back - died)
+    assert waits[1:] == sorted(waits[1:])
+    for wait, least in zip(waits[1:], (0.25, 0.5, 1.0), strict=True):
+        assert wait >= least, waits
+    assert server.infer("m2", X)[0] == 200
