@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import getpass
 import os
+import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -105,3 +107,21 @@ def browser(tmp_path: Path) -> Browser:
     folder = tmp_path / "browser"
     folder.mkdir()
     return Browser(folder)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0 or not shutil.which("mount"):
+        pytest.skip("a disk of 1 MiB can be mounted by root on Linux only")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, timeout=10
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"a disk of 1 MiB could not be mounted: {mounted.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True, timeout=10)

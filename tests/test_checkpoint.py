@@ -386,23 +386,6 @@ def test_a_file_that_may_not_grow_leaves_the_last_checkpoint_and_nothing_else(
     assert read(children) == "ended"
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.geteuid() != 0 or not shutil.which("mount"):
-        pytest.skip("a disk of 1 MiB can be mounted by root on Linux only")
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, timeout=10
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"a disk of 1 MiB could not be mounted: {mounted.stderr.decode().strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True, timeout=10)
-
-
 def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_else(small_disk: Path) -> None:
     run = RunDirectory(small_disk / "run")
     save(run, state(1))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from commands import SECONDS, start
 
 from apportion.checkpoint import RunDirectory
 from apportion.serving.prepare import prepare
@@ -84,3 +86,16 @@ def test_a_run_that_cannot_be_served_is_named_as_it_was_given(tmp_path: Path) ->
     (run.path / "run.json").write_text("{}")
     with pytest.raises(ValueError, match=rf"{run.path} names no workload as FILE:NAME"):
         prepare("m1", str(run.path), tmp_path, threads=[1])
+
+
+def test_a_full_disk_is_said_with_the_cure_and_nothing_is_left_on_it(tmp_path: Path, small_disk: Path) -> None:
+    run = a_run(tmp_path, "nn.Linear")
+    wide = {"weight": torch.zeros(600, 1000)}
+    run.save(State(step=3, model=wide), epoch=0.0, strategy="single_device", keep=9, best=True)
+    command = [sys.executable, "-m", "apportion", "serve", "--port", "0", f"wide={run.path}"]
+    process = start(command, TMPDIR=str(small_disk))
+    text = process.communicate(timeout=SECONDS)[0]
+    assert process.returncode == 3, text
+    assert f"error: member wide ({run.path}): [Errno 28] No space left on device" in text
+    assert "set TMPDIR to a folder on another one" in text
+    assert not list(small_disk.iterdir())

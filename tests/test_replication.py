@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,21 @@ def test_what_is_taken_has_a_spare_and_what_is_not_has_ended(sources: list[Sourc
 
     asyncio.run(start())
     assert events.index("spare ready") > next(n for n, event in enumerate(events) if event.startswith("replication"))
+
+
+def test_members_that_cannot_be_merged_for_want_of_room_stay_apart(sources: list[Source], small_disk: Path) -> None:
+    (small_disk / "filling").write_bytes(bytes((1 << 20) - 4096))  # a page is left
+    nets = [replace(source, path=str(small_disk.parent / f"{source.name}.onnx")) for source in sources]
+    for n, source in enumerate(nets):
+        export(net(n, width=512), torch.zeros(2, 8), Path(source.path))
+    events: list[str] = []
+
+    async def start() -> str:
+        staffed = await replicated(nets, Serving(), small_disk, lambda e, **_: events.append(e), lambda member: None)
+        await staffed.staff.close()
+        return staffed.replication
+
+    assert asyncio.run(start()) == "between_graph"
+    (said,) = [event for event in events if event.startswith("replication")]
+    assert "ensemble.onnx could not be written: No space left on device" in said
+    assert not programs()

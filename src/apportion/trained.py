@@ -42,14 +42,18 @@ def load(
 
 def pinned(run_dir: str | os.PathLike[str], folder: Path) -> Path:
     """The checkpoint that ``load`` takes now, in a folder that is made: what is loaded from there stays the same when a
-    training that goes on finds a better one, and prunes this one. Errors are those of ``load`` and ``workload_of``."""
+    training that goes on finds a better one, and prunes this one. Errors are those of ``load`` and ``workload_of``, and
+    OSError where the folder cannot be filled."""
 
     def linked(checkpoint: Path) -> Path:
         made = folder / "checkpoints" / checkpoint.resolve().name
         shutil.rmtree(made, ignore_errors=True)  # of an attempt that a writer has crossed
         made.mkdir(parents=True)
-        for name in ("state.json", "model.safetensors"):
-            _link(checkpoint / name, made / name)
+        try:
+            for name in ("state.json", "model.safetensors"):
+                _link(checkpoint / name, made / name)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{checkpoint} is not whole: there is no {error.filename}") from error
         return made
 
     run, made = _read(Path(run_dir), None, linked)
@@ -61,12 +65,9 @@ def pinned(run_dir: str | os.PathLike[str], folder: Path) -> Path:
 def _link(path: Path, to: Path) -> None:
     """Files of a checkpoint are never written again; on another disk it is copied."""
     try:
-        try:
-            os.link(path, to)
-        except OSError:
-            shutil.copyfile(path, to)
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be copied to {to.parent}: {error.strerror}") from error
+        os.link(path, to)
+    except OSError:
+        shutil.copyfile(path, to)
 
 
 def workload_of(path: str | os.PathLike[str]) -> Workload:

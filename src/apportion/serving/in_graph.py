@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from apportion.errors import ApportionError
 from apportion.serving.source import Source
 
 MOST_BYTES = 2**31 - 2**20
@@ -25,7 +26,7 @@ MOST_BYTES = 2**31 - 2**20
 
 def merged(sources: Sequence[Source], folder: Path) -> Source:
     """One source whose outputs are those of the first member, then of the second, and so on. ValueError where they
-    cannot be merged, with the reason."""
+    cannot be merged, with the reason; ApportionError where there is no room for what they come to."""
     import onnx
     from onnx import compose
 
@@ -58,7 +59,10 @@ def merged(sources: Sequence[Source], folder: Path) -> Source:
         graph, opset_imports=opsets, functions=functions, ir_version=max(model.ir_version for model in models)
     )
     path = folder / "ensemble.onnx"
-    onnx.save(whole, path)
+    try:
+        onnx.save(whole, path)
+    except OSError as error:
+        raise ApportionError(f"in_graph: {path} could not be written: {error.strerror}") from error
     return replace(sources[0], name="+".join(source.name for source in sources), path=str(path))
 
 

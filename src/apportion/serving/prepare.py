@@ -4,6 +4,7 @@ in, JSON out."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -122,8 +123,12 @@ def main() -> None:
     try:
         source, said = prepare(order["name"], order["place"], Path(order["folder"]), threads=order["threads"])
         told = {"source": asdict(source), "said": said}
-    except (ValueError, ApportionError, OSError) as error:
+    except (ValueError, ApportionError) as error:
         told = {"refused": str(error), "user": isinstance(error, ValueError)}
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        cure = ": free some of that disk, or set TMPDIR to a folder on another one" if full else ""
+        told = {"refused": f"member {order['name']} ({order['place']}): {error}{cure}", "user": False}
     print(json.dumps(told), file=out, flush=True)
 
 
