@@ -22,12 +22,14 @@ import torch
 from torch import nn
 
 START_SECONDS, SECONDS = 60.0, 15.0
+PROGRAM = ("-m", "apportion", "serve", "--port", "0")
 
 
 class Server:
-    """``lines``: what it has logged so far."""
+    """``program``: of Python, that takes the arguments. ``lines``: what it has logged so far."""
 
-    def __init__(self, command: Sequence[str], folder: Path) -> None:
+    def __init__(self, arguments: Sequence[str], folder: Path, *, program: Sequence[str] = PROGRAM) -> None:
+        command = [sys.executable, *program, *arguments]
         self.process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=folder
         )
@@ -117,9 +119,9 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str, command: Sequence[str] | None = None) -> Iterator[Server]:
-    """It is gone afterwards. ``command``: of another program that serves."""
-    server = Server(command or [sys.executable, "-m", "apportion", "serve", "--port", "0", *arguments], folder)
+def serving(folder: Path, *arguments: str, program: Sequence[str] = PROGRAM) -> Iterator[Server]:
+    """It is gone afterwards."""
+    server = Server(arguments, folder, program=program)
     try:
         yield server
     finally:

@@ -264,7 +264,7 @@ def test_where_there_is_no_memory_for_a_body_it_is_to_come_again(tmp_path: Path)
     export(net(1), torch.from_numpy(X), tmp_path / "1.onnx")
     program = "import apportion; apportion.serve(['1.onnx'], serving=apportion.Serving(port=0, inbox_bytes=300_000))"
     pieces, json_bytes = write_request([Named("input", "FP32", np.zeros((6000, 8), np.float32))])
-    with serving(tmp_path, command=[sys.executable, "-c", program]) as server:
+    with serving(tmp_path, program=("-c", program)) as server:
         halves = Client(server)
         with halves.sock:
             request = sized(b"".join(pieces), b"%s: %d" % (HEADER.encode(), json_bytes))

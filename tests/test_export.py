@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,10 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import SECONDS, finish, start
 from torch import Tensor, nn
 
+import apportion
 from apportion.errors import ApportionError
 from apportion.exporting import export
+from apportion.ort import session
 from apportion.targets.onnx import Onnx
 
 
@@ -126,3 +132,55 @@ def test_wrong_uses_say_the_cure(tmp_path: Path) -> None:
         export(TwoInTwoOut(), (torch.randn(2, 3), torch.randn(4, 3)), tmp_path / "net.onnx")
     with pytest.raises(ValueError, match="'onxx' is no target: did you mean onnx"):
         export(nn.Linear(3, 2), torch.randn(2, 3), tmp_path / "net.onnx", target="onxx")
+
+
+WORK = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import apportion
+
+x = torch.randn(128, 8, generator=torch.Generator().manual_seed(0))
+data = TensorDataset(x, (x.sum(1) > 0).long())
+workload = apportion.Workload(
+    model=lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)), data=lambda: data,
+    loss=nn.functional.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch_size=32, steps=12,
+)
+"""
+APPORTION = (sys.executable, "-m", "apportion")
+
+
+def test_a_run_is_exported_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("work.py").write_text(WORK)
+    finish([start([*APPORTION, "train", "work.py:workload", "--strategy", "single_device", "--run-dir", "run"])])
+    (said,) = finish([start([*APPORTION, "export", "run"])])
+    assert said.startswith("run/model.onnx: ")
+    assert "; on 65 examples its outputs differ from the net's by " in said
+    x = torch.randn(5, 8)
+    with torch.no_grad():
+        expected = apportion.load("run")(x).numpy()
+    (found,) = session("run/model.onnx", threads=1).run(None, {"input": x.numpy()})
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    command = [
+        *APPORTION,
+        "export",
+        "run/checkpoints/latest",
+        "--target",
+        "onnx(opset=20)",
+        "--out",
+        "net.onnx",
+        "--json",
+    ]
+    told = subprocess.run(command, stdout=subprocess.PIPE, timeout=SECONDS, check=True).stdout
+    about = json.loads(told)
+    assert (about["path"], about["about"]["opset"]) == ("net.onnx", 20)
+    assert Path("net.onnx").stat().st_size == about["nbytes"]
+
+
+def test_what_is_no_run_is_wrong_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    process = start([*APPORTION, "export", "."])
+    text = process.communicate(timeout=SECONDS)[0]
+    assert process.returncode == 2, text
+    assert "holds no run (it has no run.json): give the folder of one" in text

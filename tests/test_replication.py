@@ -13,8 +13,9 @@ import torch
 from served import children, eventually, net
 
 from apportion.exporting import export
+from apportion.serving.arena import Arena
 from apportion.serving.log import log
-from apportion.serving.replication import replicated
+from apportion.serving.replication import Means, replicated
 from apportion.serving.serving import Serving
 from apportion.serving.source import Source
 
@@ -48,7 +49,9 @@ def test_no_spare_disturbs_the_measuring_and_all_end_where_that_does(sources: li
             seen.append(programs())
             task.cancel()
 
-        task = asyncio.ensure_future(replicated(sources, Serving(), tmp_path, told, lambda member: None))
+        task = asyncio.ensure_future(
+            replicated(sources, Serving(), Means(tmp_path, Arena(1 << 20), told, lambda member: None))
+        )
         await task
 
     with pytest.raises(asyncio.CancelledError):
@@ -68,7 +71,7 @@ def test_what_is_taken_has_a_spare_and_what_is_not_has_ended(sources: list[Sourc
             if event == "spare ready":
                 ready.set()
 
-        staffed = await replicated(sources, Serving(), tmp_path, told, lambda member: None)
+        staffed = await replicated(sources, Serving(), Means(tmp_path, Arena(1 << 20), told, lambda member: None))
         try:
             await asyncio.wait_for(ready.wait(), 60)
             wanted = {"between_graph": 3, "in_graph": 2}[staffed.replication]

@@ -432,6 +432,32 @@ def test_what_cannot_be_served_is_said_with_the_status_of_whose_fault_it_is(
     assert why in text
 
 
+def test_an_address_in_use_is_said_at_once(folder: Path, four: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    process = start([sys.executable, "-m", "apportion", "serve", "--port", str(four.port), "1.onnx"])
+    text = process.communicate(timeout=SECONDS)[0]
+    assert process.returncode == 3, text
+    assert text == f"error: 127.0.0.1:{four.port} cannot be listened at: Address already in use\n"
+
+
+PYTHON = """
+import sys
+import apportion
+serving = apportion.Serving(port=0, aggregation="weighted_mean", weights={"a": 3.0, "b": 1.0})
+sys.exit(apportion.serve({"a": "1.onnx", "b": "2.onnx"}, deadline=2.0, quorum=2, serving=serving))
+"""
+
+
+def test_from_python_it_serves_as_its_value_says_until_a_signal(folder: Path) -> None:
+    with serving(folder, program=("-c", PYTHON)) as server:
+        status, told = server.infer("ensemble", X)
+        assert status == 200, told
+        np.testing.assert_allclose(outputs(told), 0.75 * expected(1) + 0.25 * expected(2), rtol=1e-5, atol=1e-6)
+        about = server.get("/status")
+        assert (about["deadline_ms"], about["quorum"]) == (2000.0, 2), about
+        assert server.ends()[0] == signal.SIGTERM
+
+
 def test_metrics_count_what_was_answered(four: Server) -> None:
     four.infer("ensemble", X)
     _, _, body = four.ask("GET", "/metrics")

@@ -41,7 +41,7 @@ class Staffed:
 
 @dataclass(frozen=True)
 class Means:
-    """What members are started with. ``folder``: for files that are made. ``missed``: told of a member that was late."""
+    """What members are started with. ``folder``: for files that are made. ``missed``: told of who was late."""
 
     folder: Path
     inbox: Arena

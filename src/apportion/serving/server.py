@@ -22,7 +22,7 @@ from apportion.serving.log import log
 from apportion.serving.metrics import Metrics
 from apportion.serving.page import pages
 from apportion.serving.prepared import prepared
-from apportion.serving.replication import Staffed, replicated
+from apportion.serving.replication import Means, Staffed, replicated
 from apportion.serving.serving import Serving
 from apportion.serving.source import Source
 
@@ -70,9 +70,8 @@ def _listening(serving: Serving) -> Iterator[socket.socket]:
 
 async def _serve(sources: Sequence[Source], serving: Serving, folder: Path, sock: socket.socket) -> int:
     metrics, inbox = Metrics(), Arena(serving.inbox_bytes)
-    staffed = await replicated(
-        sources, serving, folder, inbox, log, lambda member: metrics.of(metrics.missed, member).inc()
-    )
+    means = Means(folder, inbox, log, lambda member: metrics.of(metrics.missed, member).inc())
+    staffed = await replicated(sources, serving, means)
     try:
         shown = pages(staffed, serving, inbox, metrics)
         app = App(staffed.ensemble, serving, inbox, metrics, version=apportion.__version__, pages=shown)
