@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,22 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:
     return [Source(name=f"m{n}", runtime="onnx", path=str(folder / f"{n}.onnx")) for n in (1, 2)]
 
 
+@pytest.fixture
+def inbox() -> Iterator[Arena]:
+    arena = Arena(1 << 20)
+    yield arena
+    arena.close()
+
+
 def programs() -> list[int]:
     """Processes that run nets for this one."""
     command = b"apportion.serving.process"
     return [pid for pid in children(os.getpid()) if command in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def test_no_spare_disturbs_the_measuring_and_all_end_where_that_does(sources: list[Source], tmp_path: Path) -> None:
+def test_no_spare_disturbs_the_measuring_and_all_end_where_that_does(
+    sources: list[Source], tmp_path: Path, inbox: Arena
+) -> None:
     seen: list[list[int]] = []
 
     async def cancelled() -> None:
@@ -49,9 +59,7 @@ def test_no_spare_disturbs_the_measuring_and_all_end_where_that_does(sources: li
             seen.append(programs())
             task.cancel()
 
-        task = asyncio.ensure_future(
-            replicated(sources, Serving(), Means(tmp_path, Arena(1 << 20), told, lambda member: None))
-        )
+        task = asyncio.ensure_future(replicated(sources, Serving(), Means(tmp_path, inbox, told, lambda member: None)))
         await task
 
     with pytest.raises(asyncio.CancelledError):
@@ -60,7 +68,9 @@ def test_no_spare_disturbs_the_measuring_and_all_end_where_that_does(sources: li
     assert not programs()
 
 
-def test_what_is_taken_has_a_spare_and_what_is_not_has_ended(sources: list[Source], tmp_path: Path) -> None:
+def test_what_is_taken_has_a_spare_and_what_is_not_has_ended(
+    sources: list[Source], tmp_path: Path, inbox: Arena
+) -> None:
     events: list[str] = []
 
     async def start() -> None:
@@ -71,7 +81,7 @@ def test_what_is_taken_has_a_spare_and_what_is_not_has_ended(sources: list[Sourc
             if event == "spare ready":
                 ready.set()
 
-        staffed = await replicated(sources, Serving(), Means(tmp_path, Arena(1 << 20), told, lambda member: None))
+        staffed = await replicated(sources, Serving(), Means(tmp_path, inbox, told, lambda member: None))
         try:
             await asyncio.wait_for(ready.wait(), 60)
             wanted = {"between_graph": 3, "in_graph": 2}[staffed.replication]
@@ -91,7 +101,9 @@ def test_members_that_cannot_be_merged_for_want_of_room_stay_apart(sources: list
     events: list[str] = []
 
     async def start() -> str:
-        staffed = await replicated(nets, Serving(), small_disk, lambda e, **_: events.append(e), lambda member: None)
+        staffed = await replicated(
+            nets, Serving(), Means(small_disk, inbox, lambda e, **_: events.append(e, lambda member: None))
+        )
         await staffed.staff.close()
         return staffed.replication
 

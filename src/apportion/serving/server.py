@@ -78,6 +78,7 @@ async def _serve(sources: Sequence[Source], serving: Serving, folder: Path, sock
         return await _answer(app, staffed, sock)
     finally:
         await staffed.staff.close()
+        inbox.close()
         log("closed")
 
 
