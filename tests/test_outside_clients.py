@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,25 +13,13 @@ import numpy as np
 import onnx
 import pytest
 import tritonclient.http as triton
-from onnx import TensorProto, helper
+from every_datatype import VALUES
+from onnx import helper
 from served import Server, eventually, serving
 from tritonclient.utils import InferenceServerException
 
-VALUES: dict[str, tuple[int, Any]] = {
-    "BOOL": (TensorProto.BOOL, np.array([True, False, True])),
-    "UINT8": (TensorProto.UINT8, np.array([0, 7, 255], np.uint8)),
-    "UINT16": (TensorProto.UINT16, np.array([0, 7, 65535], np.uint16)),
-    "UINT32": (TensorProto.UINT32, np.array([0, 7, 2**32 - 1], np.uint32)),
-    "UINT64": (TensorProto.UINT64, np.array([0, 7, 2**64 - 1], np.uint64)),
-    "INT8": (TensorProto.INT8, np.array([-128, 7, 127], np.int8)),
-    "INT16": (TensorProto.INT16, np.array([-32768, 7, 32767], np.int16)),
-    "INT32": (TensorProto.INT32, np.array([-(2**31), 7, 2**31 - 1], np.int32)),
-    "INT64": (TensorProto.INT64, np.array([-(2**63), 7, 2**63 - 1], np.int64)),
-    "FP16": (TensorProto.FLOAT16, np.array([0.5, -1.0, 65504.0], np.float16)),
-    "FP32": (TensorProto.FLOAT, np.array([0.1, -1.0, 3e38], np.float32)),
-    "FP64": (TensorProto.DOUBLE, np.array([0.1, -1.0, 1e300], np.float64)),
-    "BYTES": (TensorProto.STRING, np.array([b"one", b"", "zw\u00f6lf".encode()], dtype=object)),
-}
+KSERVE = Path(sys.prefix) / "kserve"
+"""Of packages at versions that are not ours."""
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +28,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("clients")
     inputs, outputs, nodes = [], [], []
     for name in VALUES:
-        inputs.append(helper.make_tensor_value_info(name, VALUES[name][0], ["rows"]))
-        outputs.append(helper.make_tensor_value_info(f"{name}_back", VALUES[name][0], ["rows"]))
+        kind = helper.np_dtype_to_tensor_dtype(VALUES[name].dtype)
+        inputs.append(helper.make_tensor_value_info(name, kind, ["rows"]))
+        outputs.append(helper.make_tensor_value_info(f"{name}_back", kind, ["rows"]))
         nodes.append(helper.make_node("Identity", [name], [f"{name}_back"]))
     graph = helper.make_graph(nodes, "every", inputs, outputs)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
@@ -69,14 +59,14 @@ def test_triton_s_client_finds_what_it_looks_for(client: Any) -> None:
 @pytest.mark.parametrize("binary_in", [False, True])
 def test_triton_s_client_gets_every_datatype_back(client: Any, binary_in: bool, binary_out: bool) -> None:
     tensors, asked = [], []
-    for datatype, (_, values) in VALUES.items():
+    for datatype, values in VALUES.items():
         tensor = triton.InferInput(datatype, values.shape, datatype)
         tensor.set_data_from_numpy(values, binary_data=binary_in or datatype == "FP16")  # which it sends as bytes alone
         tensors.append(tensor)
         asked.append(triton.InferRequestedOutput(f"{datatype}_back", binary_data=binary_out))
     found = client.infer("every", tensors, outputs=asked, request_id="7", timeout=5_000_000)
     assert found.get_response()["id"] == "7"
-    for datatype, (_, values) in VALUES.items():
+    for datatype, values in VALUES.items():
         output = found.as_numpy(f"{datatype}_back")
         if datatype == "BYTES":
             assert [v if isinstance(v, bytes) else v.encode() for v in output] == values.tolist()
@@ -92,6 +82,15 @@ def test_triton_s_client_is_told_what_is_wrong(client: Any) -> None:
         client.infer("every", [tensor])
     with pytest.raises(InferenceServerException, match="there is no model 'none'"):
         client.get_model_metadata("none")
+
+
+def test_kserve_s_client_gets_every_datatype_back(server: Server) -> None:
+    if not (KSERVE / "kserve").is_dir():
+        pytest.skip(f"KServe's client is not in {KSERVE}: scripts/test installs it (not for Python 3.14)")
+    command = [sys.executable, str(Path(__file__).parent / "kserve_client.py"), f"http://127.0.0.1:{server.port}"]
+    path = os.pathsep.join([str(KSERVE), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env={**os.environ, "PYTHONPATH": path})
+    assert (done.returncode, done.stdout) == (0, "all as it should be\n"), done.stderr[-6000:]
 
 
 def test_the_openapi_file_holds_whatever_is_asked(server: Server, tmp_path: Path) -> None:
