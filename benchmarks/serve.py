@@ -13,6 +13,9 @@ slow          one of the four stopped nine tenths of the time: requests/s from t
 single_kill   a net by itself, killed 20 times under load of 2 connections: ms until the next answer, the slowest,
               against 500; `lost`: requests without an answer (those in flight at most).
 sigterm       seconds until it has ended after crashes, the slowest of 10, against 2; `left`: processes, of 0.
+soak          ten minutes at 80 % of what it manages, paced: MB by which the memory of the server or of one of its
+              processes grew after the first minute, whichever is nearest to its bar: 2 MB, or 2 % of it. Bars besides:
+              no descriptor more, no failure, no process replaced.
 ort_eager     a small CNN, batch 1, one thread: ONNX Runtime against torch eager in channels last. Bar: 3, and that it
               is what `serve` chooses.
 
@@ -52,6 +55,8 @@ PUBLISHED = {20: 91.73, 32: 92.63, 44: 93.10, 56: 93.39}
 START_SECONDS = 120.0
 KILLS, ENDS = 20, 10
 DEADLINE_MS = 100
+SOAK_SECONDS, SETTLE_SECONDS, CAPACITY_SECONDS = 600.0, 60.0, 15.0
+SOAK_CONNECTIONS = 8
 
 
 class Row:
@@ -126,12 +131,22 @@ class Served:
         with self._told:
             return [e for e in self.events if e["event"].startswith(f"member {member} pid ")][-1]["pid"]
 
-    def load(self, body, headers, *, connections, seconds, model):
-        """The client, started; `result` waits for what it measured."""
+    def load(self, body, headers, *, connections, seconds, model, rate=None):
+        """The client, started; `result` waits for what it measured. `rate`: requests a second, paced."""
         order = {"port": self.port, "path": f"/v2/models/{model}/infer", "body": str(body), "headers": headers}
-        order |= {"connections": connections, "seconds": seconds}
+        order |= {"connections": connections, "seconds": seconds, "rate": rate}
         command = [sys.executable, str(HERE / "serve_client.py"), json.dumps(order)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def held(self):
+        """(resident MB, descriptors) of it and of its processes, by their numbers."""
+        pid = self.process.pid
+        pids = [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+        page_mb = os.sysconf("SC_PAGE_SIZE") / 2**20
+        return {
+            pid: (int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page_mb, len(os.listdir(f"/proc/{pid}/fd")))
+            for pid in pids
+        }
 
     def ends(self):
         """Seconds after SIGTERM."""
@@ -141,9 +156,9 @@ class Served:
         return time.perf_counter() - began
 
 
-def result(client):
+def result(client, seconds=300.0):
     """(seconds since the epoch when it began, [[began, latency, status, degraded], ...])."""
-    text = client.communicate(timeout=300)[0]
+    text = client.communicate(timeout=seconds)[0]
     if client.returncode != 0:
         raise SideFailed(f"the client ended with {client.returncode}")
     told = json.loads(text)
@@ -393,6 +408,42 @@ def sigterm():
     }
 
 
+def soak():
+    """Both samples are taken under load, so that as many connections are open."""
+    file, headers = written("image.bin", image())
+    asked = {"connections": SOAK_CONNECTIONS, "model": "ensemble"}
+    with served(*resnets(), "--replication", "between_graph") as server:
+        server.said("^spare ready")
+        _, took = result(server.load(file, headers, seconds=CAPACITY_SECONDS, **asked))
+        capacity = sum(status == 200 for _, _, status, _ in took) / CAPACITY_SECONDS
+        client = server.load(file, headers, seconds=SOAK_SECONDS, rate=0.8 * capacity, **asked)
+        time.sleep(SETTLE_SECONDS)
+        before = server.held()
+        time.sleep(SOAK_SECONDS - SETTLE_SECONDS - 2.0)
+        after = server.held()
+        _, took = result(client)
+    if before.keys() != after.keys():
+        raise SideFailed("a process has ended")
+    grown = {pid: after[pid][0] - before[pid][0] for pid in before}
+    opened = max(after[pid][1] - before[pid][1] for pid in before)
+    failed = sum(status != 200 for _, _, status, _ in took)
+    p99 = 1e3 * float(np.quantile([latency for _, latency, _, _ in took], 0.99))
+    bars = {pid: max(2.0, 0.02 * before[pid][0]) for pid in before}
+    worst = min(grown, key=lambda pid: bars[pid] - grown[pid])
+    whole = sum(mb for mb, _ in after.values())
+    return {
+        "what": f"{failed} of {len(took)} failed at {0.8 * capacity:.0f} requests/s of {capacity:.0f}, p99 "
+        f"{p99:.1f} ms; server {grown[server.process.pid]:+.2f} MB, all {sum(grown.values()):+.2f} MB of {whole:.0f}; "
+        f"{opened:+d} descriptors",
+        "ours": grown[worst],
+        "peer": bars[worst],
+        "ratio": bars[worst] / max(grown[worst], 0.01) if not failed and opened <= 0 else 0.0,
+        "failures": failed,
+        "descriptors": opened,
+        "grown_mb": {("server" if pid == server.process.pid else str(pid)): mb for pid, mb in grown.items()},
+    }
+
+
 def small_cnn():
     torch.manual_seed(0)
     return nn.Sequential(
@@ -444,6 +495,7 @@ ROWS = {
     "slow": Row("", "requests/s", slow),
     "single_kill": Row("", "ms", single_kill),
     "sigterm": Row("", "s", sigterm),
+    "soak": Row("", "MB", soak),
     "ort_eager": Row("", "us", ort_eager),
 }
 
