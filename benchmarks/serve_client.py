@@ -48,12 +48,18 @@ class Connection:
         if not found:
             return None
         lower = bytes(head).lower()
-        at = lower.index(b"content-length:") + 15
-        size = int(lower[at : (lower + b"\r\n").index(b"\r\n", at)])
-        if len(body) < size:
+        if not ended(lower, body):
             return None
         self.buffer = bytearray()
         return int(head.split(b" ", 2)[1]), lower, bytes(body)
+
+
+def ended(head, body):
+    """Is it all there?"""
+    if b"transfer-encoding: chunked" in head:
+        return body.endswith(b"\r\n0\r\n\r\n")  # which no JSON has within
+    at = head.index(b"content-length:") + 15
+    return len(body) >= int(head[at : (head + b"\r\n").index(b"\r\n", at)])
 
 
 def request(order):
