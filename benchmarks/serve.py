@@ -4,8 +4,8 @@
 
 accuracy      the four published CIFAR-10 ResNets on the 10,000 test images: the largest distance of a member from its
               published accuracy, in points, against 0.01; `what` has the ensemble's. Needs the real data.
-overhead      ResNet-18, 224x224, batch 1, binary, one connection kept alive: ms beyond the same call of the runtime by
-              itself, against 0.5. In turns, medians of all.
+overhead      ResNet-18, 224x224, batch 1, binary, one connection kept alive (a plain socket of serve_client.py): ms
+              beyond the same call of the runtime by itself, against 0.5. In turns, medians of all.
 kill          kill -9 of one of the four, 20 times, under load of 4 connections: failed requests; `p99_ms`, the slowest
               return of a member in ms against 500. Bars: 0 failures, p99 within the deadline (100 ms) + 10 ms.
 slow          one of the four stopped nine tenths of the time: requests/s from the second second on against before. Bar:
@@ -18,27 +18,30 @@ soak          ten minutes at 80 % of what it manages, paced: MB by which the mem
               no descriptor more, no failure, no process replaced.
 ort_eager     a small CNN, batch 1, one thread: ONNX Runtime against torch eager in channels last. Bar: 3, and that it
               is what `serve` chooses.
+mlserver_*    requests/s of the same net with 1 and 16 connections, 32 KB of JSON each, against MLServer at its best
+              setting (serve_peers.py). Bar: 2.
+litserve_*    the same against LitServe. Bar: 3.
+ray_*         the same against Ray Serve. Bar: 8.
 
-The client (serve_client.py) is a process of its own on the same two cores.
+Each of these peers has an environment of its own, made with pip at the first use (peers/mlserver.txt, ...) below
+~/.cache/apportion/peers. The client (serve_client.py) is a process of its own on the same two cores.
 """
 
-import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
 from parked import SideFailed
+from serve_client import Connection, request
+from serve_peers import ROWS as PEERS
+from serve_sides import HERE, Row, chosen, image, nets, result, served, small_cnn, written
 from table import main, measured
 from torch import nn
 
@@ -46,31 +49,15 @@ import apportion
 from apportion.ort import session
 from apportion.serving.protocol import HEADER, Named, read_response, write_request
 
-HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 DATA = Path(os.environ.get("APPORTION_DATA") or Path.home() / ".cache" / "apportion" / "data")
 WEIGHTS = DATA / "models" / "akamaster_resnet_cifar10"
 PUBLISHED = {20: 91.73, 32: 92.63, 44: 93.10, 56: 93.39}
-START_SECONDS = 120.0
 KILLS, ENDS = 20, 10
 DEADLINE_MS = 100
 SOAK_SECONDS, SETTLE_SECONDS, CAPACITY_SECONDS = 600.0, 60.0, 15.0
 SOAK_CONNECTIONS = 8
-
-
-class Row:
-    """One line of the table."""
-
-    def __init__(self, what, unit, measure):
-        self.what, self.unit, self.measure = what, unit, measure
-
-
-@cache
-def nets():
-    """Where the nets are, as ONNX files; gone with this process."""
-    folder = tempfile.TemporaryDirectory(prefix="apportion-benchmark-")
-    return folder, Path(folder.name)
 
 
 def resnets():
@@ -84,107 +71,6 @@ def resnets():
         if not path.exists():
             apportion.export(published(WEIGHTS, layers), torch.randn(2, 3, 32, 32), path)
     return [f"resnet{layers}={path}" for layers, path in found.items()]
-
-
-class Served:
-    """A server, its log read in a thread."""
-
-    def __init__(self, *arguments):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "apportion", "serve", "--port", "0", *arguments],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.events, self._told = [], threading.Condition()
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
-        self.port = self.said("^serving on", START_SECONDS)["port"]
-
-    def _listen(self):
-        for line in self.process.stderr:
-            if '"event":"request"' in line:
-                continue
-            with self._told:
-                self.events.append(json.loads(line) if line.startswith("{") else {"event": line})
-                self._told.notify_all()
-
-    def said(self, pattern, seconds=30.0, times=1):
-        """The line in which it says so for the n-th time."""
-        found = []
-
-        def there():
-            found[:] = [e for e in self.events if re.search(pattern, e["event"])]
-            return len(found) >= times
-
-        with self._told:
-            if not self._told.wait_for(there, seconds):
-                raise SideFailed(f"it did not say {pattern!r}: {self.events[-5:]}")
-            return found[times - 1]
-
-    def times(self, pattern):
-        """How often it has said so."""
-        with self._told:
-            return sum(bool(re.search(pattern, e["event"])) for e in self.events)
-
-    def pid(self, member):
-        """Of its latest process."""
-        with self._told:
-            return [e for e in self.events if e["event"].startswith(f"member {member} pid ")][-1]["pid"]
-
-    def load(self, body, headers, *, connections, seconds, model, rate=None):
-        """The client, started; `result` waits for what it measured. `rate`: requests a second, paced."""
-        order = {"port": self.port, "path": f"/v2/models/{model}/infer", "body": str(body), "headers": headers}
-        order |= {"connections": connections, "seconds": seconds, "rate": rate}
-        command = [sys.executable, str(HERE / "serve_client.py"), json.dumps(order)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-    def held(self):
-        """(resident MB, descriptors) of it and of its processes, by their numbers."""
-        pid = self.process.pid
-        pids = [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
-        page_mb = os.sysconf("SC_PAGE_SIZE") / 2**20
-        return {
-            pid: (int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page_mb, len(os.listdir(f"/proc/{pid}/fd")))
-            for pid in pids
-        }
-
-    def ends(self):
-        """Seconds after SIGTERM."""
-        began = time.perf_counter()
-        self.process.terminate()
-        self.process.wait(30)
-        return time.perf_counter() - began
-
-
-def result(client, seconds=300.0):
-    """(seconds since the epoch when it began, [[began, latency, status, degraded], ...])."""
-    text = client.communicate(timeout=seconds)[0]
-    if client.returncode != 0:
-        raise SideFailed(f"the client ended with {client.returncode}")
-    told = json.loads(text)
-    return told["began"], told["took"]
-
-
-@contextmanager
-def served(*arguments):
-    server = Served(*arguments)
-    try:
-        yield server
-    finally:
-        server.process.kill()
-        server.process.wait()
-
-
-def written(name, x):
-    """(file, headers) of a binary request."""
-    pieces, json_bytes = write_request([Named("input", "FP32", x)], parameters={"binary_data_output": True})
-    path = nets()[1] / name
-    path.write_bytes(b"".join(pieces))
-    return path, {HEADER: str(json_bytes)}
-
-
-def image(size=32):
-    return np.random.default_rng(0).normal(size=(1, 3, size, size)).astype(np.float32)
 
 
 # Rows
@@ -253,17 +139,16 @@ def resnet18():
 
 def overhead():
     """Turns of 20 calls of each, after one of each that does not count."""
-    import http.client
-
     path = nets()[1] / "resnet18.onnx"
     apportion.export(resnet18(), torch.randn(2, 3, 224, 224), path)
     x = image(224)
     file, headers = written("overhead.bin", x)
-    body, by_itself, by_http = file.read_bytes(), [], []
+    by_itself, by_http = [], []
     with served(str(path), "--deadline", "5s") as server:
         threads = int(re.search(r"(\d+) thread", chosen(server, "onnxruntime"))[1])
         bare = session(path, threads=threads)
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        order = {"path": "/v2/models/m1/infer", "body": file, "headers": headers}
+        connection = Connection(server.port, request(order))
         for _ in range(15):
             for turn in range(21):
                 began = time.perf_counter()
@@ -271,14 +156,13 @@ def overhead():
                 if turn:
                     by_itself.append(time.perf_counter() - began)
             for turn in range(21):
-                began = time.perf_counter()
-                connection.request("POST", "/v2/models/m1/infer", body, headers)
-                answer = connection.getresponse()
-                answer.read()
+                connection.send()
+                while (answer := connection.receive()) is None:
+                    pass
                 if turn:
-                    by_http.append(time.perf_counter() - began)
-                if answer.status != 200:
-                    raise SideFailed(f"it answers {answer.status}")
+                    by_http.append(time.perf_counter() - connection.began)
+                if answer[0] != 200:
+                    raise SideFailed(f"it answers {answer[0]}")
     beyond = 1e3 * (median(by_http) - median(by_itself))
     return {
         "what": f"{1e3 * median(by_http):.2f} ms over HTTP, {1e3 * median(by_itself):.2f} ms by itself",
@@ -286,12 +170,6 @@ def overhead():
         "peer": 0.5,
         "ratio": 0.5 / max(beyond, 1e-3),
     }
-
-
-def chosen(server, runtime):
-    """The line of what was measured at load, of the fastest with that runtime."""
-    lines = [e["event"] for e in server.events if f": {runtime}" in e["event"]]
-    return min(lines, key=lambda line: float(re.search(r"([\d.e-]+) ms", line)[1]))
 
 
 def kill():
@@ -408,6 +286,7 @@ def sigterm():
     }
 
 
+<<<<<<< HEAD
 def soak():
     """Both samples are taken under load, so that as many connections are open."""
     file, headers = written("image.bin", image())
@@ -453,6 +332,8 @@ def small_cnn():
     ).eval()  # fmt: skip
 
 
+=======
+>>>>>>> 767f596 (Benchmark: requests/s of the server against MLServer, LitServe and Ray Serve)
 def ort_eager():
     """In turns of 200 calls."""
     torch.set_num_threads(1)
@@ -497,6 +378,7 @@ ROWS = {
     "sigterm": Row("", "s", sigterm),
     "soak": Row("", "MB", soak),
     "ort_eager": Row("", "us", ort_eager),
+    **PEERS,
 }
 
 

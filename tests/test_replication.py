@@ -101,9 +101,8 @@ def test_members_that_cannot_be_merged_for_want_of_room_stay_apart(sources: list
     events: list[str] = []
 
     async def start() -> str:
-        staffed = await replicated(
-            nets, Serving(), Means(small_disk, inbox, lambda e, **_: events.append(e, lambda member: None))
-        )
+        told = Means(small_disk, inbox, lambda e, **_: events.append(e), lambda member: None)
+        staffed = await replicated(nets, Serving(), told)
         await staffed.staff.close()
         return staffed.replication
 

@@ -32,19 +32,27 @@ PREFIX = "apportion-serve-"
 
 def answer(members: Mapping[str, str], serving: Serving) -> int:
     """Until SIGTERM or Ctrl-C; the signal's number. ``members``: places by name. See ``apportion.serve``."""
-    signal.signal(signal.SIGTERM, _end)  # until the loop has its own
-    _sweep()
-    with (
-        tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as folder,
-        _listening(serving) as sock,
-    ):
-        sources = [prepared(name, place, Path(folder), serving, len(members)) for name, place in members.items()]
-        return asyncio.run(_serve(sources, serving, Path(folder), sock))
+    before = signal.signal(signal.SIGTERM, _end)  # until the loop has its own
+    try:
+        _sweep()
+        with (
+            tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as folder,
+            _listening(serving) as sock,
+        ):
+            sources = [prepared(name, place, Path(folder), serving, len(members)) for name, place in members.items()]
+            return asyncio.run(_serve(sources, serving, Path(folder), sock))
+    except _Told:
+        return int(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+class _Told(SystemExit):
+    """To end, before there is a loop that can be told: what there is already is removed on the way."""
 
 
 def _end(number: int, frame: object) -> None:
-    """While members are prepared: what there is already is removed on the way."""
-    raise SystemExit(0)
+    raise _Told
 
 
 def _sweep() -> None:
