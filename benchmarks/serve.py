@@ -286,7 +286,6 @@ def sigterm():
     }
 
 
-<<<<<<< HEAD
 def soak():
     """Both samples are taken under load, so that as many connections are open."""
     file, headers = written("image.bin", image())
@@ -332,8 +331,6 @@ def small_cnn():
     ).eval()  # fmt: skip
 
 
-=======
->>>>>>> 767f596 (Benchmark: requests/s of the server against MLServer, LitServe and Ray Serve)
 def ort_eager():
     """In turns of 200 calls."""
     torch.set_num_threads(1)

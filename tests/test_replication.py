@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -110,3 +111,31 @@ def test_members_that_cannot_be_merged_for_want_of_room_stay_apart(sources: list
     (said,) = [event for event in events if event.startswith("replication")]
     assert "ensemble.onnx could not be written: No space left on device" in said
     assert not programs()
+
+
+def test_who_is_being_replaced_when_all_is_closed_has_ended_too(
+    sources: list[Source], tmp_path: Path, inbox: Arena
+) -> None:
+    before = {*children(os.getpid())}
+
+    async def start() -> None:
+        ready = asyncio.Event()
+
+        def told(event: str, **about: Any) -> None:
+            if event == "spare ready":
+                ready.set()
+
+        staffed = await replicated(sources[:1], Serving(), Means(tmp_path, inbox, told, lambda member: None))
+        try:
+            await asyncio.wait_for(ready.wait(), 60)
+            killed = {*programs()}
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+            async with asyncio.timeout(30):
+                while not {*programs()} - killed:  # the member's next one
+                    await asyncio.sleep(0.005)
+        finally:
+            await staffed.staff.close()
+        assert {*children(os.getpid())} <= before, "neither alive nor waiting to be collected"
+
+    asyncio.run(start())

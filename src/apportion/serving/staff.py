@@ -89,6 +89,7 @@ class Staff:
         self._over = True
         for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # who was being hired is among the dead then
         children = [seat.child for seat in self._seats if seat.child is not None]
         children += [self._spare] if self._spare is not None else []
         for seat in self._seats:
