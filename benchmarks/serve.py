@@ -322,15 +322,6 @@ def soak():
     }
 
 
-def small_cnn():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
-        nn.MaxPool2d(2), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-        nn.Linear(32, 10),
-    ).eval()  # fmt: skip
-
-
 def ort_eager():
     """In turns of 200 calls."""
     torch.set_num_threads(1)

@@ -94,7 +94,9 @@ def test_what_is_taken_has_a_spare_and_what_is_not_has_ended(
     assert events.index("spare ready") > next(n for n, event in enumerate(events) if event.startswith("replication"))
 
 
-def test_members_that_cannot_be_merged_for_want_of_room_stay_apart(sources: list[Source], small_disk: Path) -> None:
+def test_members_that_cannot_be_merged_for_want_of_room_stay_apart(
+    sources: list[Source], small_disk: Path, inbox: Arena
+) -> None:
     (small_disk / "filling").write_bytes(bytes((1 << 20) - 4096))  # a page is left
     nets = [replace(source, path=str(small_disk.parent / f"{source.name}.onnx")) for source in sources]
     for n, source in enumerate(nets):

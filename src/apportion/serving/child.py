@@ -7,6 +7,7 @@ the server, whatever ends the server.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -42,13 +43,16 @@ class Child:
         command = [sys.executable, "-m", "apportion.serving.process"]
         memories = [(arena.descriptor, arena.nbytes) for arena in (inbox, self._outbox)]
         command += [str(n) for n in (os.getpid(), theirs.fileno(), *chain.from_iterable(memories))]
-        with theirs:
+        with theirs, contextlib.ExitStack() as otherwise:
+            otherwise.callback(self._socket.close)
+            otherwise.callback(self._outbox.close)
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *(descriptor for descriptor, _ in memories)),
                 env={**os.environ, **fixed},
             )
+            otherwise.pop_all()  # it is there
         self._socket.setblocking(False)
         self._reader, self._unsent, self._over = Reader(), bytearray(), False
         self._loop.add_reader(self._socket, self._readable)
