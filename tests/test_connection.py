@@ -154,9 +154,19 @@ def test_chunks_come_whole_out_of_any_pieces(parts: list[bytes], cuts: list[int]
     assert (bytes(chunks.body), waiting) == (b"".join(parts), b"GET")
 
 
+TRAILERS = b"0\r\n" + b"t: v\r\n" * 20_000
+
+
 @pytest.mark.parametrize(
     ("stream", "status"),
-    [(b"x\r\n", 400), (b"-1\r\n", 400), (b"2\r\nabc\r\n", 400), (b"fffffff\r\n", 413), (b"1" * 5000, 400)],
+    [
+        (b"x\r\n", 400),
+        (b"-1\r\n", 400),
+        (b"2\r\nabc\r\n", 400),
+        (b"fffffff\r\n", 413),
+        (b"1" * 5000, 400),
+        (b"0\r\n" + b"t: v\r\n" * 20_000, 431),
+    ],
 )
 def test_chunks_that_are_none_are_refused(stream: bytes, status: int) -> None:
     with pytest.raises(Wrong) as found:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from apportion.exporting import export
 from apportion.serving.onnx_program import OnnxProgram
 from apportion.serving.program import Expired, Program, rows_by_themselves, timed
-from apportion.serving.torch_program import TorchProgram
+from apportion.serving.torch_program import TorchProgram, opened
 
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(3, 8)
 
@@ -149,3 +149,15 @@ def test_a_file_that_is_no_net_is_refused(tmp_path: Path) -> None:
     onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "s.onnx")
     with pytest.raises(ValueError, match=r"only tensors of"):
         OnnxProgram(tmp_path / "s.onnx")
+
+
+@pytest.mark.parametrize(("rows", "dynamic", "fits"), [(1, False, True), (3, True, True), (3, False, False)])
+def test_a_program_of_one_number_of_examples_is_refused(rows: int, dynamic: bool, fits: bool, tmp_path: Path) -> None:
+    shapes = ({0: torch.export.Dim.DYNAMIC},) if dynamic else None
+    program = torch.export.export(nn.Linear(4, 2), (torch.zeros(rows, 4),), dynamic_shapes=shapes)
+    torch.export.save(program, tmp_path / "p.pt2")
+    if fits:
+        opened(tmp_path / "p.pt2")
+    else:
+        with pytest.raises(ValueError, match="takes 3 examples at once and no other number: export it with"):
+            opened(tmp_path / "p.pt2")

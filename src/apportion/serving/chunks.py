@@ -7,7 +7,9 @@ import re
 from apportion.serving.reply import Wrong
 
 MOST_LINE = 4096
-"""Bytes of a line: a length with what may follow it, or a trailer, which is not read."""
+"""Bytes of a line: a length with what may follow it, or a trailer."""
+MOST_TRAILERS = 64 << 10
+"""Bytes of all trailers, which are not read."""
 _LENGTH = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?")
 
 
@@ -16,6 +18,7 @@ class Chunks:
 
     def __init__(self, most: int) -> None:
         self.body, self._most = bytearray(), most
+        self._trailers = 0
         self._left, self._within, self._last, self._whole = 0, False, False, False
 
     def feed(self, data: memoryview) -> tuple[int, bool]:
@@ -50,7 +53,9 @@ class Chunks:
                 raise Wrong(400, f"a line between chunks has more than {MOST_LINE} bytes")
             return None
         if self._last:
-            self._whole = end == 0
+            self._whole, self._trailers = end == 0, self._trailers + end + 2
+            if self._trailers > MOST_TRAILERS:
+                raise Wrong(431, f"the body's trailers have more than {MOST_TRAILERS} bytes")
             return end + 2
         found = _LENGTH.fullmatch(line[:end])
         if found is None:

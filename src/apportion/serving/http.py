@@ -22,6 +22,7 @@ from apportion.serving.log import log
 from apportion.serving.metrics import Metrics
 from apportion.serving.places import ENSEMBLE
 from apportion.serving.program import Spec
+from apportion.serving.protocol import shown
 from apportion.serving.reply import Reply, Wrong
 from apportion.serving.serving import Serving
 
@@ -68,7 +69,7 @@ class App:
         try:
             found = self._found(path)
             if method not in ("GET", "HEAD"):
-                raise Wrong(405, f"{path} is asked for with GET, not {method}", (b"allow", b"GET, HEAD"))
+                raise Wrong(405, f"{path[:200]} is asked for with GET, not {method}", (b"allow", b"GET, HEAD"))
             return found()
         except Wrong as error:
             return error.reply()
@@ -92,14 +93,14 @@ class App:
             case ["v2", "models", model, "ready"] | ["v2", "models", model, "versions", _, "ready"]:
                 self._known(path, model)
                 return lambda: self._model_ready(model)
-        raise Wrong(404, f"there is no {path}")
+        raise Wrong(404, f"there is no {path[:200]}")
 
     def _known(self, path: str, model: str) -> tuple[str, ...]:
         parts = path.strip("/").split("/")
         if model not in self._models:
-            raise Wrong(404, f"there is no model {model!r}: it is one of {', '.join(self._models)}")
+            raise Wrong(404, f"there is no model {shown(model)}: it is one of {', '.join(self._models)}")
         if len(parts) > 4 and parts[3] == "versions" and parts[4] != VERSION:
-            raise Wrong(404, f"model {model!r} has no version {parts[4]!r}: it is {VERSION!r}")
+            raise Wrong(404, f"model {model!r} has no version {shown(parts[4])}: it is {VERSION!r}")
         return self._models[model]
 
     @property
@@ -148,9 +149,9 @@ class App:
             case ["v2", "models", model, "infer"] | ["v2", "models", model, "versions", _, "infer"]:
                 names = self._known(head.path, model)
             case _:
-                raise Wrong(404, f"there is no {head.path}")
+                raise Wrong(404, f"there is no {head.path[:200]}")
         if head.method != "POST":
-            raise Wrong(405, f"{head.path} is asked for with POST, not {head.method}", (b"allow", b"POST"))
+            raise Wrong(405, f"{head.path[:200]} is asked for with POST, not {head.method}", (b"allow", b"POST"))
         if self.draining:
             raise Wrong(503, "the server is ending")
         if self.busy >= self.serving.most_requests:

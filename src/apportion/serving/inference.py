@@ -14,7 +14,7 @@ from apportion.serving.frames import INLINE_BYTES, placed
 from apportion.serving.head import Head, number
 from apportion.serving.log import log
 from apportion.serving.program import Spec
-from apportion.serving.protocol import HEADER, Named, Request, read_request, write_response
+from apportion.serving.protocol import HEADER, Named, Request, read_request, shown, write_response
 from apportion.serving.reply import Reply, Wrong
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Inference:
 
     def __init__(self, app: App, head: Head, model: str, names: tuple[str, ...], began: float) -> None:
         if head.encoding != b"identity":
-            raise Wrong(415, f"content-encoding {head.encoding.decode('latin-1')!r} is not read: send it as it is")
+            raise Wrong(415, f"content-encoding {head.encoding[:40].decode('latin-1')!r} is not read: send it as it is")
         self._json_bytes = None if head.json_bytes is None else number(_HEADER, head.json_bytes)
         self._app, self._model, self._names, self._began = app, model, names, began
         self._came = asyncio.get_running_loop().time()
@@ -80,7 +80,7 @@ class Inference:
         if request.outputs is not None:
             known = [spec.name for spec in outputs]
             if strange := [asked.name for asked in request.outputs if asked.name not in known]:
-                raise ValueError(f"there is no output {strange[0]!r}: it is one of {', '.join(known)}")
+                raise ValueError(f"there is no output {shown(strange[0])}: it is one of {', '.join(known)}")
         timeout = request.timeout
         if timeout is not None and timeout > app.serving.longest_deadline:
             raise ValueError(
@@ -150,8 +150,9 @@ def defect(error: Exception) -> Reply:
 def _in_order(request: Request, inputs: tuple[Spec, ...]) -> list[Named]:
     """The tensors as the net takes them. ValueError where one is missing, strange or unfit."""
     given = {tensor.name: tensor for tensor in request.inputs}
-    if strange := [name for name in given if name not in {spec.name for spec in inputs}]:
-        raise ValueError(f"there is no input {strange[0]!r}: it is one of {', '.join(spec.name for spec in inputs)}")
+    known = [spec.name for spec in inputs]
+    if strange := [name for name in given if name not in known]:
+        raise ValueError(f"there is no input {shown(strange[0])}: it is one of {', '.join(known)}")
     found = []
     for spec in inputs:
         tensor = given.get(spec.name)

@@ -76,14 +76,14 @@ def read_request(body: bytes | memoryview, json_bytes: int | None = None) -> Req
     timeout = parameters.get("timeout", 0)
     if type(timeout) is not int or not 0 <= timeout <= MOST_TIMEOUT:
         raise ValueError(
-            f"parameters.timeout={_shown(timeout)} must be microseconds, an integer from 0 to {MOST_TIMEOUT}"
+            f"parameters.timeout={shown(timeout)} must be microseconds, an integer from 0 to {MOST_TIMEOUT}"
         )
     identity = told.get("id")
     if identity is not None and not isinstance(identity, str):
         raise ValueError("id must be a string")
     whole = parameters.get("binary_data_output", False)
     if not isinstance(whole, bool):
-        raise ValueError(f"parameters.binary_data_output={_shown(whole)} must be true or false")
+        raise ValueError(f"parameters.binary_data_output={shown(whole)} must be true or false")
     inputs = _tensors(told, "inputs", binary)
     if not inputs:
         raise ValueError("inputs is empty: a request has at least one")
@@ -107,7 +107,7 @@ def _parted(body: bytes | memoryview, json_bytes: int | None) -> tuple[dict[str,
     return told, whole[json_bytes:]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """What somebody has sent, in a sentence: however long or deep it is."""
     return reprlib.repr(value)
 
@@ -136,7 +136,7 @@ def _tensors(told: Mapping[str, Any], what: str, binary: memoryview) -> tuple[Na
         if not isinstance(name, str):
             raise ValueError(f"{what}[{place}].name must be a string")
         if name in names:
-            raise ValueError(f"{what} has two tensors named {_shown(name)}")
+            raise ValueError(f"{what} has two tensors named {shown(name)}")
         names.add(name)
         try:
             tensor, at = _tensor(item, name, binary, at)
@@ -151,13 +151,13 @@ def _tensors(told: Mapping[str, Any], what: str, binary: memoryview) -> tuple[Na
 def _tensor(item: Mapping[str, Any], name: str, binary: memoryview, at: int) -> tuple[Named, int]:
     shape, datatype = item.get("shape"), item.get("datatype")
     if not isinstance(datatype, str) or datatype not in DATATYPES:
-        raise ValueError(f"datatype={_shown(datatype)} must be one of {', '.join(DATATYPES)}")
+        raise ValueError(f"datatype={shown(datatype)} must be one of {', '.join(DATATYPES)}")
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError(f"shape={_shown(shape)} must be a list of integers that are not negative")
+        raise ValueError(f"shape={shown(shape)} must be a list of integers that are not negative")
     if len(shape) > MOST_DIMS:
         raise ValueError(f"shape has {len(shape)} dimensions, of {MOST_DIMS} at most")
     if max(shape, default=0) > MOST_SIDE:
-        raise ValueError(f"shape={_shown(shape)} has a side that is longer than {MOST_SIDE}")
+        raise ValueError(f"shape={shown(shape)} has a side that is longer than {MOST_SIDE}")
     elements, size = math.prod(shape), _parameters(item).get("binary_data_size")
     if size is None:
         if item.get("data") is None:
@@ -168,7 +168,7 @@ def _tensor(item: Mapping[str, Any], name: str, binary: memoryview, at: int) -> 
             raise ValueError("it has both data and parameters.binary_data_size")
         if type(size) is not int or not 0 <= size <= len(binary) - at:
             raise ValueError(
-                f"binary_data_size={_shown(size)} must be an integer up to {len(binary) - at}, which are left"
+                f"binary_data_size={shown(size)} must be an integer up to {len(binary) - at}, which are left"
             )
         array = from_bytes(binary[at : at + size], datatype, elements)
         at += size
@@ -192,9 +192,9 @@ def _asked(told: Mapping[str, Any], *, binary: bool) -> tuple[Asked, ...] | None
             raise ValueError(f"outputs[{place}].parameters.classification is not offered; take the largest scores")
         own = parameters.get("binary_data", binary)
         if not isinstance(own, bool):
-            raise ValueError(f"outputs[{place}].parameters.binary_data={_shown(own)} must be true or false")
+            raise ValueError(f"outputs[{place}].parameters.binary_data={shown(own)} must be true or false")
         if any(asked.name == item["name"] for asked in found):
-            raise ValueError(f"outputs names {_shown(item['name'])} twice")
+            raise ValueError(f"outputs names {shown(item['name'])} twice")
         found.append(Asked(item["name"], own))
     return tuple(found) or None
 

@@ -32,6 +32,8 @@ END_SECONDS = 0.5
 """For processes to end by themselves when the server does; then they are killed."""
 LOOK_SECONDS = 0.05
 """Between two looks at what has expired or hangs."""
+STALLED_SECONDS = 0.5
+"""Longer than that between two looks: nobody was looked after, and nobody is to blame."""
 
 Log = Callable[..., None]
 
@@ -214,9 +216,14 @@ class Staff:
                 await asyncio.sleep(LONGEST_WAIT)
 
     async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
         while True:
+            last = now
             await asyncio.sleep(LOOK_SECONDS)
-            now = asyncio.get_running_loop().time()
+            now = loop.time()
+            if now - last > STALLED_SECONDS:
+                continue  # it was this program that stood still: what members have said has not been heard yet
             for seat in self._seats:
                 try:
                     seat.check(now)

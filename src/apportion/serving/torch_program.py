@@ -127,6 +127,7 @@ def opened(path: Path) -> tuple[nn.Module, Any]:
             raise ValueError(f"{path} is no program of torch.export: {error}") from error
         if program.example_inputs is None:
             raise ValueError(f"{path} has no example inputs: save it with those that it was exported with")
+        _check_rows(program, path)
         args, kwargs = program.example_inputs
         if args and kwargs:
             raise ValueError(f"{path} takes arguments by position and by name: export it with one kind")
@@ -136,6 +137,19 @@ def opened(path: Path) -> tuple[nn.Module, Any]:
     workload = workload_of(path)
     inputs, _ = workload.collate([workload.data()[0]])
     return load(path), inputs
+
+
+def _check_rows(program: torch.export.ExportedProgram, path: Path) -> None:
+    """ValueError where it takes so many examples and no other number."""
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "placeholder" or node.name not in program.graph_signature.user_inputs or not value.ndim:
+            continue
+        if isinstance(rows := value.shape[0], int) and rows > 1:
+            raise ValueError(
+                f"{path} takes {rows} examples at once and no other number: export it with "
+                "dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), one for each input"
+            )
 
 
 def leaves_of(sample: Any) -> list[Array]:
