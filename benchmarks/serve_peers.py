@@ -13,13 +13,11 @@ import http.client
 import json
 import os
 import re
-import secrets
 import signal
 import subprocess
 import tempfile
 import time
 from functools import cache, partial
-from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -36,8 +34,7 @@ HEADERS = {"content-type": "application/json"}
 TURNS, TURN_SECONDS, TRIAL_SECONDS, WARM_UP_SECONDS = 5, 4.0, 3.0, 2.0
 SETTLED_SECONDS = 0.5
 """At the start of a turn that do not count."""
-ENDING_SECONDS = 20.0
-MARK = "APPORTION_BENCHMARK_PEER"
+ENDING_SECONDS = 10.0
 
 PEERS = {
     "mlserver": {
@@ -62,12 +59,12 @@ PEERS = {
 
 
 class Peer:
-    """A server of peers/serve_NAME.py, which ends once its standard input does. All that it has started is known by a
-    mark in its environment: some of it outlives who started it."""
+    """A server of peers/serve_NAME.py, which ends once its standard input does. It has a session of its own, by which
+    all that it has started is known: some of that outlives it for minutes."""
 
     def __init__(self, name, order):
         python, script = environment_of(name), HERE / "peers" / f"serve_{name.removesuffix('_serve')}.py"
-        self._name, self._mark = name, secrets.token_hex(8)
+        self._name = name
         self._folder = tempfile.TemporaryDirectory(prefix="peer-", ignore_cleanup_errors=True)
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed by __exit__)
         self.port, *ports = free_port(), free_port(), free_port()
@@ -75,7 +72,7 @@ class Peer:
         self._process = subprocess.Popen(
             [python, str(script), json.dumps(order)],
             stdin=subprocess.PIPE, stdout=self._said, stderr=self._said, cwd=self._folder.name,
-            env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {MARK: self._mark},
+            env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, start_new_session=True,
         )  # fmt: skip
 
     def __enter__(self):
@@ -109,9 +106,8 @@ class Peer:
             self._process.wait(ENDING_SECONDS)
         except subprocess.TimeoutExpired:
             pass
-        mark = f"{MARK}={self._mark}".encode()
         for _ in range(100):
-            left = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if marked(pid, mark)]
+            left = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._started(pid)]
             if not left:
                 break
             for pid in left:
@@ -120,17 +116,16 @@ class Peer:
                 except ProcessLookupError:
                     pass
             time.sleep(0.05)
+            self._process.poll()
         self._process.wait()
         self._said.close()
         self._folder.cleanup()
 
-
-def marked(pid, mark):
-    """Has it this in its environment? One that has ended has none."""
-    try:
-        return mark in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
+    def _started(self, pid):
+        try:
+            return os.getsid(pid) == self._process.pid
+        except ProcessLookupError:
+            return False
 
 
 class Refused(Exception):

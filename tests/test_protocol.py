@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from apportion.serving.datatypes import DATATYPES, from_bf16, objects, to_bf16
+from apportion.serving.datatypes import DATATYPES, from_bf16, from_json, objects, to_bf16
 from apportion.serving.protocol import Named, Request, read_request, read_response, write_request, write_response
 
 NUMBERS = [name for name in DATATYPES if name not in ("BYTES", "BF16")]
@@ -212,3 +212,28 @@ def test_data_that_is_nested_a_thousand_times_is_refused() -> None:
         text = b'{"inputs": [{"name": "x", "shape": [1], "datatype": "%s", "data": %s}]}' % (datatype.encode(), deep)
         with pytest.raises(ValueError, match="data"):
             read_request(text)
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "FP64", "INT8", "UINT8", "INT64", "UINT64", "FP16"])
+@pytest.mark.parametrize(
+    "data", [[1, 2], [1.5, 2], [300, 1], [-1, 2], [1e39, 1], [2**64, 1], [2**63, 1], ["x", 1], [None, 1], [[1], [2]]]
+)
+def test_the_short_way_reads_what_the_long_one_does(datatype: str, data: list[Any]) -> None:
+    found = []
+    for booleans in (True, False):
+        try:
+            values = from_json(data, datatype, 2, booleans=booleans)
+            found.append((values.tolist(), str(values.dtype)))
+        except ValueError as error:
+            found.append(str(error))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("word", ["true", "false"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_boolean_is_no_number_wherever_it_is(word: str, place: int) -> None:
+    data = ["1.0"] * 3
+    data[place] = word
+    body = '{"inputs":[{"name":"x","shape":[3],"datatype":"FP32","data":[%s]}]}' % ",".join(data)
+    with pytest.raises(ValueError, match="values that are not FP32"):
+        read_request(body.encode())

@@ -2,7 +2,7 @@
 
 `workers`: its workers_per_device, each with an HTTP server of its own, as is its default. `batch`: its max_batch_size,
 within 1 ms; 1 is none. Its access log is off. Its fast_queue is not tried: in 0.2.19 the argument is lost on the way
-(TransportConfig has no such field), and with the field set by hand no request is answered.
+(TransportConfig has no such field), and set by hand, with batches, no request was answered.
 """
 
 import json

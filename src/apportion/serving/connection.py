@@ -250,10 +250,10 @@ class Connection(asyncio.BufferedProtocol):
         """Once the client has the answer: a socket that is closed with bytes unread takes what was sent back."""
         self._state = "ending"
         self._transport.resume_reading()
-        if self._transport.can_write_eof():
+        try:
             self._transport.write_eof()
-        else:
-            self._transport.close()
+        except OSError:  # it has gone
+            self._transport.abort()
 
     # From outside
 

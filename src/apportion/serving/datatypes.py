@@ -28,6 +28,13 @@ NAMES = {dtype: name for name, dtype in DATATYPES.items() if name != "BF16"}
 MOST_DIMS = 32
 """Of a nested list."""
 _LENGTH = struct.Struct("<I")
+_PACKED = {
+    "FP32": "d",
+    "FP64": "d",
+    **{f"INT{8 * 2**n}": c for n, c in enumerate("bhiq")},
+    **{f"UINT{8 * 2**n}": c for n, c in enumerate("BHIQ")},
+}
+"""How ``struct`` calls them. A number is read as double and then rounded, as numpy does it."""
 
 
 def to_bf16(values: Array) -> Array:
@@ -45,15 +52,35 @@ def from_bf16(bits: Array) -> Array:
 # JSON
 
 
-def from_json(data: object, datatype: str, elements: int) -> Array:
+def from_json(data: object, datatype: str, elements: int, *, booleans: bool = True) -> Array:
     """So many values in row-major order, given flat or nested. ValueError where they are not of this type, or not so
-    many."""
+    many. ``booleans``: may there be any?"""
     if not isinstance(data, list):
         raise ValueError(f"data is {_kind(data)}: it must be a list, flat or nested as the shape is")
+    if not booleans and len(data) == elements and (packed := _packed(data, datatype)) is not None:
+        return packed
     values = _texts(data, elements) if datatype == "BYTES" else _numbers(data, datatype)
     if values.size != elements:
         raise ValueError(f"data has {values.size} values, its shape asks for {elements}")
     return values
+
+
+def _packed(data: list[Any], datatype: str) -> Array | None:
+    """A flat list, three times as fast as numpy takes it. None where it is none, or has a value that does not fit: then
+    ``_numbers`` says which. To ``struct`` a boolean is a number; to the protocol it is not."""
+    code = _PACKED.get(datatype)
+    if code is None:
+        return None
+    try:
+        packed = struct.pack(f"{len(data)}{code}", *data)
+    except (struct.error, OverflowError):
+        return None
+    found = np.frombuffer(packed, dtype=np.float64 if code == "d" else DATATYPES[datatype])
+    if datatype != "FP32":
+        return found
+    with np.errstate(over="ignore"):
+        single = found.astype(np.float32)
+    return single if np.isfinite(single).all() else None
 
 
 def _numbers(data: list[Any], datatype: str) -> Array:

@@ -29,6 +29,8 @@ MOST_DIMS = 32
 MOST_SIDE = 2**31
 """Also where another side is 0."""
 MOST_OUTPUTS = 1000
+MOST_LETTERS = 100
+"""That are looked at for a word."""
 MOST_TIMEOUT = 3600 * 10**6
 """Microseconds."""
 
@@ -71,7 +73,7 @@ class Request:
 
 def read_request(body: bytes | memoryview, json_bytes: int | None = None) -> Request:
     """``json_bytes``: what the header says; None where there is none."""
-    told, binary = _parted(body, json_bytes)
+    told, binary, booleans = _parted(body, json_bytes)
     parameters = _parameters(told)
     timeout = parameters.get("timeout", 0)
     if type(timeout) is not int or not 0 <= timeout <= MOST_TIMEOUT:
@@ -84,13 +86,14 @@ def read_request(body: bytes | memoryview, json_bytes: int | None = None) -> Req
     whole = parameters.get("binary_data_output", False)
     if not isinstance(whole, bool):
         raise ValueError(f"parameters.binary_data_output={shown(whole)} must be true or false")
-    inputs = _tensors(told, "inputs", binary)
+    inputs = _tensors(told, "inputs", binary, booleans=booleans)
     if not inputs:
         raise ValueError("inputs is empty: a request has at least one")
     return Request(inputs=inputs, id=identity, parameters=parameters, outputs=_asked(told, binary=whole), binary=whole)
 
 
-def _parted(body: bytes | memoryview, json_bytes: int | None) -> tuple[dict[str, Any], memoryview]:
+def _parted(body: bytes | memoryview, json_bytes: int | None) -> tuple[dict[str, Any], memoryview, bool]:
+    """(JSON, the bytes after it, whether there may be booleans in the JSON)."""
     whole = memoryview(body)
     if not whole:
         raise ValueError("the body is empty: it must be a JSON object")
@@ -99,12 +102,25 @@ def _parted(body: bytes | memoryview, json_bytes: int | None) -> tuple[dict[str,
     if not 0 < json_bytes <= len(whole):
         raise ValueError(f"{HEADER}: {json_bytes} must be from 1 to the {len(whole)} bytes of the body")
     try:
-        told = orjson.loads(whole[:json_bytes])
+        text = bytes(whole[:json_bytes])
+        told = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"the body is no JSON: {error}") from error
     if not isinstance(told, dict):
         raise ValueError("the body must be a JSON object")
-    return told, whole[json_bytes:]
+    return told, whole[json_bytes:], _may_hold(text, b"true", b"u") or _may_hold(text, b"false", b"l")
+
+
+def _may_hold(text: bytes, word: bytes, letter: bytes) -> bool:
+    """A word in what is mostly numbers: by a letter that these have not, which is found ten times as fast."""
+    at, before = text.find(letter), word.index(letter)
+    for _ in range(MOST_LETTERS):
+        if at < 0:
+            return False
+        if text[at - before : at - before + len(word)] == word:
+            return True
+        at = text.find(letter, at + 1)
+    return True
 
 
 def shown(value: Any) -> str:
@@ -124,7 +140,7 @@ def _parameters(told: Mapping[str, Any]) -> Mapping[str, Any]:
     return parameters
 
 
-def _tensors(told: Mapping[str, Any], what: str, binary: memoryview) -> tuple[Named, ...]:
+def _tensors(told: Mapping[str, Any], what: str, binary: memoryview, *, booleans: bool) -> tuple[Named, ...]:
     listed = told.get(what)
     if not isinstance(listed, list):
         raise ValueError(f"{what} must be a list of tensors")
@@ -139,7 +155,7 @@ def _tensors(told: Mapping[str, Any], what: str, binary: memoryview) -> tuple[Na
             raise ValueError(f"{what} has two tensors named {shown(name)}")
         names.add(name)
         try:
-            tensor, at = _tensor(item, name, binary, at)
+            tensor, at = _tensor(item, name, binary, at, booleans=booleans)
         except ValueError as error:
             raise ValueError(f"{what}[{place}] ({name[:60]}): {error}") from error
         found.append(tensor)
@@ -148,7 +164,7 @@ def _tensors(told: Mapping[str, Any], what: str, binary: memoryview) -> tuple[Na
     return tuple(found)
 
 
-def _tensor(item: Mapping[str, Any], name: str, binary: memoryview, at: int) -> tuple[Named, int]:
+def _tensor(item: Mapping[str, Any], name: str, binary: memoryview, at: int, *, booleans: bool) -> tuple[Named, int]:
     shape, datatype = item.get("shape"), item.get("datatype")
     if not isinstance(datatype, str) or datatype not in DATATYPES:
         raise ValueError(f"datatype={shown(datatype)} must be one of {', '.join(DATATYPES)}")
@@ -162,7 +178,7 @@ def _tensor(item: Mapping[str, Any], name: str, binary: memoryview, at: int) -> 
     if size is None:
         if item.get("data") is None:
             raise ValueError("it has neither data nor parameters.binary_data_size")
-        array = from_json(item["data"], datatype, elements)
+        array = from_json(item["data"], datatype, elements, booleans=booleans)
     else:
         if item.get("data") is not None:
             raise ValueError("it has both data and parameters.binary_data_size")
@@ -234,5 +250,5 @@ def _written(
 
 def read_response(body: bytes | memoryview, json_bytes: int | None = None) -> tuple[dict[str, Any], tuple[Named, ...]]:
     """(all but the tensors, the outputs)."""
-    told, binary = _parted(body, json_bytes)
-    return told, _tensors(told, "outputs", binary)
+    told, binary, booleans = _parted(body, json_bytes)
+    return told, _tensors(told, "outputs", binary, booleans=booleans)
