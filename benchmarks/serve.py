@@ -156,7 +156,7 @@ def overhead():
                 if turn:
                     by_itself.append(time.perf_counter() - began)
             for turn in range(21):
-                connection.send()
+                connection.send(time.perf_counter())
                 while (answer := connection.receive()) is None:
                     pass
                 if turn:
