@@ -289,6 +289,28 @@ def test_where_there_is_no_memory_for_a_body_it_is_to_come_again(tmp_path: Path)
             assert halves.answer()[0] == 200
 
 
+def test_what_was_asked_before_the_end_is_answered_and_nobody_else_is_waited_for(tmp_path: Path) -> None:
+    export(net(1), torch.from_numpy(X), tmp_path / "1.onnx")
+    with serving(tmp_path, "1.onnx", "--deadline", "10s") as server:
+        asked, idle = Client(server), Client(server)
+        with asked.sock, idle.sock:
+            idle.sock.sendall(b"GET /v2/health/live HTTP/1.1\r\n\r\n")
+            idle.answer()
+            pid = server.pid("m1")
+            os.kill(pid, signal.SIGSTOP)
+            asked.sock.sendall(sized(JSON))
+            eventually("it has the request", lambda: server.get("/status")["members"][0]["computing"])
+            server.process.terminate()
+            server.said("^draining")
+            assert idle.ended()
+            os.kill(pid, signal.SIGCONT)
+            status, headers, body = asked.answer()
+            assert (status, headers["connection"]) == (200, "close")
+            np.testing.assert_allclose(outputs(body), wanted(X), rtol=1e-5)
+            assert asked.ended()
+        assert server.process.wait(SECONDS) == 0
+
+
 # Time
 
 

@@ -234,6 +234,6 @@ def test_the_short_way_reads_what_the_long_one_does(datatype: str, data: list[An
 def test_a_boolean_is_no_number_wherever_it_is(word: str, place: int) -> None:
     data = ["1.0"] * 3
     data[place] = word
-    body = '{"inputs":[{"name":"x","shape":[3],"datatype":"FP32","data":[%s]}]}' % ",".join(data)
+    body = '{"inputs":[{"name":"x","shape":[3],"datatype":"FP32","data":[' + ",".join(data) + "]}]}"
     with pytest.raises(ValueError, match="values that are not FP32"):
         read_request(body.encode())

@@ -107,7 +107,10 @@ class Child:
             self._end()
             return
         for frame in self._reader.came(came):
-            self.heard(decode(frame, self._outbox.memory))
+            try:
+                self.heard(decode(frame, self._outbox.memory))
+            except Exception as error:  # of one request: the next frame is another's
+                self._loop.call_exception_handler({"message": "an answer was not taken", "exception": error})
             if self._over:
                 return
 

@@ -270,6 +270,11 @@ class Connection(asyncio.BufferedProtocol):
         elif self._state == "body" and now > self._since + self._body_seconds:
             self._refuse(Wrong(408, f"the body did not come within {self._body_seconds:g} s"))
 
+    @property
+    def busy(self) -> bool:
+        """Is an answer due, or on its way?"""
+        return self._state in ("body", "answer") or self._transport.get_write_buffer_size() > 0
+
     def drain(self) -> None:
         """No request follows the one that it is at."""
         self._last = True

@@ -49,7 +49,7 @@ class Listener:
             connection.drain()
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
-        while self._every and loop.time() < end:
+        while any(connection.busy for connection in self._every) and loop.time() < end:
             await asyncio.sleep(0.01)
         self._looking.cancel()
         for connection in list(self._every):

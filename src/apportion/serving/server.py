@@ -10,8 +10,10 @@ import shutil
 import signal
 import socket
 import tempfile
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import apportion
 from apportion.errors import ApportionError
@@ -45,6 +47,13 @@ def answer(members: Mapping[str, str], serving: Serving) -> int:
         return int(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def _told_of(what: dict[str, Any]) -> str:
+    """What asyncio says of an exception that nobody has caught."""
+    error = what.get("exception")
+    where = "".join(traceback.format_exception(error)) if error is not None else ""
+    return f"{what.get('message')}: {where}"[-2000:]
 
 
 class _Told(SystemExit):
@@ -96,6 +105,7 @@ async def _answer(app: App, staffed: Staffed, sock: socket.socket) -> int:
     told: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told.put_nowait, int(number))
+    loop.set_exception_handler(lambda _, what: log("defect", level="error", why=_told_of(what)))
     gc.freeze()  # what is there now stays: to look through it again and again would hold up answers
     listener = Listener(app, sock)
     await listener.start()
