@@ -1,4 +1,4 @@
-"""All members in one program: the ONNX files merged into one, which a single process runs.
+"""All members in one program, which a single process runs: ONNX files merged into one, modules of torch stacked.
 
 ::
 
@@ -27,11 +27,21 @@ MOST_BYTES = 2**31 - 2**20
 def merged(sources: Sequence[Source], folder: Path) -> Source:
     """One source whose outputs are those of the first member, then of the second, and so on. ValueError where they
     cannot be merged, with the reason; ApportionError where there is no room for what they come to."""
+    if {source.runtime for source in sources} == {"torch"}:
+        others = tuple(source.path for source in sources[1:])
+        return replace(sources[0], name="+".join(source.name for source in sources), others=others)
+    if other := next((source for source in sources if source.runtime != "onnx"), None):
+        raise ValueError(
+            "in_graph makes one program of nets that ONNX Runtime runs, or that torch runs, all of them: "
+            f"{other.name} is run by {other.runtime}"
+        )
+    return _merged(sources, folder)
+
+
+def _merged(sources: Sequence[Source], folder: Path) -> Source:
     import onnx
     from onnx import compose
 
-    if other := next((source for source in sources if source.runtime != "onnx"), None):
-        raise ValueError(f"in_graph merges ONNX files, and {other.name} is run by {other.runtime}")
     if sum(Path(source.path).stat().st_size for source in sources) > MOST_BYTES:
         raise ValueError(f"in_graph makes one file of ONNX, and the members have more than {MOST_BYTES} bytes together")
     models = [onnx.load(source.path) for source in sources]

@@ -12,7 +12,7 @@ import numpy as np
 from apportion.serving.datatypes import Array
 from apportion.serving.program import Program
 
-Runtime = Literal["onnx", "torch", "merged", "remote"]
+Runtime = Literal["onnx", "torch", "remote"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,8 @@ class Source:
     """Of the ONNX file, of the run, checkpoint or program; the address of the other server."""
     threads: int = 1
     channels_last: bool = False
+    others: tuple[str, ...] = ()
+    """Of other programs of torch that are run as one with it; then the name has all their names, with + between."""
     sample: str | None = None
     """A file (.npz) of one row of each input, in their order, that the net is known to compute."""
 
@@ -42,8 +44,11 @@ class Source:
             from apportion.serving.remote_program import RemoteProgram
 
             return RemoteProgram(self.path)
-        from apportion.serving.torch_program import loaded
+        from apportion.serving.torch_program import loaded, loaded_together
 
+        if self.others:
+            members = dict(zip(self.name.split("+"), (self.path, *self.others), strict=True))
+            return loaded_together(members, threads=self.threads, channels_last=self.channels_last)
         return loaded(self.path, threads=self.threads, channels_last=self.channels_last)
 
     def rows(self) -> list[Array] | None:

@@ -4,7 +4,8 @@ the next module, or the next operation of a program."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from apportion.serving.datatypes import NAMES, Array
 from apportion.serving.program import Expired, Program, Spec
+from apportion.serving.stacked import called, together
 
 _FROM_TORCH = {
     torch.bool: "BOOL", torch.uint8: "UINT8", torch.uint16: "UINT16", torch.uint32: "UINT32", torch.uint64: "UINT64",
@@ -63,11 +65,7 @@ class TorchProgram(Program):
     def _call(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         images = [x.contiguous(memory_format=self._format) if x.ndim == 4 else x for x in leaves]
         sample = pytree.tree_unflatten(images, self._tree)
-        if isinstance(sample, dict):
-            found = self._module(**sample)
-        else:
-            found = self._module(*sample) if isinstance(sample, tuple) else self._module(sample)
-        return pytree.tree_leaves(found)
+        return pytree.tree_leaves(called(self._module, sample))
 
     def _check(self, *_: object) -> None:
         if time.monotonic() > self._deadline:
@@ -161,3 +159,25 @@ def loaded(path: str, *, threads: int, channels_last: bool) -> TorchProgram:
     """What a ``Source`` of torch names."""
     module, sample = opened(Path(path))
     return TorchProgram(module, sample, threads=threads, channels_last=channels_last)
+
+
+def loaded_together(members: Mapping[str, str], *, threads: int, channels_last: bool) -> TorchProgram:
+    """These as one program, whose outputs are those of the first, then of the second, and so on. ValueError where they
+    do not take the same inputs, or give other outputs than each other."""
+    torch.set_num_threads(threads)
+    modules, samples = zip(*(opened(Path(path)) for path in members.values()), strict=True)
+    names, sample = list(members), samples[0]
+    specs = []
+    for name, module in zip(names, modules, strict=True):
+        try:
+            with torch.inference_mode():
+                specs.append([(x.dtype, x.shape) for x in pytree.tree_leaves(called(module, sample))])
+        except Exception as error:  # whatever a module raises
+            raise ValueError(f"in_graph: {name} does not take what {names[0]} does: {error}") from error
+    if other := next((n for n, own in zip(names, specs, strict=True) if own != specs[0]), None):
+        raise ValueError(f"in_graph: {names[0]} and {other} have different outputs")
+    program = TorchProgram(together(modules, sample), sample, threads=threads, channels_last=channels_last)
+    ends = [f"output_{n}" if len(specs[0]) > 1 else "output" for n in range(len(specs[0]))]
+    called_so = [f"{name}/{end}" for name in names for end in ends]
+    program.outputs = tuple(replace(spec, name=n) for spec, n in zip(program.outputs, called_so, strict=True))
+    return program
