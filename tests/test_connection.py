@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,17 @@ from served import SECONDS, Server, eventually, net, serving
 
 from apportion.exporting import export
 from apportion.serving import connection as connections
+from apportion.serving.batching import Pace
+from apportion.serving.breaker import Breaker
 from apportion.serving.chunks import Chunks
 from apportion.serving.connection import Connection
+from apportion.serving.frames import Frame, Kind, Placed, decode
 from apportion.serving.head import Head
 from apportion.serving.protocol import HEADER, Named, read_response, write_request
 from apportion.serving.reply import Reply, Wrong
+from apportion.serving.seat import AT_ONCE, Seat
+from apportion.serving.source import Source
+from apportion.serving.work import Work
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(1, 8)
 JSON = json.dumps({"inputs": [{"name": "input", "shape": [1, 8], "datatype": "FP32", "data": X[0].tolist()}]}).encode()
@@ -318,15 +325,18 @@ class Transport:
     """What a connection has done to its socket."""
 
     def __init__(self) -> None:
-        self.written, self.done = b"", ""
+        self.written, self.done, self.left = b"", "", 0
 
     def write(self, data: bytes) -> None:
         self.written += data
 
+    def get_write_buffer_size(self) -> int:
+        return self.left
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def did(*_: object) -> bool:
+        def did(*_: object, **__: object) -> bool:
             self.done += f" {name}" if name in ("abort", "close", "write_eof") else ""
-            return True
+            return name == "is_reading"
 
         return did
 
@@ -379,9 +389,13 @@ def test_who_does_not_read_its_answer_is_let_go() -> None:
         connection.connection_made(transport)  # type: ignore[arg-type]
         connection.pause_writing()
         now = asyncio.get_running_loop().time()
-        connection.look(now + connections.SENT_SECONDS - 0.5)
-        assert transport.done == ""
-        connection.look(now + connections.SENT_SECONDS + 0.5)
+        at = now
+        for left in (5000, 4000, 4000):
+            transport.left = left
+            at += connections.SENT_SECONDS - 0.5
+            connection.look(at)
+            assert transport.done == "", "some of it has been read"
+        connection.look(at + 1.0)
         return transport
 
     assert asyncio.run(told()).done == " abort"
@@ -418,3 +432,182 @@ for n in range(log.MOST_LINES + 7):
     lines = [json.loads(line) for line in ran.stderr.splitlines()]
     dropped = sum(line.get("lines", 0) for line in lines)
     assert sum(line["event"] == "line" for line in lines) + dropped == 10_007
+
+
+# What one connection does to others
+
+
+class Child:
+    """A process that takes what it is sent and says what it is told to."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.pid = 0
+
+    def send(self, frame: bytes) -> None:
+        self.sent.append(decode(memoryview(frame), memoryview(b"")).number)
+
+    def kill(self) -> None:
+        raise AssertionError("it is not hung")
+
+
+class Instant(Pace):
+    """Whatever is asked takes no time."""
+
+    def took(self, rows: int, seconds: float) -> None:
+        pass
+
+
+def seated() -> tuple[Seat, Child]:
+    seat, child = (
+        Seat(Source(name="m", runtime="onnx", path="m"), 64, 32, Breaker(), lambda seat, child: None),
+        Child(),
+    )
+    seat.child, seat.state, seat.batched = child, "up", True  # type: ignore[assignment]
+    seat.pace = Instant()  # all that waits is computed together
+    return seat, child
+
+
+def work(settle: Callable[[Any], None], seconds: float = 10.0) -> Work:
+    deadline = asyncio.get_running_loop().time() + seconds
+    return Work([Placed("FP32", X)], 1, deadline, settle)
+
+
+def test_who_asks_again_while_answers_are_given_disturbs_no_one() -> None:
+    """Of a batch of three: the outputs lie in memory that the next batch is written over."""
+
+    async def told() -> None:
+        seat, child = seated()
+        memory, got = bytearray(4 * 64), []
+
+        def again(outcome: Any) -> None:
+            got.append(outcome[0].tolist())
+            seat.submit(work(lambda outcome: None))
+            seat.submit(work(lambda outcome: None))
+            memory[:] = bytes(len(memory))
+
+        for _ in range(AT_ONCE):
+            seat.submit(work(lambda outcome: None))
+        for settle in (again, lambda outcome: got.append(outcome[0].tolist())):
+            seat.submit(work(settle))
+        seat._heard(Frame(Kind.DONE, 1, 0.0, (Placed("FP32", X),)))  # the two go together
+        assert child.sent == [1, 2, 3]
+        values = np.frombuffer(memory, np.float32)[:2].reshape(2, 1)
+        values[:] = [[1.0], [2.0]]
+        seat._heard(Frame(Kind.DONE, 2, 0.0, (Placed("FP32", X),)))
+        seat._heard(Frame(Kind.DONE, 3, 0.0, (Placed("FP32", values, 0),)))
+        assert got == [[[1.0]], [[2.0]]]
+        assert len(seat.flights) <= AT_ONCE
+
+    asyncio.run(told())
+
+
+def test_who_asks_again_when_it_was_too_late_finds_a_queue_that_is_whole() -> None:
+    async def told() -> None:
+        seat, _ = seated()
+        late = []
+
+        def again(outcome: Any) -> None:
+            late.append(outcome)
+            seat.submit(work(lambda outcome: None))
+
+        for _ in range(AT_ONCE):
+            seat.submit(work(lambda outcome: None))
+        for _ in range(5):
+            seat.submit(work(again, seconds=0.0))
+        seat._heard(Frame(Kind.DONE, 1, 0.0, (Placed("FP32", X),)))
+        assert len(late) == 5
+        assert len(seat.flights) == AT_ONCE
+        while seat.flights:
+            number = next(iter(seat.flights))
+            rows = np.zeros((seat.flights[number].rows, 3), np.float32)
+            seat._heard(Frame(Kind.DONE, number, 0.0, (Placed("FP32", rows),)))
+        assert not seat.queue
+
+    asyncio.run(told())
+
+
+def test_an_answer_that_cannot_be_taken_costs_the_others_nothing() -> None:
+    async def told() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, what: said.append(what["exception"]))
+        seat, _ = seated()
+        for _ in range(AT_ONCE):
+            seat.submit(work(lambda outcome: None))
+
+        def fails(outcome: Any) -> None:
+            raise OSError("it has gone")
+
+        for settle in (fails, got.append):
+            seat.submit(work(settle))
+        for number in (1, 2):
+            seat._heard(Frame(Kind.DONE, number, 0.0, (Placed("FP32", X),)))
+        seat._heard(Frame(Kind.DONE, 3, 0.0, (Placed("FP32", np.zeros((2, 3), np.float32)),)))
+
+    said: list[Any] = []
+    got: list[Any] = []
+    asyncio.run(told())
+    assert [str(error) for error in said] == ["it has gone"]
+    assert len(got) == 1
+
+
+def test_what_comes_too_late_is_answered_without_asking_and_its_memory_is_free(tmp_path: Path) -> None:
+    for n in (1, 2):
+        export(net(n), torch.from_numpy(X), tmp_path / f"{n}.onnx")
+    pieces, json_bytes = write_request([Named("input", "FP32", np.zeros((5000, 8), np.float32))])
+    request = sized(b"".join(pieces), b"%s: %d" % (HEADER.encode(), json_bytes)).replace(b"m1", b"ensemble")
+    with serving(tmp_path, "1.onnx", "2.onnx", "--deadline", "50ms", "--replication", "between_graph") as server:
+        client = Client(server)
+        with client.sock:
+            client.sock.sendall(request[:-1])
+            eventually("its memory is taken", lambda: server.get("/status")["inbox_bytes"] > 0)
+            began = time.monotonic()
+            eventually("it is too late", lambda: time.monotonic() > began + 0.1)
+            client.sock.sendall(request[-1:])
+            assert client.answer()[0] == 504
+        status = server.get("/status")
+        assert status["inbox_bytes"] == 0
+        assert [member["state"] for member in status["members"]] == ["closed", "closed"]
+
+
+def test_large_answers_come_whole_however_slowly_they_are_read(server: Server) -> None:
+    x = np.random.default_rng(3).normal(size=(400_000, 8)).astype(np.float32)
+    pieces, json_bytes = write_request([Named("input", "FP32", x)], parameters={"binary_data_output": True})
+    request = sized(b"".join(pieces), b"%s: %d" % (HEADER.encode(), json_bytes), b"connection: close")
+    client = Client(server)
+    with client.sock:
+        client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        client.sock.sendall(request)
+        client.rest = client.sock.recv(1)
+        end = time.monotonic() + connections.LINGER_SECONDS + 1.5
+        eventually("it has waited", lambda: time.monotonic() > end)
+        status, headers, body = client.answer()
+        assert status == 200
+        (found,) = read_response(body, int(headers[HEADER.lower()]))[1]
+        np.testing.assert_allclose(found.array[:100], wanted(x[:100]), rtol=1e-3, atol=1e-4)
+
+
+def test_who_asks_and_asks_and_reads_nothing_is_not_listened_to(server: Server) -> None:
+    page = b"GET /openapi.json HTTP/1.1\r\n\r\n"
+    before = memory(server.process.pid)
+    client = Client(server)
+    with client.sock:
+        client.sock.settimeout(1.0)
+        with pytest.raises(TimeoutError):
+            client.sock.sendall(page * 200_000)
+        assert memory(server.process.pid) < before + 30e6
+        assert server.get("/v2/health/live") == {"live": True}
+
+
+def memory(pid: int) -> int:
+    """Bytes in use."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_who_wants_the_connection_to_end_gets_that(client: Client, method: str) -> None:
+    client.sock.sendall(f"{method} /v2/health/live HTTP/1.1\r\nconnection: close\r\n\r\n".encode())
+    said = b""
+    while piece := client.sock.recv(1 << 16):
+        said += piece
+    assert said.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"connection: close\r\n" in said

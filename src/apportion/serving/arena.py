@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from bisect import insort
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ class Lease:
         self.memory = arena.memory[taken[0] : taken[0] + nbytes]
 
     def __del__(self) -> None:
-        self._arena.give_back(self._taken)
+        self._arena.returned.append(self._taken)  # no more than that: it may be called in the middle of anything
 
 
 class Arena:
@@ -47,6 +48,8 @@ class Arena:
         self.memory = memoryview(self._map)
         self._begins = _address(np.frombuffer(self.memory, np.uint8))
         self._free = [(0, nbytes)]
+        self.returned: deque[tuple[int, int]] = deque()
+        """Ranges that nobody holds any longer."""
 
     def lease(self, nbytes: int) -> Lease | None:
         """A range of so many bytes; None where there is none left."""
@@ -69,11 +72,16 @@ class Arena:
     def take(self, nbytes: int) -> tuple[int, int] | None:
         """A range (offset, bytes) of at least so many; None where there is none left."""
         wanted = -(-nbytes // ALIGNED) * ALIGNED
+        self._collect()
         for place, (offset, size) in enumerate(self._free):
             if size >= wanted:
                 self._free[place : place + 1] = [(offset + wanted, size - wanted)] if size > wanted else []
                 return offset, wanted
         return None
+
+    def _collect(self) -> None:
+        while self.returned:
+            self.give_back(self.returned.popleft())
 
     def give_back(self, taken: tuple[int, int]) -> None:
         """A range that was taken."""
@@ -91,6 +99,7 @@ class Arena:
     @property
     def free(self) -> int:
         """Bytes."""
+        self._collect()
         return sum(size for _, size in self._free)
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ IDLE_SECONDS = 75.0
 HEAD_SECONDS = 10.0
 """For a head to come."""
 SENT_SECONDS = 30.0
-"""For an answer to be read."""
+"""For some of an answer to be read, if only a little."""
 LINGER_SECONDS = 2.0
 """For a client to see that it was refused, while it sends what nobody reads."""
 DROPPED_BYTES = 1 << 20
@@ -55,10 +55,16 @@ class Asked(Protocol):
 
 
 class Connection(asyncio.BufferedProtocol):
-    """``opened``: what a head is answered with, or who takes its body. ``every``: where it is while it is open."""
+    """``opened``: what a head is answered with, or who takes its body. ``every``: where it is while it is open.
+    ``last``: its first request is its last."""
 
     def __init__(
-        self, opened: Callable[[Head], Reply | Asked], every: MutableSet[Connection], *, body_seconds: float
+        self,
+        opened: Callable[[Head], Reply | Asked],
+        every: MutableSet[Connection],
+        *,
+        body_seconds: float,
+        last: bool = False,
     ) -> None:
         self._opened, self._every, self._body_seconds = opened, every, body_seconds
         self._loop = asyncio.get_running_loop()
@@ -66,8 +72,9 @@ class Connection(asyncio.BufferedProtocol):
         self._state: Literal["head", "body", "answer", "ending", "over"] = "head"
         self._since = self._loop.time()
         self._stuck_since: float | None = None
+        self._unsent = 0
         self._reader = HeadReader()
-        self._advancing = self._last = False
+        self._advancing, self._last = False, last
         self._forget()
 
     def _forget(self) -> None:
@@ -84,6 +91,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=0)  # ``pause_writing``: whenever something is left to be sent
         self._every.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -98,9 +106,11 @@ class Connection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         self._stuck_since = self._loop.time()
+        self._transport.pause_reading()  # who does not read answers is not asked what else it wants
 
     def resume_writing(self) -> None:
-        self._stuck_since = None
+        self._stuck_since, self._since = None, self._loop.time()
+        self._read_on()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._body is not None and self._state == "body":
@@ -135,8 +145,10 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._advancing = True
         try:
-            while self._begin < self._end and (
-                (self._state == "head" and self._take_head()) or (self._state == "body" and self._take_body())
+            while (
+                self._begin < self._end
+                and self._stuck_since is None
+                and ((self._state == "head" and self._take_head()) or (self._state == "body" and self._take_body()))
             ):
                 pass
         except (Wrong, Overloaded) as error:
@@ -232,11 +244,17 @@ class Connection(asyncio.BufferedProtocol):
             self._end_it()
         else:
             self._state = "head"
-            if not self._transport.is_reading():
-                self._transport.resume_reading()
-            self._advance()
+            self._read_on()
         if reply.sent is not None:
             reply.sent()
+
+    def _read_on(self) -> None:
+        if self._stuck_since is not None or self._transport.is_closing():
+            return
+        if not self._transport.is_reading():
+            self._transport.resume_reading()
+        if self._begin < self._end:  # not at once: whoever has given this answer is to finish first
+            self._loop.call_soon(self._advance)
 
     def _refuse(self, error: Wrong | Overloaded) -> None:
         """And read no further: where the next request would begin is not known."""
@@ -249,7 +267,7 @@ class Connection(asyncio.BufferedProtocol):
     def _end_it(self) -> None:
         """Once the client has the answer: a socket that is closed with bytes unread takes what was sent back."""
         self._state = "ending"
-        self._transport.resume_reading()
+        self._read_on()
         try:
             self._transport.write_eof()
         except OSError:  # it has gone
@@ -259,9 +277,12 @@ class Connection(asyncio.BufferedProtocol):
 
     def look(self, now: float) -> None:
         """Called now and then: has it had its time?"""
-        if (self._stuck_since is not None and now > self._stuck_since + SENT_SECONDS) or (
-            self._state == "ending" and now > self._since + LINGER_SECONDS
-        ):
+        if self._stuck_since is not None:
+            if (left := self._transport.get_write_buffer_size()) != self._unsent:
+                self._unsent, self._stuck_since = left, now  # it reads, if slowly
+            elif now > self._stuck_since + SENT_SECONDS:
+                self._transport.abort()
+        elif self._state == "ending" and now > self._since + LINGER_SECONDS:
             self._transport.abort()
         elif self._state == "head" and self._fed <= self._begin and now > self._since + IDLE_SECONDS:
             self._transport.close()

@@ -129,10 +129,15 @@ class Asking:
             deadline=ends,
         )
         self.timer = loop.call_at(ends, self._decide, ends)
+        if now >= ends:  # it came too late: nobody is asked, nobody is to blame
+            self._decide()
+            return
         seats: dict[Seat, list[str]] = {}
         for name in [*awaited, *probed]:
             seats.setdefault(self.ensemble.members[name], []).append(name)
         for seat, names in seats.items():
+            if self.over:
+                return
             if names[0] in probed:
                 seat.breaker = seat.breaker.probed()
             self._ask(seat, names)
@@ -217,6 +222,7 @@ class Asking:
             return False
         self.again.add(seat)
         self._ask(seat, names, first=True)
+        self._decide()
         return True
 
     def _late(self, seat: Seat, names: Sequence[str], now: float) -> None:

@@ -37,7 +37,7 @@ class HeadReader:
     def __init__(self) -> None:
         self._parser = httptools.HttpRequestParser(self)
         self._url, self._headers = b"", dict[bytes, bytes]()
-        self._whole = False
+        self._whole = self._keep_alive = False
 
     def on_url(self, url: bytes) -> None:
         """Of httptools."""
@@ -51,8 +51,9 @@ class HeadReader:
         self._headers[name] = value
 
     def on_headers_complete(self) -> None:
-        """Of httptools."""
+        """Of httptools. It forgets the second once a request without a body is whole."""
         self._whole = True
+        self._keep_alive = self._parser.get_http_version() == "1.1" and self._parser.should_keep_alive()
 
     def feed(self, data: bytes | memoryview) -> None:
         """Wrong where it is no HTTP."""
@@ -82,7 +83,7 @@ class HeadReader:
         return Head(
             self._parser.get_method().decode(),
             _path(self._url),
-            self._parser.should_keep_alive(),
+            self._keep_alive,
             length,
             found.get(_JSON_BYTES),
             found.get(b"content-encoding", b"identity").strip().lower(),

@@ -17,7 +17,7 @@ from apportion.serving.arena import Arena
 from apportion.serving.deadline import Overloaded
 from apportion.serving.ensemble import Ensemble, Result
 from apportion.serving.head import Head
-from apportion.serving.inference import VERSION, Inference, defect, wrong
+from apportion.serving.inference import VERSION, Inference, defect, reply_to
 from apportion.serving.log import log
 from apportion.serving.metrics import Metrics
 from apportion.serving.places import ENSEMBLE
@@ -61,7 +61,7 @@ class App:
         try:
             return Inference(self, head, model, self._addressed(head, parts), began)
         except (Wrong, Overloaded) as error:
-            return self.noted(wrong(error).reply(), model, began)
+            return self.noted(reply_to(error), model, began)
 
     # What is no inference
 

@@ -44,7 +44,7 @@ class Inference:
 
     def room(self, length: int) -> tuple[memoryview, Lease | None]:
         """Memory for its body. Members read large tensors where they lie; the first one begins on a cache line."""
-        most = self._app.serving.most_bytes
+        most = min(self._app.serving.most_bytes, self._app.inbox.nbytes - ALIGNED)
         if length > most:
             raise Wrong(413, f"the body has {length} bytes, of {most} at most")
         self._check_json(length if self._json_bytes is None else self._json_bytes)
@@ -71,7 +71,10 @@ class Inference:
             if not self._over:
                 self._asking = asking
         except Exception as error:
-            told(self.failed(error))
+            if self._over:  # it has been answered already
+                defect(error)
+            else:
+                told(self.failed(error))
 
     def _question(self, request: Request, held: tuple[Lease, ...]) -> Question:
         app = self._app
@@ -120,11 +123,7 @@ class Inference:
     def failed(self, error: Exception) -> Reply:
         """What is answered to that."""
         self._leave()
-        try:
-            reply = wrong(error).reply()
-        except AssertionError:
-            reply = defect(error)
-        return self._app.noted(reply, self._model, self._began)
+        return self._app.noted(reply_to(error), self._model, self._began)
 
     def leave(self) -> None:
         """The client has gone: nothing more is computed for it."""
@@ -182,8 +181,14 @@ def _head(model: str, request: Request, result: Result) -> dict[str, Any]:
     return head
 
 
-def wrong(error: Exception) -> Wrong:
-    """As it is said."""
+def reply_to(error: Exception) -> Reply:
+    """What is answered where that has come of it."""
+    said = _wrong(error)
+    return defect(error) if said is None else said.reply()
+
+
+def _wrong(error: Exception) -> Wrong | None:
+    """None: the fault is ours."""
     match error:
         case Wrong():
             return error
@@ -193,5 +198,6 @@ def wrong(error: Exception) -> Wrong:
             return Wrong(504, str(error))
         case NoQuorum():
             return Wrong(503, str(error), (b"retry-after", b"1"))
-    assert isinstance(error, ValueError), error
-    return Wrong(400, str(error))
+        case ValueError():
+            return Wrong(400, str(error))
+    return None

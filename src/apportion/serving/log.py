@@ -62,7 +62,7 @@ class Log:
             try:
                 sys.stderr.buffer.write(b"".join(lines))
                 sys.stderr.buffer.flush()
-            except (OSError, ValueError):  # nobody reads it any more
+            except Exception:  # nobody reads it any more, or there is none
                 pass
 
 

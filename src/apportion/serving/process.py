@@ -104,14 +104,14 @@ class Member:
         assert self._program is not None
         try:
             outputs = self._program.run(self._inputs(frame.tensors), frame.deadline)
+            return encode(Kind.DONE, frame.number, frame.deadline, self._placed(frame.number, outputs))
         except Expired:
             return encode(Kind.EXPIRED, frame.number, frame.deadline)
         except ValueError as error:
-            return encode(Kind.REFUSED, frame.number, frame.deadline, text=str(error).encode())
+            return encode(Kind.REFUSED, frame.number, frame.deadline, text=_encoded(str(error)))
         except Exception as error:  # one request's: the next one may be another's
-            text = f"{type(error).__name__}: {error}"
-            return encode(Kind.FAILED, frame.number, frame.deadline, text=text.encode())
-        return encode(Kind.DONE, frame.number, frame.deadline, self._placed(frame.number, outputs))
+            text = _encoded(f"{type(error).__name__}: {error}")
+            return encode(Kind.FAILED, frame.number, frame.deadline, text=text)
 
     def _inputs(self, tensors: Sequence[Placed]) -> list[Array]:
         """The rows of all requests, one after the other. A client's tensor begins anywhere in its body."""
@@ -138,12 +138,16 @@ class Member:
         return placed
 
 
+def _encoded(text: str) -> bytes:
+    return text.encode(errors="replace")
+
+
 def main() -> None:
     """Of the process."""
     parent, descriptor, inbox, inbox_bytes, outbox, outbox_bytes = map(int, sys.argv[1:])
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal's processes; the server ends them
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # and so may that: what the server has is still answered
     with socket.socket(fileno=descriptor) as sock:
         try:
             Member(sock, Arena(inbox_bytes, inbox, readonly=True), Arena(outbox_bytes, outbox)).serve()

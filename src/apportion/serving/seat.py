@@ -158,6 +158,8 @@ class Seat:
         if self.closed:
             raise Overloaded(f"{self.name} was shut down", seconds=1.0)
         if self.waiting >= self.queue_length and not first:
+            self._drop_expired(asyncio.get_running_loop().time())
+        if self.waiting >= self.queue_length and not first:
             raise Overloaded(
                 f"{self.name} has {self.waiting} requests waiting, of {self.queue_length} at most",
                 seconds=max(0.001, self.waiting * self.pace.expected(1)),
@@ -172,7 +174,7 @@ class Seat:
         while self.child is not None and self.queue and len(self.flights) < AT_ONCE:
             now = asyncio.get_running_loop().time()
             self._drop_expired(now)
-            if not self.queue:
+            if not self.queue or len(self.flights) >= AT_ONCE:  # whoever was told may have asked again
                 return
             many = 1
             if self.batched and len(self.queue) > 1:
@@ -227,12 +229,14 @@ class Seat:
             self.strain += STRAIN_WEIGHT * (strain - self.strain)
             self.counts.batches += 1
             self.counts.rows += flight.rows
-            shared, at = any(tensor.offset is not None for tensor in frame.tensors), 0
+            # Before anybody is told: where they lie is written again as soon as the process has another batch.
+            outputs = [t.array if t.offset is None else t.array.copy() for t in frame.tensors]
+            at = 0
             for work in flight.works:
                 own = [x[at : at + work.rows] for x in outputs] if together else outputs
                 at += work.rows
                 if not work.over:
-                    self._settle(work, [x.copy() for x in own] if shared else own)
+                    self._settle(work, own)
         else:
             if frame.kind == Kind.EXPIRED and took > self.pace.expected(flight.rows):
                 self.pace.took(flight.rows, took)
@@ -247,20 +251,21 @@ class Seat:
                 self.queue.appendleft(work)
 
     def _drop_expired(self, now: float) -> None:
-        for _ in range(len(self.queue)):
-            work = self.queue.popleft()
-            if work.over:
-                continue
-            if now >= work.deadline:
+        waiting = [work for work in self.queue if not work.over]
+        self.queue = deque(work for work in waiting if now < work.deadline)
+        for work in waiting:
+            if now >= work.deadline and not work.over:
                 self._settle(work, Expired())
-            else:
-                self.queue.append(work)
 
     def _settle(self, work: Work, outcome: Outcome) -> None:
         work.over = True
         if isinstance(outcome, Expired):
             self.counts.late += 1
-        work.settle(outcome)
+        try:
+            work.settle(outcome)
+        except Exception as error:  # one request's: the others of its batch are to be told as well
+            what = {"message": "an answer was not taken", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(what)
 
     def _settle_all(self, why: Exception) -> None:
         works = [*self.queue, *(w for flight in self.flights.values() for w in flight.works)]

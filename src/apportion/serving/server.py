@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import gc
 import os
 import shutil
@@ -38,11 +39,11 @@ def answer(members: Mapping[str, str], serving: Serving) -> int:
     try:
         _sweep()
         with (
-            tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as folder,
+            _folder() as folder,
             _listening(serving) as sock,
         ):
-            sources = [prepared(name, place, Path(folder), serving, len(members)) for name, place in members.items()]
-            return asyncio.run(_serve(sources, serving, Path(folder), sock))
+            sources = [prepared(name, place, folder, serving, len(members)) for name, place in members.items()]
+            return asyncio.run(_serve(sources, serving, folder, sock))
     except _Told:
         return int(signal.SIGTERM)
     finally:
@@ -66,10 +67,43 @@ def _end(number: int, frame: object) -> None:
 
 def _sweep() -> None:
     """Remove what a server has left that was killed before it could."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
-        number = path.name.removeprefix(PREFIX).partition("-")[0]
-        if number.isdigit() and not Path("/proc", number).exists() and Path("/proc/self").exists():
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except OSError:  # another one's, or gone
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # its server runs
+            pass
+        else:
             shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """For what is exported. Locked as long as this server runs, for others that tidy up, of the system's as well."""
+    name, descriptor = _locked()
+    try:
+        yield Path(name)
+    finally:
+        shutil.rmtree(name, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _locked() -> tuple[str, int]:
+    while True:
+        name = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
+        try:
+            descriptor = os.open(name, os.O_RDONLY)
+        except FileNotFoundError:  # another server, which has just started, took it for one that was left behind
+            continue
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.path.exists(name):
+            return name, descriptor
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -110,7 +144,8 @@ async def _answer(app: App, staffed: Staffed, sock: socket.socket) -> int:
     listener = Listener(app, sock)
     await listener.start()
     host, port = sock.getsockname()[:2]
-    log(f"serving on http://{host}:{port}", host=host, port=port, pid=os.getpid(), replication=staffed.replication)
+    shown = f"[{host}]" if ":" in host else host
+    log(f"serving on http://{shown}:{port}", host=host, port=port, pid=os.getpid(), replication=staffed.replication)
     signalled = await told.get()
     app.draining = True
     log("draining", busy=app.busy)
