@@ -201,8 +201,11 @@ def in_float32(name: str, **changes: Any) -> Workload:
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["mlp", "batch_norm_2d", "carried_state", "clipped", "two_optimizers", "adam"])
 def test_the_runs_own_precision_differs_by_its_own_rounding(name: str, precision: str) -> None:
-    if (name, precision) == ("carried_state", "float16"):
-        pytest.skip("torch has no float16 LSTM on the CPU")
+    if name == "carried_state":
+        try:  # of float16 there is none on the CPU; of bfloat16 where the processor can compute with it
+            torch.nn.LSTM(4, 4, dtype=getattr(torch, precision))(torch.zeros(2, 1, 4, dtype=getattr(torch, precision)))
+        except RuntimeError as error:
+            pytest.skip(f"torch has no {precision} LSTM on this CPU: {str(error).partition('.')[0]}")
     proof = prove(in_float32(name, precision=precision), "data_parallel", 2)
     wide, own = proof.rounds
     assert wide.holds
