@@ -35,7 +35,8 @@ DROPPED_BYTES = 1 << 20
 """Of a body that is not wanted: so much is read to keep the connection; with more it ends."""
 CHUNKED_BYTES = 8 << 20
 """Of a body that does not say how long it is."""
-_FIRST_ROOM = 8 << 10
+_FIRST_ROOM = 64 << 10
+"""Bytes that are received at once: a small request comes whole."""
 
 
 class Asked(Protocol):

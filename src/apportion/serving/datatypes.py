@@ -78,9 +78,11 @@ def _packed(data: list[Any], datatype: str) -> Array | None:
     found = np.frombuffer(packed, dtype=np.float64 if code == "d" else DATATYPES[datatype])
     if datatype != "FP32":
         return found
-    with np.errstate(over="ignore"):
-        single = found.astype(np.float32)
-    return single if np.isfinite(single).all() else None
+    try:
+        with np.errstate(over="raise"):
+            return found.astype(np.float32)
+    except FloatingPointError:
+        return None
 
 
 def _numbers(data: list[Any], datatype: str) -> Array:

@@ -88,6 +88,8 @@ class Ensemble:
     def waited_for(self, names: Sequence[str], quorum: int, now: float) -> tuple[list[str], list[str]]:
         """(those to wait for, those to probe). Who is down or out is waited for only where the quorum needs it, those
         who are up first."""
+        if all(self.members[name].unhurt for name in names):
+            return list(names), []
         up = [name for name in names if self.members[name].state == "up"]
         awaited = [name for name in up if self.members[name].breaker.state(now) == "closed"]
         probed = [name for name in up if name not in awaited and self.members[name].breaker.probe_due(now)]

@@ -165,17 +165,15 @@ class App:
 
     def note(self, model: str, status: int, seconds: float, result: Result | None) -> None:
         """A request that has been answered."""
-        metrics = self._metrics
-        metrics.of(metrics.latency, model).observe(seconds)
-        metrics.of(metrics.answers, model, str(status)).inc()
         about: dict[str, Any] = {"model": model, "status": status, "ms": round(seconds * 1e3, 3)}
+        used: tuple[str, ...] = ()
+        degraded = False
         if result is not None:
-            for name in result.answer.used:
-                metrics.of(metrics.used, name).inc()
-            about["members_used"] = ",".join(result.answer.used)
-            if result.answer.degraded:
-                metrics.of(metrics.degraded, model).inc()
+            used, degraded = result.answer.used, result.answer.degraded
+            about["members_used"] = ",".join(used)
+            if degraded:
                 about["degraded"] = True
+        self._metrics.answered(model, status, seconds, used, degraded=degraded)
         log("request", level="info" if status < 500 else "warning", **about)
 
 

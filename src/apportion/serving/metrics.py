@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import Counter as Counts
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Seconds."""
+
+
+class _Answered(Collector):
+    """What every answer counts: plain numbers, which are made into metrics when somebody asks for them."""
+
+    def __init__(self) -> None:
+        self.buckets: dict[str, list[int]] = {}
+        self.seconds: dict[str, float] = {}
+        self.answers: Counts[tuple[str, str]] = Counts()
+        self.degraded: Counts[str] = Counts()
+        self.used: Counts[str] = Counts()
+
+    def collect(self) -> Iterator[Metric]:
+        """Of prometheus_client."""
+        latency = HistogramMetricFamily(
+            "apportion_request_seconds", "from a request's head to its answer", labels=["model"]
+        )
+        for model, counts in self.buckets.items():
+            ends = [*map(str, BUCKETS), "+Inf"]
+            latency.add_metric([model], list(zip(ends, accumulate(counts), strict=True)), self.seconds[model])
+        yield latency
+        for name, about, labels, counts_of in (
+            ("apportion_answers", "requests by HTTP status", ["model", "status"], self.answers),
+            ("apportion_degraded_answers", "answers without a member", ["model"], self.degraded),
+            ("apportion_member_used", "answers that a member is part of", ["member"], self.used),
+        ):
+            family = CounterMetricFamily(name, about, labels=labels)
+            for key, many in counts_of.items():
+                family.add_metric([key] if isinstance(key, str) else list(key), many)
+            yield family
 
 
 class Metrics:
@@ -16,16 +51,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
-        self.latency = Histogram(
-            "apportion_request_seconds",
-            "from a request's first byte to its answer",
-            ["model"],
-            buckets=BUCKETS,
-            registry=registry,
-        )
-        self.answers = Counter("apportion_answers", "requests by HTTP status", ["model", "status"], registry=registry)
-        self.degraded = Counter("apportion_degraded_answers", "answers without a member", ["model"], registry=registry)
-        self.used = Counter("apportion_member_used", "answers that a member is part of", ["member"], registry=registry)
+        self._answered = _Answered()
+        registry.register(self._answered)
         self.missed = Counter("apportion_member_misses", "deadlines a member missed", ["member"], registry=registry)
         self.restarts = Gauge("apportion_member_restarts", "processes that died", ["member"], registry=registry)
         self.queued = Gauge("apportion_queue_depth", "requests waiting for a member", ["member"], registry=registry)
@@ -33,6 +60,19 @@ class Metrics:
         self.batches = Gauge("apportion_member_batches", "batches computed", ["member"], registry=registry)
         self.rows = Gauge("apportion_member_rows", "rows computed", ["member"], registry=registry)
         self._children: dict[tuple[int, tuple[str, ...]], Any] = {}
+
+    def answered(self, model: str, status: int, seconds: float, used: Sequence[str], *, degraded: bool) -> None:
+        """A request for inference."""
+        counted = self._answered
+        buckets = counted.buckets.get(model)
+        if buckets is None:
+            buckets = counted.buckets[model] = [0] * (len(BUCKETS) + 1)
+        buckets[bisect_left(BUCKETS, seconds)] += 1
+        counted.seconds[model] = counted.seconds.get(model, 0.0) + seconds
+        counted.answers[model, str(status)] += 1
+        for member in used:
+            counted.used[member] += 1
+        counted.degraded[model] += degraded
 
     def of(self, metric: Any, *labels: str) -> Any:
         """A metric's child, looked up once."""

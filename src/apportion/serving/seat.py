@@ -90,6 +90,11 @@ class Seat:
         return self.source.name
 
     @property
+    def unhurt(self) -> bool:
+        """Is it there, and waited for?"""
+        return self.state == "up" and self.breaker.open_since is None
+
+    @property
     def waiting(self) -> int:
         """Requests in its queue."""
         return len(self.queue)
