@@ -49,7 +49,8 @@ VALUES = [
     "wavefront_parallel",
 ]  # fmt: skip
 HEAVY = ["typer", "rich", "tensorboard", "matplotlib", "onnx", "onnxruntime"]
-LIMIT_SECONDS = 0.15
+LIMIT_SHARE = 0.15
+"""Of the time that torch itself takes: processors differ, and so does one from minute to minute."""
 
 
 def python(code: str) -> str:
@@ -91,14 +92,15 @@ def test_using_it_adds_little_to_importing_torch(capsys: pytest.CaptureFixture[s
     """Processor time, which a busy machine stretches less than the clock; the median of several processes."""
     code = """
 import json, sys, time
+start = time.process_time()
 import torch
 began, before = time.process_time(), set(sys.modules)
 import apportion
 apportion.Workload, apportion.World, apportion.run, apportion.local, apportion.data_parallel
-print(json.dumps([time.process_time() - began, len(set(sys.modules) - before)]))
+print(json.dumps([time.process_time() - began, began - start, len(set(sys.modules) - before)]))
 """
     told = [json.loads(python(code)) for _ in range(3)]
-    seconds = statistics.median(t[0] for t in told)
+    seconds, torchs = (statistics.median(t[n] for t in told) for n in (0, 1))
     with capsys.disabled():
-        print(f"\nimport apportion and its main names: {seconds:.3f} s more than import torch ({told[0][1]} modules)")
-    assert seconds <= LIMIT_SECONDS
+        print(f"\nimport apportion and its main names: {seconds:.3f} s more than import torch ({told[0][2]} modules)")
+    assert seconds <= LIMIT_SHARE * torchs
