@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +144,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-@cache
 def net(seed: int, width: int = 16) -> nn.Module:
     """8 numbers in, 3 out."""
     torch.manual_seed(seed)

@@ -81,9 +81,11 @@ def test_the_faster_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_stops_at_the_deadline_within_a_member() -> None:
-    program = TorchProgram(Stacked([net(seed) for seed in range(2)]), torch.zeros(1, 8))
+    members = [net(seed) for seed in range(2)]
+    program = TorchProgram(Stacked(members), torch.zeros(1, 8))
     with pytest.raises(Expired):
         program.run([np.zeros((1, 8), np.float32)], 0.0)
+    members[0](torch.zeros(1, 8))  # whoever else has the module calls it without a deadline
 
 
 def test_members_that_torch_runs_are_one_program(tmp_path: Path) -> None:

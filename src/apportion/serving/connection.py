@@ -152,7 +152,7 @@ class Connection(asyncio.BufferedProtocol):
                 and ((self._state == "head" and self._take_head()) or (self._state == "body" and self._take_body()))
             ):
                 pass
-        except (Wrong, Overloaded) as error:
+        except Wrong as error:
             self._refuse(error)
         finally:
             self._advancing = False
@@ -257,13 +257,9 @@ class Connection(asyncio.BufferedProtocol):
         if self._begin < self._end:  # not at once: whoever has given this answer is to finish first
             self._loop.call_soon(self._advance)
 
-    def _refuse(self, error: Wrong | Overloaded) -> None:
+    def _refuse(self, error: Wrong) -> None:
         """And read no further: where the next request would begin is not known."""
-        if self._asked is not None:
-            reply = self._asked.failed(error)
-        else:
-            reply = (error if isinstance(error, Wrong) else Wrong(503, str(error))).reply()
-        self._answer(reply, last=True)
+        self._answer(error.reply() if self._asked is None else self._asked.failed(error), last=True)
 
     def _end_it(self) -> None:
         """Once the client has the answer: a socket that is closed with bytes unread takes what was sent back."""

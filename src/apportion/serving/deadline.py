@@ -16,7 +16,7 @@ that come after the outcome change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from apportion.errors import ApportionError
@@ -136,12 +136,3 @@ def check_quorum(quorum: int, members: Collection[str]) -> None:
 def expires(now: float, seconds: float | None, default: float) -> float:
     """The absolute deadline of a request that asks for so many seconds; None takes the server's own."""
     return now + (default if seconds is None else seconds)
-
-
-def unexpired(deadlines: Iterable[tuple[int, float]], now: float) -> tuple[list[int], list[int]]:
-    """(those that there is still time for, those that it is too late for) of (request, deadline)."""
-    alive: list[int] = []
-    gone: list[int] = []
-    for request, deadline in deadlines:
-        (alive if now < deadline else gone).append(request)
-    return alive, gone

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -29,10 +29,6 @@ class Source:
     """Of other programs of torch that are run as one with it; then the name has all their names, with + between."""
     sample: str | None = None
     """A file (.npz) of one row of each input, in their order, that the net is known to compute."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As it is told."""
-        return asdict(self)
 
     def open(self) -> Program:
         """Load it, in this process. ValueError where it cannot be run."""

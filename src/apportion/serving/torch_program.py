@@ -50,16 +50,18 @@ class TorchProgram(Program):
 
     def run(self, inputs: Sequence[Array], deadline: float) -> list[Array]:
         """See ``Program``."""
-        self._deadline = deadline
-        self._check()
         if torch.get_num_threads() != self._threads:  # it is the process's, who has other programs as well
             torch.set_num_threads(self._threads)
+        self._deadline = deadline
         try:
+            self._check()
             with torch.inference_mode():
                 outputs = self._call([_tensor(x, s.datatype) for x, s in zip(inputs, self.inputs, strict=True)])
+            self._check()
         except (RuntimeError, IndexError, TypeError, KeyError, AttributeError, AssertionError) as error:
             raise ValueError(str(error).partition("\n")[0]) from error
-        self._check()
+        finally:
+            self._deadline = float("inf")  # the module is its owner's too
         return [_array(x) for x in outputs]
 
     def _call(self, leaves: Sequence[Tensor]) -> list[Tensor]:
