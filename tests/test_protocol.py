@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from apportion.serving.datatypes import DATATYPES, from_bf16, from_json, objects, to_bf16
+from apportion.serving import json_numbers
+from apportion.serving.datatypes import DATATYPES, from_bf16, objects, to_bf16
 from apportion.serving.protocol import Named, Request, read_request, read_response, write_request, write_response
 
 NUMBERS = [name for name in DATATYPES if name not in ("BYTES", "BF16")]
@@ -214,19 +215,81 @@ def test_data_that_is_nested_a_thousand_times_is_refused() -> None:
             read_request(text)
 
 
-@pytest.mark.parametrize("datatype", ["FP32", "FP64", "INT8", "UINT8", "INT64", "UINT64", "FP16"])
-@pytest.mark.parametrize(
-    "data", [[1, 2], [1.5, 2], [300, 1], [-1, 2], [1e39, 1], [2**64, 1], [2**63, 1], ["x", 1], [None, 1], [[1], [2]]]
+def both_ways(body: bytes) -> list[Any]:
+    """What is read of it with ``json_numbers``, and without."""
+    found: list[Any] = []
+    for least in (0, len(body) + 1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(json_numbers, "LEAST_BYTES", least)
+            assert least or json_numbers.loads(b'{"inputs":[]}', "inputs") == {"inputs": []}
+            try:
+                request = read_request(body)
+            except ValueError as error:
+                found.append(str(error))
+            else:
+                arrays = [(t.name, t.array.dtype, t.array.shape, t.array.tobytes()) for t in request.inputs]
+                found.append((arrays, request.id, request.parameters, request.outputs, request.binary))
+    return found
+
+
+VALUES = st.integers(-(2**65), 2**65) | st.floats(allow_nan=False) | st.integers(-300, 300) | st.just(-0.0)
+ODD = st.booleans() | st.none() | st.text(max_size=3) | st.lists(st.integers(0, 3), max_size=2) | st.just({"a": 1})
+NESTED = st.lists(st.lists(st.lists(st.integers(0, 3), max_size=2) | st.integers(0, 3), max_size=2), max_size=3)
+
+
+@settings(max_examples=400)
+@given(
+    st.sampled_from([*DATATYPES, "FP99"]),
+    st.lists(VALUES, max_size=4) | st.lists(VALUES | ODD, max_size=4) | NESTED | ODD,
+    st.sampled_from([{}, {"id": "1"}, {"parameters": {"timeout": 5}}, {"outputs": [{"name": "y"}]}, {"id": ["[", []]}]),
+    st.booleans(),
 )
-def test_the_short_way_reads_what_the_long_one_does(datatype: str, data: list[Any]) -> None:
-    found = []
-    for booleans in (True, False):
-        try:
-            values = from_json(data, datatype, 2, booleans=booleans)
-            found.append((values.tolist(), str(values.dtype)))
-        except ValueError as error:
-            found.append(str(error))
-    assert found[0] == found[1]
+def test_numbers_are_read_at_once_as_they_are_one_by_one(datatype: str, data: Any, more: Any, twice: bool) -> None:
+    size = len(data) if isinstance(data, list) else 1
+    tensors = [{"name": name, "shape": [size], "datatype": datatype, "data": data} for name in "ab"[: 1 + twice]]
+    at_once, one_by_one = both_ways(json.dumps({**more, "inputs": tensors}).encode())
+    assert at_once == one_by_one
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "FP64", "FP16", "BF16", "INT8", "UINT8", "INT64", "UINT64"])
+@pytest.mark.parametrize("nested", [(300,), (300, 1), (1, 3, 10, 10)])
+def test_a_request_of_many_numbers_is_read_at_once(datatype: str, nested: tuple[int, ...]) -> None:
+    data = np.resize(np.arange(100), nested).tolist()
+    tensor = {"name": "x", "shape": [300], "datatype": datatype, "data": data}
+    body = json.dumps({"inputs": [tensor], "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}).encode()
+    told = json_numbers.loads(body, "inputs")
+    assert told is not None
+    assert isinstance(told["inputs"][0].pop("data"), np.ndarray)
+    assert told == {
+        "inputs": [{"name": "x", "shape": [300], "datatype": datatype}],
+        "outputs": json.loads(body)["outputs"],
+    }
+    at_once, one_by_one = both_ways(body)
+    assert at_once == one_by_one
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"inputs":[{"name":"x","shape":[1],"datatype":"FP32","data":[1]}',
+        b'{"inputs":[{"name":"x","shape":[2],"datatype":"FP32","data":[[],1,2]}]}',
+        b'{"inputs":[{"name":"x","shape":[2],"datatype":"FP32","data":[[1],2]}]}',
+        b'{"inputs":[{"name":"x","shape":[1],"datatype":"FP32","data":[1],"data":[2]}]}',
+        b'{"inputs":[{"name":"x","shape":[1],"datatype":"FP32","datatype":"INT8","data":[1]}]}',
+        b'{"id":"a","id":"b","inputs":[{"name":"x","shape":[1],"datatype":"FP32","data":[1]}]}',
+        b'{"inputs":[{"name":"x","shape":[1],"datatype":"FP32","data":[1e400]}]}',
+        b'{"inputs":[{"name":"x","shape":[1],"datatype":"FP32","data":[01]}]}',
+        b'{"inputs":[{"name":"\xff","shape":[1],"datatype":"FP32","data":[1]}]}',
+        b'{"inputs":[{"name":"x","shape":[1],"datatype":"FP32","data":[1]}]} {}',
+        b'{"inputs":{"name":"x"}}',
+        b"[1]",
+        b"1",
+        b'{"inputs":' + b"[" * 5000 + b"]" * 5000 + b"}",
+    ],
+)
+def test_what_is_odd_is_taken_alike_either_way(text: bytes) -> None:
+    at_once, one_by_one = both_ways(text)
+    assert at_once == one_by_one
 
 
 @pytest.mark.parametrize("word", ["true", "false"])

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from apportion.planner.plan import Plan
 
 NO, WRONG_USE, FAILED, INTERRUPTED = 1, 2, 3, 130
-_EXTRAS = {"onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx", "httptools": "serve", "orjson": "serve"}
+_EXTRAS = {
+    **dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "onnx"),
+    **dict.fromkeys(("httptools", "orjson", "prometheus_client", "simdjson"), "serve"),
+}
 """What brings a package that is missing."""
 _START_WORKERS = ("train", "check", "compare", "plan")
 

@@ -28,13 +28,6 @@ NAMES = {dtype: name for name, dtype in DATATYPES.items() if name != "BF16"}
 MOST_DIMS = 32
 """Of a nested list."""
 _LENGTH = struct.Struct("<I")
-_PACKED = {
-    "FP32": "d",
-    "FP64": "d",
-    **{f"INT{8 * 2**n}": c for n, c in enumerate("bhiq")},
-    **{f"UINT{8 * 2**n}": c for n, c in enumerate("BHIQ")},
-}
-"""How ``struct`` calls them. A number is read as double and then rounded, as numpy does it."""
 
 
 def to_bf16(values: Array) -> Array:
@@ -52,37 +45,18 @@ def from_bf16(bits: Array) -> Array:
 # JSON
 
 
-def from_json(data: object, datatype: str, elements: int, *, booleans: bool = True) -> Array:
-    """So many values in row-major order, given flat or nested. ValueError where they are not of this type, or not so
-    many. ``booleans``: may there be any?"""
-    if not isinstance(data, list):
+def from_json(data: object, datatype: str, elements: int) -> Array:
+    """So many values in row-major order, given flat or nested, or as the array of numbers that ``json_numbers`` made of
+    them. ValueError where they are not of this type, or not so many."""
+    if isinstance(data, np.ndarray):
+        values = _fitted(data, datatype).reshape(-1)
+    elif isinstance(data, list):
+        values = _texts(data, elements) if datatype == "BYTES" else _numbers(data, datatype)
+    else:
         raise ValueError(f"data is {_kind(data)}: it must be a list, flat or nested as the shape is")
-    if not booleans and len(data) == elements and (packed := _packed(data, datatype)) is not None:
-        return packed
-    values = _texts(data, elements) if datatype == "BYTES" else _numbers(data, datatype)
     if values.size != elements:
         raise ValueError(f"data has {values.size} values, its shape asks for {elements}")
     return values
-
-
-def _packed(data: list[Any], datatype: str) -> Array | None:
-    """A flat list, three times as fast as numpy takes it. None where it is none, or has a value that does not fit: then
-    ``_numbers`` says which. To ``struct`` a boolean is a number; to the protocol it is not."""
-    code = _PACKED.get(datatype)
-    if code is None:
-        return None
-    try:
-        packed = struct.pack(f"{len(data)}{code}", *data)
-    except (struct.error, OverflowError):
-        return None
-    found = np.frombuffer(packed, dtype=np.float64 if code == "d" else DATATYPES[datatype])
-    if datatype != "FP32":
-        return found
-    try:
-        with np.errstate(over="raise"):
-            return found.astype(np.float32)
-    except FloatingPointError:
-        return None
 
 
 def _numbers(data: list[Any], datatype: str) -> Array:
@@ -101,18 +75,29 @@ def _numbers(data: list[Any], datatype: str) -> Array:
     if not set(map(type, leaves)) <= accepted:
         raise ValueError(f"data has values that are not {datatype}: they must be {wanted}")
     try:
-        if not floating:
-            return np.array(leaves, dtype=dtype)
-        found = np.array(leaves, dtype=np.float64)
-        with np.errstate(over="raise"):
-            return to_bf16(found) if datatype == "BF16" else found.astype(dtype, copy=False)
-    except FloatingPointError as error:
-        raise ValueError(f"data has a value that is too large for {datatype}") from error
+        return _fitted(np.array(leaves, dtype=np.float64), datatype) if floating else np.array(leaves, dtype=dtype)
     except OverflowError as error:
-        limits = np.iinfo(dtype)
-        raise ValueError(
-            f"data has a value outside of {datatype}, which is from {limits.min} to {limits.max}"
-        ) from error
+        raise _outside(datatype) from error
+
+
+def _fitted(numbers: Array, datatype: str) -> Array:
+    """As this type: floating ones are rounded, as numpy does it."""
+    dtype = DATATYPES[datatype]
+    if numbers.dtype.kind == "f":
+        try:
+            with np.errstate(over="raise"):
+                return to_bf16(numbers) if datatype == "BF16" else numbers.astype(dtype, copy=False)
+        except FloatingPointError as error:
+            raise ValueError(f"data has a value that is too large for {datatype}") from error
+    limits = np.iinfo(dtype)
+    if numbers.size and (numbers.min() < limits.min or numbers.max() > limits.max):
+        raise _outside(datatype)
+    return numbers.astype(dtype, copy=False)
+
+
+def _outside(datatype: str) -> ValueError:
+    limits = np.iinfo(DATATYPES[datatype])
+    return ValueError(f"data has a value outside of {datatype}, which is from {limits.min} to {limits.max}")
 
 
 def _texts(data: list[Any], elements: int) -> Array:

@@ -1,0 +1,105 @@
+"""JSON whose lists of numbers become arrays at once. A Python object for each number takes twice as long to make,
+to convert and to throw away, and much of what a server does for a request in JSON is that.
+
+It reads what is usual; all else, and all that is wrong, is left to orjson and to those who look at what that found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from simdjson import Array, Object, Parser
+
+from apportion.serving.datatypes import DATATYPES
+
+LEAST_BYTES = 512
+"""Of less of it there is nothing to be gained."""
+KEPT_BYTES = 256 << 10
+"""A parser keeps many times the memory of the longest text that it has read: a longer one has a parser of its own."""
+FEW = 16
+"""Lists that are found one by one; ``bytes.count`` takes as long over none as over many."""
+_KINDS: dict[str, tuple[Any, type[np.generic]]] = {
+    **{name: ("d", np.float64) for name in ("FP16", "FP32", "FP64", "BF16")},
+    **{name: ("i", np.int64) for name in DATATYPES if name.startswith("INT")},
+    **{name: ("u", np.uint64) for name in DATATYPES if name.startswith("UINT")},
+}
+"""By datatype, what its numbers are read as; simdjson refuses what is none of these."""
+
+_parser = Parser()
+
+
+def loads(text: bytes, what: str) -> dict[str, Any] | None:
+    """As ``orjson.loads``, but that ``data`` of each of the tensors listed under ``what`` is an array, of the shape in
+    which it is nested. None where it is anything but even lists of numbers of its datatype's kind."""
+    global _parser
+    if len(text) < LEAST_BYTES or b"\\" in text:
+        return None
+    try:
+        found = _read((_parser if len(text) <= KEPT_BYTES else Parser()).parse(text), what)
+        lists = _lists(found)
+        return found if lists == _brackets(text, lists) else None  # one within a row would be taken for its numbers
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError):  # no JSON, or no numbers, or no tensors
+        _parser = Parser()  # the old one reads nothing more while somebody, such as a traceback, has some of its text
+        return None
+
+
+def _read(root: Any, what: str) -> dict[str, Any]:
+    return {key: [*map(_tensor, root[key])] if key == what else _plain(root[key]) for key in _keys(root)}
+
+
+def _tensor(tensor: Any) -> dict[str, Any]:
+    return {key: _numbers(tensor) if key == "data" else _plain(tensor[key]) for key in _keys(tensor)}
+
+
+def _keys(value: Any) -> list[str]:
+    keys = list(value.keys())
+    if len({*keys}) < len(keys):  # simdjson would take the first, as no other does
+        raise ValueError("a name is there twice")
+    return keys
+
+
+def _numbers(tensor: Any) -> Any:
+    code, dtype = _KINDS[tensor["datatype"]]
+    data = tensor["data"]
+    return np.frombuffer(data.as_buffer(of_type=code), dtype).reshape(_nested(data))
+
+
+def _nested(data: Any) -> tuple[int, ...]:
+    """The shape."""
+    shape, row = [], data
+    while isinstance(row, Array):
+        shape.append(len(row))
+        row = row[0] if len(row) else None
+    if not _even(data, shape):
+        raise ValueError("data is uneven")
+    return tuple(shape)
+
+
+def _even(data: Any, shape: Sequence[int]) -> bool:
+    return len(data) == shape[0] and (len(shape) == 1 or all(_even(row, shape[1:]) for row in data))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Object):
+        return value.as_dict()
+    return value.as_list() if isinstance(value, Array) else value
+
+
+def _lists(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(map(_lists, value.values()))
+    if isinstance(value, list):
+        return 1 + sum(map(_lists, value))
+    return sum(math.prod(value.shape[:n]) for n in range(value.ndim)) if isinstance(value, np.ndarray) else 0
+
+
+def _brackets(text: bytes, expected: int) -> int:
+    if expected > FEW:
+        return text.count(b"[")
+    many, at = 0, text.find(b"[")
+    while at >= 0 and many <= expected:
+        many, at = many + 1, text.find(b"[", at + 1)
+    return many
