@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from apportion.serving import json_numbers
-from apportion.serving.datatypes import DATATYPES, from_bf16, objects, to_bf16
+from apportion.serving.datatypes import DATATYPES, from_bf16, objects, to_bf16, to_bytes
 from apportion.serving.protocol import Named, Request, read_request, read_response, write_request, write_response
 
 NUMBERS = [name for name in DATATYPES if name not in ("BYTES", "BF16")]
@@ -227,8 +227,8 @@ def both_ways(body: bytes) -> list[Any]:
             except ValueError as error:
                 found.append(str(error))
             else:
-                arrays = [(t.name, t.array.dtype, t.array.shape, t.array.tobytes()) for t in request.inputs]
-                found.append((arrays, request.id, request.parameters, request.outputs, request.binary))
+                same = [(t.name, t.array.dtype, t.array.shape, to_bytes(t.array, t.datatype)) for t in request.inputs]
+                found.append((same, request.id, request.parameters, request.outputs, request.binary))
     return found
 
 
@@ -276,6 +276,10 @@ def test_a_request_of_many_numbers_is_read_at_once(datatype: str, nested: tuple[
         b'{"inputs":[{"name":"x","shape":[2],"datatype":"FP32","data":[[1],2]}]}',
         b'{"inputs":[{"name":"x","shape":[1],"datatype":"FP32","data":[1],"data":[2]}]}',
         b'{"inputs":[{"name":"x","shape":[1],"datatype":"FP32","datatype":"INT8","data":[1]}]}',
+        b'{"inputs":[{"name":"x","shape":[2],"datatype":"FP32","d1ata":[[1],[2]],"data":[[1,2]]}]}',
+        b'{"inputs":[{"name":"x","parameters":{"data":[[1]]},"shape":[3],"datatype":"FP32","data":[[1],[2,3]]}]}',
+        b'{"inputs":[{"name":"x","shape":[3],"datatype":"FP32","data":[[1,[2]],[3]]}]}',
+        b'{"inputs":[{"name":"x","shape":[2],"datatype":"FP32","data":[1,[2]]}]}',
         b'{"id":"a","id":"b","inputs":[{"name":"x","shape":[1],"datatype":"FP32","data":[1]}]}',
         b'{"inputs":[{"name":"x","shape":[1],"datatype":"FP32","data":[1e400]}]}',
         b'{"inputs":[{"name":"x","shape":[1],"datatype":"FP32","data":[01]}]}',
