@@ -205,8 +205,9 @@ class Staff:
             try:
                 await self._hire(seat, child)
             except (ApportionError, OSError) as error:
-                self._log("member not replaced", level="error", member=seat.name, why=str(error))
-                if child is None:  # else it was not the net's fault, perhaps
+                level = "warning" if child else "error"  # a spare that is dead too: a new process is next, at once
+                self._log("member not replaced", level=level, member=seat.name, why=str(error))
+                if child is None:
                     await asyncio.sleep(LEAST_LIFE)
             finally:
                 if child is not None:
