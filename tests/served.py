@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@cache
 def net(seed: int, width: int = 16) -> nn.Module:
     """8 numbers in, 3 out."""
     torch.manual_seed(seed)
