@@ -33,6 +33,8 @@ BUFFERED_BYTES = 8 << 20
 """Of messages that are under way without anyone who receives them."""
 PATIENCE_SECONDS = 10.0
 """Of meeting, before a rank says that it waits."""
+CLOSE_SECONDS = 1.0
+"""For messages that are under way when a group ends; who has not received them by then has gone."""
 _KEPT_WAITS = 8192
 _meetings = itertools.count()
 _parts: Counter[str] = Counter()
@@ -62,7 +64,8 @@ class _Buffered:
         self._works: queue.SimpleQueue[tuple[Any, int]] = queue.SimpleQueue()
         self._taken = self._through = 0
         self.error: RuntimeError | None = None
-        threading.Thread(target=self._follow, name="sends", daemon=True).start()
+        self._thread = threading.Thread(target=self._follow, name="sends", daemon=True)
+        self._thread.start()
 
     def add(self, work: Any, nbytes: int) -> None:
         self._taken += nbytes
@@ -83,7 +86,9 @@ class _Buffered:
             self._through += given[1]
 
     def close(self) -> None:
+        """A thread that lets go of a message while Python ends takes the process down with SIGABRT."""
         self._works.put((None, 0))
+        self._thread.join(CLOSE_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -263,13 +268,16 @@ class ProcessGroup(Group):
             return
         over: Future[None] = Future()
         # A message of gloo tells its end to nobody but who waits.
-        threading.Thread(target=_follow, args=(work, over), name="waits", daemon=True).start()
+        thread = threading.Thread(target=_follow, args=(work, over), name="waits", daemon=True)
+        thread.start()
         while self.all_waits.move_on():
             try:
-                return over.result(NAP_SECONDS)
+                over.result(NAP_SECONDS)
+                break
             except TimeoutError:
                 continue
         over.result()
+        thread.join()  # as ``_Buffered.close``
 
     def _lost(self, error: RuntimeError) -> PeerLost:
         first = str(error).splitlines()[0] if str(error) else "no message"
