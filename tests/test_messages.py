@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 import signal
+import threading
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,7 @@ from apportion.comm.group import DONE, Alone, Group, Waits
 from apportion.comm.host_memory import host_memory
 from apportion.comm.link import LINE, PIECE, RING, Receiver, Sender, nbytes
 from apportion.comm.membership import Membership
-from apportion.comm.process_group import ProcessGroup
+from apportion.comm.process_group import ProcessGroup, _Buffered
 from apportion.comm.shared_memory import SharedMemory, links_in
 from apportion.errors import MembershipChanged, PeerLost
 from apportion.world import World
@@ -496,3 +497,19 @@ def test_messages_are_the_same_over_torch_distributed() -> None:
     sizes = ((0, 1, 64, 1000, 70_000), (3, 0, 65, 7, 100), (1 << 20, 8, 9 << 20, 10, 11))
     wanted = [Exchange(sizes, ((1, 2, 1), (1, 1, 2), (2, 1, 0))), Exchange(sizes, ((0, 0, 0),) * 3)]
     assert on_ranks(over_gloo, 3, wanted) == [([], "ProcessGroup")] * 3
+
+
+def test_whoever_closes_waits_until_its_messages_are_let_go() -> None:
+    """A thread that did so while Python ends would take the process down."""
+    received = threading.Event()
+
+    class Sent:
+        def wait(self) -> None:
+            assert received.wait(10.0)
+
+    buffered = _Buffered()
+    buffered.add(Sent(), 1)
+    threading.Timer(0.1, received.set).start()
+    buffered.close()
+    assert received.is_set()
+    assert buffered.nbytes == 0
