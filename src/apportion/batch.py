@@ -207,7 +207,7 @@ def _seed_generators(seed: int) -> None:
 
 
 @contextmanager
-def _own_draws(seed: int) -> Iterator[None]:
+def own_draws(seed: int) -> Iterator[None]:
     """The global generators start from this seed, and go on afterwards as if nothing had been drawn."""
     state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     _seed_generators(seed)
@@ -261,7 +261,7 @@ class Batches:
 
     def _open(self, make: Callable[[], Dataset[Any]]) -> None:
         self._make = make
-        with _own_draws(self.seed):
+        with own_draws(self.seed):
             self.dataset = make()
         # Indexing whole tensors gives what collating their rows gives, without a Python call an example.
         self._tensors: list[Tensor] | None = None
@@ -397,7 +397,7 @@ class Batches:
     def _draws_of(self, batch: Batch, key: int) -> AbstractContextManager[None]:
         """Data may draw from the global generators: its draws become a function of the step, and can be repeated."""
         place = (batch._offset,) if batch._offset else ()  # parts that are loaded apart draw apart
-        return _own_draws(mix(self.seed, batch.step, self._rank, key, *place))
+        return own_draws(mix(self.seed, batch.step, self._rank, key, *place))
 
     def sit(self, rank: int) -> None:
         """This process has another rank."""

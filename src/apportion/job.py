@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from apportion.address import load_workload
+from apportion.proof_workload import few_rows, moving, with_plain_sgd
 from apportion.strategy import Strategy
 from apportion.supervise import Policy
 from apportion.workload import Workload
@@ -47,6 +48,10 @@ class Job:
     policy: Policy = field(default_factory=Policy)
     address: str | None = None
     """Where the workload can be found again."""
+    prove: bool = False
+    """Is the run to ask, before its first step, whether it is proved?"""
+    plain: tuple[str, ...] = ()
+    """Fast paths that are switched off."""
 
     replaceable: bool = False
     """May workers be lost and replaced?"""
@@ -54,6 +59,10 @@ class Job:
     """At the start: what ``reference`` is told, and how large a share a spare gets ready for."""
     proof: bool = False
     """For a proof: dropout is off and named, and what else draws is found."""
+    rows: int = 0
+    """For a proof: examples in a batch, in the place of the workload's; 0: its own."""
+    gradients: bool = False
+    """For a proof: plain SGD of rate 1 in the place of each optimizer."""
     nudge: float = 0.0
     """Every initial weight is moved by this, relatively, up or down: how far rounding alone leads astray."""
     jitter: float = 0.0
@@ -62,6 +71,12 @@ class Job:
     def open(self) -> Workload:
         """The workload, imported where it is an address, with the changes."""
         workload = replace(self.as_written(), **self.changes)
+        if self.proof:
+            workload = moving(workload)
+        if self.rows:
+            workload = few_rows(workload, self.rows, self.workers)
+        if self.gradients:
+            workload = with_plain_sgd(workload)
         if not self.nudge and not self.jitter:
             return workload
         return replace(workload, model=_Nudged(workload.model, self.nudge, self.jitter))

@@ -26,6 +26,7 @@ from apportion.comm.group import Alone
 from apportion.deal import DataShard
 from apportion.evaluate import evaluate
 from apportion.job import Job
+from apportion.parallel.one_device import OneDeviceStep
 from apportion.randomness import Observed, silence_recurrent_dropout, without_dropout
 from apportion.strategy import State, Step
 from apportion.workload import Evaluation, Workload
@@ -52,6 +53,7 @@ def _serve_steps(job: Job, world: World, channel: Channel) -> Job | None:
         serving = _Serving(job, workload, step, world, seen)
         steps = _steps(step)
         told = {"steps": steps, "each": _each(step, world, steps), "precision": job.as_written().precision}
+        told |= {"linear": _is_linear(step)}
         channel.send({"kind": "built", **told})
         while (order := channel.commands.get()) is not None and order["kind"] != "close":
             if order["kind"] == "again":
@@ -156,6 +158,9 @@ def _serve_reference(job: Job, channel: Channel) -> Job | None:
                 break
             if order["kind"] == "again":
                 return replace(job, **order["job"])
+            if order["kind"] == "start":
+                channel.send({"kind": "started", **_start(quiet, order["path"])})
+                continue
             if states is None:
                 log = pickle.loads(Path(order["log"]).read_bytes())
                 state = next(job.strategy.reference(quiet, job.workers, log))
@@ -163,6 +168,16 @@ def _serve_reference(job: Job, channel: Channel) -> Job | None:
                 state = next(states)
             channel.send({"kind": "state", **_deliver(state, order["path"])})
     return None
+
+
+def _start(workload: Workload, path: str) -> dict[str, Any]:
+    """What one device begins with, into the file; and which of it are parameters."""
+    step = OneDeviceStep(workload, torch.device("cpu"))
+    weights = [name for name, _ in step.model.named_parameters(remove_duplicate=False)]
+    delivered = _deliver(step.state_dict(), path)
+    step.source.close()
+    step.close()
+    return {**delivered, "weights": weights}
 
 
 class _Seen:
@@ -203,6 +218,12 @@ def _proving(job: Job) -> Iterator[_Seen]:
         return
     with without_dropout() as dropped:
         yield _Seen(Observed(), dropped)
+
+
+def _is_linear(step: Step) -> bool:
+    """Is what the weights move by proportional to the gradient, whatever its size?"""
+    optimizers = getattr(step, "optimizers", {})  # where each rank has a part, it may have none
+    return bool(optimizers) and all(type(optimizer) is torch.optim.SGD for optimizer in optimizers.values())
 
 
 def _steps(step: Step) -> int:

@@ -1,8 +1,12 @@
-"""What a proof has found: the largest difference of two states, what rounding allows, and the verdict."""
+"""What a proof has found: how far two trainings differ in what they have changed, what rounding allows, the verdict.
+
+A difference is held against the largest change since the start, not against the values: weights of 1e-3 that were to
+move by 1e-6 and stood still differ by all that there was to learn, though only by a thousandth of themselves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,25 +14,31 @@ import torch
 from torch import Tensor
 
 FLOOR = 1e-10
-"""Differences below this are rounding in float64, whatever the noise measured."""
+"""Differences below this share of the change are rounding in float64, whatever the noise measured."""
 NOISE_FACTOR = 100.0
 CAP = 1e-3
-"""No difference above this is called equal, however much rounding is amplified: a mistake might hide in it."""
+"""No difference above this share of the change is called equal, however much rounding is amplified: a mistake might
+hide in it."""
+MOVED = 100.0
+"""What has not moved by so many bounds shows nothing."""
+
+WEIGHTS = "weights"
 
 Verdict = Literal["equal", "different", "undecided"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The largest difference of one tensor over all steps."""
+    """The tensor that differs most, at the step where it does."""
 
     name: str
     """``model/...``, ``optimizer/...`` or ``carry/...``."""
     step: int
-    """Of all steps, the one where it is largest (the first is 1)."""
+    """The first is 1."""
     absolute: float
     relative: float
-    """To the largest value in the reference's tensor (at least 1): what the bound is for."""
+    """To the largest change since the start, of all weights, of all slots of its kind, or of this buffer: what the
+    bound is for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +51,12 @@ class Round:
     worst: Difference
     noise: float
     """The same measure between two runs of the reference, one of them with every weight and gradient moved by a
-    rounding; without bound where the reference comes to be no number."""
+    rounding; without bound where the reference comes to be no number, or where nothing has moved."""
     bound: float
     disagreement: str | None
     """A rank whose state is not rank 0's, and when."""
     verdict: Verdict
-    """``undecided``: above what may be called equal, within 100 times the noise."""
+    """``undecided``: above what may be called equal, within 100 times the noise; or too little has moved."""
 
     @property
     def holds(self) -> bool:
@@ -64,14 +74,56 @@ class Proof:
     rounds: tuple[Round, ...]
     by_design: tuple[str, ...]
     """What differs by design, or could not be checked, in words."""
+    gradients: Round | None = None
+    """The same where every optimizer is plain SGD of rate 1, so that the change is the gradient: an optimizer that
+    divides by its size (Adam) hides a factor. None: the state shows it already, or the strategy is approximate."""
+    causes: tuple[str, ...] = ()
+    """What a difference is likely to come from, in whole sentences."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of all rounds: the first and the gradients have to show it; the run's own precision may leave it open."""
+        shown = self.rounds if self.gradients is None else (*self.rounds, self.gradients)
+        if any(r.verdict == "different" for r in shown):
+            return "different"
+        first = self.rounds[0].holds and (self.gradients is None or self.gradients.holds)
+        return "equal" if first else "undecided"
 
     @property
     def holds(self) -> bool:
-        """Is it the same network? The first round has to show it; the run's own precision may leave it open."""
-        return self.rounds[0].holds and all(r.verdict != "different" for r in self.rounds)
+        """Is it shown to be the same network?"""
+        return self.verdict == "equal"
+
+    @property
+    def sentence(self) -> str:
+        """The verdict as one sentence."""
+        whose = "one device trains" if self.exact else "its own reference trains (it is approximate by design)"
+        what = f"{self.strategy} on {self.workers} worker{'s' if self.workers != 1 else ''}"
+        if self.verdict == "equal":
+            left = [r.precision for r in self.rounds[1:] if not r.holds]
+            own = f"; in {left[0]} rounding alone is too large to tell" if left else ""
+            return f"{what} trains the same network as {whose}: shown in {self.rounds[0].precision}{own}"
+        if self.verdict == "undecided":
+            return f"it is not shown that {what} trains the same network as {whose}: rounding hides the answer"
+        return f"{what} does not train the same network as {whose}: {self.evidence}"
+
+    @property
+    def evidence(self) -> str:
+        """What differs, where, and by how much."""
+        shown = (*self.rounds, *(() if self.gradients is None else (self.gradients,)))
+        found = next((r for r in shown if r.verdict == "different"), self.rounds[0])
+        if found.disagreement is not None:
+            return found.disagreement
+        worst = found.worst
+        what = "the gradient of " if found is self.gradients else ""
+        return (
+            f"{what}{worst.name} differs after step {worst.step} by {worst.absolute:.2g}, which is "
+            f"{worst.relative:.2g} of the largest change, in {found.precision}"
+        )
 
 
 def verdict_of(difference: float, noise: float, bound: float) -> Verdict:
+    """Of one measure: ``difference``, ``noise`` and ``bound`` are shares of the change."""
     if noise == float("inf"):
         return "undecided"
     if difference <= bound:
@@ -79,23 +131,155 @@ def verdict_of(difference: float, noise: float, bound: float) -> Verdict:
     return "different" if difference > NOISE_FACTOR * noise else "undecided"
 
 
+class Comparison:
+    """Of a strategy's states with its reference's, step by step, from what both began with."""
+
+    def __init__(self, start: Mapping[str, Tensor], weights: Collection[str]) -> None:
+        """``start``: the reference's tensors before the first step; a slot that is not there yet counts as zeros.
+        ``weights``: which of them are parameters; what else is the model's are buffers."""
+        self._start, self._weights = dict(start), frozenset(weights)
+        self._worst: Difference | None = None
+        self._worst_bound, self._worst_noise = FLOOR, 0.0
+        self._verdict: Verdict = "equal"
+        self._moved = False
+        self._tensors = 0
+        self._lost = False
+
+    def take(
+        self, step: int, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], nudged: Mapping[str, Tensor]
+    ) -> None:
+        """The states after a step: the strategy's, the reference's, and the reference's that rounding leads astray."""
+        self._tensors = len(expected)
+        self._lost = self._lost or any(bool(t.isnan().any()) for t in expected.values() if _numeric(t))
+        changes = self._changes(expected)
+        noise = self._noise(nudged, expected, changes)
+        for difference in _differences(found, expected, changes, step):
+            own = noise.get(self._group(difference.name), 0.0)
+            bound = max(FLOOR, min(CAP, NOISE_FACTOR * own))
+            verdict = verdict_of(difference.relative, own, bound) if difference.absolute else "equal"
+            if _graver(verdict, difference, self._verdict, self._worst):
+                self._worst, self._verdict = difference, verdict
+                self._worst_bound, self._worst_noise = bound, own
+        if NOISE_FACTOR * noise.get(WEIGHTS, float("inf")) * MOVED <= 1.0:
+            self._moved = True
+
+    def round(self, precision: str, steps: int, disagreement: str | None) -> Round:
+        """What all steps together show."""
+        worst = self._worst or Difference(name="nothing", step=steps, absolute=0.0, relative=0.0)
+        verdict, noise = self._verdict, self._worst_noise
+        if self._lost:
+            verdict, noise = "undecided", float("inf")
+        elif verdict == "equal" and not self._moved:
+            verdict, noise = "undecided", max(noise, 1.0 / (NOISE_FACTOR * MOVED))
+        return Round(
+            precision=precision,
+            steps=steps,
+            tensors=self._tensors,
+            worst=worst,
+            noise=noise,
+            bound=self._worst_bound,
+            disagreement=disagreement,
+            verdict="different" if disagreement is not None else verdict,
+        )
+
+    def _changes(self, expected: Mapping[str, Tensor]) -> dict[str, float]:
+        """How far each tensor's like has moved: all weights together, all slots of a kind together, each buffer and
+        each carried tensor by itself, since nothing says that two of these are of one size."""
+        own: dict[str, float] = {}
+        for name, tensor in expected.items():
+            before = self._start.get(name)
+            if before is None or before.shape != tensor.shape:
+                before = torch.zeros_like(tensor)
+            own[name] = _distance(tensor, before)
+        together: dict[str, float] = {}
+        for name, change in own.items():
+            kind = self._kind(name)
+            together[kind] = max(together.get(kind, 0.0), change)
+        return {name: together[self._kind(name)] for name in own}
+
+    def _noise(
+        self, nudged: Mapping[str, Tensor], expected: Mapping[str, Tensor], changes: Mapping[str, float]
+    ) -> dict[str, float]:
+        """The largest share of the change that rounding alone has made, in each group."""
+        noise: dict[str, float] = {}
+        for name, change in changes.items():
+            group = self._group(name)
+            moved = _distance(nudged[name], expected[name]) if name in nudged else 0.0
+            # A buffer that did not move shows no noise; weights move together, or none of them does.
+            share = moved / change if change else (float("inf") if group == WEIGHTS else 0.0)
+            noise[group] = max(noise.get(group, 0.0), share)
+        return noise
+
+    def _group(self, name: str) -> str:
+        """What shares its noise."""
+        part, _, rest = name.partition("/")
+        if part == "model":
+            return WEIGHTS if rest in self._weights else "buffers"
+        return f"slots {name.rpartition('/')[2]}" if part == "optimizer" else part
+
+    def _kind(self, name: str) -> str:
+        """What shares its scale."""
+        group = self._group(name)
+        return group if group == WEIGHTS or group.startswith("slots") else name
+
+
+def _graver(verdict: Verdict, difference: Difference, before: Verdict, worst: Difference | None) -> bool:
+    """Does this one take the place of the worst so far? A difference at an earlier step is nearer to its cause, so a
+    later one does not take its place."""
+    order = ("equal", "undecided", "different")
+    if worst is None or order.index(verdict) != order.index(before):
+        return worst is None or order.index(verdict) > order.index(before)
+    if verdict == "different" and difference.step != worst.step:
+        return False
+    return difference.relative > worst.relative
+
+
 def largest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], step: int) -> Difference:
     """The tensor that differs most, relative to its largest value; a missing or foreign one differs without bound."""
-    for name in sorted(found.keys() ^ expected.keys()):
-        return Difference(name=name, step=step, absolute=float("inf"), relative=float("inf"))
-    differences = (_difference(name, found[name], expected[name], step) for name in sorted(expected))
+    values = {name: max(1.0, _size(t)) for name, t in expected.items()}
     return max(
-        differences, key=lambda d: d.relative, default=Difference(name="nothing", step=step, absolute=0, relative=0)
+        _differences(found, expected, values, step),
+        key=lambda d: d.relative,
+        default=Difference(name="nothing", step=step, absolute=0, relative=0),
     )
 
 
-def _difference(name: str, found: Tensor, expected: Tensor, step: int) -> Difference:
-    if found.shape != expected.shape:
-        return Difference(name=name, step=step, absolute=float("inf"), relative=float("inf"))
-    a, b = found.to(torch.float64), expected.to(torch.float64)
-    if not b.numel():
-        return Difference(name=name, step=step, absolute=0.0, relative=0.0)
-    same = (a == b) | (a.isnan() & b.isnan())
-    absolute = float(torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=float("inf")).max())
-    scale = max(1.0, float(b.abs().nan_to_num(nan=0.0, posinf=0.0).max()))
-    return Difference(name=name, step=step, absolute=absolute, relative=absolute / scale)
+def _differences(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], scales: Mapping[str, float], step: int
+) -> list[Difference]:
+    infinite = float("inf")
+    foreign = sorted(found.keys() ^ expected.keys())
+    if foreign:
+        return [Difference(name=name, step=step, absolute=infinite, relative=infinite) for name in foreign]
+    differences = []
+    for name in sorted(expected):
+        absolute = _distance(found[name], expected[name])
+        scale = scales[name]
+        relative = absolute / scale if scale else (infinite if absolute else 0.0)
+        differences.append(Difference(name=name, step=step, absolute=absolute, relative=relative))
+    return differences
+
+
+def _numeric(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """As float64; a complex one as pairs."""
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.to(torch.float64)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """The largest absolute difference of two elements; without bound where the shapes differ or one is no number."""
+    if a.shape != b.shape or a.is_complex() != b.is_complex():
+        return float("inf")
+    if not a.numel():
+        return 0.0
+    left, right = _wide(a), _wide(b)
+    same = (left == right) | (left.isnan() & right.isnan())
+    return float(torch.where(same, 0.0, (left - right).abs()).nan_to_num(nan=float("inf")).max())
+
+
+def _size(tensor: Tensor) -> float:
+    return float(_wide(tensor).abs().nan_to_num(nan=0.0, posinf=0.0).max()) if tensor.numel() else 0.0

@@ -1,0 +1,311 @@
+"""Prove a strategy: its state after every step against its reference's, tensor by tensor, in processes of their own.
+
+Three sets of processes make the same steps: the strategy's, its reference's, and those of a reference that is led
+astray by rounding alone, which shows how far rounding goes. A round compares them in one precision; between rounds the
+same processes build anew.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from apportion.comm.channel import Message
+from apportion.crew import Crew
+from apportion.errors import WorkerFailed
+from apportion.job import Job
+from apportion.launch.local import Local
+from apportion.proof import FLOOR, Comparison, Proof, Round, largest
+from apportion.trial import Candidate
+from apportion.workload import Workload
+
+STEP_SECONDS = 600.0
+GRADIENT_STEPS = 2
+"""Of rate 1: a network would not stand many."""
+
+Seen = dict[str, list[str]]
+Tensors = Mapping[str, Tensor]
+
+
+class OutOfTimeError(Exception):
+    """The time that a proof was given is over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is to be proved, and how thoroughly."""
+
+    workload: Workload | str
+    chosen: Candidate
+    steps: int
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the workload that the run replaces."""
+    rows: int = 0
+    """Examples in a batch; 0: the workload's own."""
+    seconds: float | None = None
+    """That it may take; None: as long as it does."""
+    brief: bool = False
+    """Is a first difference enough?"""
+    plain: tuple[str, ...] = ()
+    """Fast paths that are switched off."""
+
+
+def prove(asked: Asked) -> Proof:
+    """In float64, then the gradients, then in the run's own precision. Raises OutOfTimeError, and what a worker fails
+    with."""
+    return _Proving(asked).proof()
+
+
+class _Proving:
+    """One proof under way."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked, self._chosen = asked, asked.chosen
+        self._replays = asked.chosen.strategy.replays(asked.chosen.launcher.workers or 1)
+        self._deadline = None if asked.seconds is None else time.monotonic() + asked.seconds
+        self._own = "float32"
+        self._named: list[str] = []
+        self._gradients: Round | None = None
+        self._linear = False
+
+    def proof(self) -> Proof:
+        rounds = self._rounds()
+        strategy = self._chosen.strategy
+        return Proof(
+            strategy=str(strategy),
+            workers=self._chosen.launcher.workers or 1,
+            exact=strategy.exact,
+            rounds=tuple(rounds),
+            gradients=self._gradients,
+            by_design=(*self._named, *(_open_question(r) for r in rounds if r.verdict == "undecided")),
+        )
+
+    def _rounds(self) -> list[Round]:
+        known = False
+        try:
+            with self._crews("float64") as crews:
+                built = self._built(crews)
+                self._own, known = built["precision"], True
+                return self._wide_then_own(crews, built)
+        except WorkerFailed as error:
+            if not _fixes_dtype(str(error)) or not known or self._own == "float64":
+                raise
+            self._named = [f"the model fixes a precision ({error}): checked in {self._own} alone"]
+        with self._crews(self._own) as crews:
+            steps = _many(self._chosen, self._asked.steps, self._built(crews)["steps"])
+            narrow, seen = self._round(crews, steps, self._own)
+            self._named[:0] = _by_design(seen)
+            self._gradients = self._gradient_round(crews, narrow, self._own)
+            return [narrow]
+
+    def _wide_then_own(self, crews: Sequence[Crew], built: Message) -> list[Round]:
+        wide, seen = self._round(crews, _many(self._chosen, self._asked.steps, built["steps"]), "float64")
+        self._named = _by_design(seen)
+        if self._asked.brief and wide.verdict == "different":
+            return [wide]
+        rounds = [wide]
+        if seen["narrow"] and self._own != "float64":
+            where = f"the model computes in float32 in places ({', '.join(seen['narrow'])})"
+            kept = wide.verdict == "equal" and wide.worst.relative <= FLOOR
+            self._named.append(
+                f"{where}: equal in float64 all the same" if kept else f"{where}: checked in {self._own} alone"
+            )
+            rounds = [wide] if kept else []
+        self._gradients = self._gradient_round(crews, wide, "float64" if rounds else self._own)
+        if self._own == "float64" or (self._asked.brief and not self._proved()):
+            return rounds or [wide]
+        self._again(crews, self._own)
+        return [*rounds, self._round(crews, wide.steps, self._own)[0]]
+
+    def _proved(self) -> bool:
+        return self._gradients is None or self._gradients.holds
+
+    def _gradient_round(self, crews: Sequence[Crew], states: Round, precision: str) -> Round | None:
+        """The change under plain SGD; where every optimizer is that already, the states have shown it."""
+        if self._replays or not self._chosen.strategy.exact or (self._linear and states.verdict != "undecided"):
+            return None
+        self._again(crews, precision, gradients=True)
+        return self._round(crews, min(GRADIENT_STEPS, states.steps), precision)[0]
+
+    # The processes
+
+    @contextmanager
+    def _crews(self, precision: str) -> Iterator[list[Crew]]:
+        """The strategy's processes, the reference's, and those of a reference that is led astray by rounding, where
+        rounding is allowed for."""
+        jobs = self._jobs(precision)
+        alone = Local(workers=1, threads=jobs[1].threads, device="cpu")
+        launched = [
+            ("steps", self._chosen.launcher, self._chosen.ranks),
+            ("reference", alone, 1),
+            ("reference", alone, 1),
+        ]
+        with ExitStack() as stack:
+            crews = []
+            for (target, where, ranks), job in zip(launched[: 2 if self._replays else 3], jobs, strict=False):
+                crews.append(Crew(where, f"apportion.entry:{target}", job, ranks))
+                stack.callback(crews[-1].close)
+            yield crews
+
+    def _jobs(self, precision: str, *, gradients: bool = False) -> tuple[Job, Job, Job]:
+        asked, launcher, ranks = self._asked, self._chosen.launcher, self._chosen.ranks
+        tried = Job(
+            workload=asked.workload,
+            strategy=self._chosen.strategy,
+            launcher=str(launcher),
+            threads=launcher.threads_each(ranks),
+            device=launcher.device,
+            changes={
+                **asked.changes,
+                "precision": precision,
+                **({"compile": False} if precision == "float64" or asked.rows else {}),
+            },
+            workers=launcher.workers or 1,
+            proof=True,
+            rows=asked.rows,
+            gradients=gradients,
+            plain=asked.plain,
+        )
+        # A sum by other threads is another sum: what is to have the same bits has as many.
+        single = replace(tried, threads=tried.threads if self._replays else 1, device="cpu")
+        # Weights stay float32 under autocast; it is the gradients that come in the shorter type.
+        weights = "float64" if precision == "float64" else "float32"
+        return tried, single, replace(single, nudge=_eps(weights), jitter=_eps(precision) / 2)
+
+    def _again(self, crews: Sequence[Crew], precision: str, *, gradients: bool = False) -> None:
+        """All of them from the beginning, in another precision or with other optimizers."""
+        for crew, job in zip(crews, self._jobs(precision, gradients=gradients), strict=False):
+            changed = {name: getattr(job, name) for name in ("changes", "nudge", "jitter", "gradients")}
+            crew.send({"kind": "again", "job": changed})
+        self._built(crews)
+
+    def _built(self, crews: Sequence[Crew]) -> Message:
+        """What the strategy's first rank tells once everything is built."""
+        told = [self._answers(crew, "built") for crew in crews]
+        self._linear = told[0][0]["linear"]
+        return told[0][0]
+
+    def _ask(self, crew: Crew, order: Mapping[str, Any], kind: str) -> list[Message]:
+        crew.send(order)
+        return self._answers(crew, kind)
+
+    def _answers(self, crew: Crew, kind: str) -> list[Message]:
+        left = STEP_SECONDS if self._deadline is None else min(STEP_SECONDS, self._deadline - time.monotonic())
+        if left <= 0:
+            raise OutOfTimeError
+        try:
+            return crew.answers(kind, left)
+        except WorkerFailed:
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                raise OutOfTimeError from None
+            raise
+
+    # A round
+
+    def _round(self, crews: Sequence[Crew], steps: int, precision: str) -> tuple[Round, Seen]:
+        """Strategy, reference, and the one led astray, step by step; or the strategy, and the same once more."""
+        with tempfile.TemporaryDirectory(prefix="apportion-check-") as folder:
+            compare = self._compare_replay if self._replays else self._compare_steps
+            return compare(crews, steps, precision, Path(folder))
+
+    def _compare_replay(self, crews: Sequence[Crew], steps: int, precision: str, folder: Path) -> tuple[Round, Seen]:
+        tried, reference = crews
+        seen = _seen(self._ask(tried, {"kind": "go", "steps": steps}, "went"))
+        disagreement = self._disagreement(tried, steps, folder)
+        self._ask(tried, {"kind": "log", "path": str(folder / "log")}, "log")
+        self._ask(reference, {"kind": "next", "path": str(folder / "reference"), "log": str(folder / "log")}, "state")
+        expected = load_file(folder / "reference")
+        worst = largest(load_file(folder / "rank0"), expected, steps)
+        found = Round(
+            precision=precision,
+            steps=steps,
+            tensors=len(expected),
+            worst=worst,
+            noise=0.0,
+            bound=0.0,
+            disagreement=disagreement,
+            verdict="equal" if disagreement is None and worst.absolute == 0.0 else "different",
+        )
+        return found, seen
+
+    def _compare_steps(self, crews: Sequence[Crew], steps: int, precision: str, folder: Path) -> tuple[Round, Seen]:
+        tried, reference, nudged = crews
+        (began,) = self._ask(reference, {"kind": "start", "path": str(folder / "start")}, "started")
+        comparison = Comparison(load_file(folder / "start"), began["weights"])
+        disagreement, seen = None, _seen(())
+        for number in range(1, steps + 1):
+            for crew, name in ((reference, "reference"), (nudged, "nudged")):
+                crew.send({"kind": "next", "path": str(folder / name)})
+            went = self._ask(tried, {"kind": "go", "steps": 1}, "went")
+            seen = _seen([seen, *went])
+            found = self._disagreement(tried, number, folder)
+            disagreement = disagreement or found
+            for crew in (reference, nudged):
+                self._answers(crew, "state")
+            comparison.take(number, *(load_file(folder / name) for name in ("rank0", "reference", "nudged")))
+        return comparison.round(precision, steps, disagreement), seen
+
+    def _disagreement(self, tried: Crew, number: int, folder: Path) -> str | None:
+        """Every rank's state must be rank 0's, to the bit; which one is not, where, and by how much. Rank 0's is
+        written in any case: what comes after compares it."""
+        answers = self._ask(tried, {"kind": "state", "path": str(folder / "rank0"), "ranks": [0]}, "state")
+        for rank, answer in enumerate(answers):
+            if answer["digest"] != answers[0]["digest"]:
+                self._ask(tried, {"kind": "state", "path": str(folder / "other"), "ranks": [rank]}, "state")
+                found = largest(load_file(folder / "other"), load_file(folder / "rank0"), number)
+                where = f"{found.name} differs by {found.absolute:.3g}"
+                return f"rank {rank} is not at rank 0's state after step {number}: {where}"
+        return None
+
+
+def _many(chosen: Candidate, asked: int, there: int) -> int:
+    """Steps: as many as asked for, or as every worker can make."""
+    workers = chosen.launcher.workers or 1
+    if not chosen.strategy.replays(workers):
+        return min(asked, there)
+    if there < workers:
+        raise ValueError(f"{there} batches are too few for {workers} workers: use fewer workers, or more steps or data")
+    return min(asked, there // workers)
+
+
+def _open_question(found: Round) -> str:
+    if found.noise == float("inf"):
+        return f"{found.precision}: one device's own weights are no numbers after {found.steps} steps: nothing is shown"
+    return (
+        f"{found.precision}: in {found.steps} steps this network makes {found.noise:.2g} of its change by rounding "
+        "alone, too much to tell a mistake from it: nothing is shown; use fewer steps, or another learning rate"
+    )
+
+
+def _fixes_dtype(text: str) -> bool:
+    return any(sign in text for sign in ("dtype", "scalar type", "Double", "same type"))
+
+
+def _by_design(seen: Mapping[str, list[str]]) -> list[str]:
+    named = []
+    if seen["dropout"]:
+        named.append(f"dropout draws differ between ranks by design: checked without ({', '.join(seen['dropout'])})")
+    if seen["draws"]:
+        named.append(
+            f"the model draws random numbers as it computes ({', '.join(seen['draws'])}), each rank its own: "
+            "this difference is no rounding; draw them in augment, keyed by example, to have them equal"
+        )
+    return named
+
+
+def _seen(went: Sequence[Message]) -> Seen:
+    """What ranks have to name of a step, together."""
+    return {key: sorted({name for answer in went for name in answer[key]}) for key in ("dropout", "draws", "narrow")}
+
+
+def _eps(precision: str) -> float:
+    return torch.finfo(getattr(torch, precision)).eps
