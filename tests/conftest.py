@@ -48,6 +48,19 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_proof_before_a_run() -> Iterator[None]:
+    """What a run computes is proved by the tests of its strategy: a run in a test does not prove itself as well, unless
+    the test says ``check=True``."""
+    from apportion.verbs.train import run
+
+    defaults = run.__kwdefaults__
+    assert defaults["check"] is True
+    defaults["check"] = False
+    yield
+    defaults["check"] = True
+
+
+@pytest.fixture(scope="session", autouse=True)
 def watch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watch]:
     """The watch over all the tests, which gives them (and their processes) a temporary folder of their own."""
     usual = tempfile.gettempdir()

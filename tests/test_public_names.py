@@ -17,6 +17,7 @@ NAMES = [
     "CheckpointError",
     "Cluster",
     "DataShard",
+    "Disproved",
     "Draws",
     "Evaluation",
     "Event",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from apportion.deal import Draws as Draws
     from apportion.errors import ApportionError as ApportionError
     from apportion.errors import CheckpointError as CheckpointError
+    from apportion.errors import Disproved as Disproved
     from apportion.errors import WorkerFailed as WorkerFailed
     from apportion.event import Event as Event
     from apportion.launch.env import Env as env  # noqa: F401
@@ -58,6 +59,7 @@ _HOMES = {
     "CheckpointError": "errors",
     "Cluster": "cluster",
     "DataShard": "deal",
+    "Disproved": "errors",
     "Draws": "deal",
     "Evaluation": "workload",
     "Event": "event",

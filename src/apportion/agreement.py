@@ -37,6 +37,9 @@ class Wish:
     save_now: Callable[[], int] = lambda: 0
     """Write the state after the last update, from another thread, not waiting for the step under way; its number. Once
     it has begun."""
+    settle: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda asked: None
+    """Is the run proved? Called by every rank once its step is built, with ``key`` (that tells its workload from
+    others; None: nothing does) and ``steps``; returns where the run may go on."""
     rejoined: Callable[[World], None] = lambda world: None
     """Called when this rank has its place in a world whose membership has changed."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from apportion.errors import ApportionError, WorkerFailed
+from apportion.errors import ApportionError, Disproved, WorkerFailed
 from apportion.template import template
 
 if TYPE_CHECKING:
@@ -88,6 +88,12 @@ def train(  # noqa: PLR0913 (the flags)
     no_trial: NoTrial = False,
     remeasure: Remeasure = False,
     allow_approximate: AllowApproximate = False,
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="train without proving first that it is the same network")
+    ] = False,
+    require_proof: Annotated[
+        bool, typer.Option("--require-proof", help="end with status 1 where that could not be proved")
+    ] = False,
 ) -> None:
     """Train a workload, and say how well it does."""
     if members is not None:
@@ -96,7 +102,7 @@ def train(  # noqa: PLR0913 (the flags)
             "--policy": policy,
         }  # fmt: skip
         said = {"--resume": resume, "--no-trial": no_trial, "--remeasure": remeasure}
-        said["--allow-approximate"] = allow_approximate
+        said |= {"--allow-approximate": allow_approximate, "--no-check": no_check, "--require-proof": require_proof}
         flags = [word for name, value in given.items() if value is not None for word in (name, str(value))]
         _train_members(workload, members, run_dir, [*flags, *(name for name, on in said.items() if on)])
         return
@@ -118,6 +124,8 @@ def train(  # noqa: PLR0913 (the flags)
             trial=not no_trial,
             remeasure=remeasure,
             allow_approximate=allow_approximate,
+            check=not no_check,
+            require_proof=require_proof,
         )
         with closing(events), Display() as display:
             if strategy is None and workers is None and launcher is None and not resume:
@@ -363,6 +371,9 @@ def _guarded() -> Iterator[None]:
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(WRONG_USE) from None
+    except Disproved as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(NO) from None
     except WorkerFailed as error:
         if error.traceback is not None:
             typer.echo(f"rank {error.rank}'s traceback:\n{error.traceback}", err=True)

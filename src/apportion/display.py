@@ -93,6 +93,8 @@ class _Lines:
         now = time.monotonic()
         if event.kind == "plan":
             self.say(plan_line(event))
+        elif event.kind == "proof":
+            self.say(event.data["sentence"])
         elif event.kind == "start":
             self._start = event
             self.say(start_line(event))
@@ -212,15 +214,21 @@ def show_proof(proof: Proof) -> None:
         console.print(_round_line(found))
     for line in proof.by_design:
         console.print(f"  by design: {line}")
-    console.print("the same network" if proof.holds else "NOT the same network")
+    if proof.gradients is not None:
+        console.print(_round_line(proof.gradients, "gradients in "))
+    for line in proof.causes:
+        console.print(f"  likely: {line}")
+    verdicts = {"equal": "the same network", "different": "NOT the same network", "undecided": "UNDECIDED"}
+    console.print(f"{verdicts[proof.verdict]}: {proof.sentence}")
 
 
-def _round_line(found: Round) -> str:
+def _round_line(found: Round, what: str = "") -> str:
     worst = found.worst
     verdict = {"equal": "equal", "different": "DIFFERENT", "undecided": "UNDECIDED"}[found.verdict]
     line = (
-        f"  {found.precision}: {verdict} over {found.steps} steps and {found.tensors} tensors; worst is {worst.name} "
-        f"after step {worst.step}, by {worst.absolute:.2g} (bound {found.bound:.2g}, rounding noise {found.noise:.2g})"
+        f"  {what}{found.precision}: {verdict} over {found.steps} steps and {found.tensors} tensors; worst is "
+        f"{worst.name} after step {worst.step}, by {worst.absolute:.2g}, {worst.relative:.2g} of the largest change "
+        f"(bound {found.bound:.2g}, rounding noise {found.noise:.2g})"
     )
     return line if found.disagreement is None else f"{line}\n    {found.disagreement}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import sys
 import threading
@@ -84,8 +85,10 @@ def _run(sock: socket.socket, load: Callable[[], Job | Gauging], program: Any) -
 
 def _train(job: Job, world: World, channel: Channel) -> None:
     wish = Wish()
-    threading.Thread(target=_obey, args=(channel, wish), name="orders", daemon=True).start()
+    settled = queue.SimpleQueue[dict[str, Any]]()
+    threading.Thread(target=_obey, args=(channel, wish, settled), name="orders", daemon=True).start()
     wish.progress = progress(world)
+    wish.settle = lambda asked: _settle(asked, world, channel, settled)
     wish.rejoined = lambda changed: _rejoined(changed, wish)
     for event in work(job, world, wish):
         channel.send({"kind": "event", "event": asdict(event)})
@@ -110,11 +113,22 @@ def _watched(world: World, line: Any) -> None:
     world.group().waiting = line[1:2]
 
 
-def _obey(channel: Channel, wish: Wish) -> None:
+def _settle(
+    asked: dict[str, Any], world: World, channel: Channel, settled: queue.SimpleQueue[dict[str, Any]]
+) -> dict[str, Any]:
+    """The supervisor's answer whether the run is proved; a run that it ends is waiting here."""
+    if world.rank == 0:
+        channel.send({"kind": "prove", **asked})
+    return settled.get()
+
+
+def _obey(channel: Channel, wish: Wish, settled: queue.SimpleQueue[dict[str, Any]]) -> None:
     """The supervisor's orders, while the main thread trains."""
     while (order := channel.commands.get()) is not None:
         if order["kind"] == "stop":
             wish.stop = True
+        elif order["kind"] == "settled":
+            settled.put(order["proof"])
         elif order["kind"] == "save":
             channel.send({"kind": "saved", **_save_now(wish, order["seconds"])})
     os._exit(1)  # the supervisor is gone

@@ -32,6 +32,11 @@ class WorkerFailed(ApportionError):
             self.add_note(f"at {where}")
 
 
+class Disproved(ApportionError):
+    """A strategy does not train the network that it must, or that could not be shown where it had to be: the answer is
+    no (exit status 1), and nothing was trained."""
+
+
 class PeerLost(ApportionError):
     """A collective failed because another rank is gone: a symptom; the cause is that rank's exit."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-EventKind = Literal["plan", "start", "step", "speed", "drift", "evaluation", "checkpoint", "fault", "end"]
+EventKind = Literal["plan", "proof", "start", "step", "speed", "drift", "evaluation", "checkpoint", "fault", "end"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +17,13 @@ class Event:
       (one line); ``candidates``: the best first, each with ``strategy``, ``launcher``, ``exact``, ``predicted_seconds``
       (a step; None: nobody knows), ``step_seconds`` and ``examples_per_second`` (measured, medians; None: not tried),
       ``refused`` (why it cannot run the workload, or None); ``remembered`` (from an earlier run), ``seconds`` (it took)
+    - ``proof``: before the start, where a run on several ranks proves itself. ``verdict`` ("begun", and once it is
+      settled "equal", "different", "undecided" or "not proved"), ``sentence`` (the answer in words), ``seconds`` (it
+      took), ``remembered`` (an earlier run's)
     - ``start``: ``strategy``, ``launcher`` (as they are typed), ``workers``, ``threads``, ``device``, ``parameters``
       (how many), ``examples`` (in the training set), ``batch_size``, ``steps`` (planned in all),
-      ``steps_per_epoch``, ``first_step`` (0, or where a resumed run goes on), ``resumed`` (bool)
+      ``steps_per_epoch``, ``first_step`` (0, or where a resumed run goes on), ``resumed`` (bool),
+      ``proof`` (what a ``proof`` event has, or None: one rank, or it was not asked for)
     - ``step``: sampled, a few a second at most. ``values``: every named value since the previous event of this kind,
       one list a name, the last belonging to ``step``: ``{"loss": [2.30, 2.28, ...]}``; ``examples_per_second``
       (global, since the previous one), ``learning_rate``

@@ -61,6 +61,8 @@ class Job:
     """For a proof: dropout is off and named, and what else draws is found."""
     rows: int = 0
     """For a proof: examples in a batch, in the place of the workload's; 0: its own."""
+    short: bool = False
+    """For a proof: an epoch is a whole batch and, where the workload has one, its short last one."""
     gradients: bool = False
     """For a proof: plain SGD of rate 1 in the place of each optimizer."""
     nudge: float = 0.0
@@ -73,8 +75,8 @@ class Job:
         workload = replace(self.as_written(), **self.changes)
         if self.proof:
             workload = moving(workload)
-        if self.rows:
-            workload = few_rows(workload, self.rows, self.workers)
+        if self.rows or self.short:
+            workload = few_rows(workload, self.rows or workload.batch_size, self.workers)
         if self.gradients:
             workload = with_plain_sgd(workload)
         if not self.nudge and not self.jitter:

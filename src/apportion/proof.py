@@ -19,8 +19,6 @@ NOISE_FACTOR = 100.0
 CAP = 1e-3
 """No difference above this share of the change is called equal, however much rounding is amplified: a mistake might
 hide in it."""
-MOVED = 100.0
-"""What has not moved by so many bounds shows nothing."""
 
 WEIGHTS = "weights"
 
@@ -97,14 +95,15 @@ class Proof:
     @property
     def sentence(self) -> str:
         """The verdict as one sentence."""
-        whose = "one device trains" if self.exact else "its own reference trains (it is approximate by design)"
+        whose = "one device" if self.exact else "its own reference (it is approximate by design)"
         what = f"{self.strategy} on {self.workers} worker{'s' if self.workers != 1 else ''}"
         if self.verdict == "equal":
             left = [r.precision for r in self.rounds[1:] if not r.holds]
-            own = f"; in {left[0]} rounding alone is too large to tell" if left else ""
-            return f"{what} trains the same network as {whose}: shown in {self.rounds[0].precision}{own}"
+            own = f"; in {left[0]} rounding alone is too large to show it as well" if left else ""
+            return f"{what} trains the same network as {whose}, shown in {self.rounds[0].precision}{own}"
         if self.verdict == "undecided":
-            return f"it is not shown that {what} trains the same network as {whose}: rounding hides the answer"
+            why = "rounding hides the answer, or too little moves"
+            return f"it is not shown that {what} trains the same network as {whose}: {why}"
         return f"{what} does not train the same network as {whose}: {self.evidence}"
 
     @property
@@ -160,7 +159,8 @@ class Comparison:
             if _graver(verdict, difference, self._verdict, self._worst):
                 self._worst, self._verdict = difference, verdict
                 self._worst_bound, self._worst_noise = bound, own
-        if NOISE_FACTOR * noise.get(WEIGHTS, float("inf")) * MOVED <= 1.0:
+        # A strategy that stood still would differ by the whole change: was that more than rounding can hide?
+        if NOISE_FACTOR * noise.get(WEIGHTS, float("inf")) <= 1.0:
             self._moved = True
 
     def round(self, precision: str, steps: int, disagreement: str | None) -> Round:
@@ -170,7 +170,7 @@ class Comparison:
         if self._lost:
             verdict, noise = "undecided", float("inf")
         elif verdict == "equal" and not self._moved:
-            verdict, noise = "undecided", max(noise, 1.0 / (NOISE_FACTOR * MOVED))
+            verdict, noise = "undecided", max(noise, 1.0 / NOISE_FACTOR)
         return Round(
             precision=precision,
             steps=steps,
@@ -200,11 +200,14 @@ class Comparison:
     def _noise(
         self, nudged: Mapping[str, Tensor], expected: Mapping[str, Tensor], changes: Mapping[str, float]
     ) -> dict[str, float]:
-        """The largest share of the change that rounding alone has made, in each group."""
+        """The largest share of the change that rounding alone has made, in each group; a rounding of the largest value
+        at least, which a coarser arithmetic in between may have swallowed."""
         noise: dict[str, float] = {}
         for name, change in changes.items():
-            group = self._group(name)
-            moved = _distance(nudged[name], expected[name]) if name in nudged else 0.0
+            group, tensor = self._group(name), expected[name]
+            moved = _distance(nudged[name], tensor) if name in nudged else 0.0
+            if _numeric(tensor):
+                moved = max(moved, torch.finfo(tensor.dtype).eps * _size(tensor))
             # A buffer that did not move shows no noise; weights move together, or none of them does.
             share = moved / change if change else (float("inf") if group == WEIGHTS else 0.0)
             noise[group] = max(noise.get(group, 0.0), share)

@@ -40,10 +40,11 @@ def few_rows(workload: Workload, rows: int, workers: int) -> Workload:
     with own_draws(workload.seed):
         data = workload.open_data()
     examples: int = len(data)  # type: ignore[arg-type]
+    rows = min(rows, workload.batch_size)
     batches = -(-examples // workload.batch_size)
-    if rows >= workload.batch_size:
-        return workload
     last = examples % workload.batch_size
+    if rows == workload.batch_size and (last == 0 or batches <= 2):
+        return replace(workload, data=lambda: data)
     short = 0 if last == 0 else last if last < workers else max(workers, rows * last // workload.batch_size)
     wanted = min(examples, 2 * rows if short == 0 else rows + short)
     sample = _sample(data, wanted, evenly=workload.order == "shuffled")

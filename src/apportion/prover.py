@@ -172,6 +172,7 @@ class _Proving:
             workers=launcher.workers or 1,
             proof=True,
             rows=asked.rows,
+            short=asked.steps > 1 and self._chosen.strategy.exact,
             gradients=gradients,
             plain=asked.plain,
         )

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from apportion.crew import Crew, failure
 from apportion.event import Event
 from apportion.job import Job
 from apportion.launch.local import Local
+from apportion.self_proof import SelfProof
 from apportion.supervise import Finish, Policy, Stop
 from apportion.watch import LOOK_SECONDS
 
@@ -33,8 +34,9 @@ STOP_SECONDS = 120.0
 class Supervised:
     """One run of a job on this machine's processes."""
 
-    def __init__(self, job: Job, launcher: Local, ranks: int) -> None:
-        self._job, self._launcher, self._ranks = job, launcher, ranks
+    def __init__(self, job: Job, launcher: Local, ranks: int, proof: SelfProof | None = None) -> None:
+        """``proof``: what a job is asked about that is to prove itself."""
+        self._job, self._launcher, self._ranks, self._proof = job, launcher, ranks, proof
         self._crew: Crew | None = None
         self._attendant: Attendant | None = None
         self._started = False
@@ -94,6 +96,9 @@ class Supervised:
         end: Event | None = None  # it comes last, also where another rank still has something to tell
         while True:
             news = attendant.news(LOOK_SECONDS)
+            if isinstance(news, Said) and news.message["kind"] == "prove":
+                yield from self._settle(news.message)
+                continue
             event = self._told(news)
             if event is not None and event.kind == "end":
                 end = end or event
@@ -110,10 +115,32 @@ class Supervised:
             if isinstance(news, Exception):
                 raise news
 
+    def _settle(self, asked: Mapping[str, Any]) -> Iterator[Event]:
+        """The ranks are built, and wait for what is known of their strategy."""
+        assert self._proof is not None
+        assert self._crew is not None
+        settled = self._proof.known(asked)
+        if settled is None:
+            seconds = self._proof.seconds(asked["steps"])
+            yield self._proof_event(
+                verdict="begun",
+                sentence=f"proving that {self._job.strategy} on {self._ranks} workers trains the same network as one "
+                f"device: {seconds:.0f} s at most; without: --no-check",
+                seconds=0.0,
+                remembered=False,
+            )
+            settled = self._proof.settle(asked)
+            told = {name: getattr(settled, name) for name in ("verdict", "sentence", "seconds", "remembered")}
+            yield self._proof_event(**told)
+        self._crew.send({"kind": "settled", "proof": self._proof.check(settled)})
+
+    def _proof_event(self, **data: Any) -> Event:
+        return self._own_event("proof", **data)
+
     def _told(self, news: News | None) -> Event | None:
         """As an event, where it is one for the user."""
         if isinstance(news, Fault):
-            return self._fault(news.loss.rank, news.loss.cause, news.action)
+            return self._fault(news.loss.rank, news.loss.cause, f"{news.action}{self._proved_for()}")
         if not isinstance(news, Said) or news.message["kind"] != "event":
             return None
         event = Event(**news.message["event"])
@@ -127,6 +154,13 @@ class Supervised:
 
     def _fault(self, rank: int, cause: str, action: str, traceback: str | None = None) -> Event:
         return self._own_event("fault", rank=rank, cause=cause, traceback=traceback, action=action)
+
+    def _proved_for(self) -> str:
+        """Where the proof is of another number of workers than there are now."""
+        left = len(self._crew.pids()) if self._crew is not None else 0
+        if self._proof is None or left in (0, self._ranks):
+            return ""
+        return f"; the run is proved for {self._ranks} workers, and {left} are left"
 
     def _own_event(self, kind: Any, **data: Any) -> Event:
         last = self._last

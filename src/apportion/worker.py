@@ -30,6 +30,7 @@ from apportion.fingerprint import check_fingerprint
 from apportion.job import Job
 from apportion.meter import Meter
 from apportion.parallel.recovery import broadcast_state
+from apportion.proof_key import proof_key
 from apportion.saving import Saver
 from apportion.strategy import Step, batches
 from apportion.workload import Workload
@@ -76,6 +77,7 @@ class _Run:
         self.workload: Workload = job.open()
         self.step: Step = job.strategy.build(self.workload, world)
         self.source = self.step.source
+        self.proof = self._settled()
         self.directory: RunDirectory | None = None
         self.saver = Saver(None, job.policy.keep, str(job.strategy))
         self.best: float | None = None
@@ -101,6 +103,15 @@ class _Run:
 
         wish.save_now = self.save_committed
         wish.begun.set()
+
+    def _settled(self) -> dict[str, Any] | None:
+        """What is known of the strategy before the first step; a run that is disproved does not come back from here."""
+        if not self.job.prove or self.world.generation or self.world.size == 1:
+            return None
+        key = None
+        if self.world.rank == 0:
+            key = proof_key(self.workload, self.step)
+        return self.wish.settle({"key": key, "steps": self.source.total})
 
     @property
     def done(self) -> int:
@@ -187,6 +198,7 @@ class _Run:
             "policy": str(self.job.policy),
             "changes": dict(self.job.changes),
             "fingerprint": dict(mark),
+            "proof": self.proof,
         }
 
     def _start_event(self) -> Event:
@@ -205,6 +217,7 @@ class _Run:
             steps_per_epoch=self.source.deal.batches,
             first_step=self.done,
             resumed=self.job.resume,
+            proof=self.proof,
         )
 
     # The loop

@@ -15,14 +15,16 @@ import torch
 from apportion.address import check_place
 from apportion.agreement import Wish
 from apportion.checkpoint import RunDirectory
-from apportion.errors import CheckpointError
+from apportion.comm.message import broadcast_message
+from apportion.errors import CheckpointError, Disproved
 from apportion.event import Event
 from apportion.job import Job
 from apportion.launch.env import Env
 from apportion.launch.local import Local
-from apportion.planner.decision import Decision, Planning
+from apportion.planner.decision import Decision, Planning, next_best
 from apportion.planner.drift import Watch
 from apportion.report import Journal
+from apportion.self_proof import NotProvedError, SelfProof
 from apportion.strategy import Strategy
 from apportion.supervise import Policy
 from apportion.supervisor import Supervised
@@ -48,6 +50,8 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     trial: bool = True,
     remeasure: bool = False,
     allow_approximate: bool = False,
+    check: bool = True,
+    require_proof: bool = False,
 ) -> Generator[Event, None, None]:
     """Train, and yield what happens: steps, evaluations, checkpoints, faults, and the end.
 
@@ -58,8 +62,13 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     Where no strategy is given: ``trial=False`` takes the one that is predicted to be the fastest; ``remeasure``
     forgets earlier runs; ``allow_approximate`` also takes an approximate one, if it learns more in the same time.
 
+    Before its first step a run on several ranks is proved on its own workload (see docs/proof.md), for at most 10 s or
+    5 % of the run; the next run like it remembers that. ``check=False`` goes on without; ``require_proof`` ends the
+    run where nothing could be shown.
+
     ``break`` checkpoints and stops every rank at the same step. Raises WorkerFailed where a worker fails,
-    CheckpointError where the state cannot be kept, ValueError for what was asked wrongly.
+    CheckpointError where the state cannot be kept, Disproved where the strategy does not train the network that it
+    must, ValueError for what was asked wrongly.
     """
     launcher = launcher or Local()
     address = workload if isinstance(workload, str) else _address(workload)
@@ -75,6 +84,8 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
         run_dir=str(Path(run_dir) if run_dir is not None else fresh_run_dir(address)),
         resume=resume,
         policy=policy or Policy(),
+        prove=check,
+        require_proof=require_proof,
         changes={name: value for name, value in (("steps", steps), ("seed", seed)) if value is not None},
     )
     chosen: Strategy | None = parse(strategy, "apportion.strategies") if isinstance(strategy, str) else strategy
@@ -84,6 +95,8 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
             f"trial=, remeasure= and allow_approximate= say how a strategy is chosen, and {chosen} is given: leave "
             "either out"
         )
+    if require_proof and not check:
+        raise ValueError("require_proof=True and check=False contradict each other: leave either out")
     if isinstance(launcher, Env):
         return _joined(asked, chosen, launcher)
     return _started(asked, chosen, launcher, planning)
@@ -107,10 +120,12 @@ class _Asked:
     run_dir: str
     resume: bool
     policy: Policy
+    prove: bool
+    require_proof: bool
     changes: dict[str, Any]
 
     def job(self, strategy: Strategy, launcher: Launcher, threads: int) -> Job:
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "require_proof"}
         return Job(
             **given,
             strategy=strategy,
@@ -131,17 +146,45 @@ def _started(
         decision = decide(asked.workload, asked.changes, launcher, planning)
     else:
         decision = Decision(chosen=candidate(strategy, launcher), told=None, expected=None)
-    chosen, before = decision.chosen, list[Event]()
-    if decision.told is not None:
-        before.append(Event(kind="plan", step=0, epoch=0.0, seconds=0.0, data=decision.told))
-        yield from before
+    refused = set[str]()
+    before = list[Event]()
+    plain: tuple[str, ...] = ()
+    while True:
+        if decision.told is not None and not plain:
+            before.append(Event(kind="plan", step=0, epoch=0.0, seconds=0.0, data=decision.told))
+            yield before[-1]
+        try:
+            yield from _on_processes(asked, decision, before, plain)
+            return
+        except NotProvedError as error:
+            settled = error.settled
+            if settled.proved:  # with these fast paths switched off
+                plain = settled.plain
+            elif decision.told is None or not decision.chosen.strategy.exact:
+                raise Disproved(f"{settled.sentence}; {_CURE}") from None
+            else:
+                refused.add(str(decision.chosen))
+                plain = ()
+                decision = next_best(decision, refused, launcher, settled.sentence)
+
+
+_CURE = "give another strategy, or none; or mend the workload; check=False (--no-check) trains it all the same"
+
+
+def _on_processes(
+    asked: _Asked, decision: Decision, before: list[Event], plain: tuple[str, ...]
+) -> Generator[Event, None, None]:
+    """Under one strategy. NotProvedError before the first step, where it must not be."""
+    chosen = decision.chosen
     warning = chosen.launcher.overload(chosen.ranks)
     if warning is not None:
-        warnings.warn(warning, stacklevel=3)
+        warnings.warn(warning, stacklevel=4)
     job = asked.job(chosen.strategy, chosen.launcher, chosen.launcher.threads_each(chosen.ranks))
     replaceable = chosen.strategy.survives and chosen.ranks > 1 and chosen.launcher.on_cpu()
-    job = replace(job, replaceable=replaceable, workers=chosen.ranks)
-    supervised = Supervised(job, chosen.launcher, chosen.ranks)
+    job = replace(job, replaceable=replaceable, workers=chosen.ranks, prove=job.prove and chosen.ranks > 1, plain=plain)
+    step_seconds = None if decision.expected is None else decision.expected.step_seconds
+    proof = SelfProof(job, chosen, step_seconds=step_seconds, required=asked.require_proof) if job.prove else None
+    supervised = Supervised(job, chosen.launcher, chosen.ranks, proof)
     watch = None if decision.expected is None else Watch(decision.expected)
     yield from _journaled(job, supervised.events(), before, supervised.rest, watch)
 
@@ -154,14 +197,42 @@ def _joined(asked: _Asked, strategy: Strategy | None, launcher: Env) -> Generato
         )
     world = World.from_env(device=launcher.device)
     job = asked.job(strategy, launcher, torch.get_num_threads())
-    events = work(job, world, Wish())
+    wish = Wish()
+    if job.prove and world.size > 1:
+        wish.settle = lambda told: _settled_together(job, world, told, required=asked.require_proof)
+    events = work(job, world, wish)
     yield from _journaled(job, events, [], []) if world.rank == 0 else events
+
+
+PROCESSES = 16
+"""That rank 0 starts to prove a run of ranks that others have started: more would not fit a host."""
+
+
+def _settled_together(job: Job, world: World, told: dict[str, Any], *, required: bool) -> dict[str, Any]:
+    """Rank 0 proves with as many processes of its own, on the CPU; all ranks are told. Disproved on all of them."""
+    answer: dict[str, Any] | None = None
+    if world.rank == 0:
+        workers = next(n for n in range(1, world.size + 1) if job.strategy.ranks(n) == world.size)
+        alike = candidate(job.strategy, Local(workers=workers, threads=1, device="cpu"))
+        proof = SelfProof(job, alike, required=required)
+        settled = proof.known(told) or (proof.settle(told) if world.size <= PROCESSES else proof.too_many())
+        try:
+            answer = {"proof": proof.check(settled)}
+        except NotProvedError as error:
+            plain = ",".join(error.settled.plain)
+            cure = f"APPORTION_PLAIN={plain} does" if error.settled.proved else _CURE
+            answer = {"refused": f"{error}; {cure}"}
+    answer = broadcast_message(answer, world.group(), device=world.device)
+    if "refused" in answer:
+        raise Disproved(answer["refused"])
+    settled_proof: dict[str, Any] = answer["proof"]
+    return settled_proof
 
 
 def _journaled(
     job: Job,
     events: Generator[Event, None, None],
-    before: Sequence[Event],
+    before: list[Event],
     rest: Sequence[Event],
     watch: Watch | None = None,
 ) -> Iterator[Event]:
@@ -172,7 +243,9 @@ def _journaled(
     journal: Journal | None = None
     try:
         for event in events:
-            if journal is None and event.kind not in ("fault", "end"):  # what never started leaves no directory behind
+            if journal is None and event.kind == "proof":
+                before.append(event)
+            elif journal is None and event.kind not in ("fault", "end"):  # what never started leaves no directory
                 journal = Journal(job.run_dir)
                 for earlier in before:
                     journal.write(earlier)

@@ -1,0 +1,3 @@
+"""Fast paths, and how they are switched off."""
+
+ALL: tuple[str, ...] = ("fused", "linear", "pages")

@@ -1,0 +1,198 @@
+"""A run's own proof: what is known of it from an earlier run, or found out before the first step, within its time.
+
+The proof trains the run's workload for a few steps on a few rows, which are uneven between the ranks; where they do
+not feed them, or leave it open, on whole batches. A strategy that differs is tried once more with every fast path
+switched off, so that a fast path that is wrong costs speed and not the strategy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from apportion import plain_paths
+from apportion.errors import ApportionError
+from apportion.job import Job
+from apportion.proof import Proof
+from apportion.prover import Asked, OutOfTimeError, prove
+from apportion.trial import Candidate
+
+SECONDS, SHARE = 10.0, 0.05
+"""That a proof may take: so many, or this share of the run, whichever is more."""
+ROWS_EACH = 3
+"""Rows of each rank, and one more for the first."""
+STEPS = 4
+"""Two epochs of a whole batch and a short one."""
+MOST_STEPS = 17
+"""Where ranks average now and then, the proof goes on until they have; up to so many."""
+
+Answer = Literal["equal", "different", "undecided", "not proved"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """What a run knows of its strategy before it trains."""
+
+    verdict: Answer
+    sentence: str
+    """The answer in words."""
+    seconds: float
+    """That finding out took."""
+    remembered: bool = False
+    """Is it an earlier run's?"""
+    plain: tuple[str, ...] = ()
+    """Fast paths that had to be switched off."""
+
+    @property
+    def proved(self) -> bool:
+        return self.verdict == "equal"
+
+
+class NotProvedError(Exception):
+    """The run must not go on as it is: what was found, for who can choose another way."""
+
+    def __init__(self, settled: Settled) -> None:
+        super().__init__(settled.sentence)
+        self.settled = settled
+
+
+class SelfProof:
+    """Of one run."""
+
+    def __init__(
+        self, job: Job, chosen: Candidate, *, step_seconds: float | None = None, required: bool = False
+    ) -> None:
+        """``step_seconds``: of a step of the run, where somebody has measured it. ``required``: the run must not go on
+        where nothing was shown."""
+        self._job, self._chosen, self._step_seconds, self._required = job, chosen, step_seconds, required
+        self._known: Settled | None = None
+
+    def known(self, asked: Mapping[str, Any]) -> Settled | None:
+        """What was found before, in this run or an earlier one. ``asked``: ``key``, that the ranks have made of the
+        workload (None: it cannot be remembered), and ``steps``, of the whole run."""
+        if self._known is None and asked["key"] is not None:
+            self._known = _recall(self._name(asked["key"]))
+        return self._known
+
+    def settle(self, asked: Mapping[str, Any]) -> Settled:
+        """Find out."""
+        began = time.monotonic()
+        found = self._found(began, self.seconds(asked["steps"]))
+        self._known = replace(found, seconds=time.monotonic() - began)
+        if asked["key"] is not None and found.verdict in ("equal", "different"):
+            _keep(self._name(asked["key"]), self._known)
+        return self._known
+
+    def too_many(self) -> Settled:
+        """The answer for ranks that one host cannot imitate."""
+        return self._unproved(f"one host cannot start {self._chosen.ranks} processes to show it")
+
+    def check(self, settled: Settled) -> dict[str, Any]:
+        """What the run writes down of it; NotProvedError where it must not go on as it is."""
+        if settled.plain != self._job.plain or settled.verdict == "different":
+            raise NotProvedError(settled)
+        if self._required and not settled.proved:
+            raise NotProvedError(settled)
+        return asdict(settled)
+
+    def seconds(self, steps: int) -> float:
+        """That a proof may take before a run of so many steps."""
+        return max(SECONDS, SHARE * steps * (self._step_seconds or 0.0))
+
+    def _found(self, began: float, seconds: float) -> Settled:
+        try:
+            settled = replace(_settled(self._proof(began + seconds)), plain=self._job.plain)
+            if settled.verdict != "different" or self._job.plain:
+                return settled
+            plain = _settled(self._proof(began + seconds, plain_paths.ALL))
+            return replace(plain, plain=plain_paths.ALL) if plain.proved else settled
+        except OutOfTimeError:
+            return self._unproved(f"it takes longer than {seconds:.0f} s")
+        except (ApportionError, ValueError, OSError) as error:
+            return self._unproved(str(error).partition("\n")[0])
+
+    def _proof(self, until: float, plain: tuple[str, ...] | None = None) -> Proof:
+        """On a few rows; on whole batches where these say nothing."""
+        asked = Asked(
+            workload=self._job.workload,
+            chosen=self._chosen,
+            steps=self._steps(),
+            changes=self._job.changes,
+            rows=ROWS_EACH * self._chosen.ranks + 1,
+            seconds=until - time.monotonic(),
+            brief=True,
+            plain=self._job.plain if plain is None else plain,
+        )
+        try:
+            proof = prove(asked)
+        except ValueError:
+            proof = None
+        if proof is not None and proof.verdict != "undecided":
+            return proof
+        return prove(replace(asked, rows=0, seconds=until - time.monotonic()))
+
+    def _steps(self) -> int:
+        strategy = self._chosen.strategy
+        every = getattr(strategy, "every", None)
+        return max(STEPS, every + 1) if isinstance(every, int) and every < MOST_STEPS else STEPS
+
+    def _unproved(self, why: str) -> Settled:
+        strategy = self._chosen.strategy
+        sentence = (
+            f"it is not proved that {strategy} on {self._chosen.ranks} workers trains the same network as one device: "
+            f"{why}; to prove it: {self._command()}"
+        )
+        return Settled(verdict="not proved", sentence=sentence, seconds=0.0)
+
+    def _command(self) -> str:
+        place = self._job.address or "FILE:NAME"
+        return f"apportion check {place} --strategy {str(self._chosen.strategy)!r} --workers {self._chosen.ranks}"
+
+    def _name(self, key: str) -> str:
+        """Of what is kept: the workload's key, and where and how it is trained."""
+        launcher = self._chosen.launcher
+        told = {
+            "workload": key,
+            "strategy": str(self._chosen.strategy),
+            "ranks": self._chosen.ranks,
+            "workers": launcher.workers,
+            "threads": launcher.threads_each(self._chosen.ranks),
+            "device": launcher.device,
+            "plain": list(self._job.plain),
+        }
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _settled(proof: Proof) -> Settled:
+    return Settled(verdict=proof.verdict, sentence=proof.sentence, seconds=0.0)
+
+
+def _folder() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "apportion" / "proofs"
+
+
+def _recall(name: str) -> Settled | None:
+    try:
+        found = json.loads((_folder() / f"{name}.json").read_text())
+        return replace(Settled(**{**found, "plain": tuple(found["plain"])}), remembered=True, seconds=0.0)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _keep(name: str, settled: Settled) -> None:
+    """For the next run. Where nothing can be written, that one proves again."""
+    try:
+        _folder().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_folder(), suffix=".new") as draft:
+            (Path(draft) / name).write_text(json.dumps(asdict(settled)))
+            os.replace(Path(draft) / name, _folder() / f"{name}.json")
+    except OSError:
+        pass

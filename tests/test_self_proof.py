@@ -1,0 +1,207 @@
+"""A run proves itself before its first step, gives way where it is wrong, and leaves no trace."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import networks
+import planted
+import pytest
+import torch
+from planted import Faulty
+from ranks import by_value
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import apportion
+from apportion import Disproved, Event, Workload
+from apportion.checkpoint import RunDirectory
+from apportion.launch.local import Local
+from apportion.planner.decision import Decision, next_best
+from apportion.proof_workload import few_rows, moving, with_plain_sgd
+from apportion.report import read_events
+from apportion.trial import candidate
+from apportion.values import parse
+
+PLACE = Local(workers=2, threads=1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _whole() -> Iterator[None]:
+    """Workers need not import these modules."""
+    with by_value(networks), by_value(planted), by_value(sys.modules[__name__]):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _forgetful(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No proof of another test is remembered."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def net(model: Any = networks.perceptron, **options: Any) -> Workload:
+    data = lambda: TensorDataset(networks.numbers(61, 10).float(), networks.classes(61, 3))  # noqa: E731
+    given: dict[str, Any] = {"precision": "float32", "epochs": 2, **options}
+    return networks.workload(model, data, 20, **given)
+
+
+def events(workload: Workload, strategy: Any = "data_parallel", **options: Any) -> list[Event]:
+    return list(apportion.run(workload, strategy, launcher=PLACE, **{"check": True, **options}))
+
+
+def test_a_run_says_that_it_is_proved_and_writes_it_down(tmp_path: Path) -> None:
+    told = events(net(), run_dir=tmp_path / "run")
+    begun, settled, start = told[:3]
+    assert [e.kind for e in told[:3]] == ["proof", "proof", "start"]
+    assert begun.data["verdict"] == "begun"
+    assert "--no-check" in begun.data["sentence"]
+    assert settled.data["verdict"] == start.data["proof"]["verdict"] == "equal"
+    assert "trains the same network as one device" in start.data["proof"]["sentence"]
+    assert RunDirectory(tmp_path / "run").read_run()["proof"]["verdict"] == "equal"
+    assert [e.kind for e in read_events(tmp_path / "run")][:3] == ["proof", "proof", "start"]
+
+
+def test_a_wrong_strategy_that_was_named_ends_the_run_before_it_trains(tmp_path: Path) -> None:
+    with pytest.raises(Disproved, match=r"does not train the same network as one device: .* differs") as raised:
+        events(net(), Faulty("mean_of_means"), run_dir=tmp_path / "run")
+    assert "--no-check" in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_reads_its_rank_ends_the_run_before_it_trains(tmp_path: Path) -> None:
+    with pytest.raises(Disproved):
+        events(net(planted.ReadsRank), run_dir=tmp_path / "run")
+
+
+def test_without_the_check_it_trains_all_the_same(tmp_path: Path) -> None:
+    told = events(net(planted.ReadsRank), run_dir=tmp_path / "run", check=False)
+    assert told[0].kind == "start"
+    assert told[0].data["proof"] is None
+    assert told[-1].data["reason"] == "finished"
+
+
+def test_adam_hides_no_factor(tmp_path: Path) -> None:
+    """Its update does not depend on the size of the gradient."""
+    adam = net(optimizer=lambda p: torch.optim.Adam(p, lr=1e-3, eps=1e-30))
+    with pytest.raises(Disproved, match=r"gradient|exp_avg"):
+        events(adam, Faulty("a_little_too_much"), run_dir=tmp_path / "run")
+
+
+class Last(nn.Module):
+    """Its weights are no numbers from the start: nothing can be shown of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(10, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * float("nan")
+
+
+def test_what_nothing_is_shown_of_trains_and_says_so_unless_a_proof_is_required(tmp_path: Path) -> None:
+    policy: dict[str, Any] = {}
+    told = events(net(Last), run_dir=tmp_path / "run", steps=2, **policy)
+    proofs = [e for e in told if e.kind == "proof"]
+    assert proofs[-1].data["verdict"] == "undecided"
+    with pytest.raises(Disproved, match="it is not shown"):
+        events(net(Last), run_dir=tmp_path / "other", require_proof=True)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_proof_leaves_no_trace_in_the_run(tmp_path: Path) -> None:
+    def weights(name: str, **options: Any) -> dict[str, torch.Tensor]:
+        events(net(lambda: planted.Drops("module")), run_dir=tmp_path / name, **options)
+        directory = RunDirectory(tmp_path / name)
+        state = directory.restore()
+        return dict(state.tensors())
+
+    proved, plain = weights("proved"), weights("plain", check=False)
+    assert proved.keys() == plain.keys()
+    assert all(torch.equal(proved[name], plain[name]) for name in plain)
+
+
+def test_require_proof_and_no_check_contradict_each_other() -> None:
+    with pytest.raises(ValueError, match="contradict"):
+        apportion.run(net(), "data_parallel", check=False, require_proof=True)
+
+
+# What is taken instead
+
+
+def row(strategy: str, seconds: float | None = 1.0, **more: Any) -> dict[str, Any]:
+    launcher = "local(workers=1, threads=2)" if strategy == "single_device" else str(PLACE)
+    plain = {"exact": strategy != "local_sgd", "predicted_seconds": None, "refused": None, "examples_per_second": None}
+    return {"strategy": strategy, "launcher": launcher, "step_seconds": seconds, **plain, **more}
+
+
+def decided(*rows: dict[str, Any]) -> Decision:
+    chosen = candidate(parse(rows[0]["strategy"], "apportion.strategies"), PLACE)
+    told = {"strategy": rows[0]["strategy"], "launcher": rows[0]["launcher"], "why": "fast", "candidates": list(rows)}
+    return Decision(chosen=chosen, told=told, expected=None)
+
+
+def test_the_next_best_exact_one_is_taken_and_the_report_says_why() -> None:
+    first = decided(
+        row("data_parallel"), row("local_sgd"), row("map_reduce", refused="too large"), row("tensor_parallel")
+    )
+    then = next_best(first, {str(first.chosen)}, PLACE, "it was wrong")
+    assert str(then.chosen.strategy) == "tensor_parallel"
+    assert then.told is not None
+    assert "it was wrong" in then.told["why"]
+    assert "it was wrong" in next(r["refused"] for r in then.told["candidates"] if r["strategy"] == "data_parallel")
+
+
+def test_one_process_is_what_is_left_in_the_end() -> None:
+    first = decided(row("data_parallel"))
+    assert str(next_best(first, {str(first.chosen)}, PLACE, "no").chosen.strategy) == "single_device"
+
+
+# The workload of a proof
+
+
+def test_few_rows_keep_the_short_batch_and_the_number_of_steps() -> None:
+    made = few_rows(net(), 7, 2)
+    assert made.batch_size == 7
+    assert len(made.open_data()) == 7 + 1  # 61 examples in batches of 20 leave one # type: ignore[arg-type]
+    assert made.total_steps(2) == net().total_steps(4)
+
+
+def test_a_batch_that_is_small_already_stays_as_it_is() -> None:
+    assert few_rows(net(), 20, 2).batch_size == 20
+
+
+def test_a_schedule_that_begins_at_zero_is_begun_where_weights_move() -> None:
+    def warm(optimizer: Any, total: int) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 1000))
+
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    made = moving(net(schedule=warm))
+    assert made.schedule is not None
+    made.schedule(optimizer, 5000)
+    assert optimizer.param_groups[0]["lr"] >= 0.005
+
+
+def test_plain_sgd_moves_by_the_gradient() -> None:
+    layer = nn.Linear(2, 2)
+    made = with_plain_sgd(net(optimizer=lambda p: torch.optim.AdamW(p, lr=1e-9)))
+    optimizer = made.optimizer(list(layer.named_parameters()))
+    before = layer.weight.detach().clone()
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()  # type: ignore[union-attr]
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.weight.detach(), before - layer.weight.grad)
+
+
+def test_a_warm_up_from_zero_hides_no_wrong_step() -> None:
+    def warm(optimizer: Any, total: int) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 1000)
+
+    for changes in ({"schedule": warm}, {"optimizer": lambda p: torch.optim.SGD(p, lr=1e-5)}):
+        for model in (networks.perceptron, lambda: planted.Narrow(quietly=False)):
+            wrong = apportion.check(replace(net(model), **changes), Faulty("mean_of_means"), workers=2, steps=3)
+            assert not wrong.holds, changes
