@@ -48,7 +48,11 @@ def test_a_difference_is_held_against_the_largest_change_of_all_weights() -> Non
     expected = state(weight=1.0, bias=1e-6)
     found = state(weight=1.0, bias=1.5e-6)
     assert compared(found, expected).worst == Difference(
-        name=BIAS, step=1, absolute=pytest.approx(5e-7), relative=pytest.approx(5e-7 / (1.0 - 1e-3))
+        name=BIAS,
+        step=1,
+        absolute=pytest.approx(5e-7),
+        relative=pytest.approx(5e-7 / (1.0 - 1e-3)),
+        factor=pytest.approx(1.5),
     )
 
 

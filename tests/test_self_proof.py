@@ -77,6 +77,16 @@ def test_a_model_that_reads_its_rank_ends_the_run_before_it_trains(tmp_path: Pat
         events(net(planted.ReadsRank), run_dir=tmp_path / "run")
 
 
+def test_a_sum_in_the_place_of_a_mean_is_named_as_the_likely_cause() -> None:
+    """Each rank's mean is weighted by its count, and a sum is weighted twice."""
+    summed = net(loss=lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, reduction="sum"))
+    proof = apportion.check(replace(summed, batch_size=61), "data_parallel", workers=2, steps=1)
+    assert proof.verdict == "different"
+    even = apportion.check(replace(summed, batch_size=20), "data_parallel", workers=2, steps=1)
+    assert "off by the number of workers, 2" in even.causes[0]
+    assert "off by the number of workers" in even.sentence
+
+
 def test_without_the_check_it_trains_all_the_same(tmp_path: Path) -> None:
     told = events(net(planted.ReadsRank), run_dir=tmp_path / "run", check=False)
     assert told[0].kind == "start"

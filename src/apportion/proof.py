@@ -7,7 +7,7 @@ move by 1e-6 and stood still differ by all that there was to learn, though only 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -16,12 +16,15 @@ from torch import Tensor
 FLOOR = 1e-10
 """Differences below this share of the change are rounding in float64, whatever the noise measured."""
 NOISE_FACTOR = 100.0
+MULTIPLE = 1e-6
+"""What is left of a change beside its factor, relatively, where it is a multiple."""
 CAP = 1e-3
 """No difference above this share of the change is called equal, however much rounding is amplified: a mistake might
 hide in it."""
 
 WEIGHTS = "weights"
 
+Tensors = Mapping[str, Tensor]
 Verdict = Literal["equal", "different", "undecided"]
 
 
@@ -37,6 +40,8 @@ class Difference:
     relative: float
     """To the largest change since the start, of all weights, of all slots of its kind, or of this buffer: what the
     bound is for."""
+    factor: float | None = None
+    """Where it has changed by a multiple of what it should have, that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +109,8 @@ class Proof:
         if self.verdict == "undecided":
             why = "rounding hides the answer, or too little moves"
             return f"it is not shown that {what} trains the same network as {whose}: {why}"
-        return f"{what} does not train the same network as {whose}: {self.evidence}"
+        likely = "".join(f"; likely, {cause}" for cause in self.causes)
+        return f"{what} does not train the same network as {whose}: {self.evidence}{likely}"
 
     @property
     def evidence(self) -> str:
@@ -144,9 +150,7 @@ class Comparison:
         self._tensors = 0
         self._lost = False
 
-    def take(
-        self, step: int, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], nudged: Mapping[str, Tensor]
-    ) -> None:
+    def take(self, step: int, found: Tensors, expected: Tensors, nudged: Tensors) -> None:
         """The states after a step: the strategy's, the reference's, and the reference's that rounding leads astray."""
         self._tensors = len(expected)
         self._lost = self._lost or any(bool(t.isnan().any()) for t in expected.values() if _numeric(t))
@@ -157,11 +161,24 @@ class Comparison:
             bound = max(FLOOR, min(CAP, NOISE_FACTOR * own))
             verdict = verdict_of(difference.relative, own, bound) if difference.absolute else "equal"
             if _graver(verdict, difference, self._verdict, self._worst):
-                self._worst, self._verdict = difference, verdict
+                factor = self._factor(found, expected, difference.name) if verdict == "different" else None
+                self._worst, self._verdict = replace(difference, factor=factor), verdict
                 self._worst_bound, self._worst_noise = bound, own
         # A strategy that stood still would differ by the whole change: was that more than rounding can hide?
         if NOISE_FACTOR * noise.get(WEIGHTS, float("inf")) <= 1.0:
             self._moved = True
+
+    def _factor(self, found: Tensors, expected: Tensors, name: str) -> float | None:
+        if name not in found or name not in expected or found[name].shape != expected[name].shape:
+            return None
+        before = self._start.get(name, torch.zeros_like(expected[name]))
+        if before.shape != expected[name].shape:
+            return None
+        a, b = (_wide(t[name]) - _wide(before) for t in (found, expected))
+        if not float((b * b).sum()):
+            return None
+        factor = float((a * b).sum() / (b * b).sum())
+        return factor if float((a - factor * b).abs().max()) <= MULTIPLE * float(a.abs().max()) else None
 
     def round(self, precision: str, steps: int, disagreement: str | None) -> Round:
         """What all steps together show."""

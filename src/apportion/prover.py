@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from apportion.comm.channel import Message
 from apportion.crew import Crew
@@ -33,7 +32,6 @@ GRADIENT_STEPS = 2
 """Of rate 1: a network would not stand many."""
 
 Seen = dict[str, list[str]]
-Tensors = Mapping[str, Tensor]
 
 
 class OutOfTimeError(Exception):
@@ -86,6 +84,7 @@ class _Proving:
             exact=strategy.exact,
             rounds=tuple(rounds),
             gradients=self._gradients,
+            causes=tuple(_causes([*rounds, *filter(None, [self._gradients])], self._chosen.launcher.workers or 1)),
             by_design=(*self._named, *(_open_question(r) for r in rounds if r.verdict == "undecided")),
         )
 
@@ -111,6 +110,7 @@ class _Proving:
         wide, seen = self._round(crews, _many(self._chosen, self._asked.steps, built["steps"]), "float64")
         self._named = _by_design(seen)
         if self._asked.brief and wide.verdict == "different":
+            self._gradients = self._gradient_round(crews, wide, "float64")  # they show what a difference comes from
             return [wide]
         rounds = [wide]
         if seen["narrow"] and self._own != "float64":
@@ -131,7 +131,7 @@ class _Proving:
 
     def _gradient_round(self, crews: Sequence[Crew], states: Round, precision: str) -> Round | None:
         """The change under plain SGD; where every optimizer is that already, the states have shown it."""
-        if self._replays or not self._chosen.strategy.exact or (self._linear and states.verdict != "undecided"):
+        if self._replays or not self._chosen.strategy.exact or (self._linear and states.holds):
             return None
         self._again(crews, precision, gradients=True)
         return self._round(crews, min(GRADIENT_STEPS, states.steps), precision)[0]
@@ -266,6 +266,16 @@ class _Proving:
                 where = f"{found.name} differs by {found.absolute:.3g}"
                 return f"rank {rank} is not at rank 0's state after step {number}: {where}"
         return None
+
+
+def _causes(rounds: Sequence[Round], workers: int) -> Iterator[str]:
+    """What a difference is likely to come from, where it can be told."""
+    factors = {round(r.worst.factor, 3) for r in rounds if r.verdict == "different" and r.worst.factor is not None}
+    if workers > 1 and factors & {float(workers), round(1 / workers, 3)}:
+        yield (
+            f"what changes is off by the number of workers, {workers}: the loss is a sum where a mean is "
+            'expected (reduction="mean"), or count= does not say how many terms it has'
+        )
 
 
 def _many(chosen: Candidate, asked: int, there: int) -> int:
