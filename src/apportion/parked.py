@@ -53,7 +53,7 @@ def _serve_steps(job: Job, world: World, channel: Channel) -> Job | None:
         serving = _Serving(job, workload, step, world, seen)
         steps = _steps(step)
         told = {"steps": steps, "each": _each(step, world, steps), "precision": job.as_written().precision}
-        told |= {"linear": _is_linear(step)}
+        told |= {"linear": _is_linear(step), "parameters": step.parameters}
         channel.send({"kind": "built", **told})
         while (order := channel.commands.get()) is not None and order["kind"] != "close":
             if order["kind"] == "again":

@@ -34,8 +34,18 @@ GRADIENT_STEPS = 2
 Seen = dict[str, list[str]]
 
 
+COPIES = 5
+"""Of its weights that a process of a proof holds: these, gradients, two slots, and the state that it gives."""
+COMPARED = 12
+"""Copies that comparing holds: four states of weights and two slots."""
+
+
 class OutOfTimeError(Exception):
-    """The time that a proof was given is over."""
+    """The time that a proof was given is over; says how much it needs."""
+
+
+class OutOfMemoryError(Exception):
+    """The memory that a proof needs is not there; says how much that is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +84,10 @@ class _Proving:
         self._named: list[str] = []
         self._gradients: Round | None = None
         self._linear = False
+        self._began = time.monotonic()
+        self._bytes = 0
+        self._progress = 0.0
+        """The share of the proof that is done."""
 
     def proof(self) -> Proof:
         rounds = self._rounds()
@@ -193,7 +207,21 @@ class _Proving:
         """What the strategy's first rank tells once everything is built."""
         told = [self._answers(crew, "built") for crew in crews]
         self._linear = told[0][0]["linear"]
+        self._must_fit(told[0][0]["parameters"])
         return told[0][0]
+
+    def _must_fit(self, parameters: int) -> None:
+        """OutOfMemoryError where all the processes together would not fit what is free."""
+        processes = self._chosen.ranks + 2
+        self._bytes = parameters * 8 * (COPIES * processes + COMPARED)
+        free = _free_bytes()
+        if self._deadline is not None and self._bytes > free:
+            raise OutOfMemoryError(f"it needs {self._bytes / 1e9:.3g} GB of memory, and {free / 1e9:.3g} GB are free")
+
+    def _out_of_time(self) -> OutOfTimeError:
+        spent = time.monotonic() - self._began
+        about = f"about {spent / self._progress:.0f} s" if self._progress else f"more than {spent:.0f} s"
+        return OutOfTimeError(f"it needs {about} and {self._bytes / 1e9:.2g} GB of memory")
 
     def _ask(self, crew: Crew, order: Mapping[str, Any], kind: str) -> list[Message]:
         crew.send(order)
@@ -202,12 +230,12 @@ class _Proving:
     def _answers(self, crew: Crew, kind: str) -> list[Message]:
         left = STEP_SECONDS if self._deadline is None else min(STEP_SECONDS, self._deadline - time.monotonic())
         if left <= 0:
-            raise OutOfTimeError
+            raise self._out_of_time()
         try:
             return crew.answers(kind, left)
         except WorkerFailed:
             if self._deadline is not None and time.monotonic() >= self._deadline:
-                raise OutOfTimeError from None
+                raise self._out_of_time() from None
             raise
 
     # A round
@@ -252,6 +280,7 @@ class _Proving:
             disagreement = disagreement or found
             for crew in (reference, nudged):
                 self._answers(crew, "state")
+            self._progress += 1 / (2 * self._asked.steps + GRADIENT_STEPS)
             comparison.take(number, *(load_file(folder / name) for name in ("rank0", "reference", "nudged")))
         return comparison.round(precision, steps, disagreement), seen
 
@@ -320,3 +349,12 @@ def _seen(went: Sequence[Message]) -> Seen:
 
 def _eps(precision: str) -> float:
     return torch.finfo(getattr(torch, precision)).eps
+
+
+def _free_bytes() -> float:
+    """Of memory; without bound where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * float(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
+    except (OSError, StopIteration, ValueError):
+        return float("inf")

@@ -21,11 +21,13 @@ from apportion import plain_paths
 from apportion.errors import ApportionError
 from apportion.job import Job
 from apportion.proof import Proof
-from apportion.prover import Asked, OutOfTimeError, prove
+from apportion.prover import Asked, OutOfMemoryError, OutOfTimeError, prove
 from apportion.trial import Candidate
 
 SECONDS, SHARE = 10.0, 0.05
 """That a proof may take: so many, or this share of the run, whichever is more."""
+LEAST_SECONDS = 3.0
+"""Where choosing has taken the rest."""
 ROWS_EACH = 3
 """Rows of each rank, and one more for the first."""
 STEPS = 4
@@ -67,11 +69,18 @@ class SelfProof:
     """Of one run."""
 
     def __init__(
-        self, job: Job, chosen: Candidate, *, step_seconds: float | None = None, required: bool = False
+        self,
+        job: Job,
+        chosen: Candidate,
+        *,
+        step_seconds: float | None = None,
+        spent: float = 0.0,
+        required: bool = False,
     ) -> None:
-        """``step_seconds``: of a step of the run, where somebody has measured it. ``required``: the run must not go on
-        where nothing was shown."""
+        """``step_seconds``: of a step of the run, where somebody has measured it. ``spent``: seconds that choosing the
+        strategy took, of the same budget. ``required``: the run must not go on where nothing was shown."""
         self._job, self._chosen, self._step_seconds, self._required = job, chosen, step_seconds, required
+        self._spent = spent
         self._known: Settled | None = None
 
     def known(self, asked: Mapping[str, Any]) -> Settled | None:
@@ -104,7 +113,7 @@ class SelfProof:
 
     def seconds(self, steps: int) -> float:
         """That a proof may take before a run of so many steps."""
-        return max(SECONDS, SHARE * steps * (self._step_seconds or 0.0))
+        return max(LEAST_SECONDS, max(SECONDS, SHARE * steps * (self._step_seconds or 0.0)) - self._spent)
 
     def _found(self, began: float, seconds: float) -> Settled:
         try:
@@ -113,8 +122,10 @@ class SelfProof:
                 return settled
             plain = _settled(self._proof(began + seconds, plain_paths.ALL))
             return replace(plain, plain=plain_paths.ALL) if plain.proved else settled
-        except OutOfTimeError:
-            return self._unproved(f"it takes longer than {seconds:.0f} s")
+        except OutOfTimeError as error:
+            return self._unproved(f"{error}, and {seconds:.0f} s are its share")
+        except OutOfMemoryError as error:
+            return self._unproved(str(error))
         except (ApportionError, ValueError, OSError) as error:
             return self._unproved(str(error).partition("\n")[0])
 

@@ -183,7 +183,10 @@ def _on_processes(
     replaceable = chosen.strategy.survives and chosen.ranks > 1 and chosen.launcher.on_cpu()
     job = replace(job, replaceable=replaceable, workers=chosen.ranks, prove=job.prove and chosen.ranks > 1, plain=plain)
     step_seconds = None if decision.expected is None else decision.expected.step_seconds
-    proof = SelfProof(job, chosen, step_seconds=step_seconds, required=asked.require_proof) if job.prove else None
+    spent = 0.0 if decision.told is None else float(decision.told["seconds"])
+    proof = None
+    if job.prove:
+        proof = SelfProof(job, chosen, step_seconds=step_seconds, spent=spent, required=asked.require_proof)
     supervised = Supervised(job, chosen.launcher, chosen.ranks, proof)
     watch = None if decision.expected is None else Watch(decision.expected)
     yield from _journaled(job, supervised.events(), before, supervised.rest, watch)
