@@ -63,6 +63,7 @@ def test_a_run_says_that_it_is_proved_and_writes_it_down(tmp_path: Path) -> None
     assert "trains the same network as one device" in start.data["proof"]["sentence"]
     assert RunDirectory(tmp_path / "run").read_run()["proof"]["verdict"] == "equal"
     assert [e.kind for e in read_events(tmp_path / "run")][:3] == ["proof", "proof", "start"]
+    assert start.data["proof"]["sentence"] in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_wrong_strategy_that_was_named_ends_the_run_before_it_trains(tmp_path: Path) -> None:

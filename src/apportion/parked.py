@@ -208,7 +208,12 @@ class _Seen:
         if self._observed is None:
             return {}
         seen = self._observed
-        return {"dropout": sorted(self._dropped), "draws": sorted(seen.draws), "narrow": sorted(seen.narrow)}
+        return {
+            "dropout": sorted(self._dropped),
+            "draws": sorted(seen.draws),
+            "narrow": sorted(seen.narrow),
+            "plain_draws": sorted(seen.plain_draws),
+        }
 
 
 @contextmanager

@@ -31,6 +31,8 @@ STEP_SECONDS = 600.0
 GRADIENT_STEPS = 2
 """Of rate 1: a network would not stand many."""
 
+SEEN = ("dropout", "draws", "narrow", "plain_draws")
+"""What is looked for in the steps of a proof."""
 Seen = dict[str, list[str]]
 
 
@@ -83,6 +85,7 @@ class _Proving:
         self._own = "float32"
         self._named: list[str] = []
         self._gradients: Round | None = None
+        self._drawn: list[str] = []
         self._linear = False
         self._began = time.monotonic()
         self._bytes = 0
@@ -98,7 +101,7 @@ class _Proving:
             exact=strategy.exact,
             rounds=tuple(rounds),
             gradients=self._gradients,
-            causes=tuple(_causes([*rounds, *filter(None, [self._gradients])], self._chosen.launcher.workers or 1)),
+            causes=tuple(self._causes([*rounds, *filter(None, [self._gradients])])),
             by_design=(*self._named, *(_open_question(r) for r in rounds if r.verdict == "undecided")),
         )
 
@@ -116,13 +119,13 @@ class _Proving:
         with self._crews(self._own) as crews:
             steps = _many(self._chosen, self._asked.steps, self._built(crews)["steps"])
             narrow, seen = self._round(crews, steps, self._own)
-            self._named[:0] = _by_design(seen)
+            self._named[:0], self._drawn = _by_design(seen), seen["plain_draws"]
             self._gradients = self._gradient_round(crews, narrow, self._own)
             return [narrow]
 
     def _wide_then_own(self, crews: Sequence[Crew], built: Message) -> list[Round]:
         wide, seen = self._round(crews, _many(self._chosen, self._asked.steps, built["steps"]), "float64")
-        self._named = _by_design(seen)
+        self._named, self._drawn = _by_design(seen), seen["plain_draws"]
         if self._asked.brief and wide.verdict == "different":
             self._gradients = self._gradient_round(crews, wide, "float64")  # they show what a difference comes from
             return [wide]
@@ -149,6 +152,21 @@ class _Proving:
             return None
         self._again(crews, precision, gradients=True)
         return self._round(crews, min(GRADIENT_STEPS, states.steps), precision)[0]
+
+    def _causes(self, rounds: Sequence[Round]) -> Iterator[str]:
+        """What a difference is likely to come from, where it can be told."""
+        wrong, workers = [r for r in rounds if r.verdict == "different"], self._chosen.launcher.workers or 1
+        factors = {round(r.worst.factor, 3) for r in wrong if r.worst.factor is not None}
+        if workers > 1 and factors & {float(workers), round(1 / workers, 3)}:
+            yield (
+                f"what changes is off by the number of workers, {workers}: the loss is a sum where a mean is expected "
+                '(reduction="mean"), or count= does not say how many terms it has'
+            )
+        if wrong and self._drawn:
+            yield (
+                f"the model draws from {' and '.join(self._drawn)} as it computes: draw in augment, keyed by example, "
+                "to have the same numbers on any number of workers"
+            )
 
     # The processes
 
@@ -297,16 +315,6 @@ class _Proving:
         return None
 
 
-def _causes(rounds: Sequence[Round], workers: int) -> Iterator[str]:
-    """What a difference is likely to come from, where it can be told."""
-    factors = {round(r.worst.factor, 3) for r in rounds if r.verdict == "different" and r.worst.factor is not None}
-    if workers > 1 and factors & {float(workers), round(1 / workers, 3)}:
-        yield (
-            f"what changes is off by the number of workers, {workers}: the loss is a sum where a mean is "
-            'expected (reduction="mean"), or count= does not say how many terms it has'
-        )
-
-
 def _many(chosen: Candidate, asked: int, there: int) -> int:
     """Steps: as many as asked for, or as every worker can make."""
     workers = chosen.launcher.workers or 1
@@ -344,7 +352,7 @@ def _by_design(seen: Mapping[str, list[str]]) -> list[str]:
 
 def _seen(went: Sequence[Message]) -> Seen:
     """What ranks have to name of a step, together."""
-    return {key: sorted({name for answer in went for name in answer[key]}) for key in ("dropout", "draws", "narrow")}
+    return {key: sorted({name for answer in went for name in answer[key]}) for key in SEEN}
 
 
 def _eps(precision: str) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -63,6 +65,9 @@ class Observed(TorchDispatchMode):
         super().__init__()
         self.draws: set[str] = set()
         self.narrow: set[str] = set()
+        self.plain_draws: set[str] = set()
+        """Which of Python's and numpy's generators it draws from."""
+        self._before: tuple[object, ...] = ()
         self._depth = 0
 
     def watch(self, model: nn.Module) -> None:
@@ -74,12 +79,15 @@ class Observed(TorchDispatchMode):
     def _begin(self, *_: Any) -> None:
         self._depth += 1
         if self._depth == 1:
+            self._before = _plain_states()
             self.__enter__()
 
     def _end(self, *_: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
             self.__exit__(None, None, None)
+            both = zip(("random", "numpy.random"), self._before, _plain_states(), strict=True)
+            self.plain_draws.update(name for name, before, after in both if before != after)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -92,6 +100,10 @@ class Observed(TorchDispatchMode):
         if isinstance(first, torch.Tensor) and first.dtype in (torch.float32, torch.bfloat16, torch.float16):
             self.narrow.add(name)
         return result
+
+
+def _plain_states() -> tuple[object, ...]:
+    return random.getstate(), repr(np.random.get_state())
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -91,6 +91,7 @@ def _facts(history: History) -> str:
     html = tables.facts(
         [
             ("strategy", str(start.get("strategy") or history.run.get("strategy") or "")),
+            ("proof", str((start.get("proof") or {}).get("sentence", ""))),
             ("launcher", str(start.get("launcher") or history.run.get("launcher") or "")),
             ("workers", f"{count('workers')}{threads}" if count("workers") else ""),
             ("device", str(start.get("device") or "")),
