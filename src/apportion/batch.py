@@ -314,6 +314,17 @@ class Batches:
             batch._request = (step, shard)
         return batch
 
+    def sample(self, rows: int) -> tuple[Any, Any]:
+        """Inputs and targets of the first rows of the first batch, loaded by themselves, not to be trained on."""
+        found = self._part(0, DataShard())
+        index = found.index[:rows]
+        batch = Batch(self, found.whole, index=index, rows=slice(0, len(index)))
+        seconds = self.seconds
+        try:
+            return self._load(batch)
+        finally:
+            self.seconds = seconds
+
     def _next_block(self, step: int, shard: DataShard) -> _Block:
         """From this step on, within its epoch: as many batches as are worth gathering at once, or this one, which is
         then loaded when it is touched."""

@@ -33,14 +33,17 @@ class Attendance:
 def use_whole_batch(model: nn.Module, attendance: Attendance) -> list[str]:
     """Make every batch normalisation of the model take its statistics over all ranks of the group; their names.
 
-    In place, by class: names, parameters, buffers and hooks stay. A layer with a ``forward`` of its own is left alone.
+    In place, by class: names, parameters, buffers and hooks stay. A layer with a ``forward`` of its own is left alone:
+    see ``batch_functions.py``.
     """
     changed = []
-    forward = torch.compiler.disable(_WholeBatchNorm.forward)  # here: as a decorator it would import the compiler
+    forward: Any = None
     for name, layer in model.named_modules():
         if isinstance(layer, nn.SyncBatchNorm) or (
             isinstance(layer, _BatchNorm) and type(layer).forward is _BatchNorm.forward
         ):
+            # Here: as a decorator it would import the compiler, and where there is no such layer nothing needs it.
+            forward = forward or torch.compiler.disable(_WholeBatchNorm.forward)
             layer.__class__ = type(f"Whole{type(layer).__name__}", (_WholeBatchNorm, type(layer)), {"forward": forward})
             layer._whole = attendance  # type: ignore[assignment]
             changed.append(name)

@@ -19,6 +19,7 @@ from apportion.comm.differentiable import gather_from
 from apportion.comm.group import Group
 from apportion.deal import DataShard
 from apportion.network import evaluating
+from apportion.parallel import batch_functions
 from apportion.parallel.batch_norm import Attendance, use_whole_batch
 from apportion.parallel.memory_format import channels_last
 from apportion.parallel.pieces import Piece
@@ -58,6 +59,12 @@ class Exchanging(SlicedModel):
             if p in terms:
                 self.pieces = {**self.pieces, name: Piece(tuple(p.shape), partial=True)}
         self._draws = OwnDraws(group.rank, 1 << 20)
+
+    def use_whole_functions(self, names: Sequence[str]) -> None:
+        """These modules of the front take their batch statistics over all ranks."""
+        for parts in (self._trains, self._evaluates):
+            known = dict(parts.front.named_modules())
+            batch_functions.use_whole_functions(parts.front, [n for n in names if n in known], self._attendance)
 
     def backward(self, replica: Replica, batch: Batch) -> Tensor:
         with self._draws(replica.device), replica.autocast():

@@ -24,15 +24,17 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apportion import tree
-from apportion.batch import Batch
+from apportion.batch import Batch, Batches
 from apportion.comm.differentiable import gather_rows
 from apportion.comm.group import Alone, Group
 from apportion.deal import DataShard
 from apportion.errors import StateLost
 from apportion.parallel.batch_norm import Attendance, use_whole_batch
+from apportion.parallel.coupling import whole_batch_functions
 from apportion.parallel.gradients import GradientSum
 from apportion.parallel.kept_parts import KeptParts, whole
 from apportion.parallel.places import Place, how_many, how_many_are_left, whole_network
+from apportion.parallel.replica import seed_everything
 from apportion.parallel.split import SplitStep
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload, examples
@@ -84,6 +86,8 @@ class ReplicatedStep(Step):
         place = self._divide(world)
         _refuse(workload, of, place)
         self._loss = _SharedLoss(workload)
+        if place.replicas > 1 and not world.generation:
+            _refuse_coupling(workload, world)
         # Where terms are examples none is missing, and a loss that is known by what it is stays that.
         seen = workload if workload.count is examples else replace(workload, loss=self._loss)
         self._inner = inner = build_split(of, seen, place.within)
@@ -235,6 +239,21 @@ def build_split(of: Strategy, workload: Workload, world: World) -> SplitStep:
     if not isinstance(built, SplitStep):
         raise whole_network(of)
     return built
+
+
+def _refuse_coupling(workload: Workload, world: World) -> None:
+    """What ties the rows of a batch together, but for batch normalisation: of a model that is made for this alone."""
+    seed_everything(workload.seed)
+    model = workload.model().to(device=world.device)
+    source = Batches(workload, device=world.device)
+    strategy = "data_parallel(of=...)"
+    for name in whole_batch_functions(model, workload, source.sample, strategy=strategy):
+        layer = model.get_submodule(name)
+        if not isinstance(layer, _BatchNorm):  # of those it is said which of them there are
+            raise ValueError(
+                f"{name or type(layer).__name__} takes statistics of the batch by a function, which would see the rows "
+                "of one replica: use replicas=1, torch's batch normalisation, or data_parallel"
+            )
 
 
 def _refuse(workload: Workload, of: Strategy, place: Place) -> None:

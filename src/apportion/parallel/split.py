@@ -29,6 +29,7 @@ from apportion.comm.message import gather_messages
 from apportion.deal import DataShard
 from apportion.errors import StateLost
 from apportion.parallel import same_outputs
+from apportion.parallel.gradient_hooks import GradientHooks
 from apportion.parallel.gradients import GradientSum
 from apportion.parallel.kept_parts import KeptParts, whole
 from apportion.parallel.part import MakePart
@@ -48,6 +49,7 @@ class SplitStep(Step):
 
     ``part``: given the plain model, seeded, and the inputs of a batch, this rank's part; it may take the model's own
     tensors, and change it. ``again(world)``: the same in another world, where the loss of a worker is survived.
+    ``look``: given the plain model and the batches before it is taken apart, it may refuse them.
     """
 
     whole = True
@@ -59,9 +61,10 @@ class SplitStep(Step):
         part: MakePart,
         *,
         again: Callable[[World], MakePart] | None = None,
+        look: Callable[[nn.Module, Batches], None] | None = None,
     ) -> None:
         refuse_workload(workload)
-        self._workload, self._again = workload, again
+        self._workload, self._again, self._look = workload, again, look
         dtype = torch.float64 if workload.precision == "float64" else None
         # Rank 0's draws everywhere: whoever loads a batch loads the same one.
         self.source = Batches(workload, device=world.device, dtype=dtype, rank=0)
@@ -84,13 +87,17 @@ class SplitStep(Step):
         plain = workload.model().to(device=world.device, dtype=self.source.dtype)
         self._plain = PlainModel(plain, workload, len(self.source.dataset))  # type: ignore[arg-type]
         made = workload.optimizer(list(plain.named_parameters()))
+        self._hooks = GradientHooks((name, p) for name, p in plain.named_parameters() if p.requires_grad)
         sample, expected = self._sample, None
         assert sample is not None, "only a world that may change builds again"
         # With update= the model need not have a forward of its own.
         compares = world.size > 1 and world.generation == 0 and workload.update is None
         if compares:
             expected = same_outputs.outputs_of(plain, partial(self._called, plain, sample))
+        refused = self._refused(plain) if world.generation == 0 else None
         self._part = part(plain, sample.inputs)
+        if refused is not None:  # what the part says of the same layers is said first: it knows what to do instead
+            raise refused
         if workload.update is not None and not self._part.alike:
             raise ValueError(
                 "update= asks for the gradient of a loss that only one of the ranks computes: use data_parallel"
@@ -106,6 +113,12 @@ class SplitStep(Step):
         self._spread = Spread(self._plain, self._layout, pieces, world.rank, list(self.optimizers))
         refuse_optimizers(self.optimizers, self._replica.searching, self._layout, self._group.size)
         self._counted = self._layout.owned(world.rank)
+        for name in self._hooks.names:
+            if name in pieces and Piece.from_plain(pieces[name]).index is not None:
+                raise ValueError(
+                    f"{name} has a hook on its gradient, of which each worker would have a part: remove the hook, or "
+                    "use data_parallel, which calls it with the whole gradient"
+                )
         self._others: list[nn.Parameter] = []
         """What other ranks sum, of which there is nothing here."""
         self._sums = self._make_sums()
@@ -124,6 +137,15 @@ class SplitStep(Step):
         self._kept = KeptParts(world) if survives else None
         sample.let_go()
         give_back()  # the plain model
+
+    def _refused(self, plain: nn.Module) -> ValueError | None:
+        """What a look at the plain model says against dividing its batches, if it is asked."""
+        try:
+            if self._look is not None:
+                self._look(plain, self.source)
+        except ValueError as error:
+            return error
+        return None
 
     def _called(self, plain: nn.Module, batch: Batch) -> Any:
         """The outputs of the plain model."""
@@ -214,6 +236,9 @@ class SplitStep(Step):
             self._sums[scope](None, 0.0)
             for p in self._others:
                 p.grad = None
+        if self._hooks:
+            named = {p: self._replica.names[p] for p in self._replica.trainable(scope)}
+            self._hooks(named, of_parameters=scope is None)
         largest = self._workload.clip_grad_norm
         if largest is None and self._part.alike:
             if self._kept is not None:  # nobody is two updates ahead of another

@@ -47,7 +47,7 @@ def cut(model: nn.Module, graph: fx.Graph, is_back: Callable[[str], bool]) -> Pa
     front = set(graph.nodes) - back - fixed
     crossing = [node for node in graph.nodes if node in front and any(user in back for user in node.users)]
     return Parts(
-        front=fx.GraphModule(model, _front(graph, _with_fixed(front, fixed), crossing)),
+        front=fx.GraphModule(model, _front(graph, _with_fixed(front, fixed), crossing), type(model).__name__),
         back=fx.GraphModule(model, _back(graph, _with_fixed(back, fixed), crossing)),
         front_calls=_calls(front),
         back_calls=_calls(back),

@@ -139,8 +139,22 @@ class _Deciding:
         exact = [p for p in priced if p.strategy.exact]
         if not exact:
             return self._taken(self._offers[0], "nothing else was measured or predicted", [])
-        best = min(exact, key=lambda p: p.cost.seconds_per_example if p.cost is not None else float("inf"))
+        ranked = sorted(exact, key=lambda p: p.cost.seconds_per_example if p.cost is not None else float("inf"))
+        best = next((p for p in ranked if self._builds(p)), self._offers[0])
         return self._taken(best, "the fastest by prediction; nothing was tried", _told_priced(priced))
+
+    def _builds(self, offer: Offer) -> bool:
+        """Does it take this network? Prices do not know of all that is refused when a step is built."""
+        if offer.strategy.one_process:
+            return True
+        built = Parked(candidate(offer.strategy, offer.launcher), self._workload, self._changes)
+        try:
+            built.built()
+        except (ValueError, ApportionError):
+            return False
+        finally:
+            built.crew.close()
+        return True
 
     def _refined(self, refined: Refined, priced: Sequence[Offer], piloted: tuple[Offer, Piloted] | None) -> Decision:
         chosen = refined.chosen

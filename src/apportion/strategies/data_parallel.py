@@ -44,7 +44,10 @@ from apportion import tree
 from apportion.batch import Batch, Batches
 from apportion.comm.differentiable import gather_rows
 from apportion.deal import DataShard
+from apportion.parallel.batch_functions import use_whole_functions
 from apportion.parallel.batch_norm import Attendance, use_whole_batch
+from apportion.parallel.coupling import refuse_coupling, whole_batch_functions
+from apportion.parallel.gradient_hooks import GradientHooks
 from apportion.parallel.gradients import LARGE_BYTES, GradientSum, early_bytes
 from apportion.parallel.one_device import reference
 from apportion.parallel.places import check_of, check_replicas
@@ -166,6 +169,9 @@ class DataParallelStep(Step):
         self._group = world.group()
         self._workload, self._microbatches = workload, microbatches
         self._attendance = Attendance(self._group)
+        dtype = torch.float64 if workload.precision == "float64" else None
+        self.source = Batches(workload, device=world.device, dtype=dtype, rank=world.rank)
+        self._again = world.generation > 0
         self._replica = Replica(workload, rank=world.rank, device=world.device, prepare=self._prepare)
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
         sparse: list[Any] = [
@@ -174,8 +180,10 @@ class DataParallelStep(Step):
         self.data_shard = self._shard = DataShard(world.rank, world.size)
         self._measured = MeasuredShares(world.rank, world.size, workload.batch_size) if measured else None
         self._waited = 0.0
+        divides = world.size > 1 or microbatches > 1
+        self._trained = {p: self._replica.names[p] for p in self._replica.trainable() if divides}
+        self._hooks = GradientHooks((name, p) for p, name in self._trained.items())
         seed_everything(workload.seed)
-        self.source = Batches(workload, device=world.device, dtype=self._replica.input_dtype, rank=world.rank)
         self._replica.start_schedules(self.source.total)
         self._loss: tuple[Tensor, float] | None = None
         self._own_rows = 0
@@ -207,6 +215,14 @@ class DataParallelStep(Step):
                 f"microbatches={self._microbatches} would give {normalised[0]} the statistics of a part of the batch: "
                 "use microbatches=1, or a normalisation that looks at one example (GroupNorm, LayerNorm)"
             )
+        if self._microbatches > 1:
+            strategy = f"data_parallel(microbatches={self._microbatches})"
+            refuse_coupling(model, self._workload, self.source.sample, strategy=strategy)
+        elif self._group.size > 1:
+            own = whole_batch_functions(
+                model, self._workload, self.source.sample, strategy="data_parallel", again=self._again
+            )
+            use_whole_functions(model, own, self._attendance)
 
     @property
     def done(self) -> int:
@@ -293,6 +309,8 @@ class DataParallelStep(Step):
         if self._shared is not None:
             return {"loss": self._shared(mean, share)}
         loss = self._sums[None](mean, share)
+        if self._hooks:
+            self._hooks(self._trained)
         for name in self.optimizers:
             self._replica.apply(name)
         self._replica.commit()
@@ -302,6 +320,8 @@ class DataParallelStep(Step):
         weight = batch.count / self._total_count(batch)
         self._replica.gradient(loss, weight, optimizer)
         self._sums[optimizer](None, 0.0)
+        if self._hooks:
+            self._hooks({p: self._trained[p] for p in self._replica.trainable(optimizer)}, of_parameters=False)
         self._replica.apply(optimizer)
         return loss.detach()
 

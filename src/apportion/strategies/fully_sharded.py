@@ -35,7 +35,9 @@ from torch import Tensor, nn
 
 from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
+from apportion.parallel.batch_functions import use_whole_functions
 from apportion.parallel.batch_norm import Attendance, use_whole_batch
+from apportion.parallel.coupling import refuse_coupling, whole_batch_functions
 from apportion.parallel.loss_share import LossShare
 from apportion.parallel.one_device import reference
 from apportion.parallel.replica import Replica, seed_everything
@@ -173,11 +175,14 @@ class FullyShardedStep(Step):
     def __init__(self, workload: Workload, world: World, settings: FullySharded) -> None:
         self.rank, self.device = world.rank, world.device
         self._world, self._group, self._settings = world, world.group(), settings
+        self._workload = workload
         self._attendance = Attendance(self._group)
         self._sharded: Sharded | None = None
         # A rank has no whole gradient to measure: clipping is between the sum and the update.
         own = workload if world.size == 1 else replace(workload, clip_grad_norm=None)
         self._clip = None if world.size == 1 else workload.clip_grad_norm
+        dtype = torch.float64 if workload.precision == "float64" else None
+        self.source = Batches(workload, device=world.device, dtype=dtype, rank=world.rank)
         self._replica = Replica(own, rank=world.rank, device=world.device, prepare=self._prepare)
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
         for name, optimizer in self.optimizers.items():
@@ -185,18 +190,28 @@ class FullyShardedStep(Step):
         self._share = LossShare(self._replica, self._group)
         self.data_shard = self._shard = DataShard(world.rank, world.size)
         seed_everything(workload.seed)
-        self.source = Batches(workload, device=world.device, dtype=self._replica.input_dtype, rank=world.rank)
         self._replica.start_schedules(self.source.total)
         self._loss: Tensor | None = None
         self._own_rows = 0
 
     def _prepare(self, model: nn.Module) -> None:
         refuse_layers(model, self._settings.microbatches)
+        functions = self._functions(model)
         if self._world.size > 1:
             from apportion.parallel.sharded import Sharded  # FSDP takes over a second to import
 
             use_whole_batch(model, self._attendance)
+            use_whole_functions(model, functions, self._attendance)
             self._sharded = Sharded(model, self._world, self._settings.min_num_params)
+
+    def _functions(self, model: nn.Module) -> list[str]:
+        """The modules that take batch statistics by a function."""
+        many, workload = self._settings.microbatches, self._workload
+        if many > 1:
+            refuse_coupling(model, workload, self.source.sample, strategy=f"fully_sharded(microbatches={many})")
+        elif self._world.size > 1:
+            return whole_batch_functions(model, workload, self.source.sample, strategy="fully_sharded")
+        return []
 
     @property
     def done(self) -> int:

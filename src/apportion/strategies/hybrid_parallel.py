@@ -30,15 +30,18 @@ its replacement go on from the last update. Elsewhere the run ends, and resumes 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, final
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from apportion.comm.group import Group
+from apportion import tree
+from apportion.batch import Batches
 from apportion.network import evaluating
+from apportion.parallel.coupling import whole_batch_functions
 from apportion.parallel.exchanging import Exchanging
 from apportion.parallel.fused import with_fused_updates
 from apportion.parallel.memory_format import takes_channels_last
@@ -53,7 +56,7 @@ from apportion.pricing.cost import Cost
 from apportion.pricing.layout import Layout
 from apportion.profile import Profile
 from apportion.strategy import State, Step, Strategy
-from apportion.workload import Workload
+from apportion.workload import Workload, examples
 from apportion.world import World
 
 _SLICED = (nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.RNNBase)
@@ -148,11 +151,16 @@ class HybridParallel(Strategy):
         self._refuse(workload.update is not None, workload.carry is not None, workload.count is None)
 
         def part(world: World) -> MakePart:
-            return lambda model, inputs: self._part(workload, world.group(), model, inputs)
+            return lambda model, inputs: self._part(workload, world, model, inputs)
 
-        return SplitStep(with_fused_updates(workload), world, part(world), again=part)
+        def look(model: nn.Module, source: Batches) -> None:
+            """Where the ranks' rows come one after the other, the last layers and the loss see parts of the batch."""
+            if self.exchange == "rotate" and world.size > 1:
+                whole_batch_functions(model, workload, source.sample, strategy=str(self))
 
-    def _part(self, workload: Workload, group: Group, model: nn.Module, inputs: Any) -> Exchanging:
+        return SplitStep(with_fused_updates(workload), world, part(world), again=part, look=look)
+
+    def _part(self, workload: Workload, world: World, model: nn.Module, inputs: Any) -> Exchanging:
         traced = [part for part in trace(model) if not part.name and part.pure]
         if not traced:
             raise ValueError(_no_graph(type(model).__name__))
@@ -173,9 +181,24 @@ class HybridParallel(Strategy):
             raise ValueError(f"there is no layer that can be sliced under {', '.join(back)}: use data_parallel")
         last = takes_channels_last(model, (trains.front, evaluates.front), inputs)
         rotates = self.exchange == "rotate"
-        return Exchanging(
-            model, found, group, workload, trains=trains, evaluates=evaluates, rotates=rotates, channels_last=last
-        )
+        functions = self._functions(workload, world, trains.front, inputs) if world.size > 1 else []
+        made = Exchanging(
+            model, found, world.group(), workload,
+            trains=trains, evaluates=evaluates, rotates=rotates, channels_last=last,
+        )  # fmt: skip
+        made.use_whole_functions(functions)
+        return made
+
+    def _functions(self, workload: Workload, world: World, front: nn.Module, inputs: Any) -> list[str]:
+        """The modules of the first layers that take batch statistics by a function; what else ties rows together there
+        is refused. The last layers see all rows."""
+
+        def rows(many: int) -> tuple[Any, Any]:
+            few = tree.rows(inputs, slice(0, many))
+            return few, few
+
+        alone = replace(workload, loss=_squares, count=examples)
+        return whole_batch_functions(front, alone, rows, strategy="hybrid_parallel", again=world.generation > 0)
 
     def _sliced_names(self, model: nn.Module, graph: fx.Graph) -> list[str]:
         """Names, each of a layer or of what many are under."""
@@ -225,6 +248,11 @@ class HybridParallel(Strategy):
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return reference(workload)
+
+
+def _squares(outputs: Any, targets: Any) -> Tensor:
+    """A number that every output of every row moves: a mean over rows."""
+    return torch.stack([t.square().flatten(1).sum(1).mean() for t in outputs if t.is_floating_point()]).sum()
 
 
 def _under(name: str, prefixes: Sequence[str]) -> bool:

@@ -40,6 +40,8 @@ from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
 from apportion.errors import StateLost
 from apportion.parallel.closure import Closure
+from apportion.parallel.coupling import refuse_coupling
+from apportion.parallel.gradient_hooks import GradientHooks
 from apportion.parallel.gradients import LARGE_BYTES, GradientSum
 from apportion.parallel.kept import Kept
 from apportion.parallel.one_device import reference
@@ -145,15 +147,20 @@ class MapReduceStep(Step):
     def __init__(self, workload: Workload, world: World, part: int) -> None:
         self.device = world.device
         self._workload, self._part = workload, part
-        self._replica = Replica(workload, rank=world.rank, device=world.device, prepare=_refuse_batch_norm)
+        dtype = torch.float64 if workload.precision == "float64" else None
+        self.source = Batches(workload, device=world.device, dtype=dtype, rank=world.rank)
+        self._divides = world.size > 1 or part < min(workload.batch_size, self.source.deal.examples)
+        self._looks = self._divides and world.generation == 0
+        self._replica = Replica(workload, rank=world.rank, device=world.device, prepare=self._prepare)
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
         self._buffers = _Buffers(self.model)
         sparse: list[Any] = [
             m.weight for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
         ]
         self._sum = GradientSum(self._replica.trainable(), world.group(), sparse=sparse)
+        self._trained = {p: self._replica.names[p] for p in self._replica.trainable() if self._divides}
+        self._hooks = GradientHooks((name, p) for p, name in self._trained.items())
         seed_everything(workload.seed)
-        self.source = Batches(workload, device=world.device, dtype=self._replica.input_dtype, rank=world.rank)
         self._replica.start_schedules(self.source.total)
         self._batch: Batch | None = None
         self._loss: Tensor | None = None
@@ -161,6 +168,11 @@ class MapReduceStep(Step):
         """While an optimizer searches: what it started from."""
         self._kept = Kept(world) if world.members is not None else None
         self._sit(world)
+
+    def _prepare(self, model: nn.Module) -> None:
+        _refuse_batch_norm(model)
+        if self._looks:
+            refuse_coupling(model, self._workload, self.source.sample, strategy="map_reduce")
 
     def _sit(self, world: World) -> None:
         """This process's place among the others."""
@@ -196,6 +208,8 @@ class MapReduceStep(Step):
             mean += loss.detach() * (terms / batch.size)
             count += terms
         self._loss = self._reduce(mean, count, batch.size)
+        if self._hooks:
+            self._hooks(self._trained)
         return self._loss
 
     def _loss_of(self, part: Batch) -> tuple[Tensor, float]:

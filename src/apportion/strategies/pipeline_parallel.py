@@ -38,6 +38,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Self, final
 
+from torch import nn
+
+from apportion.batch import Batches
+from apportion.parallel.coupling import refuse_coupling
 from apportion.parallel.fused import with_fused_updates
 from apportion.parallel.one_device import reference
 from apportion.parallel.part import MakePart
@@ -182,7 +186,12 @@ class PipelineParallel(Strategy):
                 whole_batch_norm=self.batch_norm == "whole",
             )  # fmt: skip
 
-        return SplitStep(with_fused_updates(workload), world, part(world), again=part)
+        def look(model: nn.Module, source: Batches) -> None:
+            """Layers that a stage computes of the whole batch are not divided; others and the loss are."""
+            if self.microbatches > 1 and self.batch_norm is None:
+                refuse_coupling(model, workload, source.sample, strategy=str(self))
+
+        return SplitStep(with_fused_updates(workload), world, part(world), again=part, look=look)
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return reference(workload)
