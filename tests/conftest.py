@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import durations
 import pytest
 import torch
 from browsers import BROWSER, Browser
@@ -29,6 +30,7 @@ def data_folder() -> Path:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "leaves(what): how the line begins that the leak check may report")
+    durations.register(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
