@@ -18,6 +18,8 @@ import torch
 from browsers import BROWSER, Browser
 from leaks import Watch
 
+from apportion.template import Template
+
 Within = Callable[[float, str], AbstractContextManager[None]]
 Eventually = Callable[..., None]
 
@@ -47,6 +49,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def one_thread() -> None:
     """Several processes of a test share few cores; and sums come out in one order."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_template() -> Iterator[None]:
+    """Workers of this process are forked from a template that has every strategy imported; those of the programs that a
+    test starts are not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Template, "program", (str(Path(__file__).with_name("warm_template.py")),))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
