@@ -10,7 +10,7 @@ from pathlib import Path
 import durations
 
 HERE = Path(__file__).parent
-TESTS = '''
+TESTS = """
 import time
 import pytest
 
@@ -32,7 +32,7 @@ def test_has_a_broken_fixture(broken):
 @pytest.mark.skip(reason="not here")
 def test_is_skipped():
     pass
-'''
+"""
 
 
 def test_every_test_is_one_line_with_its_phases_and_outcome_the_slowest_first(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from apportion.errors import ApportionError, WorkerFailed
+from apportion.errors import ApportionError, NotFinite, WorkerFailed
 from apportion.template import template
 
 if TYPE_CHECKING:
@@ -363,6 +363,9 @@ def _guarded() -> Iterator[None]:
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(WRONG_USE) from None
+    except NotFinite as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(NO) from None
     except WorkerFailed as error:
         if error.traceback is not None:
             typer.echo(f"rank {error.rank}'s traceback:\n{error.traceback}", err=True)

@@ -32,6 +32,11 @@ class WorkerFailed(ApportionError):
             self.add_note(f"at {where}")
 
 
+class NotFinite(WorkerFailed):
+    """The loss, or a weight, is no longer a finite number, and the policy says that the run ends there (exit status
+    1)."""
+
+
 class PeerLost(ApportionError):
     """A collective failed because another rank is gone: a symptom; the cause is that rank's exit."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,6 +45,18 @@ def without_dropout() -> Iterator[set[str]]:
     finally:
         for name, original in originals.items():
             setattr(functional, name, original)
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Afterwards torch's generators, Python's and numpy's give what they would have given without it."""
+    python, numbers = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numbers)
 
 
 def silence_recurrent_dropout(model: nn.Module) -> set[str]:
