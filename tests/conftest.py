@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import durations
 import pytest
 import torch
 from browsers import BROWSER, Browser
 from leaks import Watch
+
+from apportion.template import Template
 
 Within = Callable[[float, str], AbstractContextManager[None]]
 Eventually = Callable[..., None]
@@ -29,6 +32,7 @@ def data_folder() -> Path:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "leaves(what): how the line begins that the leak check may report")
+    durations.register(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,6 +62,15 @@ def no_proof_before_a_run() -> Iterator[None]:
     defaults["check"] = False
     yield
     defaults["check"] = True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_template() -> Iterator[None]:
+    """Workers of this process are forked from a template that has every strategy imported; those of the programs that a
+    test starts are not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Template, "program", (str(Path(__file__).with_name("warm_template.py")),))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

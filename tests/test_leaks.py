@@ -17,6 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from leaks import HELPERS, SHARED_MEMORY, Watch
 
+import apportion
+
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
@@ -124,7 +126,7 @@ def test_the_fixture_fails_the_test_that_leaks(tmp_path: Path) -> None:
     folders = [f"--rootdir={tmp_path}", f"--basetemp={tmp_path}/t", f"{tmp_path}/test_it.py"]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *folders],
-        env={**os.environ, "PYTHONPATH": str(here)},
+        env={**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{Path(apportion.__file__).parents[1]}"},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from apportion.errors import ApportionError, Disproved, WorkerFailed
+from apportion.errors import ApportionError, Disproved, NotFinite, WorkerFailed
 from apportion.template import template
 
 if TYPE_CHECKING:
@@ -371,7 +371,7 @@ def _guarded() -> Iterator[None]:
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(WRONG_USE) from None
-    except Disproved as error:
+    except (Disproved, NotFinite) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(NO) from None
     except WorkerFailed as error:

@@ -37,6 +37,11 @@ class Disproved(ApportionError):
     no (exit status 1), and nothing was trained."""
 
 
+class NotFinite(WorkerFailed):
+    """The loss, or a weight, is no longer a finite number, and the policy says that the run ends there (exit status
+    1)."""
+
+
 class PeerLost(ApportionError):
     """A collective failed because another rank is gone: a symptom; the cause is that rank's exit."""
 

@@ -24,9 +24,9 @@ def evaluate(
 ) -> Mapping[str, float]:
     """Every metric over the evaluation set, the same on every rank. Called by all ranks of the group; ``beat`` after
     each batch."""
-    means: dict[str, Any] = {name: metric for name, metric in evaluation.metrics.items() if not _is_factory(metric)}
+    means: dict[str, Any] = {name: metric for name, metric in evaluation.metrics.items() if not is_factory(metric)}
     every: Mapping[str, Any] = evaluation.metrics
-    objects = {name: make() for name, make in every.items() if _is_factory(make)}
+    objects = {name: make() for name, make in every.items() if is_factory(make)}
     sums = torch.zeros(len(means) + 1, dtype=torch.float64)
     seen = False
     shard = DataShard() if step.whole else DataShard(group.rank, group.size)
@@ -38,7 +38,7 @@ def evaluate(
             sums += torch.tensor([*(v * len(batch) for v in values), float(len(batch))], dtype=torch.float64)
             seen = True
         if objects and not step.whole:
-            _feed(objects, outputs, batch, group, step.device)
+            feed(objects, outputs, batch, group, step.device)
         elif outputs is not None:
             _update(objects, outputs, batch.targets)
         beat()
@@ -51,7 +51,7 @@ def evaluate(
     return {name: results[name] for name in evaluation.metrics}
 
 
-def _is_factory(metric: Any) -> bool:
+def is_factory(metric: Any) -> bool:
     """A metric object's class (or any callable without parameters) is called without arguments; a mean takes two."""
     if isinstance(metric, type):
         return True
@@ -61,7 +61,7 @@ def _is_factory(metric: Any) -> bool:
         return False
 
 
-def _feed(objects: Mapping[str, Any], outputs: Any, batch: Batch, group: Group, device: torch.device) -> None:
+def feed(objects: Mapping[str, Any], outputs: Any, batch: Batch, group: Group, device: torch.device) -> None:
     """Each rank's objects see the whole batch, in row order, so each of them computes the same value."""
     if group.size > 1:
         outputs, targets = _whole(outputs, batch, group, device)

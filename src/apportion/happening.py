@@ -23,6 +23,8 @@ class Raised:
     """The user's own line, "file.py:12 in forward: return 1 / 0"."""
     checkpoint: bool = False
     """It could not keep the state, or cannot trust what was kept."""
+    not_finite: bool = False
+    """The loss, or a weight, is not finite: nothing that is worth keeping has come after the last checkpoint."""
     state_lost: bool = False
     """Nobody who is left has the state."""
     step: int = 0

@@ -47,6 +47,18 @@ def without_dropout() -> Iterator[set[str]]:
             setattr(functional, name, original)
 
 
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Afterwards torch's generators, Python's and numpy's give what they would have given without it."""
+    python, numbers = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numbers)
+
+
 def silence_recurrent_dropout(model: nn.Module) -> set[str]:
     """Dropout between the layers of nn.LSTM, GRU and RNN is inside their kernels: set it to 0; where it was."""
     found = set()

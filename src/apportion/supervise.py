@@ -47,6 +47,9 @@ class Policy(Value):
     """Workers that a run may lose, where its strategy survives that; the next loss ends it, with a checkpoint."""
     on_loss: Literal["replace", "shrink"] = "replace"
     """Seat another worker in the place of a lost one, or go on with those who are left."""
+    on_nan: Literal["stop", "warn", "ignore"] = "stop"
+    """What a loss that is not finite does: it ends the run, it is told once, or nothing looks at it. Under "stop" and
+    "warn" a state with a weight that is NaN is never written over a checkpoint."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_every is not None:
@@ -57,6 +60,8 @@ class Policy(Value):
             raise ValueError(f"max_restarts={self.max_restarts!r} must be a whole number of workers, 0 or more")
         if self.on_loss not in ("replace", "shrink"):
             raise ValueError(f'on_loss={self.on_loss!r} must be "replace" or "shrink" (go on with fewer workers)')
+        if self.on_nan not in ("stop", "warn", "ignore"):
+            raise ValueError(f'on_nan={self.on_nan!r} must be "stop" (the run ends), "warn" or "ignore"')
 
     def interval(self) -> tuple[float, str] | None:
         """(number, "s" | "steps" | "epochs"), None for automatic."""
@@ -96,6 +101,7 @@ class Stop:
     """The user's own line that raised."""
     mistake: bool = False
     checkpoint: bool = False
+    not_finite: bool = False
     lost: tuple[int, ...] = ()
     """Ranks without which the others can save the last update first; none: nobody can."""
 
@@ -141,7 +147,7 @@ def next_action(
     """
     seen = _Seen(happened, workers)
     action = _decide(seen, seconds, policy or Policy(), survives)
-    if isinstance(action, Stop) and survives and not (action.mistake or action.checkpoint):
+    if isinstance(action, Stop) and survives and not (action.mistake or action.checkpoint or action.not_finite):
         return replace(action, lost=seen.gone if seen.can_save else ())
     return action
 
@@ -243,4 +249,5 @@ def _stop(raised: Raised) -> Stop:
         raised.where,
         mistake=raised.mistake,
         checkpoint=raised.checkpoint,
+        not_finite=raised.not_finite,
     )

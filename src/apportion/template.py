@@ -32,6 +32,10 @@ SPAWN_SECONDS = 10.0
 class Template:
     """A running template; start it early, it imports while the driver goes on."""
 
+    program: tuple[str, ...] = ("-m", "apportion.template")
+    """What Python is told to run. Whoever starts very many workers may name a program that imports more, and then
+    calls ``main``."""
+
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         self.forks = Forks(ours)
@@ -54,7 +58,7 @@ class Template:
     def _start(self, descriptor: int) -> subprocess.Popen[bytes]:
         one_thread = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         return subprocess.Popen(
-            [sys.executable, "-m", "apportion.template", str(descriptor), str(os.getpid())],
+            [sys.executable, *self.program, str(descriptor), str(os.getpid())],
             pass_fds=[descriptor],
             env={**os.environ, **one_thread},
             stdin=subprocess.DEVNULL,

@@ -23,8 +23,10 @@ from apportion.agreement import Agreement, Wish
 from apportion.batch import Batches
 from apportion.checkpoint import RunDirectory
 from apportion.comm.group import Alone
-from apportion.errors import CheckpointError, MembershipChanged
+from apportion.divergence import LossGuard
+from apportion.errors import CheckpointError, MembershipChanged, NotFinite
 from apportion.evaluate import evaluate
+from apportion.evaluation_trial import try_evaluation
 from apportion.event import Event
 from apportion.fingerprint import check_fingerprint
 from apportion.job import Job
@@ -32,6 +34,7 @@ from apportion.meter import Meter
 from apportion.parallel.recovery import broadcast_state
 from apportion.proof_key import proof_key
 from apportion.saving import Saver
+from apportion.schedule_ahead import warning_of
 from apportion.strategy import Step, batches
 from apportion.workload import Workload
 from apportion.world import World
@@ -98,6 +101,7 @@ class _Run:
         if world.generation:
             self.agreement.again(self.group, self.done)
         self.meter = Meter(self.step)
+        self.guarded = LossGuard(self.step, self.workload, job.policy, ranks=world.size)
         self.evaluation = self._open_evaluation()
         self.metrics: Mapping[str, float] = {}
 
@@ -150,6 +154,8 @@ class _Run:
         if state is None:
             self.saver.flush()  # what was on its way is what the run goes back to
             raise CheckpointError("it is spread over the ranks, or in the middle of an update")
+        if (spoilt := self.guarded.may_keep(state)) is not None:
+            raise CheckpointError(f"{spoilt} holds a NaN by then")
         state.settings["best"] = self.best
         self.saver.submit(state, state.step / self.source.deal.batches, best=False, seconds=0.0)
         self.saver.flush()
@@ -161,8 +167,15 @@ class _Run:
             return None
         rank = 0 if self.step.whole else self.world.rank  # who loads the same batch draws the same numbers for it
         source = Batches.of_evaluation(self.workload, device=self.step.device, dtype=self.source.dtype, rank=rank)
-        source.load_ahead(self.job.loaders)
         return source
+
+    def _prepare_evaluation(self) -> None:
+        """Try it, where nothing is trained yet in this sitting; then let it load ahead."""
+        if self.workload.evaluation is None or self.evaluation is None:
+            return
+        if self.world.generation == 0 and self.evaluates:
+            try_evaluation(self.step, self.workload.evaluation, self.evaluation, self.group)
+        self.evaluation.load_ahead(self.job.loaders)
 
     # Starting
 
@@ -224,17 +237,45 @@ class _Run:
 
     def events(self) -> Iterator[Event]:
         self.wish.progress[3] = 1
-        if self.world.rank == 0 and self.world.generation == 0:
+        starts = self.world.rank == 0 and self.world.generation == 0
+        try:
+            self._prepare_evaluation()
+        except MembershipChanged:
+            self._rejoin_until_it_holds()
+            self._prepare_evaluation()
+        if starts:
             yield self._start_event()
+            self._look_at_schedule()
+            yield from self._warned()
         while True:
             try:
                 reason = yield from self._train()
                 yield from self._end(reason)
                 return
+            except NotFinite as error:
+                raise NotFinite(f"{error}; {self._kept()}") from None
             except MembershipChanged:
                 self.meter.pause()
                 self._rejoin_until_it_holds()
                 self.meter.go_on()
+
+    def _kept(self) -> str:
+        """What is left of a run that ends with a loss that is not finite, and what can be done."""
+        self.saver.flush()
+        steps = [] if self.job.run_dir is None else RunDirectory(self.job.run_dir).steps()
+        kept = f"the last finite checkpoint, step {steps[-1]}, is kept" if steps else "no checkpoint was saved before"
+        return (
+            f"{kept}; use a smaller learning rate, or clip_grad_norm=1.0, or mend the layer "
+            '(Policy(on_nan="warn") goes on all the same)'
+        )
+
+    def _look_at_schedule(self) -> None:
+        """Warn where the schedule ends the training within its first epoch."""
+        schedule = self.workload.schedule
+        for optimizer in self.step.optimizers.values() if schedule is not None and self.done == 0 else ():
+            assert schedule is not None
+            told = warning_of(schedule, optimizer, total=self.source.total, steps_per_epoch=self.source.deal.batches)
+            self.guarded.news += [] if told is None or told in self.guarded.news else [told]
 
     def _rejoin_until_it_holds(self) -> None:
         while True:
@@ -258,11 +299,12 @@ class _Run:
         for batch in batches(self.step, loaders=self.job.loaders):
             self.world.check()
             before = self.done
-            values = self.step(batch)
+            values = self.guarded(batch)
             self.meter.take(values, batch.size, len(batch))
             beats[0] += 1
             beats[2] = self.done
             now = time.perf_counter()
+            yield from self._warned()
             if now >= next_report and self.world.rank == 0:
                 yield self._step_event()
                 next_report = now + REPORT_SECONDS
@@ -288,7 +330,16 @@ class _Run:
         return stop
 
     def _step_event(self) -> Event:
-        return self._event("step", **self.meter.flush(), learning_rate=self._learning_rate())
+        told = self.meter.flush()
+        self.guarded.reported(self.done, told["values"])
+        return self._event("step", **told, learning_rate=self._learning_rate())
+
+    def _warned(self) -> Iterator[Event]:
+        """What is amiss, and does not end the run."""
+        while self.guarded.news:
+            yield self._event(
+                "fault", rank=self.world.rank, cause=self.guarded.news.pop(0), traceback=None, action="goes on"
+            )
 
     def _learning_rate(self) -> float:
         for optimizer in self.step.optimizers.values():
@@ -332,7 +383,7 @@ class _Run:
             return False
         sense, _, name = rule.partition(" ")
         value = self.metrics[name] if sense == "max" else -self.metrics[name]
-        if self.best is not None and not value > self.best:
+        if math.isnan(value) or (self.best is not None and not value > self.best):
             return False
         self.best = value
         return True
@@ -344,7 +395,11 @@ class _Run:
         began = time.perf_counter()
         state = self.step.state_dict()
         state.settings["best"] = self.best
-        if self.directory is not None:
+        if self.directory is None:
+            return
+        if (spoilt := self.guarded.may_keep(state)) is not None:
+            self.guarded.not_kept(state, spoilt)
+        else:
             self.saver.submit(state, self._epoch(), best=best, seconds=time.perf_counter() - began)
 
     def _saved(self) -> Iterator[Event]:
@@ -361,6 +416,7 @@ class _Run:
             yield self._step_event()
         if self.meter.steps:
             yield self._event("speed", rank=self.world.rank, **self.meter.speed())
+        yield from self._warned()
         if not self.step.lockstep:  # until everyone's last update has been made
             self.world.group().barrier()
         if reason == "finished":

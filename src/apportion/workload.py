@@ -134,6 +134,11 @@ class Workload:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} must be a function that makes it: {name}=lambda ...: ..."
                 )
+        if isinstance(self.model, nn.Module):
+            raise ValueError(
+                f"model={type(self.model).__name__}(...) is a network that is made already, and every rank makes its "
+                f"own from the seed: it must be a function: model=lambda: {type(self.model).__name__}(...)"
+            )
         if not isinstance(self.batch_size, int) or self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size!r} must be a whole number of at least 1 example")
         if (self.loss is None) == (self.update is None):

@@ -1,0 +1,24 @@
+"""The template that the workers of the tests are forked from: every strategy is imported in it already.
+
+A run imports its one strategy in each of its workers. The tests start thousands of workers, and to compile and run
+the same modules again in each of them took a third of their time.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from apportion import template
+from apportion.values import names
+
+
+def main() -> None:
+    """``python warm_template.py FD DRIVER_PID``, as ``apportion.template`` is called."""
+    for name in names("apportion.strategies"):
+        importlib.import_module(f"apportion.strategies.{name}")
+    importlib.import_module("apportion.timing")
+    template.main()
+
+
+if __name__ == "__main__":
+    main()
