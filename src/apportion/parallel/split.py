@@ -261,7 +261,13 @@ class SplitStep(Step):
         """This rank's part of the state, no copies, and which pieces it is of."""
         replica = self._replica
         model = {self._plain.first[k]: t.detach() for k, t in self.model.state_dict().items()}
-        own = State(step=replica.step, model=model, optimizer=dict(replica.slots()), settings=replica.settings())
+        own = State(
+            step=replica.step,
+            model=model,
+            optimizer=dict(replica.slots()),
+            settings=replica.settings(),
+            buffers=replica.forward.beside(),
+        )
         return own, self._spread.pieces
 
     def together(self, parts: Sequence[tuple[State, Any]]) -> State:

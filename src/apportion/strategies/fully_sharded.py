@@ -180,6 +180,8 @@ class FullyShardedStep(Step):
         self._clip = None if world.size == 1 else workload.clip_grad_norm
         self._replica = Replica(own, rank=world.rank, device=world.device, prepare=self._prepare)
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
+        if settings.microbatches > 1:
+            self._replica.forward.begin(first=True)
         for name, optimizer in self.optimizers.items():
             refuse_optimizer(optimizer, searches=name in self._replica.searching, alone=world.size == 1)
         self._share = LossShare(self._replica, self._group)
@@ -215,7 +217,9 @@ class FullyShardedStep(Step):
         self._own_rows = len(batch)
         total = self._share.total(batch if len(batch) else batch.borrowed())
         sums, weight = [], 0.0
-        for part, own in self._parts(batch):
+        for number, (part, own) in enumerate(self._parts(batch)):
+            if number:
+                self._replica.again(batch.step)
             self._attendance.present = own
             with _layers_called():
                 loss, share = self._share(part, own=own, total=total)
