@@ -278,9 +278,16 @@ def _read_state(folder: Path) -> State:
 
 
 def read_model(folder: Path) -> dict[str, Tensor]:
-    """The model's tensors alone, verified."""
-    _verify(folder, "model.safetensors")
-    return read_tensors(folder / "model.safetensors")
+    """The model's tensors alone, verified; among them the buffers that its ``state_dict()`` leaves out."""
+    names = model_files(folder)
+    _verify(folder, *names)
+    return {name: tensor for file in names for name, tensor in read_tensors(folder / file).items()}
+
+
+def model_files(folder: Path) -> list[str]:
+    """Those of a checkpoint that have the model's tensors."""
+    others = ("optimizer.safetensors", "carry.safetensors")
+    return [name for name in _read_manifest(folder / "state.json")["files"] if name not in others]
 
 
 def _verify(folder: Path, *names: str) -> dict[str, Any]:

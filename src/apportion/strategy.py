@@ -113,6 +113,10 @@ class Step(ABC):
         """Outputs for this rank's rows, in evaluation mode; called by all ranks. None where the batch has no rows
         here, or another rank holds the outputs."""
 
+    def looked(self) -> None:  # noqa: B027 (where nothing is kept nothing can be put back)
+        """The end of some calls of ``predict``: what their forward passes have changed of buffers, and of parameters
+        that no optimizer has, is put back as the last update left it."""
+
     @abstractmethod
     def backward(self, batch: Batch) -> Tensor | None:
         """Accumulate the gradient of this rank's rows, weighted by their count; its mean loss (None: no rows)."""

@@ -15,13 +15,14 @@ and the run goes on from its last checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from apportion.errors import StateLost
+from apportion.network import undisturbed
 
 AS_BUILT, HERE, ELSEWHERE = 0, 1, 2
 """Where what a place has is to be found, once the process is gone."""
@@ -117,6 +118,32 @@ def places(model: nn.Module, trained: Iterable[Tensor] = ()) -> tuple[list[Place
     return sorted(known.values(), key=lambda place: place.parameter), named
 
 
+def moved(model: nn.Module, trained: Iterable[Tensor], look: Callable[[], Any]) -> list[Place]:
+    """The places that are not in every strategy's account of buffers, and that a training pass changes: parameters
+    without gradient, as a teacher's, and buffers that ``state_dict()`` leaves out. ``look`` makes a pass, of which
+    nothing stays. For who has to know before the first step: what is moved only later is not seen."""
+    asked = [place for place in places(model, trained)[0] if place.watched and not place.tensor.requires_grad]
+    if not asked:
+        return []
+    try:
+        with undisturbed(model) as changed:
+            look()
+            names = set(changed())
+    except Exception:  # with update= a model need not have a forward; any other mistake is raised by the first step
+        return []
+    return [place for place in asked if place.name in names]
+
+
+def refuse_late(late: Iterable[Place]) -> None:
+    """ValueError where a forward has moved a parameter that it did not move when it was looked at."""
+    for place in late:
+        if place.parameter and not place.noted:
+            raise ValueError(
+                f"{place.name}, which no optimizer has, is moved by the forward of a later step and not of the first: "
+                "nobody told the other ranks of it; move it in the first step too, or use data_parallel"
+            )
+
+
 @final
 class ForwardState:
     """Of one model. ``trained``: the parameters that updates change."""
@@ -128,6 +155,7 @@ class ForwardState:
         self._kept = self._clones()
         self._steps, self._looked = 0, False
         self._began: list[Tensor] | None = None
+        self._repeats = False
         self._first: dict[Place, Tensor] = {}
 
     def _clones(self) -> list[Tensor]:
@@ -137,8 +165,17 @@ class ForwardState:
         """A pass over a batch in parts follows, each of which begins with what is there now. ``first``: no pass has
         been made, so that nobody knows what moves."""
         self._began = None if first else self._clones()
+        self._repeats = self._repeats or first
         if first or self._first:
-            self._first = {p: p.tensor.detach().clone() for p in self._still if p.parameter}
+            self._first = self._clones_of_still()
+
+    def _clones_of_still(self) -> dict[Place, Tensor]:
+        return {p: p.tensor.detach().clone() for p in self._still if p.parameter}
+
+    def note(self) -> None:
+        """Whatever was done to the model so far, no step has."""
+        for place in self.places:
+            place.note()
 
     # After a step
 
@@ -155,7 +192,8 @@ class ForwardState:
             noted = place.noted
             if noted and not thorough:
                 continue
-            if digest(place.tensor) != place.built:
+            # A parameter that was written to moves, whatever was written: a teacher begins as a copy of its pupil.
+            if (place.parameter and not noted) or digest(place.tensor) != place.built:
                 found.append(place)
             elif not noted:
                 place.note()
@@ -251,11 +289,11 @@ class ForwardState:
         for name, value in beside.items():
             if name in self._named:
                 self._named[name].put(value)
+        self.note()
         self._find(thorough=True)
-        for place in self.places:
-            place.note()
         self._kept = self._clones()
-        self._looked, self._began, self._first = False, None, {}
+        self._looked, self._began = False, None
+        self._first = self._clones_of_still() if self._repeats else {}
 
     # In memory that outlives this process
 

@@ -117,7 +117,8 @@ class Replica:
                     raise ValueError(f"{what} does not go with {kind}, which evaluates the loss itself")
 
     def start_schedules(self, total_steps: int) -> None:
-        """The learning-rate schedules, now that the number of updates is known."""
+        """The learning-rate schedules, now that the number of updates is known; before the first step."""
+        self.forward.note()
         schedule = self.workload.schedule
         if schedule is None:
             return
@@ -404,6 +405,15 @@ class Replica:
             if name in numbers:
                 slots[numbers[name]] = closure.put_together(slots.get(numbers[name], {}), rest)
         return {"state": slots, "param_groups": numbered}
+
+
+def called(workload: Workload, model: nn.Module, batch: Batch, device: torch.device) -> Any:
+    """What a model gives for a batch with which a recurrent state begins."""
+    dtype = _AUTOCAST.get(workload.precision)
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+        if workload.carry is None:
+            return tree.call(model, batch.inputs)
+        return tree.call(model, batch.inputs, tree.cast(workload.carry(len(batch)), device, workload.dtype))
 
 
 class _Reseed:

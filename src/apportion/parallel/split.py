@@ -167,6 +167,9 @@ class SplitStep(Step):
         outputs = self._part.predict(self._replica, batch)
         return outputs if self.rank == 0 or not self._part.alike else None
 
+    def looked(self) -> None:
+        self._replica.forward.put_back()
+
     def backward(self, batch: Batch) -> Tensor | None:
         self._replica.reseed(batch.step)
         self._loss = self._part.backward(self._replica, batch)

@@ -221,6 +221,9 @@ class DataParallelStep(Step):
         self._replica.predict(batch.borrowed())
         return None
 
+    def looked(self) -> None:
+        self._replica.forward.put_back()
+
     def backward(self, batch: Batch) -> Tensor | None:
         if self._measured is not None:  # from here: what is between two steps (an evaluation) is no rank's own speed
             self._measured.begin()

@@ -36,9 +36,10 @@ from torch import Tensor, nn
 from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
 from apportion.parallel.batch_norm import Attendance, use_whole_batch
+from apportion.parallel.forward_state import moved
 from apportion.parallel.loss_share import LossShare
 from apportion.parallel.one_device import reference
-from apportion.parallel.replica import Replica, seed_everything
+from apportion.parallel.replica import Replica, called, seed_everything
 from apportion.parallel.shardable import NOT_ELEMENTWISE, WHOLE_KERNEL, refuse_layers, refuse_optimizer
 from apportion.pricing import sharded
 from apportion.pricing.collectives import all_reduce
@@ -177,6 +178,10 @@ class FullyShardedStep(Step):
         self._sharded: Sharded | None = None
         # A rank has no whole gradient to measure: clipping is between the sum and the update.
         own = workload if world.size == 1 else replace(workload, clip_grad_norm=None)
+        seed_everything(workload.seed)
+        dtype = torch.float64 if workload.precision == "float64" else None
+        self.source = Batches(workload, device=world.device, dtype=dtype, rank=world.rank)
+        self._workload = workload
         self._clip = None if world.size == 1 else workload.clip_grad_norm
         self._replica = Replica(own, rank=world.rank, device=world.device, prepare=self._prepare)
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
@@ -187,7 +192,6 @@ class FullyShardedStep(Step):
         self._share = LossShare(self._replica, self._group)
         self.data_shard = self._shard = DataShard(world.rank, world.size)
         seed_everything(workload.seed)
-        self.source = Batches(workload, device=world.device, dtype=self._replica.input_dtype, rank=world.rank)
         self._replica.start_schedules(self.source.total)
         self._loss: Tensor | None = None
         self._own_rows = 0
@@ -198,7 +202,12 @@ class FullyShardedStep(Step):
             from apportion.parallel.sharded import Sharded  # FSDP takes over a second to import
 
             use_whole_batch(model, self._attendance)
-            self._sharded = Sharded(model, self._world, self._settings.min_num_params)
+            # A forward that moves a teacher writes to gathered weights, which are let go: every rank keeps those whole.
+            batch = self.source.at(0, DataShard())
+            trained = [p for p in model.parameters() if p.requires_grad]
+            found = moved(model, trained, lambda: called(self._workload, model, batch, self.device))
+            whole = [place.tensor for place in found if place.parameter]
+            self._sharded = Sharded(model, self._world, self._settings.min_num_params, whole)
 
     @property
     def done(self) -> int:
@@ -211,6 +220,9 @@ class FullyShardedStep(Step):
         if self._sharded is not None:
             self._sharded.let_go()
         return outputs if len(batch) else None
+
+    def looked(self) -> None:
+        self._replica.forward.put_back()
 
     def backward(self, batch: Batch) -> Tensor | None:
         self._replica.reseed(batch.step)

@@ -175,6 +175,9 @@ class MapReduceStep(Step):
     def predict(self, batch: Batch) -> Any | None:
         return self._replica.predict(batch) if len(batch) else None
 
+    def looked(self) -> None:
+        self._replica.forward.put_back()
+
     def backward(self, batch: Batch) -> Tensor:
         """One pass: ``p.grad`` becomes the gradient of the whole global batch, on every rank; its mean loss. Called by
         all ranks. This is the closure of an optimizer that asks for one: ``optimizer.step(lambda: step.backward(b))``.
