@@ -123,7 +123,7 @@ def test_a_rank_without_rows_takes_no_part_in_statistics_by_a_function() -> None
 @pytest.mark.parametrize("kind", STATISTICS)
 def test_parts_of_a_batch_cannot_have_statistics_of_the_whole_one(kind: str) -> None:
     made = work(STATISTICS[kind])
-    with pytest.raises(ValueError, match="would give (between|.*Called).* the statistics of a part of the batch"):
+    with pytest.raises(ValueError, match=r"would give (between|.*Called).* the statistics of a part of the batch"):
         refuse_coupling(made.model(), made, Batches(made).sample, strategy="map_reduce")
 
 
@@ -224,7 +224,7 @@ def test_rows_that_are_tied_together_are_refused_by_name(kind: str) -> None:
     ids=str,
 )
 def test_every_strategy_that_divides_the_batch_refuses_it(strategy: Strategy) -> None:
-    with by_value(networks), by_value(sys.modules[__name__]), pytest.raises(ValueError, match="rows|the batch"):
+    with by_value(networks), by_value(sys.modules[__name__]), pytest.raises(ValueError, match=r"rows|the batch"):
         apportion.check(work(lambda x: x - x.mean(0)), strategy, workers=2, steps=1)
 
 

@@ -4,6 +4,7 @@ A run directory::
 
     run.json                       the address, strategy, launcher, versions, fingerprint of the workload
     checkpoints/step-00000120/     model.safetensors, optimizer.safetensors, carry.safetensors (recurrent runs only),
+                                   buffers.safetensors (buffers beside the model's state, where training changes them),
                                    state.json (the rest, with size and sha256 of the files beside it)
     checkpoints/latest, best       relative links
 
@@ -38,7 +39,7 @@ from torch import Tensor
 
 from apportion.errors import CheckpointError
 from apportion.fingerprint import check_fingerprint
-from apportion.strategy import State
+from apportion.strategy import PARTS, State
 from apportion.tensor_file import read_tensors, storable
 
 FORMAT = 1
@@ -128,13 +129,13 @@ class RunDirectory:
         started, path = time.perf_counter(), self.checkpoints / _name(state.step)
         manifest: dict[str, Any] = {"format": FORMAT, "step": state.step, "epoch": epoch, "strategy": strategy}
         manifest["settings"] = _plain(state.settings, "settings")
-        parts = {name: storable(name, getattr(state, name)) for name in ("model", "optimizer", "carry")}
+        parts = {name: storable(name, getattr(state, name)) for name in PARTS}
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             with self._locked():
                 self._tidy()
                 manifest["files"] = self._write(
-                    {f"{k}.safetensors": v for k, v in parts.items() if v[0] or k != "carry"}
+                    {f"{k}.safetensors": v for k, v in parts.items() if v[0] or k not in ("carry", "buffers")}
                 )
                 size = _write_json(self.checkpoints / _WRITING / "state.json", _sealed(manifest))
                 self._publish(path, manifest, ("latest", "best") if best else ("latest",))
@@ -277,9 +278,16 @@ def _read_state(folder: Path) -> State:
 
 
 def read_model(folder: Path) -> dict[str, Tensor]:
-    """The model's tensors alone, verified."""
-    _verify(folder, "model.safetensors")
-    return read_tensors(folder / "model.safetensors")
+    """The model's tensors alone, verified; among them the buffers that its ``state_dict()`` leaves out."""
+    names = model_files(folder)
+    _verify(folder, *names)
+    return {name: tensor for file in names for name, tensor in read_tensors(folder / file).items()}
+
+
+def model_files(folder: Path) -> list[str]:
+    """Those of a checkpoint that have the model's tensors."""
+    others = ("optimizer.safetensors", "carry.safetensors")
+    return [name for name in _read_manifest(folder / "state.json")["files"] if name not in others]
 
 
 def _verify(folder: Path, *names: str) -> dict[str, Any]:

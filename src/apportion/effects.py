@@ -20,9 +20,15 @@ _CONSTANT = "_tensor_constant"
 
 
 class Before:
-    """What modules have, to be compared with what they have then, and put back."""
+    """What modules have, to be compared with what they have then, and put back. ``whole``: so too the numbers of
+    parameters without gradient; else these are only compared."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, *, whole: bool = True) -> None:
+        self._frozen = [
+            (name, p, p._version, p.data_ptr(), p.detach().clone() if whole else None)
+            for name, p in root.named_parameters()
+            if type(p) is nn.Parameter and not p.requires_grad and not p.is_inference()
+        ]
         self._kept: list[tuple[str, str, Any, Any]] = []
         for path, module in root.named_modules():
             own = vars(module)
@@ -41,6 +47,11 @@ class Before:
             names |= {f"{path}.{each}".lstrip(".") for each in own}
             stays = stays or any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(_content(x)))
             _put(x, content)
+        for path, p, version, pointer, kept in self._frozen:
+            moved = p._version != version or p.data_ptr() != pointer
+            if moved or (kept is not None and not torch.equal(p, kept)):
+                names.add(path)
+                put_into(p, kept, pointer)
         return sorted(names), stays
 
 
@@ -88,6 +99,18 @@ def _put(x: Any, content: Any) -> None:
         x.clear()
         x.update(content)
         x.update(constants)
+
+
+def put_into(tensor: Tensor, kept: Tensor | None, pointer: int) -> None:
+    """Give it these numbers, in its memory at this address: where ``.data`` was given other memory, that may be
+    anybody's."""
+    with torch.no_grad():
+        if kept is None:
+            return
+        if tensor.data_ptr() == pointer:
+            tensor.copy_(kept)
+        else:
+            tensor.data = kept
 
 
 def draws() -> tuple[Any, ...]:

@@ -42,6 +42,7 @@ def evaluate(
         elif outputs is not None:
             _update(objects, outputs, batch.targets)
         beat()
+    step.looked()
     computed = [float(metric.compute()) if seen or not step.whole else 0.0 for metric in objects.values()]
     sums = torch.cat([sums, torch.tensor(computed if step.whole else [], dtype=torch.float64)]).to(step.device)
     group.all_reduce(sums).wait()

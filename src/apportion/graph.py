@@ -128,7 +128,7 @@ class Tracer(fx.Tracer):
     @contextmanager
     def _followed(self, path: str, module: nn.Module) -> Iterator[None]:
         """What a forward does that a graph does not show makes the module opaque, or is noted."""
-        before, drawn = Before(module), draws()
+        before, drawn = Before(module, whole=not path), draws()
         where = path or type(module).__name__
         try:
             yield

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from apportion import tree
+from apportion.effects import put_into
 from apportion.graph import Unfollowed, arguments, follow, names
 
 Shape = tuple[int, ...]
@@ -88,25 +89,23 @@ def trace(model: nn.Module, sample: Any) -> Network:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
-    """What is computed here leaves no trace: in the model's buffers and numbers, or in what is drawn next; no gradients
-    are kept. Gives what names the buffers and numbers that have changed so far."""
+    """What is computed here leaves no trace: in the model's buffers and numbers and the parameters without gradient (a
+    teacher that the forward moves), or in what is drawn next; no gradients are kept. Gives what names the buffers,
+    parameters and numbers that have changed so far."""
     modules = dict(model.named_modules())
-    buffers = [
-        (f"{path}.{name}".lstrip("."), module, name, b, b.clone())
+    held = [
+        (f"{path}.{name}".lstrip("."), holder, name, t, None if t is None else _Kept(t))
         for path, module in modules.items()
-        for name, b in module._buffers.items()
-        if b is not None
+        for holder in (module._buffers, module._parameters)
+        for name, t in holder.items()
+        if holder is module._buffers or (t is not None and not t.requires_grad)
     ]
     numbers = [(path, module, _numbers(module)) for path, module in modules.items()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    devices = sorted({t.device.index or 0 for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"})
     drawn = random.getstate(), np.random.get_state()
 
     def changed() -> list[str]:
-        found = [
-            path
-            for path, module, name, b, kept in buffers
-            if (now := module._buffers[name]) is None or now.shape != kept.shape or not torch.equal(now, kept)
-        ]
+        found = [path for path, holder, name, _, kept in held if _differs(holder.get(name), kept)]
         for path, module, before in numbers:
             now = _numbers(module)
             found += [f"{path}.{k}".lstrip(".") for k in {**before, **now} if now.get(k, None) != before.get(k, None)]
@@ -119,12 +118,32 @@ def undisturbed(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
         random.setstate(drawn[0])
         np.random.set_state(drawn[1])
         with torch.no_grad():
-            for _, module, name, buffer, value in buffers:
-                module._buffers[name] = buffer.copy_(value)
+            for _, holder, name, tensor, kept in held:
+                if tensor is not None and kept is not None:
+                    put_into(tensor, kept.value, kept.pointer)
+                holder[name] = tensor
         for _, module, before in numbers:
             for name in _numbers(module).keys() - before.keys():
                 del module.__dict__[name]
             module.__dict__.update(before)
+
+
+class _Kept:
+    """A tensor as it was."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.value, self.pointer = tensor.detach().clone(), tensor.data_ptr()
+        counted = isinstance(tensor, nn.Parameter) and not tensor.is_inference()
+        self.version = tensor._version if counted else None
+
+
+def _differs(now: Tensor | None, kept: _Kept | None) -> bool:
+    """A parameter that was written to differs, whatever was written: a teacher begins as a copy."""
+    if now is None or kept is None:
+        return (now is None) != (kept is None)
+    if kept.version is not None and (now._version != kept.version or now.data_ptr() != kept.pointer):
+        return True
+    return now.shape != kept.value.shape or not torch.equal(now, kept.value)
 
 
 @contextmanager

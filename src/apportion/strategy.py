@@ -24,6 +24,10 @@ if TYPE_CHECKING:  # a run needs no prices
     from apportion.profile import Profile
 
 
+PARTS = ("model", "optimizer", "carry", "buffers")
+"""The fields of a state that are tensors by name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class State:
     """Everything that a training is, after some number of updates: the same for any strategy and any world size."""
@@ -37,12 +41,15 @@ class State:
     ``"generator/layers.0.weight/exp_avg"``."""
     carry: dict[str, Tensor] = field(default_factory=dict)
     """Leaves of the carried recurrent state, all lanes: ``"0"``, ``"1"``, ..."""
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """Of the buffers that ``state_dict()`` leaves out (``persistent=False``), those that training has changed."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Plain JSON: optimizer groups without their parameters, schedules, loss scale."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor by a name that a person can read: ``model/...``, ``optimizer/...``, ``carry/...``."""
-        for part in ("model", "optimizer", "carry"):
+        """Every tensor by a name that a person can read: ``model/...``, ``optimizer/...``, ``carry/...``,
+        ``buffers/...``."""
+        for part in PARTS:
             for name, tensor in getattr(self, part).items():
                 yield f"{part}/{name}", tensor
 
@@ -105,6 +112,10 @@ class Step(ABC):
     def predict(self, batch: Batch) -> Any | None:
         """Outputs for this rank's rows, in evaluation mode; called by all ranks. None where the batch has no rows
         here, or another rank holds the outputs."""
+
+    def looked(self) -> None:  # noqa: B027 (where nothing is kept nothing can be put back)
+        """The end of some calls of ``predict``: what their forward passes have changed of buffers, and of parameters
+        that no optimizer has, is put back as the last update left it."""
 
     @abstractmethod
     def backward(self, batch: Batch) -> Tensor | None:

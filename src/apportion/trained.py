@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.address import load_workload
-from apportion.checkpoint import RunDirectory, read_model
+from apportion.checkpoint import RunDirectory, model_files, read_model
 from apportion.errors import CheckpointError
 from apportion.workload import Workload
 
@@ -50,7 +50,7 @@ def pinned(run_dir: str | os.PathLike[str], folder: Path) -> Path:
         shutil.rmtree(made, ignore_errors=True)  # of an attempt that a writer has crossed
         made.mkdir(parents=True)
         try:
-            for name in ("state.json", "model.safetensors"):
+            for name in ("state.json", *model_files(checkpoint)):
                 _link(checkpoint / name, made / name)
         except FileNotFoundError as error:
             raise CheckpointError(f"{checkpoint} is not whole: there is no {error.filename}") from error
@@ -145,6 +145,8 @@ def _fill(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
     if {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.float64}:
         module.to(torch.float64)  # as precision="float64" trained it, with what is not saved
     own = module.state_dict()
+    beside = {n: b for n, b in module.named_buffers() if n in tensors and n not in own}
+    own |= beside
     wrong = [f"{name} is only in the checkpoint" for name in tensors if name not in own]
     wrong += [f"{name} is only in the model" for name in own if name not in tensors]
     wrong += [
@@ -158,4 +160,6 @@ def _fill(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
             f"{path} does not fit the model: {'; '.join(wrong[:4])}{more}. Give the model it was trained with: "
             "load(..., model=...)"
         )
-    module.load_state_dict(tensors)
+    module.load_state_dict({name: t for name, t in tensors.items() if name not in beside})
+    for name, buffer in beside.items():
+        buffer.copy_(tensors[name])

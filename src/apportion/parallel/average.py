@@ -8,13 +8,14 @@ the examples seen; or, with an outer optimizer, one of its steps along that mean
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from apportion.parallel.forward_state import Place, digest
 from apportion.parallel.replica import Replica
 
 LINE = 64
@@ -46,9 +47,10 @@ class Parts:
 
 
 class Frame:
-    """Which tensors those are, for the replicas of one workload; and where they lie in a stretch of memory."""
+    """Which tensors those are, for the replicas of one workload; and where they lie in a stretch of memory. ``moved``:
+    what else a forward pass changes."""
 
-    def __init__(self, replica: Replica, outer: Outer | None) -> None:
+    def __init__(self, replica: Replica, outer: Outer | None, moved: Sequence[Place] = ()) -> None:
         self.replica, self.outer = replica, outer
         model = replica.model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -60,6 +62,8 @@ class Frame:
                 if b is not None and b.numel() and id(b) not in seen:
                     seen.add(id(b))
                     places.append((module._buffers, name, b.is_floating_point()))
+        places += [(p.owner, p.key, p.tensor.is_floating_point()) for p in moved if p.parameter and p.tensor.numel()]
+        self._moved = moved
         self._floating = [(owner, name) for owner, name, floating in places if floating]
         self._whole = [(owner, name) for owner, name, floating in places if not floating]
         self.slots = _slots_to_come(replica)
@@ -110,11 +114,21 @@ class Frame:
         """Those that are there, by name."""
         return {n: t for n, t, has in zip(self.slots, parts.slots, parts.has.tolist(), strict=False) if has}
 
+    def _averaged(self, parts: Parts) -> dict[int, Tensor]:
+        """Of an average, by the identity of this replica's tensors."""
+        weights, counts = self.own()
+        own = (*self.parameters, *weights[len(self.parameters) :], *counts)
+        return {id(t): a for t, a in zip(own, (*parts.weights, *parts.counts), strict=True)}
+
+    def beside(self, parts: Parts) -> dict[str, Tensor]:
+        """Of an average, the buffers that ``state_dict()`` leaves out, where training has changed them."""
+        averaged = self._averaged(parts)
+        found = {p.name: averaged[id(p.tensor)] for p in self._moved if not p.parameter and id(p.tensor) in averaged}
+        return {p.name: found[p.name] for p in self._moved if p.name in found and digest(found[p.name]) != p.built}
+
     def model_state(self, parts: Parts) -> dict[str, Tensor]:
         """An average as the model's ``state_dict``; what is not averaged (frozen parameters) is this replica's."""
-        model, (weights, counts) = self.replica.model, self.own()
-        own = (*self.parameters, *weights[len(self.parameters) :], *counts)
-        averaged = {id(t): a for t, a in zip(own, (*parts.weights, *parts.counts), strict=True)}
+        model, averaged = self.replica.model, self._averaged(parts)
         now: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
         now |= dict(model.named_buffers(remove_duplicate=False))
         return {k: averaged.get(id(now.get(k)), v) for k, v in model.state_dict().items()}

@@ -30,6 +30,7 @@ _HEAD_BYTES = 64
 _COMMIT, _NBYTES = 0, 1
 """Words of the head: the version that is whole (0: none yet), and how large the memory of each of the two is."""
 _LENGTHS_BYTES = 16
+_PARTS = ("model", "optimizer", "buffers")
 
 
 @final
@@ -105,7 +106,7 @@ class Packed:
         told = _told(state)
         _lengths(memory)[1] = len(told)
         memory[self._end : self._end + len(told)] = told
-        for view, tensor in zip(views, (*state.model.values(), *state.optimizer.values()), strict=True):
+        for view, tensor in zip(views, (t for part in _PARTS for t in getattr(state, part).values()), strict=True):
             view.copy_(tensor)
 
 
@@ -114,7 +115,7 @@ def unpacked(memory: memoryview) -> tuple[State, Any]:
     length, told = _lengths(memory)
     head = json.loads(bytes(memory[_LENGTHS_BYTES : _LENGTHS_BYTES + length]))
     begin = end = _rounded(_LENGTHS_BYTES + length)
-    found: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+    found: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
     for part, name, dtype, shape, at in head["tensors"]:
         tensor = found[part][name] = _view(memory, getattr(torch, dtype), shape, begin + at).clone()
         end = begin + at + _rounded(tensor.nbytes)
@@ -128,8 +129,7 @@ def _lengths(memory: memoryview) -> Any:
 
 def _kinds(state: State) -> list[tuple[str, str, torch.dtype, torch.Size]]:
     """(part, name, type, shape) of every tensor."""
-    parts = (("model", state.model), ("optimizer", state.optimizer))
-    return [(part, name, t.dtype, t.shape) for part, tensors in parts for name, t in tensors.items()]
+    return [(part, name, t.dtype, t.shape) for part in _PARTS for name, t in getattr(state, part).items()]
 
 
 def _told(state: State) -> bytes:

@@ -39,6 +39,9 @@ class OneDeviceStep(Step):
     def predict(self, batch: Batch) -> Any | None:
         return self.replica.predict(batch)
 
+    def looked(self) -> None:
+        self.replica.forward.put_back()
+
     def backward(self, batch: Batch) -> Tensor:
         replica = self.replica
         replica.reseed(batch.step)

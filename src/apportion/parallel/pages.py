@@ -74,10 +74,27 @@ class Layout:
     seats: int
     carried: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     """Leaves of the recurrent state of all lanes."""
+    frozen: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+    """Parameters that no optimizer has. Where no forward moves them, their memory is never touched, and costs nothing.
+    """
     nbytes: int = 0
     _at: dict[str, tuple[int, torch.dtype, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._add_kept()
+        self.kept = self.nbytes
+        """Bytes of both versions; the rest is where a step's gradients pass through."""
+        for version in range(VERSIONS):
+            for k, (shape, dtype) in enumerate(self.frozen):
+                self._add(f"frozen/{version}/{k}", dtype, shape.numel())
+        for seat in range(self.seats):
+            for r, region in enumerate(self.regions):
+                self._add(f"gradient/{seat}/{r}", region.dtype, region.length)
+        for k, layer in enumerate(self.layers):
+            self._add(f"inputs/{k}", layer.dtype, self.rows * layer.inputs)
+            self._add(f"outputs/{k}", layer.dtype, self.rows * layer.outputs)
+
+    def _add_kept(self) -> None:
         self._add("head", torch.int64, 8)
         self._add("line", torch.float64, 8 * self.seats)
         self._add("used", torch.uint8, self.parameters * self.seats)
@@ -89,16 +106,9 @@ class Layout:
                     self._add(f"{part}/{version}/{r}", region.dtype, region.length)
             for b, (shape, dtype) in enumerate(self.buffers):
                 self._add(f"buffer/{version}/{b}", dtype, shape.numel())
+            self._add(f"told/{version}", torch.uint8, len(self.buffers) + len(self.frozen))
             for k, (shape, dtype) in enumerate(self.carried):
                 self._add(f"carried/{version}/{k}", dtype, shape.numel())
-        self.kept = self.nbytes
-        """Bytes of both versions; the rest is where a step's gradients pass through."""
-        for seat in range(self.seats):
-            for r, region in enumerate(self.regions):
-                self._add(f"gradient/{seat}/{r}", region.dtype, region.length)
-        for k, layer in enumerate(self.layers):
-            self._add(f"inputs/{k}", layer.dtype, self.rows * layer.inputs)
-            self._add(f"outputs/{k}", layer.dtype, self.rows * layer.outputs)
 
     def _add(self, name: str, dtype: torch.dtype, numel: int) -> None:
         self._at[name] = (self.nbytes, dtype, numel)

@@ -6,13 +6,15 @@ c + 1, where some had left the sum of the gradients and others had not, and a re
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from apportion.comm.group import Group
 from apportion.comm.message import broadcast_message, broadcast_tensors
 from apportion.errors import StateLost
 from apportion.parallel.replica import Replica
-from apportion.strategy import State
+from apportion.strategy import PARTS, State
 from apportion.world import World
 
 
@@ -46,8 +48,6 @@ def broadcast_state(
     told = broadcast_message(head, group, source=source, device=device)
     if told is None:
         return None
-    model, optimizer, carry = (
-        broadcast_tensors(getattr(state, part) if state is not None else None, group, source=source, device=device)
-        for part in ("model", "optimizer", "carry")
-    )
-    return State(step=told["step"], model=model, optimizer=optimizer, carry=carry, settings=told["settings"])
+    own = dict[str, Any](vars(state)) if state is not None else {}
+    parts = {part: broadcast_tensors(own.get(part), group, source=source, device=device) for part in PARTS}
+    return State(step=told["step"], settings=told["settings"], **parts)

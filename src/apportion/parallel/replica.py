@@ -20,6 +20,7 @@ from apportion.comm.group import Alone, Group
 from apportion.deal import mix
 from apportion.parallel import closure
 from apportion.parallel.carry import Carry
+from apportion.parallel.forward_state import ForwardState
 from apportion.plain import from_plain, to_plain
 from apportion.strategy import State
 from apportion.workload import Workload
@@ -84,8 +85,7 @@ class Replica:
         """The weight of every loss that goes back: of a replica that computes a part of the batch, its part."""
         self.updating = False
         """Has an update changed something that is not committed yet?"""
-        self._buffers = [b for b in self.model.buffers() if b.numel()]
-        self._committed_buffers = [b.clone() for b in self._buffers]
+        self.forward = ForwardState(self.model, self.trainable())
         self._training = [m for m in self.model.modules() if m.training]
 
     def _make_optimizers(self) -> Mapping[str, Optimizer]:
@@ -117,7 +117,8 @@ class Replica:
                     raise ValueError(f"{what} does not go with {kind}, which evaluates the loss itself")
 
     def start_schedules(self, total_steps: int) -> None:
-        """The learning-rate schedules, now that the number of updates is known."""
+        """The learning-rate schedules, now that the number of updates is known; before the first step."""
+        self.forward.note()
         schedule = self.workload.schedule
         if schedule is None:
             return
@@ -153,7 +154,9 @@ class Replica:
         return _NOTHING if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def reseed(self, step: int) -> None:
-        """Draws inside the model (dropout) become a function of (seed, step, rank): a step can be repeated."""
+        """Draws inside the model become a function of the seed and the step, so that a step can be repeated: torch's
+        of the rank too (dropout), those of ``random`` and numpy not (a layer that is left out is left out everywhere).
+        """
         self._rng(step)
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
@@ -277,15 +280,18 @@ class Replica:
         self.commit()
 
     def keep_buffers(self) -> None:
-        """What the forward passes so far have made of the buffers counts."""
-        if self._buffers:
-            torch._foreach_copy_(self._committed_buffers, self._buffers)
+        """What the forward passes so far have changed counts."""
+        self.forward.commit()
 
     def roll_back(self) -> None:
-        """What a forward pass after the last update has made of the buffers does not count."""
-        if self._buffers:
-            with torch.no_grad():
-                torch._foreach_copy_(self._buffers, self._committed_buffers)
+        """What a forward pass after the last update has changed does not count."""
+        self.forward.roll_back()
+
+    def again(self, step: int) -> None:
+        """Another part of the same batch follows: its forward begins with what that of the first began with, and
+        leaves out the same layers. A step changes once what a forward changes."""
+        self.forward.again()
+        self._rng.decide(step)
 
     def sit(self, rank: int) -> None:
         """This process has another rank."""
@@ -296,13 +302,14 @@ class Replica:
     def state(self, group: Group | None = None, rows: int | None = None) -> State:
         """Copies of everything; with a carried state, called by all ranks of the group, each saying how many of its
         carried rows are its own."""
+        self.forward.settle()
         return self._state({} if self.carry is None else self.carry.gather(group or Alone(), rows))
 
     def committed(self) -> State | None:
         """The state after the last update, asked from another thread; None where one is being made and does not end
         soon: with several optimizers it lasts from the first one's step to the last one's."""
         with self.settled:
-            if not self.settled.wait_for(lambda: not self.updating, SETTLE_SECONDS):
+            if not self.settled.wait_for(lambda: not self.updating, SETTLE_SECONDS) or self.forward.strayed:
                 return None
             return self._state({} if self.carry is None else self.carry.gather(Alone(), None))
 
@@ -314,13 +321,12 @@ class Replica:
             optimizer={k: v.detach().clone() for k, v in self.slots()},
             carry=carry,
             settings=self.settings(),
+            buffers={k: v.clone() for k, v in self.forward.beside().items()},
         )
 
     def _committed_model(self) -> dict[str, Tensor]:
-        committed = {b.data_ptr(): c for b, c in zip(self._buffers, self._committed_buffers, strict=True)}
-        parameters = {p.data_ptr() for p in self.names}
-        state = self.model.state_dict()
-        return {k: v if v.data_ptr() in parameters else committed.get(v.data_ptr(), v) for k, v in state.items()}
+        committed = self.forward.copies()
+        return {name: committed.get(name, tensor) for name, tensor in self.model.state_dict().items()}
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the optimizers' state by name, as they are."""
@@ -363,6 +369,7 @@ class Replica:
             self._load(state, rows)
 
     def _load(self, state: State, rows: slice) -> None:
+        self.forward.make_room(state.model)
         self.model.load_state_dict(state.model)
         groups = from_plain(state.settings["groups"])
         for name, optimizer in self.optimizers.items():
@@ -375,7 +382,7 @@ class Replica:
         if self.carry is not None:
             self.carry.load(state.carry, rows)
         self.step = state.step
-        self.keep_buffers()
+        self.forward.loaded(state.buffers)
         self.updating = False
 
     def _optimizer_state(self, owner: str, optimizer: Optimizer, state: State, groups: list[Any]) -> dict[str, Any]:
@@ -400,18 +407,36 @@ class Replica:
         return {"state": slots, "param_groups": numbered}
 
 
+def called(workload: Workload, model: nn.Module, batch: Batch, device: torch.device) -> Any:
+    """What a model gives for a batch with which a recurrent state begins."""
+    dtype = _AUTOCAST.get(workload.precision)
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+        if workload.carry is None:
+            return tree.call(model, batch.inputs)
+        return tree.call(model, batch.inputs, tree.cast(workload.carry(len(batch)), device, workload.dtype))
+
+
 class _Reseed:
-    """Seeds the generator that the model draws from: one number a step, cheaper than torch.manual_seed."""
+    """Seeds every generator that the model may draw from: one number a step, cheaper than torch.manual_seed."""
 
     def __init__(self, seed: int, rank: int, device: torch.device) -> None:
         self._seed, self.rank = seed, rank
-        self._generator = torch.default_generator
+        self._generators = [torch.default_generator]
         if device.type == "cuda":
             torch.cuda.init()
-            self._generator = torch.cuda.default_generators[device.index or 0]
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
 
     def __call__(self, step: int) -> None:
-        self._generator.manual_seed(mix(self._seed, step, self.rank))
+        number = mix(self._seed, step, self.rank)
+        for generator in self._generators:
+            generator.manual_seed(number)
+        self.decide(step)
+
+    def decide(self, step: int) -> None:
+        """The generators of Python and numpy, alike on every rank."""
+        number = mix(self._seed, step) & 0xFFFFFFFF
+        random.seed(number)
+        np.random.seed(number)
 
 
 class _Nothing:

@@ -143,6 +143,9 @@ class ReplicatedStep(Step):
         """Every replica computes a share, where each gets one; those of a carried state do not move."""
         return predict(self._inner, self._place, batch, divides=self._workload.carry is None)
 
+    def looked(self) -> None:
+        self._inner.looked()
+
     def backward(self, batch: Batch) -> Tensor | None:
         self._own_rows = self._loss.rows = len(batch)
         self._attendance.present = len(batch) > 0

@@ -42,10 +42,8 @@ def refuse_others(
     have them. Called by all ranks."""
     if expected is None:
         return
-    drawn = torch.default_generator.get_state()
-    with torch.no_grad(), _multiplied(model):
+    with undisturbed(model), _multiplied(model):
         found = call()
-    torch.default_generator.set_state(drawn)
     worst = torch.zeros(1, dtype=torch.float64, device=expected[0].device if expected else None)
     if found is not None:
         worst[0] = difference(tree.tensors(found), expected)

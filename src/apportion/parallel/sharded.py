@@ -64,9 +64,10 @@ def units(model: nn.Module, least: int) -> list[nn.Module]:
 
 
 class Sharded:
-    """Spreads the parameters of a model over the ranks of a world, in place; gradients are summed, not averaged."""
+    """Spreads the parameters of a model over the ranks of a world, in place; gradients are summed, not averaged.
+    ``whole``: parameters that every rank keeps."""
 
-    def __init__(self, model: nn.Module, world: World, least: int) -> None:
+    def __init__(self, model: nn.Module, world: World, least: int, whole: Iterable[Tensor] = ()) -> None:
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise ValueError(
                 f"torch {torch.__version__} sums the gradients that each rank happens to have, which need not be the "
@@ -77,11 +78,15 @@ class Sharded:
             p.data = p.data.contiguous()  # channels_last: rows of a shard lie together
         mesh = _mesh(world)
         names = {module: name for name, module in model.named_modules()}
+        kept: set[Any] = set(whole)
+        self._written: dict[Any, int] = {}
         self._units: list[FSDPModule] = []
         for number, module in enumerate(units(model, least)):
             module.register_forward_pre_hook(partial(self._call, number))
             module.register_forward_hook(_without_views)  # before FSDP's own
-            unit = fully_shard(module, mesh=mesh)
+            if any(not p.requires_grad and p not in kept for p in module.parameters()):
+                module.register_forward_hook(self._refuse_moved)
+            unit = fully_shard(module, mesh=mesh, ignored_params=kept)
             self._units.append(unit)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
@@ -114,6 +119,17 @@ class Sharded:
 
     def _call(self, number: int, module: nn.Module, inputs: Any) -> None:
         self._calls[number] += 1
+
+    def _refuse_moved(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Nobody keeps what is written to gathered weights. torch counts that; gathering them does not count."""
+        for name, p in module.named_parameters():
+            if p.requires_grad or isinstance(p, DTensor) or p.is_inference():
+                continue
+            if self._written.setdefault(p, p._version) != p._version:
+                raise ValueError(
+                    f"{name}, which no optimizer has, is moved by the forward of a later step and not of the first: "
+                    "fully_sharded cannot keep that; move it in the first step too, or use data_parallel"
+                )
 
     def _use(self, number: int, parameter: Tensor) -> None:
         self._used[number] = True
@@ -182,7 +198,7 @@ class Sharded:
     def _shards(self, name: str, tensor: Tensor) -> Tensor:
         """Of a parameter, or a slot of its shape; other tensors are every rank's."""
         p: Any = self._names.get(name)
-        return _shard_of(tensor, p) if p is not None and p.shape == tensor.shape else tensor
+        return _shard_of(tensor, p) if isinstance(p, DTensor) and p.shape == tensor.shape else tensor
 
     def nbytes(self, slots: Iterable[Tensor]) -> int:
         """Of weights, buffers and these slots, that this rank has."""

@@ -98,10 +98,11 @@ class SharedUpdate:
         regions = regions_of(rules, self._parameters)
         self._batch_size = replica.workload.batch_size
         layers = self._find_layers()
-        self._buffers = [b for b in replica.model.buffers() if b.numel()]
+        self._forward = replica.forward
         self.layout = Layout(
             regions=regions,
-            buffers=[(b.shape, b.dtype) for b in self._buffers],
+            buffers=[(p.tensor.shape, p.tensor.dtype) for p in self._forward.places if not p.parameter],
+            frozen=[(p.tensor.shape, p.tensor.dtype) for p in self._forward.places if p.parameter],
             layers=[
                 Layer(i, m.in_features, m.out_features, m.weight.dtype) for i, m, is_factored in layers if is_factored
             ],
@@ -158,10 +159,14 @@ class SharedUpdate:
             ]
             for v in range(VERSIONS)
         ]
-        self._kept_buffers = [
-            [flat(f"buffer/{v}/{b}").view(shape) for b, (shape, _) in enumerate(layout.buffers)]
+        self._kept = [
+            [
+                *(flat(f"buffer/{v}/{b}").view(shape) for b, (shape, _) in enumerate(layout.buffers)),
+                *(flat(f"frozen/{v}/{k}").view(shape) for k, (shape, _) in enumerate(layout.frozen)),
+            ]
             for v in range(VERSIONS)
         ]
+        self._told = [flat(f"told/{v}").numpy() for v in range(VERSIONS)]
         self._gradients = [
             [flat(f"gradient/{seat}/{r}") for r in range(len(layout.regions))] for seat in range(layout.seats)
         ]
@@ -222,8 +227,7 @@ class SharedUpdate:
                 view = self._view(slot, live, i)
                 view.zero_() if kept is None else view.copy_(kept)
             self._counts[live][i] = self._updates_of(p)
-        for kept, own in zip(self._kept_buffers[live], self._buffers, strict=True):
-            kept.copy_(own)
+        self._forward.write(self._kept[live], self._told[live])
 
     def _updates_of(self, p: nn.Parameter) -> int:
         state = self._optimizer.state.get(p, {})
@@ -237,9 +241,7 @@ class SharedUpdate:
         with self._replica.settled:
             self._replica.catch_up(self._commit.value)
             self._bind(live)
-            for own, kept in zip(self._buffers, self._kept_buffers[live], strict=True):
-                own.copy_(kept)
-            self._replica.keep_buffers()
+            self._forward.read(self._kept[live], self._told[live])
         counts = self._counts[live]
         self._uniform = bool(len(counts) == 0 or (counts == counts[0]).all())
 
@@ -398,8 +400,8 @@ class SharedUpdate:
         self._update(used, old, new)
         if self._rank == 0:
             self._counts[new][:] = self._counts[old] + (1 if used is None else used)
-            if self._buffers:
-                torch._foreach_copy_(self._kept_buffers[new], self._buffers)
+            if self._forward.places:
+                self._forward.write(self._kept[new], self._told[new])
         self._group.barrier()
         self._commit.value = commit + 1
         self.seconds += time.perf_counter() - began - (self._group.waited - waited)

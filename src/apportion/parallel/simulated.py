@@ -41,16 +41,23 @@ def simulated(
             model = _mean([s.model for s in states], seen)
             slots = _mean([s.optimizer for s in states], seen)
             own = dict(slots)
+            buffers = _mean([s.buffers for s in states], seen)
             if outer is not None:
                 for name, w in weights.items():
                     w.grad = w.detach() - model[name]
                 optimizer.step()
                 model |= {name: weights[first].detach().clone() for name, first in shared.items()}
                 own |= {f"outer/{n}/momentum_buffer": optimizer.state[w]["momentum_buffer"] for n, w in weights.items()}
-            average = State(step=min(total, first + replicas), model=model, optimizer=own, settings=states[0].settings)
+            average = State(
+                step=min(total, first + replicas),
+                model=model,
+                optimizer=own,
+                settings=states[0].settings,
+                buffers=buffers,
+            )
             for step, state in zip(steps, states, strict=True):
                 kept = slots if averaged_slots else state.optimizer
-                step.load_state_dict(replace(state, model=model, optimizer=kept))
+                step.load_state_dict(replace(state, model=model, optimizer=kept, buffers=buffers))
             seen = [0] * replicas
         yield average
 

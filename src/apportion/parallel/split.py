@@ -189,6 +189,9 @@ class SplitStep(Step):
         outputs = self._part.predict(self._replica, batch)
         return outputs if self.rank == 0 or not self._part.alike else None
 
+    def looked(self) -> None:
+        self._replica.forward.put_back()
+
     def backward(self, batch: Batch) -> Tensor | None:
         self._replica.reseed(batch.step)
         self._loss = self._part.backward(self._replica, batch)
@@ -286,7 +289,13 @@ class SplitStep(Step):
         """This rank's part of the state, no copies, and which pieces it is of."""
         replica = self._replica
         model = {self._plain.first[k]: t.detach() for k, t in self.model.state_dict().items()}
-        own = State(step=replica.step, model=model, optimizer=dict(replica.slots()), settings=replica.settings())
+        own = State(
+            step=replica.step,
+            model=model,
+            optimizer=dict(replica.slots()),
+            settings=replica.settings(),
+            buffers=replica.forward.beside(),
+        )
         return own, self._spread.pieces
 
     def together(self, parts: Sequence[tuple[State, Any]]) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
@@ -43,7 +44,11 @@ class Spread:
 
         found = {part: self._joined(self._layout, received(tensors)) for part, tensors in mine.items()}
         slots = gather_messages(own.settings.get("slots"), group, device=device)
-        return replace(own, **self._named(found), settings=_with_slots(own.settings, slots))
+        turns = (own.buffers if rank == self._rank else None for rank in range(group.size))
+        told = [broadcast_tensors(turn, group, source=rank, device=device) for rank, turn in enumerate(turns)]
+        return replace(
+            own, **self._named(found), settings=_with_slots(own.settings, slots), buffers=dict(ChainMap(*told))
+        )
 
     def together(self, parts: Sequence[tuple[State, Any]]) -> State:
         """The same from all ranks' parts, in rank order, each with its pieces, as it was divided then."""
@@ -54,7 +59,8 @@ class Spread:
         }
         first = parts[0][0]
         slots = [state.settings.get("slots") for state, _ in parts]
-        return replace(first, **self._named(found), settings=_with_slots(first.settings, slots))
+        buffers = dict(ChainMap(*(state.buffers for state, _ in parts)))
+        return replace(first, **self._named(found), settings=_with_slots(first.settings, slots), buffers=buffers)
 
     def own(self, state: State) -> State:
         """This rank's part of a whole state; of the model's names those that it goes by here."""

@@ -99,10 +99,8 @@ def adopt_the_rest(module: nn.Module, model: nn.Module, graph: fx.Graph) -> None
 def prove(model: nn.Module, graph: fx.Graph, bounds: Sequence[int], inputs: Any) -> None:
     """The stages one after the other, each on copies, give what the model gives; or a ValueError: so it is with writing
     in place to what another stage uses."""
-    draws = torch.default_generator.get_state()
     with undisturbed(model):
         expected = tree.tensors(tree.call(model, _copied(inputs)))
-    torch.default_generator.set_state(draws)
     with undisturbed(model):
         values: Any = []
         for number in range(len(bounds) - 1):

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
-from apportion.parallel.replica import Replica, seed_everything
+from apportion.parallel.forward_state import Place, moved, refuse_late
+from apportion.parallel.replica import Replica, called, seed_everything
 from apportion.parallel.split import SplitStep
 from apportion.plain import from_plain, to_plain
 from apportion.store.flat import FlatModel, HyperTable
@@ -61,12 +62,19 @@ class Worker:
         self.owner, self.optimizer = next(iter(replica.optimizers.items()))
         self.layout = Layout(replica.names, self.optimizer, shards=shards)
         self.weights = torch.zeros(self.layout.total, dtype=self.layout.dtype)
-        self.model = FlatModel(replica.model, self.layout, self.weights)
-        many = self.model.buffer_numbers
-        self._before, self._after = torch.zeros(many, dtype=torch.float64), torch.zeros(many, dtype=torch.float64)
+        beside: list[Place] = []
         if split is None:
             seed_everything(workload.seed)
             self.source = Batches(workload, device=device, dtype=replica.input_dtype)
+            first = self.source.at(0, WHOLE)
+            beside = moved(replica.model, replica.trainable(), lambda: called(workload, replica.model, first, device))
+        known = {place.name for place in beside}
+        self.late = [p for p in replica.forward.places if p.parameter and p.name not in known and split is None]
+        """What no pass should move."""
+        self.model = FlatModel(replica.model, self.layout, self.weights, beside)
+        many = self.model.buffer_numbers
+        self._before, self._after = torch.zeros(many, dtype=torch.float64), torch.zeros(many, dtype=torch.float64)
+        if split is None:
             replica.start_schedules(self.source.total)
             other = workload.optimizer(list(replica.model.named_parameters()))
             leading = other if isinstance(other, torch.optim.Optimizer) else next(iter(other.values()))
@@ -111,6 +119,7 @@ class Worker:
             with replica.autocast():
                 loss = replica.loss(replica.outputs(batch), batch.targets)
             replica.backward(loss, 1.0)
+            refuse_late(self.late)
             if self._clip is not None:
                 torch.nn.utils.clip_grad_norm_(replica.trainable(), self._clip)
         if len(change):
@@ -162,9 +171,11 @@ class Worker:
         self.replica.catch_up(done)
         plain = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
         schedules = {name: schedule.state_dict() for name, schedule in self.replica.schedules.items()}
+        model, buffers = self.model.state(found.data[0], found.buffers)
         return State(
             step=done,
-            model=self.model.state(found.data[0], found.buffers),
+            model=model,
+            buffers=buffers,
             optimizer=optimizer,
             settings={
                 "groups": to_plain({self.owner: plain}, "optimizer"),
@@ -174,7 +185,9 @@ class Worker:
 
     def load(self, state: State) -> Contents:
         """Go on from a state; what the store begins with."""
+        self.replica.forward.make_room(state.model)
         self.replica.model.load_state_dict(state.model)
+        self.replica.forward.loaded(state.buffers)
         groups = from_plain(state.settings["groups"])
         schedules = from_plain(state.settings["schedules"])
 

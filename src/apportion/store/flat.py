@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apportion.parallel.forward_state import Place, digest
 from apportion.store.layout import Layout
 from apportion.store.rules import Rule
 
 
 class FlatModel:
-    """``weights`` become the parameters' memory; the values that the parameters have are kept."""
+    """``weights`` become the parameters' memory; the values that the parameters have are kept. ``moved``: what a
+    forward pass changes beside the buffers that a state holds; it goes with these."""
 
-    def __init__(self, model: nn.Module, layout: Layout, weights: Tensor) -> None:
-        self.model, self.layout = model, layout
+    def __init__(self, model: nn.Module, layout: Layout, weights: Tensor, moved: Sequence[Place] = ()) -> None:
+        self.model, self.layout, self._moved = model, layout, moved
         self._places = {id(p): view for p, view in zip(layout.parameters, layout.views(weights), strict=True)}
         with torch.no_grad():
             for p in layout.parameters:
@@ -69,7 +71,8 @@ class FlatModel:
     def _buffers(self) -> list[tuple[str, Tensor]]:
         """By name, asked anew: a model may put another tensor under the name."""
         kept = self.model.state_dict(keep_vars=True)
-        return [(name, b) for name, b in kept.items() if isinstance(b, Tensor) and not isinstance(b, nn.Parameter)]
+        found = [(name, b) for name, b in kept.items() if isinstance(b, Tensor) and not isinstance(b, nn.Parameter)]
+        return found + [(place.name, place.tensor) for place in self._moved]
 
     def read_buffers(self, into: Tensor) -> Tensor:
         """The buffers as they are, flat."""
@@ -87,10 +90,12 @@ class FlatModel:
             b.copy_(flat[at : at + b.numel()].view(b.shape))
             at += b.numel()
 
-    def state(self, weights: Tensor, buffers: Tensor) -> dict[str, Tensor]:
-        """The model's state with these weights and buffers instead of its own; copies."""
+    def state(self, weights: Tensor, buffers: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The model's state with these weights and buffers instead of its own, copies; and the buffers beside it that
+        training has changed."""
         views = dict(zip(map(id, self.layout.parameters), self.layout.views(weights), strict=True))
         state: dict[str, Tensor] = {}
+        beside: dict[str, Tensor] = {}
         at = 0
         for name, value in self.model.state_dict(keep_vars=True).items():
             if id(value) in views:
@@ -101,7 +106,14 @@ class FlatModel:
                 part = buffers[at : at + value.numel()].view(value.shape)
                 state[name] = part.to(value.dtype, copy=True)
                 at += value.numel()
-        return state
+        for place in self._moved:
+            own = place.tensor
+            part = buffers[at : at + own.numel()].view(own.shape)
+            (state if place.parameter else beside)[place.name] = part.to(own.dtype, copy=True)
+            at += own.numel()
+        return state, {
+            p.name: beside[p.name] for p in self._moved if p.name in beside and digest(beside[p.name]) != p.built
+        }
 
 
 class HyperTable:

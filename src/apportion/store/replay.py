@@ -37,7 +37,7 @@ def ordered_reference(workload: Workload, workers: int) -> Iterator[State]:
                 p.grad = gradient
             for name in replica.optimizers:
                 replica.apply(name)
-            for buffer, change in zip(replica.model.buffers(), changes, strict=True):
+            for buffer, change in zip(_buffers(replica), changes, strict=True):
                 buffer.copy_(buffer.to(torch.float64) + change)
             replica.commit()
             yield replica.state()
@@ -48,7 +48,7 @@ def _gradient(
 ) -> tuple[list[Tensor | None], list[Tensor]]:
     """Of one batch, and what its forward pass changes of the buffers, which are then as before."""
     batch = source.at(number, WHOLE)
-    before = [b.clone() for b in replica.model.buffers()]
+    before = [b.clone() for b in _buffers(replica)]
     replica.reseed(batch.step)
     with replica.autocast():
         loss = replica.loss(replica.outputs(batch), batch.targets)
@@ -59,11 +59,16 @@ def _gradient(
     gradients = [p.grad for p in parameters]
     for p in replica.model.parameters():
         p.grad = None
-    after = list(replica.model.buffers())
+    after = _buffers(replica)
     changes = [a.to(torch.float64) - b.to(torch.float64) for a, b in zip(after, before, strict=True)]
     for buffer, was in zip(after, before, strict=True):
         buffer.copy_(was)
     return gradients, changes
+
+
+def _buffers(replica: Replica) -> list[Tensor]:
+    """What a forward pass may change."""
+    return [place.tensor.detach() for place in replica.forward.places]
 
 
 def replay(workload: Workload, log: Log, rhythm: Rhythm = Rhythm(), *, start: State | None = None) -> State:  # noqa: B008

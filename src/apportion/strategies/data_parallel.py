@@ -174,6 +174,8 @@ class DataParallelStep(Step):
         self._again = world.generation > 0
         self._replica = Replica(workload, rank=world.rank, device=world.device, prepare=self._prepare)
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
+        if microbatches > 1:
+            self._replica.forward.begin(first=True)
         sparse: list[Any] = [
             m.weight for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
         ]
@@ -235,6 +237,9 @@ class DataParallelStep(Step):
         self._replica.predict(batch.borrowed())
         return None
 
+    def looked(self) -> None:
+        self._replica.forward.put_back()
+
     def backward(self, batch: Batch) -> Tensor | None:
         if self._measured is not None:  # from here: what is between two steps (an evaluation) is no rank's own speed
             self._measured.begin()
@@ -245,6 +250,8 @@ class DataParallelStep(Step):
         mean, weight = None, 0.0
         parts = own.parts(self._microbatches)
         for part in parts:
+            if part is not parts[0]:
+                self._replica.again(batch.step)
             with self._replica.autocast():
                 outputs = self._replica.outputs(part)
                 loss, count = self._loss_of(part, outputs)

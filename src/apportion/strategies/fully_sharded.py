@@ -38,9 +38,10 @@ from apportion.deal import DataShard
 from apportion.parallel.batch_functions import use_whole_functions
 from apportion.parallel.batch_norm import Attendance, use_whole_batch
 from apportion.parallel.coupling import refuse_coupling, whole_batch_functions
+from apportion.parallel.forward_state import moved
 from apportion.parallel.loss_share import LossShare
 from apportion.parallel.one_device import reference
-from apportion.parallel.replica import Replica, seed_everything
+from apportion.parallel.replica import Replica, called, seed_everything
 from apportion.parallel.shardable import NOT_ELEMENTWISE, WHOLE_KERNEL, refuse_layers, refuse_optimizer
 from apportion.pricing import sharded
 from apportion.pricing.collectives import all_reduce
@@ -180,11 +181,14 @@ class FullyShardedStep(Step):
         self._sharded: Sharded | None = None
         # A rank has no whole gradient to measure: clipping is between the sum and the update.
         own = workload if world.size == 1 else replace(workload, clip_grad_norm=None)
-        self._clip = None if world.size == 1 else workload.clip_grad_norm
+        seed_everything(workload.seed)
         dtype = torch.float64 if workload.precision == "float64" else None
         self.source = Batches(workload, device=world.device, dtype=dtype, rank=world.rank)
+        self._clip = None if world.size == 1 else workload.clip_grad_norm
         self._replica = Replica(own, rank=world.rank, device=world.device, prepare=self._prepare)
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
+        if settings.microbatches > 1:
+            self._replica.forward.begin(first=True)
         for name, optimizer in self.optimizers.items():
             refuse_optimizer(optimizer, searches=name in self._replica.searching, alone=world.size == 1)
         self._share = LossShare(self._replica, self._group)
@@ -202,7 +206,12 @@ class FullyShardedStep(Step):
 
             use_whole_batch(model, self._attendance)
             use_whole_functions(model, functions, self._attendance)
-            self._sharded = Sharded(model, self._world, self._settings.min_num_params)
+            # A forward that moves a teacher writes to gathered weights, which are let go: every rank keeps those whole.
+            batch = self.source.at(0, DataShard())
+            trained = [p for p in model.parameters() if p.requires_grad]
+            found = moved(model, trained, lambda: called(self._workload, model, batch, self.device))
+            whole = [place.tensor for place in found if place.parameter]
+            self._sharded = Sharded(model, self._world, self._settings.min_num_params, whole)
 
     def _functions(self, model: nn.Module) -> list[str]:
         """The modules that take batch statistics by a function."""
@@ -225,12 +234,17 @@ class FullyShardedStep(Step):
             self._sharded.let_go()
         return outputs if len(batch) else None
 
+    def looked(self) -> None:
+        self._replica.forward.put_back()
+
     def backward(self, batch: Batch) -> Tensor | None:
         self._replica.reseed(batch.step)
         self._own_rows = len(batch)
         total = self._share.total(batch if len(batch) else batch.borrowed())
         sums, weight = [], 0.0
-        for part, own in self._parts(batch):
+        for number, (part, own) in enumerate(self._parts(batch)):
+            if number:
+                self._replica.again(batch.step)
             self._attendance.present = own
             with _layers_called():
                 loss, share = self._share(part, own=own, total=total)

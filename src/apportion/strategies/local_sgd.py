@@ -40,7 +40,9 @@ from apportion.deal import DataShard
 from apportion.errors import StateLost
 from apportion.parallel.average import Frame, Outer, Parts
 from apportion.parallel.exchange import Exchange, Round, Together
+from apportion.parallel.forward_state import moved, refuse_late
 from apportion.parallel.one_device import OneDeviceStep
+from apportion.parallel.replica import called
 from apportion.parallel.simulated import simulated
 from apportion.pricing import rounds
 from apportion.pricing.cost import Cost
@@ -128,7 +130,11 @@ class LocalSgdStep(Step):
         if "outer" in self.optimizers:
             raise ValueError('an optimizer called "outer" is local_sgd\'s own: give yours another name')
         self._averages_slots, self._outer = strategy.slots == "averaged", strategy._outer
-        self._frame = Frame(self._replica, self._outer)
+        first, model = self.source.at(0), self.model
+        beside = moved(model, self._replica.trainable(), lambda: called(workload, model, first, world.device))
+        known = {place.name for place in beside}
+        self._late = [p for p in self._replica.forward.places if p.parameter and p.name not in known]
+        self._frame = Frame(self._replica, self._outer, beside)
         kind = SharedAverage if can_share(world) else Together
         self._exchange: Exchange = kind(self._frame, world, every=strategy.every, total=self.source.total)
         self._average = self._frame.new()
@@ -199,6 +205,7 @@ class LocalSgdStep(Step):
         _copy((self._average.weights, self._average.counts), self._frame.own())
         if self._averages_slots or joins:
             self._take_slots()
+        self._replica.keep_buffers()
         self._made, self._examples, self._met = 0, 0, False
 
     def _take_slots(self) -> None:
@@ -234,9 +241,14 @@ class LocalSgdStep(Step):
 
     # A step
 
+    def looked(self) -> None:
+        self._local.looked()
+
     def backward(self, batch: Batch) -> Tensor | None:
         self._rows = len(batch)
-        return self._local.backward(batch)
+        loss = self._local.backward(batch)
+        refuse_late(self._late)
+        return loss
 
     def update(self) -> Mapping[str, Tensor]:
         values = self._local.update()
@@ -300,6 +312,7 @@ class LocalSgdStep(Step):
                 model={k: t.detach().clone() for k, t in self._frame.model_state(average).items()},
                 optimizer={k: t.clone() for k, t in optimizer.items()},
                 settings=dict(self._settings),
+                buffers={k: t.clone() for k, t in self._frame.beside(average).items()},
             )
 
     def load_state_dict(self, state: State) -> None:

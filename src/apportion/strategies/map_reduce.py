@@ -153,7 +153,7 @@ class MapReduceStep(Step):
         self._looks = self._divides and world.generation == 0
         self._replica = Replica(workload, rank=world.rank, device=world.device, prepare=self._prepare)
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
-        self._buffers = _Buffers(self.model)
+        self._replica.forward.begin(first=True)
         sparse: list[Any] = [
             m.weight for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
         ]
@@ -187,21 +187,24 @@ class MapReduceStep(Step):
     def predict(self, batch: Batch) -> Any | None:
         return self._replica.predict(batch) if len(batch) else None
 
+    def looked(self) -> None:
+        self._replica.forward.put_back()
+
     def backward(self, batch: Batch) -> Tensor:
         """One pass: ``p.grad`` becomes the gradient of the whole global batch, on every rank; its mean loss. Called by
         all ranks. This is the closure of an optimizer that asks for one: ``optimizer.step(lambda: step.backward(b))``.
         """
         replica = self._replica
         replica.reseed(batch.step)
-        self._buffers.keep()
+        replica.forward.begin()
         self._batch = batch
         for p in replica.trainable():
             p.grad = None
         # Weighted by the share of the rows at first: how many loss terms there are is only known at the end.
         mean, count = torch.zeros((), dtype=torch.float64, device=self.device), 0.0
         for number, part in enumerate((batch if len(batch) else batch.borrowed()).stream(self._part)):
-            if number:  # a buffer that the forward pass changes is changed once a pass, not once a part
-                self._buffers.restore()
+            if number:  # what the forward pass changes is changed once a step, not once a part
+                replica.again(batch.step)
             with replica.autocast():
                 loss, terms = self._loss_of(part)
             replica.backward(loss, terms / batch.size)
@@ -303,24 +306,3 @@ def _refuse_batch_norm(model: nn.Module) -> None:
                 f"map_reduce would give {name} the statistics of a part of the batch: use a normalisation that looks "
                 "at one example (GroupNorm, LayerNorm), or data_parallel"
             )
-
-
-class _Buffers:
-    """The model's buffers as a pass found them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        # By name: a forward pass may put a new tensor in the old one's place.
-        self._places = [(m._buffers, name) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-        self._kept: list[Tensor] = []
-
-    def _now(self) -> list[Tensor]:
-        return [b for owner, name in self._places if (b := owner[name]) is not None]
-
-    def keep(self) -> None:
-        """A pass begins."""
-        self._kept = [b.clone() for b in self._now()]
-
-    def restore(self) -> None:
-        """As they were then."""
-        if self._kept:
-            torch._foreach_copy_(self._now(), self._kept)
