@@ -8,16 +8,20 @@ forward, and looks at the graph alone (slices), ``goes_on`` and is told.
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
-from apportion.effects import HOLDERS, Before, drawing_later, draws
+from apportion.effects import Before, drawing_later, draws
+from apportion.open_forward import Given, opened, with_names
+from apportion.traced_factories import factories_traced
+from apportion.untraced import reason, unregistered
 
 Whole = Callable[[str, nn.Module], bool]
 """By a module's path and itself: is it one node?"""
@@ -53,6 +57,7 @@ def follow(
     ``known``: the arguments that are traced as values (None: those that get nothing). ``writes``: may the graph write
     into buffers? Else a module that does so cannot be followed."""
     closed: set[str] = set()
+    given = opened(model, inputs) if known is None else None
     known = not_given(model, inputs) if known is None else known
 
     def is_whole(path: str, module: nn.Module) -> bool:
@@ -60,7 +65,9 @@ def follow(
 
     while True:
         try:
-            graph = Tracer(is_whole).trace(model, known)
+            tracer = Tracer(is_whole)
+            tracer.given = given
+            graph = tracer.trace(model, known)
             if not writes:
                 _refuse_writes(graph, model)
             return graph
@@ -86,13 +93,32 @@ class Tracer(fx.Tracer):
         self.beside: list[str] = []
         """Where it goes on: what the forward does that the graph does not show."""
         self._modes: tuple[Any, ...] = ()
+        self.given: Given | None = None
+        """How an open forward is called."""
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         self._modes = _modes()
-        with _factories_traced(), drawing_later(), self._followed("", root):
+        with factories_traced(), drawing_later(), self._followed("", root):
             graph = super().trace(root, concrete_args)
         self.beside += [f"changes its own {name}" for name, _ in written(graph)] if self._goes_on else []
         return graph
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """What is traced. An open forward is called as it will be, whatever it is decorated with: what it is not given
+        has its default."""
+        if self.given is None:
+            run, given = super().create_args_for_root(root_fn, is_module, concrete_args)
+        else:
+            run = functools.partial(with_names, root_fn, self.given)
+            given = [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in self.given.names)]
+
+        @functools.wraps(root_fn)
+        def forward(*values: Any) -> Any:
+            return _shown(run(*values))
+
+        return forward, given
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return self._whole(module_qualified_name, m)
@@ -115,7 +141,7 @@ class Tracer(fx.Tracer):
         try:
             return super().path_of_module(mod)
         except NameError:
-            raise NameError(_unregistered(self.root, mod)) from None
+            raise NameError(unregistered(self.root, mod)) from None
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _modes() != self._modes:
@@ -138,8 +164,7 @@ class Tracer(fx.Tracer):
         except Exception as error:  # whatever the network's own code raises at a stand-in for a tensor
             before.put_back()
             does = str(error) if isinstance(error, _Beside) else None
-            told = str(error).splitlines()[0] if str(error) else ""
-            why = f"{type(error).__name__}: {told}" if does is None else f"it {does}"
+            why = reason(error) if does is None else f"it {does}"
             raise Unfollowed(f"the forward of {where} cannot be followed: {why}", path, why, does) from error
         changed, stays = before.put_back()
         found = [f"changes its own {', '.join(changed)}"] if changed else []
@@ -149,6 +174,13 @@ class Tracer(fx.Tracer):
             why = f"it {found[0]}"
             raise Unfollowed(f"the forward of {where} cannot be followed: {why}", path, why, found[0])
         self.beside += found
+
+
+def _shown(outputs: Any) -> Any:
+    """What a graph can give: dicts that are more than dicts are built within a forward."""
+    if isinstance(outputs, dict) and type(outputs) not in (dict, OrderedDict):
+        raise _Beside(f"gives a {type(outputs).__name__}, which it builds as it computes")
+    return outputs
 
 
 class _Beside(Exception):
@@ -167,45 +199,6 @@ def _encode(encoder: nn.TransformerEncoder, src: Any, mask: Any = None, **option
     for layer in encoder.layers:
         src = layer(src, src_mask=mask)
     return src if encoder.norm is None else encoder.norm(src)
-
-
-def _unregistered(root: nn.Module, module: nn.Module) -> str:
-    """Of a module that torch does not find: who has it."""
-    for path, owner in root.named_modules():
-        for name, value in vars(owner).items():
-            holds = isinstance(value, list | tuple | dict) and name not in HOLDERS
-            if holds and any(leaf is module for leaf in pytree.tree_leaves(value)):
-                return (
-                    f"{f'{path}.{name}'.lstrip('.')} is a {type(value).__name__} with a {type(module).__name__} in it, "
-                    "which torch does not find there, nor trains or saves: make it an nn.ModuleList or nn.ModuleDict"
-                )
-    return f"it calls a {type(module).__name__} that is no attribute of a module, and that torch does not find"
-
-
-_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
-
-
-@contextmanager
-def _factories_traced() -> Iterator[None]:
-    """Tensors that are made in a size of the traced ones become nodes, too."""
-
-    def traced(function: Any) -> Any:
-        def make(*args: Any, **kwargs: Any) -> Any:
-            proxies = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, fx.Proxy)]
-            if not proxies:
-                return function(*args, **kwargs)
-            return proxies[0].tracer.create_proxy("call_function", function, args, kwargs)
-
-        return make
-
-    originals = {name: getattr(torch, name) for name in _FACTORIES}
-    for name, original in originals.items():
-        setattr(torch, name, traced(original))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(torch, name, original)
 
 
 def written(graph: fx.Graph) -> list[tuple[str, fx.Node]]:

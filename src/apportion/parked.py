@@ -22,7 +22,7 @@ from torch.utils.data import Subset
 from apportion import tree
 from apportion.batch import Batches
 from apportion.comm.channel import Channel, Message
-from apportion.comm.group import Alone
+from apportion.comm.group import Alone, bytes_of
 from apportion.deal import DataShard
 from apportion.evaluate import evaluate
 from apportion.job import Job
@@ -277,11 +277,13 @@ def _peak_bytes() -> int:
 
 def _deliver(state: State, path: str | None) -> dict[str, Any]:
     """A digest of every tensor; the tensors themselves into the file where one is asked for."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors()}
+    tensors = {
+        name: tensor.detach().cpu().resolve_conj().resolve_neg().contiguous() for name, tensor in state.tensors()
+    }
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(bytes_of(tensors[name]).numpy().tobytes())
     if path is not None:
         save_file(tensors, path)
     return {"digest": digest.hexdigest(), "path": path, "step": state.step}

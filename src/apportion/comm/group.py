@@ -193,3 +193,9 @@ class Alone(Group):
 
 DONE = _Done()
 """A collective that has ended."""
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, of whatever strides: torch counts one as contiguous whose dimensions of one
+    place have any stride, and does not view it as bytes."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from apportion.comm.group import Group
+from apportion.comm.group import Group, bytes_of
 
 
 def broadcast_message(message: Any, group: Group, *, source: int = 0, device: torch.device | None = None) -> Any:
@@ -41,12 +41,10 @@ def broadcast_tensors(
     received = {}
     for name, dtype, shape in broadcast_message(described, group, source=source, device=device):
         if tensors is not None:
-            tensor = tensors[name].to(device=device or "cpu").contiguous()
+            tensor = tensors[name].to(device=device or "cpu").resolve_conj().resolve_neg().contiguous()
         else:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         if tensor.numel():
-            group.broadcast(
-                tensor.view(torch.uint8) if tensor.dim() else tensor.view(1).view(torch.uint8), source=source
-            )
+            group.broadcast(bytes_of(tensor), source=source)
         received[name] = tensor.cpu()
     return received

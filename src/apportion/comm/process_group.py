@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from apportion.comm.group import DONE, Group, Waits, Work
+from apportion.comm.group import DONE, Group, Waits, Work, bytes_of
 from apportion.comm.interface import choose_interface
 from apportion.comm.meeting import NAP_SECONDS
 from apportion.errors import ApportionError, PeerLost
@@ -233,7 +233,7 @@ class ProcessGroup(Group):
 
     def _message(self, way: Any, tensor: Tensor, rank: int) -> Any:
         # As bytes: no backend knows every type.
-        return self._start(way, [tensor.detach().view(-1).view(torch.uint8)], rank, 0)
+        return self._start(way, [bytes_of(tensor)], rank, 0)
 
     def barrier(self) -> None:
         options = dist.BarrierOptions()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from apportion.comm.group import DONE, Group, Work
+from apportion.comm.group import DONE, Group, Work, bytes_of
 
 UNDER_WAY = 8
 """Messages that a rank leaves to themselves before it waits for the oldest: their tensors are kept until then."""
@@ -58,7 +58,7 @@ class Outlet:
             self._last = spec, told
         tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
         for tensor in tensors:
-            self._post(tensor.contiguous().view(-1).view(torch.uint8), works)
+            self._post(bytes_of(tensor.resolve_conj().resolve_neg().contiguous()), works)
         if self._ahead:
             self._asked = [tensor.nbytes for tensor in tensors]
         self._under_way.append(works)
@@ -114,7 +114,7 @@ class Inlet:
 
     def _ask(self, dtype: torch.dtype, shape: Sequence[int]) -> _Coming:
         into = torch.empty(shape, dtype=dtype, device=self._device)
-        work = self._group.receive(into.view(-1).view(torch.uint8), self._source) if into.numel() else DONE
+        work = self._group.receive(bytes_of(into), self._source) if into.numel() else DONE
         return _Coming(work, into)
 
 

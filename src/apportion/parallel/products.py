@@ -47,12 +47,20 @@ def outputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x (..., in), weight (out, in), bias (out) -> (..., out)."""
     rows = x.reshape(-1, x.shape[-1])
     if len(rows) > FEW or not _suits(x, weight):
-        return functional.linear(x, weight, bias)
+        return _no_view(functional.linear(x, weight, bias))
     turned = rows.t().contiguous()
     product = weight @ turned if bias is None else torch.addmm(bias[:, None], weight, turned)
     y = x.new_empty(*x.shape[:-1], len(weight))  # no view: what comes after may write to it in place
-    y.view(len(rows), -1).copy_(product.t())
+    y.view(len(rows), len(weight)).copy_(product.t())
     return y
+
+
+def _no_view(y: Tensor) -> Tensor:
+    """The same memory, of a tensor that is no view: what a function of autograd's gives as a view may not be written to
+    in place. torch computes other than two dimensions as two, and gives a view of these."""
+    if y.dim() == 2:
+        return y
+    return y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
 
 
 def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:

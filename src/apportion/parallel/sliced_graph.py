@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from apportion.graph import Tracer, Unfollowed, not_given, of_torch
 from apportion.network import evaluating
+from apportion.open_forward import opened
 from apportion.parallel.sliced_look import Look
 
 # fmt: off
@@ -74,6 +75,7 @@ def trace(model: nn.Module, inputs: Any = None, name: str = "") -> list[Traced]:
     that it is made of."""
     try:
         first, second, default = Tracer(goes_on=True), Tracer(goes_on=True), not_given(model, inputs)
+        first.given = second.given = opened(model, inputs)
         trains = first.trace(model, default)
         with evaluating(model.modules()):
             evaluates = second.trace(model, default)

@@ -15,6 +15,7 @@ several stages use is held by all of them, which sum its gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, final
 
@@ -26,9 +27,11 @@ from apportion.batch import Batch
 from apportion.comm.message import broadcast_message
 from apportion.graph import Unfollowed, follow, names
 from apportion.network import evaluating
-from apportion.parallel.cuts import balanced, calls, changing_buffers, measured, named
+from apportion.parallel.cuts import Places, balanced, calls, changing_buffers, measured, named
 from apportion.parallel.in_parts import InParts, checkpointed, refuse_state
 from apportion.parallel.linear import Products, plain_layers
+from apportion.parallel.own_shapes import CannotRun
+from apportion.parallel.own_stages import OwnStages, has_lists
 from apportion.parallel.part import Part
 from apportion.parallel.passes import Ends, Passes
 from apportion.parallel.replica import Replica
@@ -61,8 +64,19 @@ def staged(  # noqa: PLR0913 (what a pipeline has)
     def make(model: nn.Module, inputs: Any) -> Part:
         if world.size == 1:
             return InParts(model, inputs, microbatches, recompute=recompute, whole_batch_norm=whole_batch_norm)
+        graph = _traced(model, inputs)
+        if isinstance(graph, Unfollowed) or _hides_layers(model, graph):
+            try:
+                return OwnStages(
+                    model, inputs, world, partial(_agreed, world, cuts, "own"),
+                    microbatches=microbatches, schedule=schedule, recompute=recompute,
+                    whole_batch_norm=whole_batch_norm, named=cuts or (),
+                )  # fmt: skip
+            except CannotRun as error:
+                if isinstance(graph, Unfollowed):
+                    raise ValueError(_cannot_be_cut(f"{graph}; and {error}")) from error
         return Stages(
-            model, inputs, world,
+            model, inputs, world, graph,
             microbatches=microbatches, schedule=schedule, cuts=cuts, recompute=recompute,
             whole_batch_norm=whole_batch_norm,
         )  # fmt: skip
@@ -97,6 +111,7 @@ class Stages(Part):
         model: nn.Module,
         inputs: Any,
         world: World,
+        graph: fx.Graph,
         *,
         microbatches: int,
         schedule: str,
@@ -113,7 +128,6 @@ class Stages(Part):
         stateful = changing_buffers(model, tree.rows(inputs, slice(0, 2)))
         if microbatches > 1 or recompute:
             refuse_state(model, stateful, microbatches, recompute=recompute, whole_batch_norm=whole_batch_norm)
-        graph = _followed(model, inputs)
         at = self._cut(model, graph, inputs, stateful, cuts)
         bounds = [0, *at, len(calls(graph))]
         self.cuts = tuple(names(graph)[calls(graph)[i]] for i in at)
@@ -144,21 +158,8 @@ class Stages(Part):
     def _cut(
         self, model: nn.Module, graph: fx.Graph, inputs: Any, stateful: Sequence[str], cuts: Sequence[str] | None
     ) -> list[int]:
-        """Measured by rank 0 alone: all ranks cut at the same places, those of other replicas too."""
-        told: Any = None
         own = [names(graph)[node] for node in calls(graph)]
-        everyone = self._world.outer or self._world
-        if everyone.rank == 0:
-            known = Known(self._world)
-            at = known.read()
-            if at is None:
-                places = measured(model, graph, self._sample(inputs), stateful)
-                at = named(places, cuts) if cuts is not None else balanced(places, self._size)
-                known.write(at)
-            told = {"calls": own, "at": at}
-        told = broadcast_message(told, everyone.group())
-        assert told["calls"] == own, "every rank follows the same network"
-        return [int(i) for i in told["at"]]
+        return _agreed(self._world, cuts, "", own, lambda: measured(model, graph, self._sample(inputs), stateful))
 
     def _sample(self, inputs: Any) -> Any:
         """A micro-batch of them, of two rows at least: one alone cannot be normalised."""
@@ -227,13 +228,33 @@ class Stages(Part):
         self.ends.close()
 
 
+def _agreed(
+    world: World, cuts: Sequence[str] | None, kind: str, own: Sequence[str], measure: Callable[[], Places]
+) -> list[int]:
+    """Where these calls are cut. Measured by rank 0 alone: all ranks cut at the same places, those of other replicas
+    too."""
+    told: Any = None
+    everyone = world.outer or world
+    if everyone.rank == 0:
+        known = Known(world, kind)
+        at = known.read()
+        if at is None:
+            places = measure()
+            at = named(places, cuts) if cuts is not None else balanced(places, world.size)
+            known.write(at)
+        told = {"calls": list(own), "at": at}
+    told = broadcast_message(told, everyone.group())
+    assert told["calls"] == list(own), "every rank follows the same network"
+    return [int(i) for i in told["at"]]
+
+
 class Known:
     """Where a run has cut the network: whoever comes in a lost worker's place cuts it there, too."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, kind: str = "") -> None:
         self._memory = None
         if world.members is not None and world.size == world.local_size:
-            self._memory = world.shared(f"cuts/{world.size}", 8 * (world.size + 1))
+            self._memory = world.shared(f"{kind}cuts/{world.size}", 8 * (world.size + 1))
 
     def read(self) -> list[int] | None:
         if self._memory is None:
@@ -247,6 +268,20 @@ class Known:
             for i, place in enumerate(at, 1):
                 words[i] = place
             words[0] = len(at) + 1  # last: it is all there
+
+
+def _traced(model: nn.Module, inputs: Any) -> fx.Graph | Unfollowed:
+    """The network's graph, or why there is none."""
+    try:
+        return follow(model, inputs)
+    except Unfollowed as error:
+        return error
+
+
+def _hides_layers(model: nn.Module, graph: fx.Graph) -> bool:
+    """Is a module that has a list of layers one call of the graph, in which it cannot be cut?"""
+    modules = {str(node.target) for node in graph.nodes if node.op == "call_module"}
+    return any(has_lists(model.get_submodule(path)) for path in modules)
 
 
 def _followed(model: nn.Module, inputs: Any) -> fx.Graph:

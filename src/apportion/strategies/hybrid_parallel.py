@@ -41,6 +41,7 @@ from torch.nn.modules.conv import _ConvNd
 from apportion import tree
 from apportion.batch import Batches
 from apportion.network import evaluating
+from apportion.open_forward import opened
 from apportion.parallel.coupling import whole_batch_functions
 from apportion.parallel.exchanging import Exchanging
 from apportion.parallel.fused import with_fused_updates
@@ -161,7 +162,9 @@ class HybridParallel(Strategy):
         return SplitStep(with_fused_updates(workload), world, part(world), again=part, look=look)
 
     def _part(self, workload: Workload, world: World, model: nn.Module, inputs: Any) -> Exchanging:
-        traced = [part for part in trace(model) if not part.name and part.pure]
+        traced = [
+            part for part in trace(model, inputs if opened(model, inputs) else None) if not part.name and part.pure
+        ]
         if not traced:
             raise ValueError(_no_graph(type(model).__name__))
         back = self._sliced_names(model, traced[0].graphs[0])

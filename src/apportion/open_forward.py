@@ -1,0 +1,39 @@
+"""How a forward is called that is decorated, or that takes any number of arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class Given(NamedTuple):
+    """How a forward is called."""
+
+    names: tuple[str, ...]
+    """Of what it is given, in order."""
+    keywords: tuple[str, ...]
+    """Those of them, the last ones, that are given by name."""
+
+
+def opened(model: nn.Module, inputs: Any) -> Given | None:
+    """How a forward is called that is decorated, or that takes any number of arguments; None of another, whose own
+    arguments tell."""
+    forward: Any = model.forward
+    kinds = {p.kind for p in inspect.signature(forward).parameters.values()}
+    usual = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}
+    if inputs is None or (kinds <= usual and not hasattr(forward, "__wrapped__")):
+        return None
+    if isinstance(inputs, dict):
+        return Given(tuple(inputs), tuple(inputs))
+    count = len(inputs) if isinstance(inputs, tuple | list) else 1
+    own = [n for n, p in inspect.signature(forward).parameters.items() if p.kind in usual]
+    return Given(tuple(own[i] if i < len(own) else f"argument_{i}" for i in range(count)), ())
+
+
+def with_names(run: Callable[..., Any], given: Given, root: nn.Module, *values: Any) -> Any:
+    """Call a forward with the values of what it is given, in order."""
+    count = len(given.names) - len(given.keywords)
+    return run(root, *values[:count], **dict(zip(given.keywords, values[count:], strict=True)))

@@ -1,0 +1,48 @@
+"""Why a forward cannot be followed, in a sentence that names the line: what torch.fx says is about torch.fx."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from apportion.effects import HOLDERS
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parent)
+_OF_FX = ("Proxy", "symbolic", "torch.fx", "co_varnames", "argument of type", "concrete_args", "Node")
+"""Words that a network's own errors do not have."""
+
+
+def reason(error: BaseException) -> str:
+    """Of what a forward raised as it was called with stand-ins for tensors."""
+    frames = traceback.extract_tb(error.__traceback__)
+    told = str(error).splitlines()[0] if str(error) else ""
+    if frames and frames[-1].filename.startswith(_OWN):  # said here
+        return told
+    own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _OWN, "<"))]
+    where = f"at {Path(own[-1].filename).name}:{own[-1].lineno} ({own[-1].line}) " if own else ""
+    fx = any(f"{_TORCH}/fx" in frame.filename for frame in frames[-1:]) or any(word in told for word in _OF_FX)
+    if "control flow" in told:
+        return f"{where}its control flow depends on what is in a tensor, or on its shape"
+    if not fx:
+        return f"{where}{type(error).__name__}: {told}"
+    if "iterat" in told or "__len__" in told or "'len'" in told or "len(" in told:
+        return f"{where}it loops over a tensor or asks for a length, which is known only as it runs"
+    return f"{where}it does what is known only as it runs"
+
+
+def unregistered(root: nn.Module, module: nn.Module) -> str:
+    """Of a module that torch does not find: who has it."""
+    for path, owner in root.named_modules():
+        for name, value in vars(owner).items():
+            holds = isinstance(value, list | tuple | dict) and name not in HOLDERS
+            if holds and any(leaf is module for leaf in pytree.tree_leaves(value)):
+                return (
+                    f"{f'{path}.{name}'.lstrip('.')} is a {type(value).__name__} with a {type(module).__name__} in it, "
+                    "which torch does not find there, nor trains or saves: make it an nn.ModuleList or nn.ModuleDict"
+                )
+    return f"it calls a {type(module).__name__} that is no attribute of a module, and that torch does not find"
