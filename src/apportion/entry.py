@@ -20,7 +20,7 @@ from apportion import standby
 from apportion.agreement import Wish
 from apportion.allocator import keep_what_is_freed
 from apportion.comm.channel import Channel
-from apportion.errors import ApportionError, CheckpointError, PeerLost, StateLost
+from apportion.errors import ApportionError, CheckpointError, PeerLost, RanksDiffer, StateLost
 from apportion.gauge import Gauging, serve_gauges
 from apportion.job import Job
 from apportion.parked import serve_reference, serve_steps
@@ -142,6 +142,7 @@ def _report(channel: Channel, error: BaseException) -> None:
         "state_lost": isinstance(error, StateLost),
         "where": None if own else _where(error),
         "checkpoint": isinstance(error, CheckpointError),
+        "differs": isinstance(error, RanksDiffer),
     }
     try:
         channel.send(message)

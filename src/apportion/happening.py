@@ -25,6 +25,8 @@ class Raised:
     """It could not keep the state, or cannot trust what was kept."""
     state_lost: bool = False
     """Nobody who is left has the state."""
+    differs: bool = False
+    """The ranks no longer hold alike what they must."""
     step: int = 0
     """Updates that it had seen made."""
 

@@ -96,6 +96,8 @@ class Stop:
     """The user's own line that raised."""
     mistake: bool = False
     checkpoint: bool = False
+    differs: bool = False
+    """The ranks no longer hold one state, so there is none to be saved."""
     lost: tuple[int, ...] = ()
     """Ranks without which the others can save the last update first; none: nobody can."""
 
@@ -141,7 +143,7 @@ def next_action(
     """
     seen = _Seen(happened, workers)
     action = _decide(seen, seconds, policy or Policy(), survives)
-    if isinstance(action, Stop) and survives and not (action.mistake or action.checkpoint):
+    if isinstance(action, Stop) and survives and not (action.mistake or action.checkpoint or action.differs):
         return replace(action, lost=seen.gone if seen.can_save else ())
     return action
 
@@ -243,4 +245,5 @@ def _stop(raised: Raised) -> Stop:
         raised.where,
         mistake=raised.mistake,
         checkpoint=raised.checkpoint,
+        differs=raised.differs,
     )

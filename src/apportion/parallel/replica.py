@@ -322,6 +322,12 @@ class Replica:
         state = self.model.state_dict()
         return {k: v if v.data_ptr() in parameters else committed.get(v.data_ptr(), v) for k, v in state.items()}
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What a state would hold copies of, as it is, by the names of ``State.tensors``."""
+        self.show()
+        model = {f"model/{name}": tensor.detach() for name, tensor in self._committed_model().items()}
+        return model | {f"optimizer/{name}": tensor for name, tensor in self.slots()}
+
     def slots(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the optimizers' state by name, as they are."""
         for owner, optimizer in self.optimizers.items():
