@@ -66,6 +66,23 @@ def test_a_run_says_that_it_is_proved_and_writes_it_down(tmp_path: Path) -> None
     assert start.data["proof"]["sentence"] in (tmp_path / "run" / "report.html").read_text()
 
 
+def test_the_next_run_like_it_remembers_the_proof_and_another_one_does_not(tmp_path: Path) -> None:
+    events(net(), run_dir=tmp_path / "first")
+    again = events(net(), run_dir=tmp_path / "again")
+    assert again[0].kind == "start"
+    assert again[0].data["proof"]["remembered"]
+    assert again[0].data["proof"]["verdict"] == "equal"
+    other = events(net(loss=lambda outputs, targets: nn.functional.cross_entropy(outputs, targets) * 2), steps=2)
+    assert other[0].kind == "proof"
+
+
+def test_what_was_disproved_is_remembered_too(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(Disproved):
+            events(net(planted.ReadsRank), run_dir=tmp_path / "run")
+    assert len(list((tmp_path / "cache" / "apportion" / "proofs").iterdir())) == 1
+
+
 def test_a_wrong_strategy_that_was_named_ends_the_run_before_it_trains(tmp_path: Path) -> None:
     with pytest.raises(Disproved, match=r"does not train the same network as one device: .* differs") as raised:
         events(net(), Faulty("mean_of_means"), run_dir=tmp_path / "run")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from apportion.errors import ApportionError, Disproved, NotFinite, WorkerFailed
+from apportion.errors import ApportionError, Disproved, NotFinite, RanksDiffer, WorkerFailed
 from apportion.template import template
 
 if TYPE_CHECKING:
@@ -381,6 +381,9 @@ def _guarded() -> Iterator[None]:
         if error.where is not None:
             typer.echo(f"  at {error.where}", err=True)
         raise typer.Exit(FAILED) from None
+    except RanksDiffer as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(NO) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has to go somewhere
         typer.echo("error: nobody reads what is written on standard output: the run was stopped", err=True)

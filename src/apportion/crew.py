@@ -20,7 +20,7 @@ from apportion.checkpoint import RunDirectory
 from apportion.comm.channel import Lines, Message, SharedMemory
 from apportion.comm.membership import Membership
 from apportion.entry import PROGRESS_BYTES
-from apportion.errors import CheckpointError, NotFinite, WorkerFailed
+from apportion.errors import CheckpointError, NotFinite, RanksDiffer, WorkerFailed
 from apportion.gauge import Gauging
 from apportion.happening import Began, Changed, Exited, Finished, Happening, Late, Loss, Raised
 from apportion.job import Job
@@ -366,6 +366,8 @@ def failure(stop: Stop) -> Exception:
         return CheckpointError(stop.cause)
     if stop.not_finite:
         return NotFinite(stop.cause, rank=stop.rank)
+    if stop.differs:
+        return RanksDiffer(stop.cause)
     return WorkerFailed(stop.cause, rank=stop.rank, traceback=stop.traceback, where=stop.where)
 
 

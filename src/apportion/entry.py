@@ -21,7 +21,7 @@ from apportion import standby
 from apportion.agreement import Wish
 from apportion.allocator import keep_what_is_freed
 from apportion.comm.channel import Channel
-from apportion.errors import ApportionError, CheckpointError, NotFinite, PeerLost, StateLost
+from apportion.errors import ApportionError, CheckpointError, NotFinite, PeerLost, RanksDiffer, StateLost
 from apportion.gauge import Gauging, serve_gauges
 from apportion.job import Job
 from apportion.parked import serve_reference, serve_steps
@@ -157,6 +157,7 @@ def _report(channel: Channel, error: BaseException) -> None:
         "where": None if own else _where(error),
         "checkpoint": isinstance(error, CheckpointError),
         "not_finite": isinstance(error, NotFinite),
+        "differs": isinstance(error, RanksDiffer),
     }
     try:
         channel.send(message)

@@ -1,7 +1,8 @@
 """What can go wrong, by who has to act on it.
 
 A ``ValueError`` is the user's mistake (exit status 2): it states the value, the rule and the cure.
-An ``ApportionError`` is something that could not be done: a worker, a disk, an address (exit status 3).
+An ``ApportionError`` is something that could not be done: a worker, a disk, an address (exit status 3; 1 for
+``RanksDiffer``).
 An ``AssertionError`` is a defect of this package.
 """
 
@@ -54,6 +55,10 @@ class MembershipChanged(ApportionError):
 class StateLost(ApportionError):
     """No rank that is left has the state that the run had reached: it died with those that were lost. The run begins
     again, from its last checkpoint."""
+
+
+class RanksDiffer(ApportionError):
+    """What all ranks must hold alike they do not: the answer to whether this is one network is no (exit status 1)."""
 
 
 class CheckpointError(ApportionError):

@@ -27,6 +27,8 @@ class Raised:
     """The loss, or a weight, is not finite: nothing that is worth keeping has come after the last checkpoint."""
     state_lost: bool = False
     """Nobody who is left has the state."""
+    differs: bool = False
+    """The ranks no longer hold alike what they must."""
     step: int = 0
     """Updates that it had seen made."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
 from apportion.fingerprint import fingerprint
+from apportion.replica_digest import Replicated
 from apportion.values import Value
 from apportion.workload import Workload
 from apportion.world import World
@@ -164,6 +165,11 @@ class Step(ABC):
         """The state after the last update, asked from another thread while ``backward`` may be running, without
         any other rank; None where that cannot be had."""
         return None
+
+    def replicated(self) -> Iterable[Replicated]:
+        """What the last update has left that this rank and others hold alike, each in a memory of its own; the same
+        groups in the same order on all of their ranks. Called by all ranks, between steps."""
+        return ()
 
     @abstractmethod
     def spent(self) -> Mapping[str, float]:

@@ -102,6 +102,8 @@ class Stop:
     mistake: bool = False
     checkpoint: bool = False
     not_finite: bool = False
+    differs: bool = False
+    """The ranks no longer hold one state, so there is none to be saved."""
     lost: tuple[int, ...] = ()
     """Ranks without which the others can save the last update first; none: nobody can."""
 
@@ -147,7 +149,8 @@ def next_action(
     """
     seen = _Seen(happened, workers)
     action = _decide(seen, seconds, policy or Policy(), survives)
-    if isinstance(action, Stop) and survives and not (action.mistake or action.checkpoint or action.not_finite):
+    final = isinstance(action, Stop) and (action.mistake or action.checkpoint or action.not_finite or action.differs)
+    if isinstance(action, Stop) and survives and not final:
         return replace(action, lost=seen.gone if seen.can_save else ())
     return action
 
@@ -250,4 +253,5 @@ def _stop(raised: Raised) -> Stop:
         mistake=raised.mistake,
         checkpoint=raised.checkpoint,
         not_finite=raised.not_finite,
+        differs=raised.differs,
     )

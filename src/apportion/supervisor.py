@@ -49,8 +49,8 @@ class Supervised:
 
     def events(self) -> Generator[Event, None, None]:
         """Everything that happens, as it happens. Closing it (``break``) checkpoints and stops every rank at one step;
-        Ctrl-C, also in the body of the loop, writes the last update at once. Raises WorkerFailed, CheckpointError, or
-        ValueError for the user's mistakes."""
+        Ctrl-C, also in the body of the loop, writes the last update at once. Raises WorkerFailed, CheckpointError,
+        RanksDiffer, or ValueError for the user's mistakes."""
         try:
             self._interrupts.install()
             yield from self._guarded()

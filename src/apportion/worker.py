@@ -33,6 +33,7 @@ from apportion.job import Job
 from apportion.meter import Meter
 from apportion.parallel.recovery import broadcast_state
 from apportion.proof_key import proof_key
+from apportion.replica_digest import check_replicated
 from apportion.saving import Saver
 from apportion.schedule_ahead import warning_of
 from apportion.strategy import Step, batches
@@ -389,10 +390,11 @@ class _Run:
         return True
 
     def _save(self, *, best: bool = False) -> None:
-        """Every rank takes part in making the state; one writes it, in the background."""
+        """Every rank takes part in making the state, where all hold it alike; one writes it, in the background."""
         if self.job.run_dir is None or not self.evaluates:
             return
         began = time.perf_counter()
+        check_replicated(self.step.replicated(), rank=self.world.rank, step=self.done, device=self.world.device)
         state = self.step.state_dict()
         state.settings["best"] = self.best
         if self.directory is None:

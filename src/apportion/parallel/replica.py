@@ -328,6 +328,12 @@ class Replica:
         committed = self.forward.copies()
         return {name: committed.get(name, tensor) for name, tensor in self.model.state_dict().items()}
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What a state would hold copies of, as it is, by the names of ``State.tensors``."""
+        self.show()
+        model = {f"model/{name}": tensor.detach() for name, tensor in self._committed_model().items()}
+        return model | {f"optimizer/{name}": tensor for name, tensor in self.slots()}
+
     def slots(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the optimizers' state by name, as they are."""
         for owner, optimizer in self.optimizers.items():

@@ -15,7 +15,7 @@ replica makes the same update by itself, to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, final
 
@@ -36,6 +36,7 @@ from apportion.parallel.kept_parts import KeptParts, whole
 from apportion.parallel.places import Place, how_many, how_many_are_left, whole_network
 from apportion.parallel.replica import seed_everything
 from apportion.parallel.split import SplitStep
+from apportion.replica_digest import Replicated
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload, examples
 from apportion.world import World
@@ -183,6 +184,11 @@ class ReplicatedStep(Step):
     def state_dict(self) -> State:
         state, carry = self._inner.state_dict(), self._inner.replica.carry
         return state if carry is None else replace(state, carry=carry.gather(self._across, self._own_rows))
+
+    def replicated(self) -> Iterable[Replicated]:
+        yield from self._inner.replicated()
+        own, _ = self._inner.held_here()
+        yield Replicated(self._across, dict(own.tensors()))
 
     def load_state_dict(self, state: State) -> None:
         self._inner.load_state_dict(state)

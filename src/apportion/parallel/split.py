@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
@@ -38,6 +38,7 @@ from apportion.parallel.plain_model import PlainModel
 from apportion.parallel.replica import Replica, seed_everything
 from apportion.parallel.splittable import refuse_optimizers, refuse_workload
 from apportion.parallel.spread import Spread
+from apportion.replica_digest import Replicated
 from apportion.strategy import State, Step
 from apportion.workload import Workload
 from apportion.world import World
@@ -270,6 +271,10 @@ class SplitStep(Step):
     def gathered(self, own: State) -> State:
         """The whole state, of this rank's part and the others'. Called by all ranks."""
         return self._spread.gathered(own, self._group, self.device)
+
+    def replicated(self) -> Iterable[Replicated]:
+        own, _ = self.held_here()
+        yield Replicated(self._group, self._spread.replicated(own))
 
     def own(self, state: State) -> State:
         """This rank's part of a whole state."""

@@ -68,6 +68,19 @@ class Spread:
         optimizer = {key: self._own(self._parameter(self._layout, key), t) for key, t in state.optimizer.items()}
         return replace(state, model=_held(model), optimizer=_held(optimizer))
 
+    def replicated(self, own: State) -> dict[str, Tensor]:
+        """Of this rank's part, what others hold too: the same elements in the same order, under the same name."""
+        found = {}
+        for part in ("model", "optimizer"):
+            for key, tensor in getattr(own, part).items():
+                holders = self._layout.holders[self._parameter(self._layout, key)]
+                held = [piece.places() for _, piece in holders]
+                places = held[[rank for rank, _ in holders].index(self._rank)]
+                if tensor.numel() and held.count(places) > 1:
+                    which = "" if places is None else f", piece {list(dict.fromkeys(held)).index(places)}"
+                    found[f"{part}/{key}{which}"] = tensor
+        return found
+
     def _own(self, name: str, tensor: Tensor) -> Tensor | None:
         piece = dict(self._layout.holders[name]).get(self._rank)
         if piece is None:

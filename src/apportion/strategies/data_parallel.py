@@ -33,7 +33,7 @@ A worker's death loses nothing: the others and its replacement make the step und
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, final
 
@@ -56,6 +56,7 @@ from apportion.parallel.replica import Replica, seed_everything
 from apportion.parallel.replicas import ReplicatedStep
 from apportion.parallel.shared_update import SharedUpdate, unsuited
 from apportion.parallel.shares import MeasuredShares
+from apportion.replica_digest import Replicated, apart_from
 from apportion.strategy import Held, State, Step, Strategy, held
 from apportion.workload import Workload, examples
 from apportion.world import World
@@ -354,6 +355,11 @@ class DataParallelStep(Step):
 
     def state_dict(self) -> State:
         return self._replica.state(self._group, self._own_rows)
+
+    def replicated(self) -> Iterable[Replicated]:
+        held = self._replica.tensors()
+        kept = self._shared.kept if self._shared is not None else None
+        yield Replicated(self._group, held if kept is None else apart_from(kept, held))
 
     def load_state_dict(self, state: State) -> None:
         if self._shared is not None:

@@ -25,7 +25,7 @@ since the last checkpoint is lost; from there the run resumes, on any number of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
@@ -51,6 +51,7 @@ from apportion.pricing.memory import Holding, activations, copies
 from apportion.pricing.refusals import must_be_whole, must_feed
 from apportion.pricing.shares import call_seconds, computed, dealt, layer_seconds, updating
 from apportion.profile import Profile
+from apportion.replica_digest import Replicated
 from apportion.strategy import Held, State, Step, Strategy
 from apportion.workload import Workload
 from apportion.world import World
@@ -276,6 +277,11 @@ class FullyShardedStep(Step):
     def state_dict(self) -> State:
         state = self._replica.state(self._group, self._own_rows)
         return state if self._sharded is None else self._sharded.whole(state)
+
+    def replicated(self) -> Iterable[Replicated]:
+        buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
+        held = self._replica.tensors()
+        yield Replicated(self._group, {k: t for k, t in held.items() if k.removeprefix("model/") in buffers})
 
     def load_state_dict(self, state: State) -> None:
         if self._sharded is not None:

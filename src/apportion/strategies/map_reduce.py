@@ -28,7 +28,7 @@ update, which lies in shared memory (``parallel/kept.py``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, final
 
@@ -53,6 +53,7 @@ from apportion.pricing.memory import Holding, copies, of_replica
 from apportion.pricing.refusals import must_feed
 from apportion.pricing.shares import computed, dealt
 from apportion.profile import Profile
+from apportion.replica_digest import Replicated
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload, examples
 from apportion.world import World
@@ -266,6 +267,9 @@ class MapReduceStep(Step):
 
     def state_dict(self) -> State:
         return self._replica.state()
+
+    def replicated(self) -> Iterable[Replicated]:
+        yield Replicated(self._group, self._replica.tensors())
 
     def load_state_dict(self, state: State) -> None:
         self._load(state)
