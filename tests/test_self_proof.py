@@ -22,7 +22,9 @@ from apportion import Disproved, Event, Workload
 from apportion.checkpoint import RunDirectory
 from apportion.launch.local import Local
 from apportion.planner.decision import Decision, next_best
+from apportion.proof import Difference, Round
 from apportion.proof_workload import few_rows, moving, with_plain_sgd
+from apportion.prover import likely_causes
 from apportion.report import read_events
 from apportion.trial import candidate
 from apportion.values import parse
@@ -95,14 +97,17 @@ def test_a_model_that_reads_its_rank_ends_the_run_before_it_trains(tmp_path: Pat
         events(net(planted.ReadsRank), run_dir=tmp_path / "run")
 
 
-def test_a_sum_in_the_place_of_a_mean_is_named_as_the_likely_cause() -> None:
-    """Each rank's mean is weighted by its count, and a sum is weighted twice."""
-    summed = net(loss=lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, reduction="sum"))
-    proof = apportion.check(replace(summed, batch_size=61), "data_parallel", workers=2, steps=1)
-    assert proof.verdict == "different"
-    even = apportion.check(replace(summed, batch_size=20), "data_parallel", workers=2, steps=1)
-    assert "off by the number of workers, 2" in even.causes[0]
-    assert "off by the number of workers" in even.sentence
+@pytest.mark.parametrize(("factor", "told"), [(2.0, True), (0.5, True), (1.5, False), (None, False)])
+def test_what_is_off_by_the_number_of_workers_is_told_to_be_a_sum_or_a_wrong_count(
+    factor: float | None, told: bool
+) -> None:
+    worst = Difference(name="model/w", step=1, absolute=1.0, relative=0.5, factor=factor)
+    found = Round(
+        precision="float64", steps=1, tensors=1, worst=worst, noise=0, bound=0, disagreement=None, verdict="different"
+    )
+    assert any("off by the number of workers, 2" in line for line in likely_causes([found], 2, [])) is told
+    assert list(likely_causes([replace(found, verdict="equal")], 2, ["random"])) == []
+    assert "draws from random" in " ".join(likely_causes([found], 3, ["random"]))
 
 
 def test_without_the_check_it_trains_all_the_same(tmp_path: Path) -> None:
@@ -131,7 +136,7 @@ class Last(nn.Module):
 
 
 def test_what_nothing_is_shown_of_trains_and_says_so_unless_a_proof_is_required(tmp_path: Path) -> None:
-    policy: dict[str, Any] = {}
+    policy: dict[str, Any] = {"policy": apportion.Policy(on_nan="ignore")}
     told = events(net(Last), run_dir=tmp_path / "run", steps=2, **policy)
     proofs = [e for e in told if e.kind == "proof"]
     assert proofs[-1].data["verdict"] == "undecided"

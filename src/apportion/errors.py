@@ -33,6 +33,15 @@ class WorkerFailed(ApportionError):
             self.add_note(f"at {where}")
 
 
+class NotProved(Exception):
+    """A run must not go on as it is, and may go on in another way: for who chooses one. Never leaves the package."""
+
+    def __init__(self, sentence: str, *, proved: bool, plain: tuple[str, ...]) -> None:
+        super().__init__(sentence)
+        self.proved, self.plain = proved, plain
+        """Was it shown with these fast paths switched off?"""
+
+
 class Disproved(ApportionError):
     """A strategy does not train the network that it must, or that could not be shown where it had to be: the answer is
     no (exit status 1), and nothing was trained."""

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from apportion.address import load_workload
-from apportion.proof_workload import few_rows, moving, with_plain_sgd
 from apportion.strategy import Strategy
 from apportion.supervise import Policy
 from apportion.workload import Workload
@@ -74,14 +73,18 @@ class Job:
         """The workload, imported where it is an address, with the changes."""
         workload = replace(self.as_written(), **self.changes)
         if self.proof:
-            workload = moving(workload)
-        if self.rows or self.short:
-            workload = few_rows(workload, self.rows or workload.batch_size, self.workers)
-        if self.gradients:
-            workload = with_plain_sgd(workload)
+            workload = self._as_proved(workload)
         if not self.nudge and not self.jitter:
             return workload
         return replace(workload, model=_Nudged(workload.model, self.nudge, self.jitter))
+
+    def _as_proved(self, workload: Workload) -> Workload:
+        from apportion.proof_workload import few_rows, moving, with_plain_sgd  # a run needs none of this
+
+        workload = moving(workload)
+        if self.rows or self.short:
+            workload = few_rows(workload, self.rows or workload.batch_size, self.workers)
+        return with_plain_sgd(workload) if self.gradients else workload
 
     def as_written(self) -> Workload:
         """The workload without the changes."""

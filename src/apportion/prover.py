@@ -101,7 +101,11 @@ class _Proving:
             exact=strategy.exact,
             rounds=tuple(rounds),
             gradients=self._gradients,
-            causes=tuple(self._causes([*rounds, *filter(None, [self._gradients])])),
+            causes=tuple(
+                likely_causes(
+                    [*rounds, *filter(None, [self._gradients])], self._chosen.launcher.workers or 1, self._drawn
+                )
+            ),
             by_design=(*self._named, *(_open_question(r) for r in rounds if r.verdict == "undecided")),
         )
 
@@ -152,21 +156,6 @@ class _Proving:
             return None
         self._again(crews, precision, gradients=True)
         return self._round(crews, min(GRADIENT_STEPS, states.steps), precision)[0]
-
-    def _causes(self, rounds: Sequence[Round]) -> Iterator[str]:
-        """What a difference is likely to come from, where it can be told."""
-        wrong, workers = [r for r in rounds if r.verdict == "different"], self._chosen.launcher.workers or 1
-        factors = {round(r.worst.factor, 3) for r in wrong if r.worst.factor is not None}
-        if workers > 1 and factors & {float(workers), round(1 / workers, 3)}:
-            yield (
-                f"what changes is off by the number of workers, {workers}: the loss is a sum where a mean is expected "
-                '(reduction="mean"), or count= does not say how many terms it has'
-            )
-        if wrong and self._drawn:
-            yield (
-                f"the model draws from {' and '.join(self._drawn)} as it computes: draw in augment, keyed by example, "
-                "to have the same numbers on any number of workers"
-            )
 
     # The processes
 
@@ -313,6 +302,22 @@ class _Proving:
                 where = f"{found.name} differs by {found.absolute:.3g}"
                 return f"rank {rank} is not at rank 0's state after step {number}: {where}"
         return None
+
+
+def likely_causes(rounds: Sequence[Round], workers: int, drawn: Sequence[str]) -> Iterator[str]:
+    """What a difference is likely to come from, where it can be told. ``drawn``: generators that the model uses."""
+    wrong = [r for r in rounds if r.verdict == "different"]
+    factors = {round(r.worst.factor, 3) for r in wrong if r.worst.factor is not None}
+    if workers > 1 and factors & {float(workers), round(1 / workers, 3)}:
+        yield (
+            f"what changes is off by the number of workers, {workers}: the loss is a sum where a mean is expected "
+            '(reduction="mean"), or count= does not say how many terms it has'
+        )
+    if wrong and drawn:
+        yield (
+            f"the model draws from {' and '.join(drawn)} as it computes: draw in augment, keyed by example, "
+            "to have the same numbers on any number of workers"
+        )
 
 
 def _many(chosen: Candidate, asked: int, there: int) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from apportion import plain_paths
-from apportion.errors import ApportionError
+from apportion.errors import ApportionError, NotProved
 from apportion.job import Job
 from apportion.proof import Proof
 from apportion.prover import Asked, OutOfMemoryError, OutOfTimeError, prove
@@ -55,14 +55,6 @@ class Settled:
     @property
     def proved(self) -> bool:
         return self.verdict == "equal"
-
-
-class NotProvedError(Exception):
-    """The run must not go on as it is: what was found, for who can choose another way."""
-
-    def __init__(self, settled: Settled) -> None:
-        super().__init__(settled.sentence)
-        self.settled = settled
 
 
 class SelfProof:
@@ -104,11 +96,11 @@ class SelfProof:
         return self._unproved(f"one host cannot start {self._chosen.ranks} processes to show it")
 
     def check(self, settled: Settled) -> dict[str, Any]:
-        """What the run writes down of it; NotProvedError where it must not go on as it is."""
+        """What the run writes down of it; NotProved where it must not go on as it is."""
         if settled.plain != self._job.plain or settled.verdict == "different":
-            raise NotProvedError(settled)
+            raise NotProved(settled.sentence, proved=settled.proved, plain=settled.plain)
         if self._required and not settled.proved:
-            raise NotProvedError(settled)
+            raise NotProved(settled.sentence, proved=settled.proved, plain=settled.plain)
         return asdict(settled)
 
     def seconds(self, steps: int) -> float:

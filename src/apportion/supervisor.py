@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from apportion.attendant import Attendant, Fault, News, Said
 from apportion.checkpoint import RunDirectory
@@ -19,9 +19,11 @@ from apportion.crew import Crew, failure
 from apportion.event import Event
 from apportion.job import Job
 from apportion.launch.local import Local
-from apportion.self_proof import SelfProof
 from apportion.supervise import Finish, Policy, Stop
 from apportion.watch import LOOK_SECONDS
+
+if TYPE_CHECKING:
+    from apportion.self_proof import SelfProof
 
 SAVE_SECONDS = 3.5
 """After Ctrl-C: how long writing the last update may take."""

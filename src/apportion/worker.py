@@ -32,7 +32,6 @@ from apportion.fingerprint import check_fingerprint
 from apportion.job import Job
 from apportion.meter import Meter
 from apportion.parallel.recovery import broadcast_state
-from apportion.proof_key import proof_key
 from apportion.replica_digest import check_replicated
 from apportion.saving import Saver
 from apportion.schedule_ahead import warning_of
@@ -115,6 +114,8 @@ class _Run:
             return None
         key = None
         if self.world.rank == 0:
+            from apportion.proof_key import proof_key  # it knows every kind of value
+
             key = proof_key(self.workload, self.step)
         return self.wish.settle({"key": key, "steps": self.source.total})
 

@@ -16,7 +16,7 @@ from apportion.address import check_place
 from apportion.agreement import Wish
 from apportion.checkpoint import RunDirectory
 from apportion.comm.message import broadcast_message
-from apportion.errors import CheckpointError, Disproved
+from apportion.errors import CheckpointError, Disproved, NotProved
 from apportion.event import Event
 from apportion.job import Job
 from apportion.launch.env import Env
@@ -24,7 +24,6 @@ from apportion.launch.local import Local
 from apportion.planner.decision import Decision, Planning, next_best
 from apportion.planner.drift import Watch
 from apportion.report import Journal
-from apportion.self_proof import NotProvedError, SelfProof
 from apportion.strategy import Strategy
 from apportion.supervise import Policy
 from apportion.supervisor import Supervised
@@ -156,16 +155,15 @@ def _started(
         try:
             yield from _on_processes(asked, decision, before, plain)
             return
-        except NotProvedError as error:
-            settled = error.settled
-            if settled.proved:  # with these fast paths switched off
-                plain = settled.plain
+        except NotProved as error:
+            if error.proved:  # with these fast paths switched off
+                plain = error.plain
             elif decision.told is None or not decision.chosen.strategy.exact:
-                raise Disproved(f"{settled.sentence}; {_CURE}") from None
+                raise Disproved(f"{error}; {_CURE}") from None
             else:
                 refused.add(str(decision.chosen))
                 plain = ()
-                decision = next_best(decision, refused, launcher, settled.sentence)
+                decision = next_best(decision, refused, launcher, str(error))
 
 
 _CURE = "give another strategy, or none; or mend the workload; check=False (--no-check) trains it all the same"
@@ -174,7 +172,7 @@ _CURE = "give another strategy, or none; or mend the workload; check=False (--no
 def _on_processes(
     asked: _Asked, decision: Decision, before: list[Event], plain: tuple[str, ...]
 ) -> Generator[Event, None, None]:
-    """Under one strategy. NotProvedError before the first step, where it must not be."""
+    """Under one strategy. NotProved before the first step, where it must not be."""
     chosen = decision.chosen
     warning = chosen.launcher.overload(chosen.ranks)
     if warning is not None:
@@ -186,6 +184,8 @@ def _on_processes(
     spent = 0.0 if decision.told is None else float(decision.told["seconds"])
     proof = None
     if job.prove:
+        from apportion.self_proof import SelfProof  # a run that is not proved needs none of this
+
         proof = SelfProof(job, chosen, step_seconds=step_seconds, spent=spent, required=asked.require_proof)
     supervised = Supervised(job, chosen.launcher, chosen.ranks, proof)
     watch = None if decision.expected is None else Watch(decision.expected)
@@ -215,15 +215,16 @@ def _settled_together(job: Job, world: World, told: dict[str, Any], *, required:
     """Rank 0 proves with as many processes of its own, on the CPU; all ranks are told. Disproved on all of them."""
     answer: dict[str, Any] | None = None
     if world.rank == 0:
+        from apportion.self_proof import SelfProof
+
         workers = next(n for n in range(1, world.size + 1) if job.strategy.ranks(n) == world.size)
         alike = candidate(job.strategy, Local(workers=workers, threads=1, device="cpu"))
         proof = SelfProof(job, alike, required=required)
         settled = proof.known(told) or (proof.settle(told) if world.size <= PROCESSES else proof.too_many())
         try:
             answer = {"proof": proof.check(settled)}
-        except NotProvedError as error:
-            plain = ",".join(error.settled.plain)
-            cure = f"APPORTION_PLAIN={plain} does" if error.settled.proved else _CURE
+        except NotProved as error:
+            cure = f"it does with APPORTION_PLAIN={','.join(error.plain)}" if error.proved else _CURE
             answer = {"refused": f"{error}; {cure}"}
     answer = broadcast_message(answer, world.group(), device=world.device)
     if "refused" in answer:
