@@ -230,7 +230,7 @@ class _Looked:
         try:
             with torch.no_grad():
                 for p in parameters:
-                    signs = torch.randint(0, 2, p.shape, generator=generator).to(p.device) * 2 - 1
+                    signs = torch.randint(0, 2, p.shape, generator=generator).to(p.device, p.dtype) * 2 - 1
                     p.mul_(1 + nudge * signs)
             return self._apart(self.copied.run([self._rows], [1.0]), whole)
         finally:
