@@ -180,10 +180,14 @@ class ReadsRank(nn.Module):
 
 
 class OwnBatchNorm(nn.BatchNorm1d):
-    """With a forward of its own, which sees the rows of one rank."""
+    """With a forward of its own, which sees the rows of one rank: by a function that is not intercepted, and only of
+    more rows than a look at the network gives it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+        assert self.momentum is not None
+        training = self.training and len(x) > 8
+        moments = self.running_mean, self.running_var
+        return torch.native_batch_norm(x, self.weight, self.bias, *moments, training, self.momentum, self.eps)[0]
 
 
 class Drops(nn.Module):

@@ -204,9 +204,7 @@ REFUSED: dict[str, tuple[Callable[[], Workload], str]] = {
     "moving mean, reassigned": (lambda: work(Moving(new=True)), r"the buffer between\.mean"),
     "codebook": (lambda: work(Codebook), r"the buffer between\.codes"),
     "backward": (lambda: work(Averaging.apply), r"the gradient of first\.(weight|bias)"),
-    "loss": (lambda: work(nn.Tanh(), loss=balanced), "the loss of a batch is not the mean"),
-    "sum": (lambda: work(nn.Tanh(), loss=summed), "the loss is a sum"),
-    "count": (lambda: work(nn.Tanh(), count=lambda t: float((t > 0).sum()) + 0.5 * len(t)), "let count say"),
+    "loss": (lambda: work(nn.Tanh(), loss=balanced), "the loss couples the rows of a batch"),
 }  # fmt: skip
 
 
@@ -315,6 +313,8 @@ APART: dict[str, Callable[[], Workload]] = {
     "spectral norm": lambda: work(nn.utils.parametrizations.spectral_norm(nn.Linear(12, 12))),
     "tokens that do not count": lambda: work(nn.Tanh(), loss=uncounted, count=lambda t: float((t != 0).sum())),
     "a loss that is said to couple": lambda: work(nn.Tanh(), loss=balanced, count=None),
+    "a sum, which a proof tells": lambda: work(nn.Tanh(), loss=summed),
+    "a wrong count, which a proof tells": lambda: work(nn.Tanh(), count=lambda t: float((t > 0).sum()) + len(t)),
     "chaos": lambda: work(nn.Tanh(), loss=chaotic),
     "a hook on what a row gives": lambda: work(Called(_clamped)),
     "half precision within": lambda: work(lambda x: x.bfloat16().cumsum(1).to(x.dtype)),

@@ -11,6 +11,7 @@ Where this cannot be told (the forward takes no few rows, computes in half preci
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -162,13 +163,14 @@ class _Looked:
         return self._apart(found, expected) > factor * self._bound()
 
     def _apart(self, found: Ran, expected: Ran) -> float:
-        """The largest difference of the loss, and of a parameter's gradient, of the largest that are there; 0 where
-        they are no numbers."""
+        """The largest difference of the loss, and of a parameter's gradient, of the largest that are there; infinite
+        where they are no numbers."""
         assert found.loss is not None
         assert expected.loss is not None
         scale = max(float(expected.loss.abs()), 1e-30)
         worst = float((found.loss - expected.loss).abs()) / scale
-        return max([worst, *self._gradients_apart(found, expected).values()])
+        apart = [worst, *self._gradients_apart(found, expected).values()]
+        return max(apart) if all(map(math.isfinite, apart)) else math.inf
 
     def _gradients_apart(self, found: Ran, expected: Ran) -> dict[str, float]:
         largest = max((float(g.abs().max()) for g in expected.gradients.values() if g.numel()), default=0.0)
@@ -202,13 +204,13 @@ class _Looked:
         if self._apart(again, whole) > 0.0 or not self._apart(apart, whole) < float("inf"):
             return None
         noise = self._nudged(whole)
-        if not self._apart(apart, whole) > CHAOS * noise:
+        if noise > self._bound() or not self._apart(apart, whole) > CHAOS * noise:
             return None
         called = self._coupled()
         if called is not None and called.name:
             return called.text
-        loss = self._loss_coupled(whole)
-        if loss is not None:
+        is_loss, loss = self._loss_of_rows(whole)
+        if is_loss:
             return loss
         if called is not None:
             return called.text
@@ -228,7 +230,7 @@ class _Looked:
         try:
             with torch.no_grad():
                 for p in parameters:
-                    signs = torch.randint(0, 2, p.shape, generator=generator).to(p.device) * 2 - 1
+                    signs = torch.randint(0, 2, p.shape, generator=generator).to(p.device, p.dtype) * 2 - 1
                     p.mul_(1 + nudge * signs)
             return self._apart(self.copied.run([self._rows], [1.0]), whole)
         finally:
@@ -261,31 +263,43 @@ class _Looked:
         parts = [tree.map_tensors(lambda t, rows=rows: t[rows], self._rows) for rows in chosen]  # type: ignore[misc]
         return [self.copied.run([part], [1.0], tape=True) for part in parts]
 
-    def _loss_coupled(self, whole: Ran) -> str | None:
-        """Is it the loss, of outputs that are as they are?"""
+    def _loss_of_rows(self, whole: Ran) -> tuple[bool, str | None]:
+        """Is it the loss that differs, of outputs that are as they are; and does it couple them? Where every half's
+        gradient is only weighted in another way, as a sum or a wrong count does, it does not: a proof tells that."""
         outputs, targets = whole.outputs, self._rows[1]
         leaves = tree.tensors(outputs)
         if self._workload.count is None or not leaves or any(t.dim() == 0 or len(t) != self._many for t in leaves):
-            return None
+            return False, None
         half = self._many // 2
-        rows = slice(0, half), slice(half, self._many)
-        whole_loss = self.copied.loss_of(outputs, targets)
-        losses = [self.copied.loss_of(tree.rows(outputs, r), tree.rows(targets, r)) for r in rows]
+        halves = slice(0, half), slice(half, self._many)
+        everything, given = self._loss_gradients(outputs, targets)
+        found = [self._loss_gradients(tree.rows(outputs, r), tree.rows(targets, r)) for r in halves]
         weights = self._parts[1]
-        scale = max(float(whole_loss.abs()), 1e-30)
-        if abs(float(sum(losses) - whole_loss)) <= self._bound() * scale:
-            return (
-                "the loss is a sum over the examples, and must be their mean: divide it by what count says (examples, "
-                "where none is given)"
-            )
-        mean = sum(w * loss for w, loss in zip(weights, losses, strict=True) if w)
-        if abs(float(mean - whole_loss)) > self._bound() * scale:
-            return (
-                "the loss of a batch is not the mean of the losses of its parts, each with the terms that count says: "
-                "if it couples the examples give count=None, so that it sees all outputs; else let count say what it "
-                "divides by"
-            )
-        return None
+        scale = max(float(everything.abs()), 1e-30)
+        mean = sum(w * float(loss) for w, (loss, _) in zip(weights, found, strict=True) if w)
+        apart = [abs(mean - float(everything)) / scale]
+        bent = False
+        for rows, weight, (_, own) in zip(halves, weights, found, strict=True):
+            for whole_gradient, part in zip(given, own, strict=True):
+                a, b = whole_gradient[rows].flatten().double(), part.flatten().double()
+                largest = max(float(whole_gradient.abs().max()), 1e-30)
+                apart.append(float((a - weight * b).abs().max()) / largest)
+                factor = (a @ b) / (b @ b).clamp(min=1e-300)
+                bent = bent or float((a - factor * b).abs().max()) > self._bound() * largest
+        if max(apart) <= self._bound():
+            return False, None
+        told = (
+            "the loss couples the rows of a batch: it is not the mean of the losses of its parts, each with the terms "
+            "that count says; give count=None, so that it sees all outputs"
+        )
+        return True, told if bent else None
+
+    def _loss_gradients(self, outputs: Any, targets: Any) -> tuple[Tensor, list[Tensor]]:
+        leaf = tree.map_tensors(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), outputs)
+        wanted = [t for t in tree.tensors(leaf) if t.requires_grad]
+        loss = self.copied.loss_of(leaf, targets)
+        found = torch.autograd.grad(loss, wanted, allow_unused=True)
+        return loss.detach(), [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
 
     def _of_draws(self, whole: Ran) -> str | None:
         """Of a network that draws numbers of its own: those are the same where the shapes are."""

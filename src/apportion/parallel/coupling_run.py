@@ -124,7 +124,7 @@ class Copied:
                 drew = drew or draws() != drawn
                 if self._loss is not None and weight and not together:
                     losses.append(self._loss(found[-1], targets).reshape(()) * 1.0)
-                    losses[-1].backward(torch.full_like(losses[-1], weight))
+                    (losses[-1] * weight).backward()  # given a gradient, backward imports a good deal first
             outputs = found[0] if len(found) == 1 else None
             if together and self._loss is not None:
                 outputs, targets = joined(found), joined([targets for _, targets in parts])
@@ -149,7 +149,7 @@ class Copied:
     def loss_of(self, outputs: Any, targets: Any) -> Tensor:
         """Of outputs that are there."""
         assert self._loss is not None
-        return self._loss(outputs, targets).detach().reshape(())
+        return self._loss(outputs, targets).reshape(())
 
     def _outputs(self, inputs: Any) -> Any:
         inputs = tree.map_tensors(Tensor.clone, inputs)  # what a forward does in place, it does to these

@@ -44,9 +44,7 @@ from apportion import tree
 from apportion.batch import Batch, Batches
 from apportion.comm.differentiable import gather_rows
 from apportion.deal import DataShard
-from apportion.parallel.batch_functions import use_whole_functions
 from apportion.parallel.batch_norm import Attendance, use_whole_batch
-from apportion.parallel.coupling import refuse_coupling, whole_batch_functions
 from apportion.parallel.gradient_hooks import GradientHooks
 from apportion.parallel.gradients import LARGE_BYTES, GradientSum, early_bytes
 from apportion.parallel.one_device import reference
@@ -218,6 +216,9 @@ class DataParallelStep(Step):
                 f"microbatches={self._microbatches} would give {normalised[0]} the statistics of a part of the batch: "
                 "use microbatches=1, or a normalisation that looks at one example (GroupNorm, LayerNorm)"
             )
+        from apportion.parallel.batch_functions import use_whole_functions  # here: a driver need not import them
+        from apportion.parallel.coupling import refuse_coupling, whole_batch_functions
+
         if self._microbatches > 1:
             strategy = f"data_parallel(microbatches={self._microbatches})"
             refuse_coupling(model, self._workload, self.source.sample, strategy=strategy)
