@@ -20,9 +20,11 @@ from apportion.event import Event
 from apportion.job import Job
 from apportion.launch.env import Env
 from apportion.launch.local import Local
+from apportion.ownership import loading
 from apportion.planner.decision import Decision, Planning
 from apportion.planner.drift import Watch
 from apportion.report import Journal
+from apportion.single_writer import single_writer
 from apportion.strategy import Strategy
 from apportion.supervise import Policy
 from apportion.supervisor import Supervised
@@ -61,6 +63,11 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     ``break`` checkpoints and stops every rank at the same step. Raises WorkerFailed where a worker fails,
     CheckpointError where the state cannot be kept, ValueError for what was asked wrongly.
     """
+    if loading:
+        raise ValueError(
+            f"{loading[-1]} trains while load() imports it: put what trains under if __name__ == '__main__':, or give "
+            "load(..., model=...)"
+        )
     launcher = launcher or Local()
     address = workload if isinstance(workload, str) else _address(workload)
     if isinstance(workload, str):
@@ -125,6 +132,13 @@ def _started(
     asked: _Asked, strategy: Strategy | None, launcher: Local, planning: Planning
 ) -> Generator[Event, None, None]:
     """On processes of this machine."""
+    with single_writer(asked.run_dir):
+        yield from _run_here(asked, strategy, launcher, planning)
+
+
+def _run_here(
+    asked: _Asked, strategy: Strategy | None, launcher: Local, planning: Planning
+) -> Generator[Event, None, None]:
     if strategy is None:
         from apportion.planner.deciding import decide  # a strategy that is given needs none of this
 
@@ -137,7 +151,7 @@ def _started(
         yield from before
     warning = chosen.launcher.overload(chosen.ranks)
     if warning is not None:
-        warnings.warn(warning, stacklevel=3)
+        warnings.warn(warning, stacklevel=4)
     job = asked.job(chosen.strategy, chosen.launcher, chosen.launcher.threads_each(chosen.ranks))
     replaceable = chosen.strategy.survives and chosen.ranks > 1 and chosen.launcher.on_cpu()
     job = replace(job, replaceable=replaceable, workers=chosen.ranks)
@@ -155,7 +169,11 @@ def _joined(asked: _Asked, strategy: Strategy | None, launcher: Env) -> Generato
     world = World.from_env(device=launcher.device)
     job = asked.job(strategy, launcher, torch.get_num_threads())
     events = work(job, world, Wish())
-    yield from _journaled(job, events, [], []) if world.rank == 0 else events
+    if world.rank != 0:
+        yield from events
+        return
+    with single_writer(asked.run_dir):
+        yield from _journaled(job, events, [], [])
 
 
 def _journaled(
@@ -210,6 +228,8 @@ def _report(run_dir: str) -> None:
         write_html(run_dir)
     except CheckpointError as error:  # the run itself is whole, or its own error is on its way
         warnings.warn(f"no report: {error}", stacklevel=2)
+    except Exception as error:  # events that someone has changed: no reason to end a run that is whole
+        warnings.warn(f"no report, drawing it failed: {type(error).__name__}: {error}", stacklevel=2)
 
 
 def fresh_run_dir(address: str | None) -> Path:
