@@ -159,7 +159,7 @@ class _Supervisor:
                 if message["kind"] == "shared":
                     fd = self._memory.fd(message["name"], message["nbytes"])
                     try:
-                        lines.send({"kind": "shared"}, fd)
+                        lines.send({"kind": "shared", "name": message["name"]}, fd)
                     except OSError:  # it was killed as it asked
                         pass
                 elif message["kind"] == "result":

@@ -738,8 +738,11 @@ workload = Workload(model=Net, data=lambda: [], optimizer=torch.optim.SGD, batch
 
 
 @pytest.fixture
-def trained(tmp_path: Path) -> tuple[RunDirectory, nn.Module]:
-    """A run of a network with tied weights, dropout, and a random buffer that no checkpoint holds."""
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunDirectory, nn.Module]:
+    """A run of a network with tied weights, dropout, and a random buffer that no checkpoint holds. Its code lies in the
+    project that the caller works in."""
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "net.py").write_text(SOURCE)
     scope: dict[str, Any] = {"__name__": "net"}

@@ -40,8 +40,8 @@ FLAGS = {
         "--against", "--allow-approximate", "--cluster", "--help", "--json", "--launcher", "--network", "--no-trial",
         "--out", "--remeasure", "--workers",
     ],
-    "serve": ["--deadline", "--evaluate", "--help", "--host", "--port", "--quorum", "--replication"],
-    "export": ["--help", "--json", "--out", "--target"],
+    "serve": ["--deadline", "--evaluate", "--help", "--host", "--port", "--quorum", "--replication", "--trust"],
+    "export": ["--help", "--json", "--out", "--target", "--trust"],
 }  # fmt: skip
 WRITTEN = ("checkpoint", "report", "tensorboard")
 TINY = '''

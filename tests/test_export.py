@@ -153,6 +153,7 @@ APPORTION = (sys.executable, "-m", "apportion")
 def test_a_run_is_exported_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("work.py").write_text(WORK)
+    Path("pyproject.toml").touch()  # what lies here is the caller's own
     finish([start([*APPORTION, "train", "work.py:workload", "--strategy", "single_device", "--run-dir", "run"])])
     (said,) = finish([start([*APPORTION, "export", "run"])])
     assert said.startswith("run/model.onnx: ")

@@ -41,6 +41,7 @@ TRAIN = (sys.executable, "-m", "apportion", "train", "work.py:workload", "--stra
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "pyproject.toml").touch()  # what lies here is the caller's own
     (tmp_path / "work.py").write_text(WORK.replace("STEPS", "20"))
     monkeypatch.chdir(tmp_path)
     return tmp_path

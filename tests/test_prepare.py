@@ -70,14 +70,14 @@ def test_a_run_that_goes_on_changes_no_member(
             raise OSError(18, "Invalid cross-device link")
 
         monkeypatch.setattr(os, "link", refuse)
-    source, said = prepare("m1", str(run.path), folder, threads=[1])
+    source, said = prepare("m1", str(run.path), folder, threads=[1], trust=True)
     assert said[0] == f"m1: step-00000001 of {run.path}"
     assert source.runtime == ("torch" if net == "Deciding" else source.runtime)
     assert answer(source) == 3.0
     saved(run, 3, keep=1, best=True)
     assert run.steps() == [3]
     assert answer(source) == 3.0, "and not that of step 3"
-    fresh, _ = prepare("m1", str(run.path), tmp_path / "made", threads=[1])
+    fresh, _ = prepare("m1", str(run.path), tmp_path / "made", threads=[1], trust=True)
     assert answer(fresh) == 9.0
 
 
@@ -85,7 +85,7 @@ def test_a_run_that_cannot_be_served_is_named_as_it_was_given(tmp_path: Path) ->
     run = a_run(tmp_path, "nn.Linear")
     (run.path / "run.json").write_text("{}")
     with pytest.raises(ValueError, match=rf"{run.path} names no workload as FILE:NAME"):
-        prepare("m1", str(run.path), tmp_path, threads=[1])
+        prepare("m1", str(run.path), tmp_path, threads=[1], trust=True)
 
 
 def test_a_full_disk_is_said_with_the_cure_and_nothing_is_left_on_it(tmp_path: Path, small_disk: Path) -> None:

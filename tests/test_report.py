@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from browsers import Browser
 
+from apportion import appended
 from apportion.errors import CheckpointError
 from apportion.event import Event
 from apportion.report import Journal, duration, entries, measure, number, read_events, summary
@@ -205,11 +206,67 @@ def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
         write_html(tmp_path)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk without room")
-def test_a_full_disk_is_told_with_the_cure(tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").symlink_to("/dev/full")
-    with Journal(tmp_path) as journal, pytest.raises(CheckpointError, match="No space left on device; make room"):
-        journal.write(start())
+def fill(path: Path) -> None:
+    """To the last block."""
+    with open(path, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+
+
+def write_all(journal: Journal, events: Iterable[Event], *, close: bool = False) -> None:
+    for one in events:
+        journal.write(one)
+    if close:
+        journal.close()
+
+
+def test_a_full_disk_is_told_once_and_what_waited_is_written_when_there_is_room(small_disk: Path) -> None:
+    losses = [loss_at(n) for n in range(1, 41)]
+    events = [start(), *(step(n, losses) for n in range(10, 2000, 10)), end()]
+    filler = small_disk / "filler"
+    with Journal(small_disk / "run") as journal:
+        journal.write(events[0])
+        fill(filler)
+        with pytest.warns(UserWarning, match="the disk is full") as told:
+            write_all(journal, events[1:100])
+        assert len([w for w in told if "events.jsonl waits in memory; make room there" in str(w.message)]) == 1
+        filler.unlink()
+        write_all(journal, events[100:])
+    assert same(read_events(small_disk / "run"), events)
+
+
+def test_events_that_never_find_room_are_counted_and_what_is_there_can_be_read(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(appended, "MOST_WAITING", 20_000)
+    journal = Journal(small_disk / "run")
+    journal.write(start())
+    fill(small_disk / "filler")
+    many = [step(n, [loss_at(n)] * 50) for n in range(10, 1000, 10)]
+    with pytest.warns(UserWarning, match="the disk is full") as told:
+        write_all(journal, many, close=True)
+    found = read_events(small_disk / "run")
+    assert 1 <= len(found) < len(many)
+    assert same(found[1:], many[: len(found) - 1])
+    missing = 1 + len(many) - len(found)
+    assert f"{missing} lines are missing" in str([str(w.message) for w in told])
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_is_no_ordinary_file_is_neither_followed_nor_appended_to(tmp_path: Path, kind: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("precious\n")
+    events = tmp_path / "run" / "events.jsonl"
+    events.parent.mkdir()
+    {"link": lambda: events.symlink_to(elsewhere), "pipe": lambda: os.mkfifo(events), "folder": events.mkdir}[kind]()
+    with pytest.raises(CheckpointError, match=re.escape(str(events))):
+        Journal(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=re.escape(str(events))):
+        read_events(tmp_path / "run")
+    assert elsewhere.read_text() == "precious\n"
 
 
 def test_a_run_directory_that_cannot_be_made_is_told_with_the_cure(tmp_path: Path) -> None:

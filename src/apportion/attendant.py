@@ -14,7 +14,7 @@ from apportion.crew import Crew
 from apportion.errors import ApportionError
 from apportion.happening import Loss
 from apportion.supervise import Action, Finish, GoOn, Replace, Restart, Shrink, Stop
-from apportion.watch import LOOK_SECONDS
+from apportion.watch import LOOK_SECONDS, Allowance
 
 ANSWER_SECONDS = 0.001
 """Between two looks at who has answered that another is lost."""
@@ -157,14 +157,14 @@ class Attendant:
     def _leave(self, lost: Sequence[int]) -> None:
         """Have those who are left save the last update, and end; in the little time that there is."""
         self._tell_mended(told=True)
-        deadline = time.monotonic() + LEAVE_SECONDS
+        allowed = Allowance(LEAVE_SECONDS)
         silence = self._crew.open_change(lost)
         while not self._crew.settled(lost, silence):
-            if self._closing or time.monotonic() > deadline:
+            if self._closing or allowed.left < 0:
                 return
             self._hear(ANSWER_SECONDS)
         self._crew.dismiss()
-        self._say(self._crew.part(deadline - time.monotonic()))
+        self._say(self._crew.part(allowed.left))
 
     def _tell_mended(self, *, told: bool = False) -> None:
         """That the training goes on after a loss, once it does. ``told``: now, whether it does or not."""

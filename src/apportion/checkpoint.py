@@ -37,10 +37,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from apportion.appended import open_own
 from apportion.errors import CheckpointError
 from apportion.fingerprint import check_fingerprint
+from apportion.ownership import source_of
 from apportion.strategy import PARTS, State
 from apportion.tensor_file import read_tensors, storable
+from apportion.well_formed import check_manifest, check_run, read_json
 
 FORMAT = 1
 _LOCK_SECONDS = 10.0  # a killed writer may still be syncing when the resumed run saves for the first time
@@ -67,7 +70,8 @@ class RunDirectory:
 
     def start(self, run: Mapping[str, Any]) -> None:
         """Make the folder and write ``run.json``: ``run`` (plain JSON: ``address``, ``strategy``, ``launcher``,
-        ``fingerprint``), the versions, the time, and ``cwd``, against which a relative address is resolved.
+        ``fingerprint``), the versions, the time, ``cwd``, against which a relative address is resolved, and ``source``,
+        the file behind the address with its digest.
 
         ValueError where it already holds a run that could be resumed; CheckpointError where it cannot be written."""
         if steps := self.steps():
@@ -78,10 +82,12 @@ class RunDirectory:
             "cwd": os.getcwd(),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": _versions(),
+            **run,
         }
+        about["source"] = source_of(about.get("address"), about["cwd"])
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            _write_json(self.path / ".run.json", {**about, **run})
+            _write_json(self.path / ".run.json", about)
             os.replace(self.path / ".run.json", self.path / "run.json")
             for folder in (self.path, self.path.resolve().parent):
                 _sync(folder)
@@ -103,14 +109,12 @@ class RunDirectory:
         """``run.json``. ValueError where there is no run."""
         path = self.path / "run.json"
         try:
-            run = json.loads(path.read_bytes())
+            run = read_json(path)
         except FileNotFoundError:
             raise ValueError(f"{self.path} holds no run (it has no run.json): give the folder of one") from None
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}): put it back, or start a new run") from error
-        if not isinstance(run, dict):
-            raise CheckpointError(f"{path} is no run.json of apportion: put it back, or start a new run")
-        return run
+        return check_run(path, run)
 
     def steps(self) -> list[int]:
         """The checkpoints that are there, oldest first."""
@@ -129,6 +133,8 @@ class RunDirectory:
         started, path = time.perf_counter(), self.checkpoints / _name(state.step)
         manifest: dict[str, Any] = {"format": FORMAT, "step": state.step, "epoch": epoch, "strategy": strategy}
         manifest["settings"] = _plain(state.settings, "settings")
+        if (mark := self._mark()) is not None:
+            manifest["run"] = mark
         parts = {name: storable(name, getattr(state, name)) for name in PARTS}
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -153,10 +159,10 @@ class RunDirectory:
     def best(self) -> float | None:
         """What the metric was at the checkpoint that ``best`` points at; None where there is none yet."""
         try:
-            found = json.loads((self._locate("best") / "state.json").read_bytes())["settings"]["best"]
-        except (CheckpointError, OSError, ValueError, KeyError):
+            found = read_json(self._locate("best") / "state.json")["settings"]["best"]
+            return float(found) if found is not None else None
+        except (CheckpointError, OSError, ValueError, KeyError, TypeError, IndexError, OverflowError):
             return None
-        return float(found) if found is not None else None
 
     def trusted(self, which: str | int, read: Callable[[Path], _T]) -> _T:
         """What ``read`` makes of a checkpoint's folder, read again where a writer has just replaced it."""
@@ -164,6 +170,7 @@ class RunDirectory:
         inode = _inode(folder)
         try:
             found = read(folder)
+            self._check_origin(folder)
         except CheckpointError as error:
             if self._locate(which) == folder and _inode(folder) == inode:
                 raise CheckpointError(f"{error}; {self._cure(folder)}") from error
@@ -172,11 +179,26 @@ class RunDirectory:
                 return found
         return self.trusted(which, read)  # a training that goes on saved the step again, or pruned it meanwhile
 
+    def _mark(self) -> str | None:
+        """What tells this run's checkpoints from another's: a digest of its fingerprint. None where there is none."""
+        try:
+            mark = read_json(self.path / "run.json")["fingerprint"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return hashlib.sha256(json.dumps(mark, sort_keys=True).encode()).hexdigest()
+
+    def _check_origin(self, folder: Path) -> None:
+        mark, found = self._mark(), _read_manifest(folder / "state.json").get("run")
+        if mark is not None and found is not None and found != mark:
+            raise CheckpointError(f"{folder} is of another run, with another workload or seed than run.json says")
+
     def _locate(self, which: str | int) -> Path:
         if isinstance(which, str) and which not in ("latest", "best"):
             raise ValueError(f'which={which!r} must be "latest", "best" or a step, one of {self.steps()}')
         link = self.checkpoints / str(which)
         name = _name(which) if isinstance(which, int) else os.readlink(link) if link.is_symlink() else which
+        if link.is_symlink() and re.fullmatch(r"step-\d{8,}", name) is None:
+            raise CheckpointError(f"{link} points at {name}, which is no checkpoint of this run: remove the link")
         final, replaced = self.checkpoints / name, self.checkpoints / f"{_REPLACED}{name}"
         for folder in (final, replaced, final):  # the last for a writer that put it there meanwhile
             if folder.is_dir():
@@ -202,7 +224,7 @@ class RunDirectory:
     def _locked(self) -> Iterator[None]:
         """One writer at a time, so that whatever lies aside is of a dead one. A killed holder lets go."""
         deadline = time.monotonic() + _LOCK_SECONDS
-        with open(self.checkpoints / ".lock", "ab") as file:
+        with open(open_own(self.checkpoints / ".lock", os.O_WRONLY | os.O_CREAT), "ab") as file:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -308,7 +330,7 @@ def _verify(folder: Path, *names: str) -> dict[str, Any]:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = read_json(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -322,6 +344,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         )
     if _sealed({k: v for k, v in manifest.items() if k != "sha256"}) != manifest:
         raise CheckpointError(f"{path} is not as it was written: its sha256 differs from the one in it")
+    check_manifest(path, manifest)
+    named = re.fullmatch(r"step-(\d{8,})", path.resolve().parent.name)
+    if named is not None and int(named[1]) != manifest["step"]:
+        raise CheckpointError(f"{path} is of step {manifest['step']}: it belongs to another checkpoint than {named[0]}")
     return manifest
 
 
@@ -362,7 +388,7 @@ def _sync(path: Path) -> None:
 def _write_json(path: Path, content: Mapping[str, Any]) -> int:
     """Written and synced; how many bytes."""
     text = json.dumps(content, indent=1).encode()
-    with open(path, "wb") as file:
+    with open(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

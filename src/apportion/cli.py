@@ -47,6 +47,7 @@ Remeasure = Annotated[bool, typer.Option("--remeasure", help="forget what earlie
 AllowApproximate = Annotated[
     bool, typer.Option("--allow-approximate", help="choose an approximate strategy where it learns more in a pilot")
 ]
+Trust = Annotated[bool, typer.Option("--trust", help="run the code that a run names, whosever it is")]
 Json = Annotated[bool, typer.Option("--json", help="the answer as JSON, on standard output")]
 
 
@@ -319,6 +320,7 @@ def serve(  # noqa: PLR0913 (the flags)
         str | None,
         typer.Option(metavar="DATA", help="FILE:NAME or FILE.npz: say what answers without a member cost, and end"),
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Answer with one net or an ensemble by a deadline, over the Open Inference Protocol."""
     with _guarded():
@@ -329,6 +331,7 @@ def serve(  # noqa: PLR0913 (the flags)
         given = {"quorum": quorum, "replication": replication, "host": host, "port": port} | {
             "deadline": None if deadline is None else seconds_of(deadline)
         }
+        given["trust"] = trust
         serving = Serving(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
         if evaluate is not None:
             from apportion.serving.evaluation import evaluate as judge
@@ -345,13 +348,14 @@ def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="a run's folder, or one of its checkpoints")],
     target: Annotated[str, typer.Option(metavar="T", help='"onnx", "onnx(opset=20)"')] = "onnx",
     out: Annotated[str | None, typer.Option(metavar="FILE", help="default: model.onnx and the like, in RUN")] = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Carry a trained net to other hardware, and hold what the file computes against the net."""
     with _guarded():
         from apportion.verbs.export import export_run
 
-        made = export_run(run, target=target, path=out)
+        made = export_run(run, target=target, path=out, trust=trust)
         if as_json:
             typer.echo(json.dumps({**asdict(made), "path": str(made.path)}))
         else:

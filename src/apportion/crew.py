@@ -27,7 +27,7 @@ from apportion.job import Job
 from apportion.launch.local import Local, Process
 from apportion.spare import Spare
 from apportion.supervise import Action, Policy, Stop, next_action
-from apportion.watch import LOOK_SECONDS, Silence, Watch, is_stopped, memory_kills
+from apportion.watch import LOOK_SECONDS, Allowance, Silence, Watch, is_stopped, memory_kills
 
 GONE_SECONDS = 5.0
 KILL_SECONDS = 30.0
@@ -110,6 +110,8 @@ class Crew:
 
     def hear(self, seconds: float) -> Iterator[tuple[int, Message]]:
         """What ranks say within this time; returns at the first words. What happens to them is noted."""
+        if self._members is not None:
+            self._members.tick()
         # Whoever had ended before we listened, and is silent now, has nothing more to say, even where a process that it
         # has started holds its channel open.
         ended = {seat for seat in self._listened() if self._processes[seat].returncode() is not None}
@@ -138,8 +140,13 @@ class Crew:
         return [key.data for key in (self._selector.get_map() or {}).values() if key.data is not None]
 
     def _hand_out(self, seat: int, asked: Message) -> None:
+        reply = {"kind": "shared", "name": asked["name"]}
         try:
-            self._lines[seat].send({"kind": "shared"}, self._memory.fd(asked["name"], asked["nbytes"]))
+            given = [self._memory.fd(asked["name"], asked["nbytes"])]
+        except OSError as error:
+            given, reply = [], {**reply, "refused": error.strerror or str(error)}
+        try:
+            self._lines[seat].send(reply, *given)
         except OSError:
             pass  # it is gone; its exit says so
 
@@ -314,15 +321,15 @@ class Crew:
     def answers(self, kind: str, seconds: float) -> list[Message]:
         """One message of this kind from every rank."""
         given: dict[int, Message] = {}
-        deadline = time.monotonic() + seconds
+        allowed = Allowance(seconds)
         while len(given) < self.ranks:
-            for rank, message in self.hear(min(LOOK_SECONDS, deadline - time.monotonic())):
+            for rank, message in self.hear(min(LOOK_SECONDS, allowed.left)):
                 if message["kind"] == kind:
                     given[rank] = message
             action = self.action()
             if isinstance(action, Stop):
                 raise failure(action)
-            if time.monotonic() > deadline:
+            if allowed.left < 0 and len(given) < self.ranks:
                 missing = ", ".join(str(r) for r in range(self.ranks) if r not in given)
                 raise WorkerFailed(f"rank {missing} did not answer within {seconds:.0f} s")
         return [given[rank] for rank in range(self.ranks)]
@@ -331,9 +338,9 @@ class Crew:
 
     def part(self, seconds: float = GONE_SECONDS) -> Iterator[tuple[int, Message]]:
         """What ranks that are done still say, until they have ended by themselves."""
-        deadline = time.monotonic() + seconds
-        while self._listened() and time.monotonic() < deadline:
-            yield from self.hear(deadline - time.monotonic())
+        allowed = Allowance(seconds)
+        while self._listened() and (left := allowed.left) > 0:
+            yield from self.hear(min(LOOK_SECONDS, left))
 
     def _end_processes(self) -> None:
         for process in self._processes.values():

@@ -7,20 +7,24 @@ wall clock in seconds since 1970. JSON has no numbers that are not finite; they 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import operator
 import os
 import socket
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
+from apportion.appended import NO_ROOM, Appended, open_own, reason
 from apportion.errors import CheckpointError
-from apportion.event import Event
+from apportion.event import Event, EventKind
 
 EVENTS = "events.jsonl"
 REPORT = "report.html"
@@ -35,7 +39,8 @@ class Journal:
     """Writes down every event of a run as it comes: to ``events.jsonl``, and for TensorBoard where it is installed.
 
     A resumed run goes on in the same files. Each line is handed to the operating system at once, so that a driver that
-    is killed loses at most the line it was writing. Raises CheckpointError where the run directory cannot be written.
+    is killed loses at most the line it was writing. A full disk ends nothing: it is warned of, and what finds no room
+    is written when there is some. Raises CheckpointError where the run directory cannot be written for another reason.
     """
 
     def __init__(self, run_dir: str | Path) -> None:
@@ -44,23 +49,26 @@ class Journal:
         self._scalars = _Scalars(self._run_dir / TENSORBOARD)
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True)
-            _mend(self._path)
-            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+            self._lines = Appended(self._path, lambda line: _decode(line) is not None)
         except OSError as error:
             raise self._refused(error) from error
 
     def write(self, event: Event) -> None:
         """Keep this event."""
         try:
-            _write_all(self._file.fileno(), _encode(event))
+            self._lines.write(_encode(event))
             self._scalars.write(event)
         except OSError as error:
             raise self._refused(error) from error
 
     def close(self) -> None:
         """Nothing more will come."""
-        self._file.close()
-        self._scalars.close()
+        try:
+            self._lines.close()
+        except OSError as error:
+            raise self._refused(error) from error
+        finally:
+            self._scalars.close()
 
     def __enter__(self) -> Journal:
         return self
@@ -72,8 +80,8 @@ class Journal:
 
     def _refused(self, error: OSError) -> CheckpointError:
         return CheckpointError(
-            f"cannot write the events of the run to {self._path}: {error.strerror or error}; "
-            "make room there, or choose another run directory"
+            f"cannot write the events of the run to {self._path}: {reason(error)}; "
+            f"{'remove it' if error.errno == errno.ELOOP else 'make room there'}, or choose another run directory"
         )
 
 
@@ -90,9 +98,9 @@ def entries(run_dir: str | Path) -> Iterator[tuple[float, Event]]:
     """
     path = Path(run_dir) / EVENTS
     try:
-        file = open(path, "rb")  # noqa: SIM115 (closed by the with below)
+        file = open(open_own(path, os.O_RDONLY), "rb")  # noqa: SIM115 (closed by the with below)
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}; is {run_dir} the directory of a run?") from error
+        raise CheckpointError(f"cannot read {path}: {reason(error)}; is {run_dir} the directory of a run?") from error
     with file:
         for number, line in enumerate(file, 1):
             entry = _decode(line)
@@ -123,13 +131,19 @@ def _decode(line: bytes) -> tuple[float, Event] | None:
     try:
         record = json.loads(line)
         data = record["data"]
+        if not isinstance(data, dict) or not isinstance(record["kind"], str):
+            return None
         if b'NaN"' in line or b'Infinity"' in line:
             data = {key: value if key in _TEXTS else _numbers(value) for key, value in data.items()}
         event = Event(
-            kind=record["kind"], step=record["step"], epoch=record["epoch"], seconds=record["seconds"], data=data
+            kind=cast("EventKind", record["kind"]),
+            step=operator.index(record["step"]),
+            epoch=float(record["epoch"]),
+            seconds=float(record["seconds"]),
+            data=data,
         )
         return float(record["time"]), event
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 
@@ -151,34 +165,6 @@ def _numbers(value: Any) -> Any:
     return [_numbers(item) for item in value] if isinstance(value, list) else value
 
 
-def _mend(path: Path) -> None:
-    """Cut off a torn last line, so that what is appended begins a line of its own."""
-    if not path.exists():
-        return
-    with open(path, "r+b") as file:
-        torn = _tail(file.fileno())
-        if torn and _decode(torn) is None:
-            os.ftruncate(file.fileno(), os.fstat(file.fileno()).st_size - len(torn))
-        elif torn:  # only its end of line is missing
-            os.pwrite(file.fileno(), b"\n", os.fstat(file.fileno()).st_size)
-
-
-def _tail(descriptor: int) -> bytes:
-    """What follows the last end of line."""
-    start = size = os.fstat(descriptor).st_size
-    tail = b""
-    while start > 0 and b"\n" not in tail:
-        start = max(0, start - 65536)
-        tail = os.pread(descriptor, size - start, start)
-    return tail.rpartition(b"\n")[2]
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    """write(2) may take less than it is given, for example as the disk fills up."""
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
 class _Scalars:
     """TensorBoard's file of scalars, made with its first one: finding and importing tensorboard takes 0.1 s.
 
@@ -193,12 +179,24 @@ class _Scalars:
         self._formats: Any = None
         self._missing = False
         self._purge: int | None = None
+        self._full = False
 
     def write(self, event: Event) -> None:
         if event.kind == "start" and event.data.get("first_step"):
             # What an earlier sitting recorded beyond the checkpoint is done again: TensorBoard drops it.
             self._purge = int(event.data["first_step"]) + 1
         scalars = _scalars(event)
+        try:
+            self._write(event, scalars)
+            self._full = False
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            if not self._full:
+                self._full = True
+                warnings.warn(f"the disk is full: {self._folder} misses scalars; make room there", stacklevel=3)
+
+    def _write(self, event: Event, scalars: Mapping[str, float]) -> None:
         if scalars and self._open():
             record = self._formats.Event(step=event.step)
             for tag, value in scalars.items():
@@ -207,7 +205,8 @@ class _Scalars:
 
     def close(self) -> None:
         if self._records is not None:
-            self._records.close()
+            with suppress(OSError):  # that the disk is full was told
+                self._records.close()
             self._records = None
         self._missing = True
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +15,11 @@ from apportion.attendant import Attendant, Fault, News, Said
 from apportion.checkpoint import RunDirectory
 from apportion.crew import Crew, failure
 from apportion.event import Event
+from apportion.interrupts import Interrupts
 from apportion.job import Job
 from apportion.launch.local import Local
 from apportion.supervise import Finish, Policy, Stop
-from apportion.watch import LOOK_SECONDS
+from apportion.watch import LOOK_SECONDS, Allowance
 
 if TYPE_CHECKING:
     from apportion.self_proof import SelfProof
@@ -41,23 +40,29 @@ class Supervised:
         self._job, self._launcher, self._ranks, self._proof = job, launcher, ranks, proof
         self._crew: Crew | None = None
         self._attendant: Attendant | None = None
-        self._started = False
+        self.started = False
+        """Has a ``start`` been told?"""
         self._began = time.perf_counter()
         self._last: Event | None = None
         self._end: Event | None = None
-        self._interrupts = _Interrupts(self._interrupted_outside)
+        """The event that the run ends with, once it is known."""
+        self._finished: Event | None = None
+        """The ``end`` that the workers have told."""
+        self._over: Finish | Stop | Exception | None = None
+        """After this the workers have nothing more to tell, and nothing more to be asked."""
+        self._interrupts = Interrupts(self._interrupted_outside)
         self.rest: list[Event] = []
         """What happened after the loop over the events was left."""
 
     def events(self) -> Generator[Event, None, None]:
         """Everything that happens, as it happens. Closing it (``break``) checkpoints and stops every rank at one step;
-        Ctrl-C, also in the body of the loop, writes the last update at once. Raises WorkerFailed, CheckpointError,
-        RanksDiffer, or ValueError for the user's mistakes."""
+        Ctrl-C, also in the body of the loop, writes the last update at once. Once the run is over, both leave it as it
+        is. Raises WorkerFailed, CheckpointError, RanksDiffer, or ValueError for the user's mistakes."""
         try:
             self._interrupts.install()
             yield from self._guarded()
         except KeyboardInterrupt as interrupt:
-            if self._end is None:
+            if self._end is None and not self._failed():
                 end = self._save_and_stop()
                 self._interrupts.restore()
                 while self.rest:
@@ -87,6 +92,11 @@ class Supervised:
             if self._end is not None:  # an interrupt that the body of the loop has caught
                 yield self._end
                 return
+        if self._finished is not None:
+            self._end = self._finished
+            self._interrupts.outside = True
+            yield self._end
+            self._interrupts.outside = False
 
     def _close(self) -> None:
         if self._attendant is not None:
@@ -95,20 +105,15 @@ class Supervised:
             self._crew.close()
 
     def _listen(self, attendant: Attendant) -> Iterator[Event]:
-        end: Event | None = None  # it comes last, also where another rank still has something to tell
         while True:
-            news = attendant.news(LOOK_SECONDS)
+            news = self._news(attendant, LOOK_SECONDS)
             if isinstance(news, Said) and news.message["kind"] == "prove":
                 yield from self._settle(news.message)
                 continue
             event = self._told(news)
-            if event is not None and event.kind == "end":
-                end = end or event
-            elif event is not None:
+            if event is not None:
                 yield event
             if isinstance(news, Finish):
-                if end is not None:
-                    yield end
                 return
             if isinstance(news, Stop):
                 self._close()
@@ -139,19 +144,30 @@ class Supervised:
     def _proof_event(self, **data: Any) -> Event:
         return self._own_event("proof", **data)
 
+    def _news(self, attendant: Attendant, seconds: float) -> News | None:
+        """The next, or None within this time; whether it is the last is noted."""
+        news = attendant.news(seconds)
+        if isinstance(news, Finish | Stop | Exception):
+            self._over = news
+        return news
+
     def _told(self, news: News | None) -> Event | None:
-        """As an event, where it is one for the user."""
+        """As an event, where it is one for the user. The ``end`` is kept: it comes last, also where another rank still
+        has something to tell."""
         if isinstance(news, Fault):
             return self._fault(news.loss.rank, news.loss.cause, f"{news.action}{self._proved_for()}")
         if not isinstance(news, Said) or news.message["kind"] != "event":
             return None
         event = Event(**news.message["event"])
         if event.kind == "start":  # all workers may have been started again
-            if self._started:
+            if self.started:
                 return None
-            self._started = True
+            self.started = True
         if event.kind != "speed":
             self._last = event
+        if event.kind == "end":
+            self._finished = self._finished or event
+            return None
         return event
 
     def _fault(self, rank: int, cause: str, action: str, traceback: str | None = None) -> Event:
@@ -176,15 +192,25 @@ class Supervised:
 
     def _interrupted_outside(self) -> str:
         """Ctrl-C in the body of the loop: nobody knows when, or whether, it comes back here."""
+        if self._failed():
+            return f"interrupted; the run had stopped: {failed_text(self._over)}"
         if self._end is None:
             self.rest.append(self._save_and_stop())
         assert self._end is not None
         return interrupted_text(self._end)
 
+    def _failed(self) -> bool:
+        """Has the run ended with a failure, which is told and about to be raised?"""
+        return isinstance(self._over, Stop | Exception)
+
     def _save_and_stop(self) -> Event:
-        """The last update, without waiting for the step under way. A second Ctrl-C cuts it short."""
+        """The last update, without waiting for the step under way. A second Ctrl-C cuts it short. A run that has come
+        to its end by itself meanwhile keeps that end."""
         step, why = self._save() if self._last is not None else (None, "the first step had not begun")
         self._close()
+        if self._finished is not None and (isinstance(self._over, Finish) or why is None):
+            self._end = self._finished
+            return self._end
         saved = self._steps_saved()
         end = self._own_event(
             "end",
@@ -205,12 +231,14 @@ class Supervised:
         """(the step that was saved, why none was)."""
         assert self._crew is not None
         assert self._attendant is not None
+        if self._over is not None:
+            return None, "the run has ended"
         asked: list[int] = []
-        deadline = time.monotonic() + SAVE_SECONDS
-        while time.monotonic() < deadline and not self._interrupts.again:
+        allowed = Allowance(SAVE_SECONDS)
+        while (left := allowed.left) > 0 and not self._interrupts.again:
             if asked != (asked := self._crew.pids()[:1]):  # rank 0 may just be being replaced
                 self._crew.send({"kind": "save", "seconds": SAVE_SECONDS}, [0])
-            news = self._attendant.news(min(HURRY_SECONDS, deadline - time.monotonic()))
+            news = self._news(self._attendant, min(HURRY_SECONDS, left))
             if isinstance(news, Said) and news.message["kind"] == "saved":
                 return news.message["step"], news.message["why"]
             if (event := self._told(news)) is not None:
@@ -224,19 +252,20 @@ class Supervised:
     def _leave(self) -> None:
         """The loop over the events was left: stop all ranks at one step."""
         self._interrupts.hold()
-        if self._crew is None or self._attendant is None or self._end is not None:
+        if self._crew is None or self._attendant is None or self._end is not None or self._failed():
             return
         self._crew.send({"kind": "stop"})
-        deadline = time.monotonic() + STOP_SECONDS
-        while time.monotonic() < deadline:
-            news = self._attendant.news(LOOK_SECONDS)
+        allowed = Allowance(STOP_SECONDS)
+        while allowed.left > 0:
+            news = self._news(self._attendant, LOOK_SECONDS)
             if (event := self._told(news)) is not None:
                 self.rest.append(event)
             if isinstance(news, Finish):
-                self.rest.sort(key=lambda event: event.kind == "end")
+                if self._finished is not None:
+                    self.rest.append(self._finished)
                 return
             if isinstance(news, Stop | Exception):
-                cause, rank = (news.cause, news.rank) if isinstance(news, Stop) else (str(news), 0)
+                cause, rank = failed_text(news), news.rank if isinstance(news, Stop) else 0
                 self.rest.append(self._fault(rank, cause, "stops"))
                 warnings.warn(f"the run was left, and could not be saved as it was: {cause}", stacklevel=2)
                 return
@@ -245,59 +274,16 @@ class Supervised:
         self.rest.append(self._save_and_stop())
 
 
-class _Interrupts:
-    """Ctrl-C during a run: raised as KeyboardInterrupt, but once, and not where it would leave a process behind.
-
-    ``outside()`` is called before it is raised in the body of the user's loop; what that returns is told with it.
-    Nothing is changed where the program has a handler of its own, or runs in another thread than the main one.
-    """
-
-    def __init__(self, outside: Callable[[], str]) -> None:
-        self._outside, self._held, self._installed = outside, False, False
-        self.outside = False
-        """Is the program in the body of the loop?"""
-        self.pending = self.again = False
-        """It came; and a second time."""
-
-    def install(self) -> None:
-        """From here on."""
-        main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._note)
-            self._installed = True
-
-    def restore(self) -> None:
-        """As it was."""
-        if self._installed and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            self._installed = False
-
-    def hold(self) -> None:
-        """Only note it."""
-        self._held = True
-
-    def release(self) -> None:
-        """Raise it again; now, where one was noted."""
-        self._held = False
-        if self.pending:
-            self._held = True
-            raise KeyboardInterrupt
-
-    def _note(self, number: int, frame: Any) -> None:
-        if self._held:
-            self.again, self.pending = self.pending, True
-            return
-        self._held = self.pending = True
-        interrupt = KeyboardInterrupt()
-        if self.outside:
-            interrupt.add_note(self._outside())
-            self._held = False  # the run is over: the next one is the program's own
-        raise interrupt
+def failed_text(news: object) -> str:
+    """Why a run has stopped."""
+    return news.cause if isinstance(news, Stop) else str(news)
 
 
 def interrupted_text(end: Event) -> str:
     """What was saved of an interrupted run, and how to go on."""
-    why, resume = end.data["why"], end.data["resume"]
+    why, resume = end.data.get("why"), end.data["resume"]
+    if end.data["reason"] != "interrupted":
+        return f"interrupted; the run had {end.data['reason']} by then: step {end.step} is its last"
     if resume is None:
         return "interrupted before anything was saved"
     lost = "" if why is None else f"; what followed is not ({why})"

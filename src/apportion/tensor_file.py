@@ -61,8 +61,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             notes = json.loads(file.metadata()["apportion"])
             # Copied out of the mapped file, which someone may change while the state lives.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            tensors |= {name: torch.view_as_complex(tensors[name]) for name in notes["complex"]}
+            tensors |= {name: tensors[tied] for name, tied in notes["ties"].items()}
+            return {name: tensors[name] for name in notes["order"]}
     except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch could not map it
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    tensors |= {name: torch.view_as_complex(tensors[name]) for name in notes["complex"]}
-    tensors |= {name: tensors[tied] for name, tied in notes["ties"].items()}
-    return {name: tensors[name] for name in notes["order"]}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} was not written by apportion: its notes do not fit its tensors") from error

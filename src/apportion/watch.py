@@ -45,6 +45,19 @@ class Clock:
         return seconds
 
 
+class Allowance:
+    """So many seconds, of which time in which nobody looked does not count."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left, self._clock = seconds, Clock()
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left now; negative once it has passed."""
+        self._left -= self._clock.passed(time.monotonic())
+        return self._left
+
+
 @final
 class Watch:
     """Finds the ranks that the others wait for, from each seat's line: what it got done, and whether it waits."""

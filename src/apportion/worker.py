@@ -31,6 +31,7 @@ from apportion.event import Event
 from apportion.fingerprint import check_fingerprint
 from apportion.job import Job
 from apportion.meter import Meter
+from apportion.ownership import factory_of
 from apportion.parallel.recovery import broadcast_state
 from apportion.replica_digest import check_replicated
 from apportion.saving import Saver
@@ -208,6 +209,7 @@ class _Run:
     def _description(self, mark: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "address": self.job.address,
+            **({} if isinstance(self.job.workload, str) else {"factory": factory_of(self.workload.model)}),
             "strategy": str(self.job.strategy),
             "launcher": self.job.launcher,
             "policy": str(self.job.policy),

@@ -12,10 +12,11 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from apportion.errors import ApportionError
+
 Message = dict[str, Any]
 
 _CHUNK = 1 << 16
-_REPLY_SECONDS = 60.0
 
 
 class Lines:
@@ -73,7 +74,9 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._lines = Lines(sock)
         self.commands: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._replies: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[tuple[Message, int | None] | None] = queue.SimpleQueue()
+        self._asking = threading.Lock()
+        """Held by the thread that waits for a reply: replies come in the order of what was asked."""
         self._maps: dict[str, mmap.mmap] = {}
         threading.Thread(target=self._listen, name="channel", daemon=True).start()
 
@@ -81,25 +84,42 @@ class Channel:
         while (messages := self._lines.receive()) is not None:
             for message in messages:
                 if message["kind"] == "shared":
-                    self._replies.put(self._lines.take_fd())
+                    self._replies.put((message, None if "refused" in message else self._lines.take_fd()))
                 else:
                     self.commands.put(message)
         self.commands.put(None)
+        self._replies.put(None)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Tell the supervisor."""
         self._lines.send(message)
 
     def shared(self, name: str, nbytes: int) -> memoryview:
-        """See ``World.shared``."""
-        if name not in self._maps:
-            self.send({"kind": "shared", "name": name, "nbytes": nbytes})
-            fd = self._replies.get(timeout=_REPLY_SECONDS)
+        """See ``World.shared``. The wait has no deadline: a supervisor that runs answers at once, one that is stopped
+        (by a debugger, or with its container) answers when it goes on, and the end of one closes the channel.
+        ApportionError where it is gone, or cannot have the memory."""
+        with self._asking:
+            if name not in self._maps:
+                self._maps[name] = self._asked(name, nbytes)
+            return memoryview(self._maps[name])
+
+    def _asked(self, name: str, nbytes: int) -> mmap.mmap:
+        self.send({"kind": "shared", "name": name, "nbytes": nbytes})
+        while True:
+            reply = self._replies.get()
+            if reply is None:
+                self._replies.put(None)  # for whoever asks next
+                raise ApportionError(f"the supervisor was gone before it gave the shared memory {name}")
+            message, fd = reply
+            if fd is None:
+                raise ApportionError(
+                    f"{nbytes:,} bytes of shared memory for {name} cannot be had: {message['refused']}"
+                )
             try:
-                self._maps[name] = mmap.mmap(fd, nbytes)
+                if message["name"] == name:  # another one is of a wait that was cut off
+                    return mmap.mmap(fd, nbytes)
             finally:
                 os.close(fd)  # the mapping keeps one of its own
-        return memoryview(self._maps[name])
 
     def close(self) -> None:
         """Say no more."""

@@ -22,9 +22,11 @@ LINE = 64
 """Bytes: a cache line, so that no two processes write to the same one."""
 NOBODY = -1
 _WORDS = LINE // 4
-_GENERATION, _SIZE, _ENDING = 0, 1, 2
+_GENERATION, _SIZE, _ENDING, _TICKS = 0, 1, 2, 3
 _RANK, _ACKNOWLEDGED, _PID = 0, 1, 2
 _LOOK_SECONDS = 0.05
+_TICK_SECONDS = 1.0
+"""Between two ticks of a supervisor that runs, at most: what is longer it was stopped, or its machine was."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,10 @@ class Membership:
         """The first table: every seat is taken, rank i on seat i."""
         self._write(range(self.seats))
 
+    def tick(self) -> None:
+        """The supervisor runs: only time in which it does counts for those who wait for it."""
+        self._words[_TICKS] = (self._words[_TICKS] + 1) & 0x7FFFFFFF
+
     def open_change(self) -> int:
         """The table no longer holds; the odd generation that survivors have to acknowledge, also where they have
         acknowledged one that was not closed."""
@@ -119,8 +125,8 @@ class Membership:
 
     def rejoin(self, seat: int, seconds: float) -> Place:
         """Acknowledge the change and wait for the new table; this seat's place in it. PeerLost where the supervisor
-        does not come to an end, or has given the seat away."""
-        deadline = time.monotonic() + seconds
+        has run for so many seconds without coming to an end, or has given the seat away."""
+        left, ticked, ticks = seconds, time.monotonic(), self._words[_TICKS]
         while True:
             generation = self.generation
             if generation % 2 == 0:
@@ -134,6 +140,9 @@ class Membership:
                 continue
             fence()
             self._words[self._at(seat, _ACKNOWLEDGED)] = generation
-            if time.monotonic() > deadline:
+            if ticks != self._words[_TICKS] or not ticks:  # a supervisor that never ticks is not known to be stopped
+                before, ticked, ticks = ticked, time.monotonic(), self._words[_TICKS]
+                left -= min(ticked - before, _TICK_SECONDS)
+            if left <= 0:
                 raise PeerLost(f"the supervisor did not say within {seconds:.0f} s who is in the run")
             sleep_on(self._generation, generation, _LOOK_SECONDS)

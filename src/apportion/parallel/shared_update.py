@@ -213,8 +213,10 @@ class SharedUpdate:
         self.restore()
 
     def _publish(self) -> None:
-        """The weights as this process has them (every rank the same) become the live version."""
+        """The weights as this process has them (every rank the same) become the live version. The commit word comes
+        with them: were it written elsewhere, a death in between would leave it to the state before."""
         if not self._fresh:
+            self._commit.value = self._replica.step
             self._write(self._commit.value % VERSIONS)
         self._group.barrier()
         self._ready.value = 1
@@ -519,7 +521,6 @@ class SharedUpdate:
         self._group.barrier()
         self._ready.value = 0
         self._group.barrier()
-        self._commit.value = self._replica.step
         self._publish()
         self.restore()
 

@@ -39,9 +39,18 @@ class Timed:
     """Of one row: a median."""
 
 
-def prepare(name: str, place: str, folder: Path, *, threads: Sequence[int]) -> tuple[Source, list[str]]:
-    """The fastest way to run it, and a line for each that was tried. ``threads``: numbers to try. ValueError where the
-    place holds no net."""
+def prepare(
+    name: str,
+    place: str,
+    folder: Path,
+    *,
+    threads: Sequence[int],
+    trust: bool = False,
+    projects: Sequence[Path] | None = None,
+) -> tuple[Source, list[str]]:
+    """The fastest way to run it, and a line for each that was tried. ``threads``: numbers to try. ``trust``: a run's
+    code may run whosever it is; otherwise where it is of these ``projects``. ValueError where the place holds no net,
+    or one of somebody else."""
     if place.startswith(("http://", "https://")):
         check_address(place)
         return Source(name=name, runtime="remote", path=place), [f"{name}: {place}"]
@@ -52,19 +61,25 @@ def prepare(name: str, place: str, folder: Path, *, threads: Sequence[int]) -> t
     if path.suffix == ".onnx":
         sources = [Source(name=name, runtime="onnx", path=str(path.resolve()))]
     else:
+        if path.is_dir():
+            run, path = path, pinned_for(path, folder / name, trust, projects)
+            said.append(f"{name}: {path.name} of {run}")
         sources = _of_torch(name, path, folder, said)
     found = _fastest([replace(source, threads=n) for source in sources for n in threads], said)
     return found, said
 
 
+def pinned_for(run: Path, folder: Path, trust: bool, projects: Sequence[Path] | None) -> Path:
+    """The checkpoint that every process loads, whatever the run does meanwhile."""
+    from apportion.trained import pinned
+
+    return pinned(run, folder, trust=trust, projects=projects)
+
+
 def _of_torch(name: str, path: Path, folder: Path, said: list[str]) -> list[Source]:
     from apportion.exporting import export
     from apportion.serving.torch_program import leaves_of, opened
-    from apportion.trained import pinned
 
-    if path.is_dir():
-        run, path = path, pinned(path, folder / name)  # every process loads the same, whatever the run does meanwhile
-        said.append(f"{name}: {path.name} of {run}")
     module, sample = opened(path)
     rows = save_rows(folder / f"{name}.npz", leaves_of(sample))
     base = Source(name=name, runtime="torch", path=str(path.resolve()), sample=rows)
@@ -113,7 +128,8 @@ def _rows(source: Source, program: Program) -> list[Array]:
 
 
 def main() -> None:
-    """Of the process: {"name", "place", "folder", "threads"} on standard input; its parent's number as argument."""
+    """Of the process: {"name", "place", "folder", "threads", "trust", "projects"} on standard input; as argument the
+    number of its parent."""
     die_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     order = json.loads(sys.stdin.read())
@@ -121,7 +137,14 @@ def main() -> None:
     os.dup2(2, 1)  # what a workload prints is not the answer
     told: dict[str, Any]
     try:
-        source, said = prepare(order["name"], order["place"], Path(order["folder"]), threads=order["threads"])
+        source, said = prepare(
+            order["name"],
+            order["place"],
+            Path(order["folder"]),
+            threads=order["threads"],
+            trust=order["trust"],
+            projects=[Path(folder) for folder in order["projects"]],
+        )
         told = {"source": asdict(source), "said": said}
     except (ValueError, ApportionError) as error:
         told = {"refused": str(error), "user": isinstance(error, ValueError)}

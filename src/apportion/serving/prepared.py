@@ -11,6 +11,7 @@ from typing import Any
 
 from apportion.cores import usable_cores
 from apportion.errors import ApportionError
+from apportion.ownership import projects
 from apportion.serving.log import log
 from apportion.serving.serving import Serving
 from apportion.serving.source import Source
@@ -23,7 +24,8 @@ def prepared(name: str, place: str, folder: Path, serving: Serving, members: int
     """``members``: how many there will be: they share the cores. ValueError where the place holds no net."""
     cores = usable_cores()
     threads = [serving.threads] if serving.threads else sorted({1, max(1, cores // members)})
-    order = {"name": name, "place": place, "folder": str(folder), "threads": threads}
+    order: dict[str, Any] = {"name": name, "place": place, "folder": str(folder), "threads": threads}
+    order |= {"trust": serving.trust, "projects": [str(project) for project in projects()]}
     command = [sys.executable, "-m", "apportion.serving.prepare", str(os.getpid())]
     try:
         ran = subprocess.run(command, input=json.dumps(order), stdout=subprocess.PIPE, text=True, timeout=SECONDS)

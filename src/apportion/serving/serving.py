@@ -55,6 +55,8 @@ class Serving(Value):
     """For a member's process to start and load its net."""
     drain_seconds: float = 1.0
     """For requests to be answered that are there when the server is told to end."""
+    trust: bool = False
+    """May the file that a run names run whosever it is? Otherwise the caller's own (see ``load``)."""
     patience: Patience = field(default_factory=Patience)
 
     def __post_init__(self) -> None:

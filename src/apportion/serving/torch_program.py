@@ -134,9 +134,9 @@ def opened(path: Path) -> tuple[nn.Module, Any]:
         return program.module(), kwargs or (args[0] if len(args) == 1 else args)
     from apportion.trained import load, workload_of
 
-    workload = workload_of(path)
+    workload = workload_of(path, trust=True)  # whose code it names was asked when the run was pinned
     inputs, _ = workload.collate([workload.data()[0]])
-    return load(path), inputs
+    return load(path, trust=True), inputs
 
 
 def _check_rows(program: torch.export.ExportedProgram, path: Path) -> None:

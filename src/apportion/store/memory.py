@@ -95,7 +95,7 @@ class Memory:
         self._used = regions.add(torch.uint8, seats, len(layout.parameters))
         self._touched = regions.add(torch.uint8, len(layout.parameters))
         self._ports = regions.add(i64, extent.servers, 2)
-        self._returned = regions.add(i64, 4096)
+        self._returned = regions.add(i64, max(4096, extent.batches))
         self._made = regions.add(i64, seats, extent.capacity, shards)
         self._entries = regions.add(i64, seats, extent.capacity, VERSIONS + shards)
         self._counts = regions.add(f64, self.copies, sum(map(len, layout.pieces)))

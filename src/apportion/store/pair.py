@@ -43,8 +43,16 @@ class Listener:
 
     def __init__(self, host: str) -> None:
         self.host = host
-        self._store = _dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=SILENCE)
-        self.port = int(self._store.port)
+        with socket.create_server((host, 0), backlog=1024) as listening:  # a store's own listens at every address
+            self.port = int(listening.getsockname()[1])
+            self._store = _dist.TCPStore(
+                host,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=SILENCE,
+                master_listen_fd=listening.detach(),
+            )
 
     def asked(self) -> str | None:
         """Who wants to talk, as soon as someone does; None: it is closed."""

@@ -21,9 +21,11 @@ from apportion.event import Event
 from apportion.job import Job
 from apportion.launch.env import Env
 from apportion.launch.local import Local
+from apportion.ownership import loading
 from apportion.planner.decision import Decision, Planning, next_best
 from apportion.planner.drift import Watch
 from apportion.report import Journal
+from apportion.single_writer import single_writer
 from apportion.strategy import Strategy
 from apportion.supervise import Policy
 from apportion.supervisor import Supervised
@@ -69,6 +71,11 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     CheckpointError where the state cannot be kept, Disproved where the strategy does not train the network that it
     must, ValueError for what was asked wrongly.
     """
+    if loading:
+        raise ValueError(
+            f"{loading[-1]} trains while load() imports it: put what trains under if __name__ == '__main__':, or give "
+            "load(..., model=...)"
+        )
     launcher = launcher or Local()
     address = workload if isinstance(workload, str) else _address(workload)
     if isinstance(workload, str):
@@ -139,6 +146,13 @@ def _started(
     asked: _Asked, strategy: Strategy | None, launcher: Local, planning: Planning
 ) -> Generator[Event, None, None]:
     """On processes of this machine."""
+    with single_writer(asked.run_dir):
+        yield from _run_here(asked, strategy, launcher, planning)
+
+
+def _run_here(
+    asked: _Asked, strategy: Strategy | None, launcher: Local, planning: Planning
+) -> Generator[Event, None, None]:
     if strategy is None:
         from apportion.planner.deciding import decide  # a strategy that is given needs none of this
 
@@ -176,7 +190,7 @@ def _on_processes(
     chosen = decision.chosen
     warning = chosen.launcher.overload(chosen.ranks)
     if warning is not None:
-        warnings.warn(warning, stacklevel=4)
+        warnings.warn(warning, stacklevel=5)
     job = asked.job(chosen.strategy, chosen.launcher, chosen.launcher.threads_each(chosen.ranks))
     replaceable = chosen.strategy.survives and chosen.ranks > 1 and chosen.launcher.on_cpu()
     job = replace(job, replaceable=replaceable, workers=chosen.ranks, prove=job.prove and chosen.ranks > 1, plain=plain)
@@ -189,7 +203,13 @@ def _on_processes(
         proof = SelfProof(job, chosen, step_seconds=step_seconds, spent=spent, required=asked.require_proof)
     supervised = Supervised(job, chosen.launcher, chosen.ranks, proof)
     watch = None if decision.expected is None else Watch(decision.expected)
-    yield from _journaled(job, supervised.events(), before, supervised.rest, watch)
+    try:
+        yield from _journaled(job, supervised.events(), before, supervised.rest, watch)
+    except ValueError as error:
+        if decision.told is None or supervised.started or chosen.ranks == 1:
+            raise
+        # What an earlier run has chosen, or a prediction, cannot run this workload: others may.
+        raise NotProved(str(error), proved=False, plain=()) from error
 
 
 def _joined(asked: _Asked, strategy: Strategy | None, launcher: Env) -> Generator[Event, None, None]:
@@ -204,7 +224,11 @@ def _joined(asked: _Asked, strategy: Strategy | None, launcher: Env) -> Generato
     if job.prove and world.size > 1:
         wish.settle = lambda told: _settled_together(job, world, told, required=asked.require_proof)
     events = work(job, world, wish)
-    yield from _journaled(job, events, [], []) if world.rank == 0 else events
+    if world.rank != 0:
+        yield from events
+        return
+    with single_writer(asked.run_dir):
+        yield from _journaled(job, events, [], [])
 
 
 PROCESSES = 16
@@ -287,6 +311,8 @@ def _report(run_dir: str) -> None:
         write_html(run_dir)
     except CheckpointError as error:  # the run itself is whole, or its own error is on its way
         warnings.warn(f"no report: {error}", stacklevel=2)
+    except Exception as error:  # events that someone has changed: no reason to end a run that is whole
+        warnings.warn(f"no report, drawing it failed: {type(error).__name__}: {error}", stacklevel=2)
 
 
 def fresh_run_dir(address: str | None) -> Path:

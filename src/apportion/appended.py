@@ -1,0 +1,97 @@
+"""A file of lines that only grows. What finds no room on the disk waits in memory until there is some."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+MOST_WAITING = 64 << 20
+"""Bytes that wait for room; further lines are counted and left out."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_AT_ONCE = 1 << 20
+
+
+def open_own(path: Path, flags: int) -> int:
+    """The descriptor of an ordinary file at that very path: a symbolic link may lead out of a run directory, and a pipe
+    would never end. OSError otherwise."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not an ordinary file")
+    return descriptor
+
+
+def reason(error: OSError) -> str:
+    """What a person reads of an error that ``open_own`` raises."""
+    return "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror or str(error)
+
+
+class Appended:
+    """Each line is handed to the operating system at once, so that a killed process loses at most the one it was
+    writing. ``is_line`` tells whether a torn last line, which an earlier process may have left, is whole but for its
+    end; otherwise it is cut off. OSError where the file cannot be opened or written for another reason than room."""
+
+    def __init__(self, path: Path, is_line: Callable[[bytes], bool]) -> None:
+        self._path, self._is_line = path, is_line
+        self._descriptor: int | None = None
+        self._waiting = bytearray()
+        self._left_out = 0
+        self._full = False
+        self._try()
+
+    def write(self, line: bytes) -> None:
+        """Append a line, which ends with its end of line."""
+        if len(self._waiting) + len(line) > MOST_WAITING:
+            self._left_out += 1
+        else:
+            self._waiting += line
+        self._try()
+
+    def close(self) -> None:
+        """Nothing more will come. Warns of what never found room."""
+        self._try()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        lost = self._waiting.count(b"\n") + self._left_out
+        if lost:
+            warnings.warn(f"the disk is full: {lost} lines are missing at the end of {self._path}", stacklevel=3)
+
+    def _try(self) -> None:
+        try:
+            if self._descriptor is None:
+                self._descriptor = self._open()
+            while self._waiting:
+                del self._waiting[: os.write(self._descriptor, self._waiting[:_AT_ONCE])]  # it may take less
+            self._full = False
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            if not self._full:
+                self._full = True
+                warnings.warn(
+                    f"the disk is full: what belongs into {self._path} waits in memory; make room there", stacklevel=4
+                )
+
+    def _open(self) -> int:
+        descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        torn = _tail(descriptor)
+        if torn and self._is_line(torn):
+            self._waiting[:0] = b"\n"
+        elif torn:
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size - len(torn))
+        return descriptor
+
+
+def _tail(descriptor: int) -> bytes:
+    """What follows the last end of line."""
+    start = size = os.fstat(descriptor).st_size
+    tail = b""
+    while start > 0 and b"\n" not in tail:
+        start = max(0, start - 65536)
+        tail = os.pread(descriptor, size - start, start)
+    return tail.rpartition(b"\n")[2]

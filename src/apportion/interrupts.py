@@ -1,0 +1,58 @@
+"""Ctrl-C during a run: when it is raised, and what is done first."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class Interrupts:
+    """Raises Ctrl-C as KeyboardInterrupt, but once, and not where it would leave a process behind.
+
+    ``outside()`` is called before it is raised in the body of the user's loop; what that returns is told with it.
+    Nothing is changed where the program has a handler of its own, or runs in another thread than the main one.
+    """
+
+    def __init__(self, outside: Callable[[], str]) -> None:
+        self._outside, self._held, self._installed = outside, False, False
+        self.outside = False
+        """Is the program in the body of the loop?"""
+        self.pending = self.again = False
+        """It came; and a second time."""
+
+    def install(self) -> None:
+        """From here on."""
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note)
+            self._installed = True
+
+    def restore(self) -> None:
+        """As it was."""
+        if self._installed and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._installed = False
+
+    def hold(self) -> None:
+        """Only note it."""
+        self._held = True
+
+    def release(self) -> None:
+        """Raise it again; now, where one was noted."""
+        self._held = False
+        if self.pending:
+            self._held = True
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self._held:
+            self.again, self.pending = self.pending, True
+            return
+        self._held = self.pending = True
+        interrupt = KeyboardInterrupt()
+        if self.outside:
+            interrupt.add_note(self._outside())
+            self._held = False  # the run is over: the next one is the program's own
+        raise interrupt

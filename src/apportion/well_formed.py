@@ -1,0 +1,98 @@
+"""Is what a file of a run directory holds what apportion writes there? Each refusal is a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from apportion.errors import CheckpointError
+
+MOST_STEPS = 2**62
+PARTS = ("model.safetensors", "optimizer.safetensors", "carry.safetensors")
+"""The files of a checkpoint, besides state.json."""
+
+
+def read_json(path: Path) -> Any:
+    """OSError where it cannot be read, ValueError where it is no JSON, or nested so deep that it cannot be read."""
+    try:
+        return json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def check_run(path: Path, run: Any) -> dict[str, Any]:
+    """What run.json holds. CheckpointError where that is nothing of ours."""
+    if not isinstance(run, dict):
+        raise CheckpointError(f"{path} is no run.json of apportion: put it back, or start a new run")
+    for name, (is_right, what) in _OF_A_RUN.items():
+        if name in run and not is_right(run[name]):
+            raise CheckpointError(
+                f"{path} was changed: its {name} is {_short(run[name])} and must be {what}; put it back, or start a "
+                "new run"
+            )
+    return run
+
+
+def check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+    """The same of a checkpoint's state.json, of which the format and the seal are right."""
+    for name, (is_right, what) in _OF_A_CHECKPOINT.items():
+        if not is_right(manifest.get(name)):
+            raise CheckpointError(f"{path} was changed: its {name} is {_short(manifest.get(name))} and must be {what}")
+
+
+def _is_text(value: Any) -> bool:
+    """Text that can be the name of a file."""
+    try:
+        return isinstance(value, str) and b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+
+
+def _is_number(value: Any, most: int = 2**64) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < most
+
+
+def _is_fingerprint(value: Any) -> bool:
+    seed = value.get("seed", 0) if isinstance(value, dict) else None
+    return isinstance(seed, int) and not isinstance(seed, bool) and abs(seed) < 2**63
+
+
+def _is_source(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and all(_is_text(value.get(k)) for k in ("file", "sha256")))
+
+
+def _are_files(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and PARTS[0] in value
+        and all(name in PARTS and isinstance(entry, dict) for name, entry in value.items())
+        and all(_is_number(entry.get("bytes")) and _is_text(entry.get("sha256")) for entry in value.values())
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_Rule = tuple[Callable[[Any], bool], str]
+_OF_A_RUN: dict[str, _Rule] = {
+    "address": (lambda value: value is None or _is_text(value), "text (FILE:NAME), or null"),
+    "cwd": (_is_text, "the path of a folder"),
+    "strategy": (_is_text, "text"),
+    "launcher": (_is_text, "text"),
+    "fingerprint": (_is_fingerprint, "an object, with a whole number as its seed"),
+    "source": (_is_source, "an object with file and sha256, or null"),
+    "factory": (
+        lambda value: _is_source(value) and (value is None or _is_text(value.get("name"))),
+        "an object with name, file and sha256, or null",
+    ),
+}
+_OF_A_CHECKPOINT: dict[str, _Rule] = {
+    "step": (lambda value: _is_number(value, MOST_STEPS), "a whole number, 0 or more"),
+    "settings": (lambda value: isinstance(value, dict), "an object"),
+    "files": (_are_files, f"an object of {', '.join(PARTS)}, each with bytes and sha256"),
+}
