@@ -79,7 +79,7 @@ class Sound:
 
 def http(body: bytes = b"", *headers: bytes, line: bytes = INFER, sized: bool = True) -> bytes:
     size = [b"content-length: %d" % len(body)] if sized else []
-    return b"\r\n".join([line, b"host: there", *headers, *size, b"", body])
+    return b"\r\n".join([line, b"host: localhost", *headers, *size, b"", body])
 
 
 def sound(rng: Random, n: int, *, binary: bool | None = None) -> Sound:

@@ -38,7 +38,7 @@ from apportion.serving.work import Work
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(1, 8)
 JSON = json.dumps({"inputs": [{"name": "input", "shape": [1, 8], "datatype": "FP32", "data": X[0].tolist()}]}).encode()
-INFER = b"POST /v2/models/m1/infer HTTP/1.1\r\nhost: here\r\n"
+INFER = b"POST /v2/models/m1/infer HTTP/1.1\r\nhost: localhost\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def outputs(body: bytes) -> Any:
 
 
 def test_requests_that_come_together_are_answered_in_their_order(client: Client) -> None:
-    live = b"GET /v2/health/live HTTP/1.1\r\n\r\n"
+    live = b"GET /v2/health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"
     client.sock.sendall((sized(JSON) + live) * 20)
     for _ in range(20):
         status, _, body = client.answer()
@@ -200,13 +200,13 @@ def test_an_upgrade_that_is_not_offered_is_answered_as_it_is(client: Client) -> 
 
 
 def test_head_is_get_without_its_body(client: Client) -> None:
-    client.sock.sendall(b"HEAD /v2/health/live HTTP/1.1\r\n\r\n")
+    client.sock.sendall(b"HEAD /v2/health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
     line, headers = b"", {}
     while not line.endswith(b"\r\n\r\n"):
         line += client.sock.recv(1)
     headers = dict(re.findall(r"([a-z-]+): (.*)\r\n", line.decode()))
     assert headers["content-length"] == str(len(b'{"live":true}'))
-    client.sock.sendall(b"GET /v2/health/live HTTP/1.1\r\n\r\n")
+    client.sock.sendall(b"GET /v2/health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert client.answer()[0] == 200
 
 
@@ -301,7 +301,7 @@ def test_what_was_asked_before_the_end_is_answered_and_nobody_else_is_waited_for
     with serving(tmp_path, "1.onnx", "--deadline", "10s") as server:
         asked, idle = Client(server), Client(server)
         with asked.sock, idle.sock:
-            idle.sock.sendall(b"GET /v2/health/live HTTP/1.1\r\n\r\n")
+            idle.sock.sendall(b"GET /v2/health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
             idle.answer()
             pid = server.pid("m1")
             os.kill(pid, signal.SIGSTOP)
@@ -587,7 +587,7 @@ def test_large_answers_come_whole_however_slowly_they_are_read(server: Server) -
 
 
 def test_who_asks_and_asks_and_reads_nothing_is_not_listened_to(server: Server) -> None:
-    page = b"GET /openapi.json HTTP/1.1\r\n\r\n"
+    page = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
     before = memory(server.process.pid)
     client = Client(server)
     with client.sock:
@@ -605,7 +605,7 @@ def memory(pid: int) -> int:
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_who_wants_the_connection_to_end_gets_that(client: Client, method: str) -> None:
-    client.sock.sendall(f"{method} /v2/health/live HTTP/1.1\r\nconnection: close\r\n\r\n".encode())
+    client.sock.sendall(f"{method} /v2/health/live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
     said = b""
     while piece := client.sock.recv(1 << 16):
         said += piece

@@ -26,6 +26,15 @@ def keep_what_is_freed() -> None:
         mallopt(_TOP_PAD, _MORE)  # grown in large steps: address space, of which memory is taken as it is used
 
 
+def return_large(nbytes: int) -> None:
+    """From now on a block of so many bytes or more goes back to the system as soon as it is freed (glibc). By default
+    blocks of up to 32 MiB stay with the process once one of their size has been freed, and what lies between two that
+    are in use cannot be given back."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, nbytes)
+
+
 def give_back() -> None:
     """To the system, what is free by now (glibc): what was needed once, and no step asks for again."""
     gc.collect()

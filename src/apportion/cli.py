@@ -314,7 +314,10 @@ def serve(  # noqa: PLR0913 (the flags)
     replication: Annotated[
         str | None, typer.Option(metavar="R", help="auto (default), in_graph or between_graph")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="address to listen at (default: 127.0.0.1)")] = None,
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="address to listen at (default: 127.0.0.1); again for each name that clients use for it"),
+    ] = None,
     port: Annotated[int | None, typer.Option(help="0: any that is free (default: 8000)")] = None,
     evaluate: Annotated[
         str | None,
@@ -328,8 +331,10 @@ def serve(  # noqa: PLR0913 (the flags)
         from apportion.serving.serving import Serving, seconds_of
         from apportion.verbs.serve import serve as answer
 
-        given = {"quorum": quorum, "replication": replication, "host": host, "port": port} | {
-            "deadline": None if deadline is None else seconds_of(deadline)
+        given = {"quorum": quorum, "replication": replication, "port": port} | {
+            "deadline": None if deadline is None else seconds_of(deadline),
+            "host": host[0] if host else None,
+            "names": tuple(host[1:]) if host else None,
         }
         given["trust"] = trust
         serving = Serving(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]

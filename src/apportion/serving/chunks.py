@@ -52,6 +52,8 @@ class Chunks:
             if len(line) > MOST_LINE:
                 raise Wrong(400, f"a line between chunks has more than {MOST_LINE} bytes")
             return None
+        if any(mark in line[:end] for mark in (b"\n", b"\r", b"\0")):
+            raise Wrong(400, "a line between chunks or after them has a line feed, a carriage return or a zero in it")
         if self._last:
             self._whole, self._trailers = end == 0, self._trailers + end + 2
             if self._trailers > MOST_TRAILERS:

@@ -22,6 +22,7 @@ from apportion.serving.chunks import Chunks
 from apportion.serving.deadline import Overloaded
 from apportion.serving.head import END, MOST_BYTES, Head, HeadReader
 from apportion.serving.reply import Reply, Wrong
+from apportion.serving.unread import LEAST_RATE, Unread
 
 IDLE_SECONDS = 75.0
 """Between two requests."""
@@ -31,10 +32,14 @@ SENT_SECONDS = 30.0
 """For some of an answer to be read, if only a little."""
 LINGER_SECONDS = 2.0
 """For a client to see that it was refused, while it sends what nobody reads."""
+SLOW_SECONDS = 0.25
+"""That every body has, also where there is no memory for others."""
 DROPPED_BYTES = 1 << 20
 """Of a body that is not wanted: so much is read to keep the connection; with more it ends."""
 CHUNKED_BYTES = 8 << 20
 """Of a body that does not say how long it is."""
+PIECE_BYTES = 1 << 20
+"""Of an answer that the transport is given at once, which copies what it cannot send."""
 _FIRST_ROOM = 64 << 10
 """Bytes that are received at once: a small request comes whole."""
 
@@ -57,7 +62,7 @@ class Asked(Protocol):
 
 class Connection(asyncio.BufferedProtocol):
     """``opened``: what a head is answered with, or who takes its body. ``every``: where it is while it is open.
-    ``last``: its first request is its last."""
+    ``last``: its first request is its last. ``unread``: the answers of all connections that are not read yet."""
 
     def __init__(
         self,
@@ -66,14 +71,18 @@ class Connection(asyncio.BufferedProtocol):
         *,
         body_seconds: float,
         last: bool = False,
+        unread: Unread | None = None,
     ) -> None:
         self._opened, self._every, self._body_seconds = opened, every, body_seconds
+        self._unread = Unread() if unread is None else unread
         self._loop = asyncio.get_running_loop()
         self._buffer, self._begin, self._end, self._fed = bytearray(_FIRST_ROOM), 0, 0, 0
         self._state: Literal["head", "body", "answer", "ending", "over"] = "head"
         self._since = self._loop.time()
         self._stuck_since: float | None = None
         self._unsent = 0
+        self._answer_left: memoryview | None = None
+        self._read_by = float("inf")
         self._reader = HeadReader()
         self._advancing, self._last = False, last
         self._forget()
@@ -97,7 +106,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._every.discard(self)
-        self._state = "over"
+        self._unread.note(self, 0, self._loop.time())
+        self._state, self._answer_left = "over", None
         if self._asked is not None:
             self._asked.leave()
         self._forget()
@@ -111,6 +121,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._stuck_since, self._since = None, self._loop.time()
+        self._send_on()
+        self._note_unread()
         self._read_on()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -187,7 +199,7 @@ class Connection(asyncio.BufferedProtocol):
             self._asked = found
             try:
                 if head.length is not None:
-                    self._body, self._held = found.room(head.length)
+                    self._body, self._held = self._room(found, head.length)
             except (Wrong, Overloaded) as error:
                 self._refusal, self._asked = found.failed(error), None
         if self._refusal is not None and (head.waits or head.length is None or head.length > DROPPED_BYTES):
@@ -199,6 +211,26 @@ class Connection(asyncio.BufferedProtocol):
             self._chunks = Chunks(CHUNKED_BYTES)
         elif head.length == 0:
             self._whole()
+
+    def _room(self, asked: Asked, length: int) -> tuple[memoryview, Lease | None]:
+        """Memory for its body, if need be that of bodies which hardly come."""
+        try:
+            return asked.room(length)
+        except Overloaded:
+            slow = [other for other in self._every if other is not self and other.slow(self._since)]
+            if not slow:
+                raise
+            for other in slow:
+                why = "the body comes too slowly while others wait for memory"
+                other._refuse(Wrong(408, why, (b"retry-after", b"1")))
+        return asked.room(length)
+
+    def slow(self, now: float) -> bool:
+        """Does it hold memory for a body of which less has come than its time so far allows for?"""
+        if self._held is None or self._body is None or self._state != "body":
+            return False
+        took = now - self._since
+        return took > SLOW_SECONDS and self._filled * self._body_seconds < len(self._body) * took
 
     def _take_body(self) -> bool:
         """Has what is in the buffer been of use?"""
@@ -238,9 +270,20 @@ class Connection(asyncio.BufferedProtocol):
             return
         head, self._asked = self._head, None
         last = last or self._last or head is None or not head.keep_alive
-        self._transport.write(reply.encoded(keep_alive=not last, head_only=head is not None and head.method == "HEAD"))
-        self._forget()
+        head_only = head is not None and head.method == "HEAD"
         self._since = self._loop.time()
+        self._read_by = float("inf")
+        if head_only or len(reply.body) <= PIECE_BYTES:
+            self._transport.write(reply.encoded(keep_alive=not last, head_only=head_only))
+        else:
+            self._read_by = self._since + SENT_SECONDS + len(reply.body) / LEAST_RATE
+            self._transport.write(reply.encoded(keep_alive=not last, head_only=True))
+            self._answer_left = memoryview(reply.body)
+            self._send_on()
+        self._forget()
+        if self._stuck_since is not None:
+            self._note_unread()
+            self._unread.make_room(self._since, newest=self)
         if last:
             self._end_it()
         else:
@@ -248,6 +291,21 @@ class Connection(asyncio.BufferedProtocol):
             self._read_on()
         if reply.sent is not None:
             reply.sent()
+
+    def _send_on(self) -> None:
+        """What is left of an answer, as far as the client reads it."""
+        while self._answer_left is not None and self._stuck_since is None and not self._transport.is_closing():
+            piece, rest = self._answer_left[:PIECE_BYTES], self._answer_left[PIECE_BYTES:]
+            self._answer_left = rest if len(rest) else None
+            self._transport.write(piece)
+            if self._answer_left is None and self._state == "ending":
+                self._write_eof()
+            elif self._answer_left is None and self._last and self._state == "head":
+                self._transport.close()
+
+    def _note_unread(self) -> None:
+        left = 0 if self._answer_left is None else len(self._answer_left)
+        self._unread.note(self, left + self._transport.get_write_buffer_size(), self._loop.time())
 
     def _read_on(self) -> None:
         if self._stuck_since is not None or self._transport.is_closing():
@@ -265,6 +323,10 @@ class Connection(asyncio.BufferedProtocol):
         """Once the client has the answer: a socket that is closed with bytes unread takes what was sent back."""
         self._state = "ending"
         self._read_on()
+        if self._answer_left is None:
+            self._write_eof()
+
+    def _write_eof(self) -> None:
         try:
             self._transport.write_eof()
         except OSError:  # it has gone
@@ -275,7 +337,9 @@ class Connection(asyncio.BufferedProtocol):
     def look(self, now: float) -> None:
         """Called now and then: has it had its time?"""
         if self._stuck_since is not None:
-            if (left := self._transport.get_write_buffer_size()) != self._unsent:
+            if now > self._read_by:
+                self._transport.abort()
+            elif (left := self._transport.get_write_buffer_size()) != self._unsent:
                 self._unsent, self._stuck_since = left, now  # it reads, if slowly
             elif now > self._stuck_since + SENT_SECONDS:
                 self._transport.abort()
@@ -291,12 +355,26 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def busy(self) -> bool:
         """Is an answer due, or on its way?"""
-        return self._state in ("body", "answer") or self._transport.get_write_buffer_size() > 0
+        return (
+            self._state in ("body", "answer")
+            or self._answer_left is not None
+            or self._transport.get_write_buffer_size() > 0
+        )
+
+    @property
+    def idle_since(self) -> float | None:
+        """Since when has it asked nothing, or not finished to? None where a body or an answer is on its way."""
+        return self._since if self._state in ("head", "ending") and self._stuck_since is None else None
+
+    def fileno(self) -> int:
+        """Of its socket."""
+        sock = self._transport.get_extra_info("socket")
+        return -1 if sock is None else sock.fileno()
 
     def drain(self) -> None:
         """No request follows the one that it is at."""
         self._last = True
-        if self._state == "head":
+        if self._state == "head" and self._answer_left is None:
             self._transport.close()
 
     def abort(self) -> None:

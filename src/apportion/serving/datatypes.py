@@ -27,6 +27,8 @@ DATATYPES: dict[str, np.dtype[Any]] = {
 NAMES = {dtype: name for name, dtype in DATATYPES.items() if name != "BF16"}
 MOST_DIMS = 32
 """Of a nested list."""
+MOST_TEXTS = 1 << 20
+"""Values of BYTES in a tensor: each is an object, and while they are made nothing else is done."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -152,6 +154,8 @@ def from_bytes(data: memoryview, datatype: str, elements: int) -> Array:
     """So many values in row-major order, little-endian: a view of the bytes, where they are numbers. ValueError where
     they are more or fewer."""
     if datatype == "BYTES":
+        if elements > MOST_TEXTS:
+            raise ValueError(f"its shape asks for {elements} values of BYTES, of {MOST_TEXTS} at most")
         return objects(list(_strings(data, elements)))
     dtype = DATATYPES[datatype]
     if data.nbytes != elements * dtype.itemsize:

@@ -15,6 +15,7 @@ MOST_BYTES = 64 << 10
 """Of a head."""
 END = b"\r\n\r\n"
 _JSON_BYTES = HEADER.lower().encode()
+_ONCE = (b"host", b"origin", b"content-length", b"transfer-encoding", _JSON_BYTES)
 
 
 @dataclass(slots=True)
@@ -29,6 +30,8 @@ class Head:
     encoding: bytes = b"identity"
     waits: bool = False
     """Does the client wait to be told to go on (``Expect: 100-continue``)?"""
+    host: bytes | None = None
+    origin: bytes | None = None
 
 
 class HeadReader:
@@ -37,7 +40,7 @@ class HeadReader:
     def __init__(self) -> None:
         self._parser = httptools.HttpRequestParser(self)
         self._url, self._headers = b"", dict[bytes, bytes]()
-        self._whole = self._keep_alive = False
+        self._whole = self._keep_alive = self._newest = False
 
     def on_url(self, url: bytes) -> None:
         """Of httptools."""
@@ -46,14 +49,15 @@ class HeadReader:
     def on_header(self, name: bytes, value: bytes) -> None:
         """Of httptools."""
         name = name.lower()
-        if name in (b"content-length", b"transfer-encoding", _JSON_BYTES) and name in self._headers:
+        if name in _ONCE and name in self._headers:
             raise Wrong(400, f"{name.decode()} is given twice")
         self._headers[name] = value
 
     def on_headers_complete(self) -> None:
         """Of httptools. It forgets the second once a request without a body is whole."""
         self._whole = True
-        self._keep_alive = self._parser.get_http_version() == "1.1" and self._parser.should_keep_alive()
+        self._newest = self._parser.get_http_version() == "1.1"
+        self._keep_alive = self._newest and self._parser.should_keep_alive()
 
     def feed(self, data: bytes | memoryview) -> None:
         """Wrong where it is no HTTP."""
@@ -73,6 +77,8 @@ class HeadReader:
         if not self._whole:
             raise Wrong(400, "this is no HTTP request: its head ends too early")
         found = self._headers
+        if self._newest and b"host" not in found:
+            raise Wrong(400, "a request of HTTP/1.1 says by its host header whom it asks: there is none")
         length: int | None = 0
         if (coding := found.get(b"transfer-encoding")) is not None:
             if coding.strip().lower() != b"chunked" or b"content-length" in found:
@@ -87,7 +93,9 @@ class HeadReader:
             length,
             found.get(_JSON_BYTES),
             found.get(b"content-encoding", b"identity").strip().lower(),
-            found.get(b"expect", b"").lower() == b"100-continue",
+            self._newest and found.get(b"expect", b"").lower() == b"100-continue",
+            found.get(b"host"),
+            found.get(b"origin"),
         )
 
 

@@ -17,6 +17,7 @@ from apportion.serving.arena import Arena
 from apportion.serving.deadline import Overloaded
 from apportion.serving.ensemble import Ensemble, Result
 from apportion.serving.head import Head
+from apportion.serving.hosts import Hosts
 from apportion.serving.inference import VERSION, Inference, defect, reply_to
 from apportion.serving.log import log
 from apportion.serving.metrics import Metrics
@@ -25,6 +26,7 @@ from apportion.serving.program import Spec
 from apportion.serving.protocol import shown
 from apportion.serving.reply import Reply, Wrong
 from apportion.serving.serving import Serving
+from apportion.serving.unread import Unread
 
 Specs = tuple[Spec, ...]
 
@@ -32,7 +34,7 @@ Specs = tuple[Spec, ...]
 class App:
     """``pages``: what is answered to GET besides the protocol, by its path: (content type, a function of its body)."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what it answers from)
         self,
         ensemble: Ensemble,
         serving: Serving,
@@ -41,9 +43,10 @@ class App:
         *,
         version: str,
         pages: Mapping[str, tuple[bytes, Callable[[], bytes]]],
+        hosts: Hosts,
     ) -> None:
         self.ensemble, self.serving, self.inbox = ensemble, serving, inbox
-        self._metrics, self._version, self._pages = metrics, version, pages
+        self._metrics, self._version, self._pages, self._hosts = metrics, version, pages, hosts
         names = list(ensemble.members)
         self._models: dict[str, tuple[str, ...]] = {name: (name,) for name in names}
         self._models[ENSEMBLE if len(names) > 1 else names[0]] = tuple(names)
@@ -51,9 +54,14 @@ class App:
         self.busy = 0
         """Requests for inference that are being answered."""
         self.draining = False
+        self.unread = Unread()
 
     def opened(self, head: Head) -> Reply | Inference:
         """What is answered to this head; or who takes its body."""
+        try:
+            self._hosts.check(head)
+        except Wrong as error:
+            return error.reply()
         if not (head.path.endswith("/infer") and head.path.count("/") > 3):
             return self._other(head.method, head.path)
         began, parts = time.perf_counter(), head.path.strip("/").split("/")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from apportion.serving.arena import ALIGNED, Lease
@@ -14,7 +14,7 @@ from apportion.serving.frames import INLINE_BYTES, placed
 from apportion.serving.head import Head, number
 from apportion.serving.log import log
 from apportion.serving.program import Spec
-from apportion.serving.protocol import HEADER, Named, Request, read_request, shown, write_response
+from apportion.serving.protocol import HEADER, Named, Request, Unfit, read_request, shown, write_response
 from apportion.serving.reply import Reply, Wrong
 
 if TYPE_CHECKING:
@@ -65,7 +65,10 @@ class Inference:
         self._told = told
         try:
             self._check_json(len(body) if self._json_bytes is None else self._json_bytes)
-            self._request = request = read_request(body, self._json_bytes)
+            specs = {spec.name: spec for spec in self._app.specs(self._model)[0]}
+            self._request = request = read_request(
+                body, self._json_bytes, most_inputs=len(specs), check=lambda *tensor: _check(specs, *tensor)
+            )
             question = self._question(request, () if held is None else (held,))
             asking = self._app.ensemble.ask(question, self._answered)
             if not self._over:
@@ -114,6 +117,8 @@ class Inference:
         assert self._request is not None
         request, specs = self._request, self._app.specs(self._model)[1]
         found = {s.name: Named(s.name, s.datatype, x) for s, x in zip(specs, result.outputs, strict=True)}
+        coming = sum(tensor.array.nbytes for tensor in found.values())
+        self._app.unread.make_room(asyncio.get_running_loop().time(), coming=coming)
         asked = list(found.values()) if request.outputs is None else [found[asked.name] for asked in request.outputs]
         pieces, said = write_response(_head(self._model, request, result), asked, request)
         if said is None:
@@ -146,19 +151,22 @@ def defect(error: Exception) -> Reply:
     return Wrong(500, "the server failed at this request; its log says how").reply()
 
 
+def _check(specs: Mapping[str, Spec], name: str, datatype: str, shape: Sequence[int]) -> None:
+    spec = specs.get(name)
+    if spec is None:
+        raise Unfit(f"there is no input {shown(name)}: it is one of {', '.join(specs)}")
+    if (why := spec.refusal(datatype, shape)) is not None:
+        raise Unfit(why)
+
+
 def _in_order(request: Request, inputs: tuple[Spec, ...]) -> list[Named]:
-    """The tensors as the net takes them. ValueError where one is missing, strange or unfit."""
+    """The tensors as the net takes them. ValueError where one is missing."""
     given = {tensor.name: tensor for tensor in request.inputs}
-    known = [spec.name for spec in inputs]
-    if strange := [name for name in given if name not in known]:
-        raise ValueError(f"there is no input {shown(strange[0])}: it is one of {', '.join(known)}")
     found = []
     for spec in inputs:
         tensor = given.get(spec.name)
         if tensor is None:
             raise ValueError(f"input {spec.name} is missing")
-        if (why := spec.refusal(tensor.datatype, tensor.array.shape)) is not None:
-            raise ValueError(why)
         found.append(tensor)
     rows = {len(t.array) for t, spec in zip(found, inputs, strict=True) if spec.shape and spec.shape[0] is None}
     if len(rows) > 1:

@@ -7,6 +7,7 @@ It reads what is usual; all else, and all that is wrong, is left to orjson and t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,15 @@ LEAST_BYTES = 512
 """Of less of it there is nothing to be gained."""
 KEPT_BYTES = 256 << 10
 """A parser keeps many times the memory of the longest text that it has read: a longer one has a parser of its own."""
+MOST_TENSORS = 1000
+"""Of a request or an answer."""
+MOST_LISTS, MOST_OBJECTS = 250_000, 20_000
+"""In a text of which Python objects are made: while they are, nothing else is done. Even lists of numbers, which become
+arrays, are not counted."""
+FEW_LISTS = 10_000
+"""With fewer lists nothing needs to be counted."""
+PLAIN_BYTES = 64 << 10
+"""Of what is no data, in a text with many lists."""
 _KINDS: dict[str, tuple[Any, type[np.generic]]] = {
     **{name: ("d", np.float64) for name in ("FP16", "FP32", "FP64", "BF16")},
     **{name: ("i", np.int64) for name in DATATYPES if name.startswith("INT")},
@@ -27,7 +37,18 @@ _KINDS: dict[str, tuple[Any, type[np.generic]]] = {
 """By datatype, what its numbers are read as; simdjson refuses what is none of these."""
 _OF_NUMBERS = b"0123456789+-.eE \t\r\n"
 
+
 _parser = Parser()
+
+
+def check_lists(text: bytes) -> None:
+    """ValueError where it has more lists or objects than may be made at once."""
+    if text.count(b"[") <= MOST_LISTS and text.count(b"{") <= MOST_OBJECTS:
+        return
+    bare = b"".join(text.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])  # without its strings
+    for what, mark, most in (("lists", b"[", MOST_LISTS), ("objects", b"{", MOST_OBJECTS)):
+        if (many := bare.count(mark)) > most:
+            raise ValueError(f"the body has {many} {what} in JSON, of {most} at most: send its tensors as bytes")
 
 
 def loads(text: bytes, what: str) -> dict[str, Any] | None:
@@ -36,8 +57,9 @@ def loads(text: bytes, what: str) -> dict[str, Any] | None:
     global _parser
     if len(text) < LEAST_BYTES or b"\\" in text:
         return None
+    careful = text.count(b"[") + text.count(b"{") > FEW_LISTS
     try:
-        found = _read((_parser if len(text) <= KEPT_BYTES else Parser()).parse(text), what)
+        found = _read((_parser if len(text) <= KEPT_BYTES else Parser()).parse(text), what, careful)
         arrays = [tensor["data"] for tensor in found[what] if "data" in tensor]
         even = _flat(text, _lists(found)) if all(x.ndim == 1 for x in arrays) else _nested(text, arrays)
         return found if even else None  # of any nest simdjson gives all numbers that are in it
@@ -46,12 +68,15 @@ def loads(text: bytes, what: str) -> dict[str, Any] | None:
         return None
 
 
-def _read(root: Any, what: str) -> dict[str, Any]:
-    return {key: [*map(_tensor, root[key])] if key == what else _plain(root[key]) for key in _keys(root)}
+def _read(root: Any, what: str, careful: bool) -> dict[str, Any]:
+    if careful and len(root[what]) > MOST_TENSORS:
+        raise ValueError("it has too many tensors")
+    made = partial(_tensor, careful=careful)
+    return {key: [*map(made, root[key])] if key == what else _plain(root[key], careful) for key in _keys(root)}
 
 
-def _tensor(tensor: Any) -> dict[str, Any]:
-    return {key: _numbers(tensor) if key == "data" else _plain(tensor[key]) for key in _keys(tensor)}
+def _tensor(tensor: Any, *, careful: bool) -> dict[str, Any]:
+    return {key: _numbers(tensor, careful) if key == "data" else _plain(tensor[key], careful) for key in _keys(tensor)}
 
 
 def _keys(value: Any) -> list[str]:
@@ -61,10 +86,13 @@ def _keys(value: Any) -> list[str]:
     return keys
 
 
-def _numbers(tensor: Any) -> Any:
+def _numbers(tensor: Any, careful: bool) -> Any:
     code, dtype = _KINDS[tensor["datatype"]]
     data = tensor["data"]
-    return np.frombuffer(data.as_buffer(of_type=code), dtype).reshape(_shape(data))
+    array = np.frombuffer(data.as_buffer(of_type=code), dtype)
+    if careful and not array.size:
+        raise ValueError("there are many lists and no numbers")
+    return array.reshape(_shape(data))
 
 
 def _shape(data: Any) -> list[int]:
@@ -76,7 +104,9 @@ def _shape(data: Any) -> list[int]:
     return shape
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, careful: bool) -> Any:
+    if careful and isinstance(value, Object | Array) and len(value.mini) > PLAIN_BYTES:
+        raise ValueError("what is no data is too long")
     if isinstance(value, Object):
         return value.as_dict()
     return value.as_list() if isinstance(value, Array) else value

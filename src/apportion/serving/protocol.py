@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ MOST_DIMS = 32
 MOST_SIDE = 2**31
 """Also where another side is 0."""
 MOST_OUTPUTS = 1000
+MOST_TENSORS = 1000
 MOST_TIMEOUT = 3600 * 10**6
 """Microseconds."""
 
@@ -70,7 +71,21 @@ class Request:
         return given / 1e6 if given else None
 
 
-def read_request(body: bytes | memoryview, json_bytes: int | None = None) -> Request:
+class Unfit(ValueError):
+    """A tensor is not one that the net takes."""
+
+
+Check = Callable[[str, str, Sequence[int]], None]
+"""Of a tensor's name, datatype and shape, before its elements are made: ``Unfit`` where the net takes no such one."""
+
+
+def read_request(
+    body: bytes | memoryview,
+    json_bytes: int | None = None,
+    *,
+    most_inputs: int = MOST_TENSORS,
+    check: Check | None = None,
+) -> Request:
     """``json_bytes``: what the header says; None where there is none."""
     told, binary = _parted(body, json_bytes, "inputs")
     parameters = _parameters(told)
@@ -85,7 +100,10 @@ def read_request(body: bytes | memoryview, json_bytes: int | None = None) -> Req
     whole = parameters.get("binary_data_output", False)
     if not isinstance(whole, bool):
         raise ValueError(f"parameters.binary_data_output={shown(whole)} must be true or false")
-    inputs = _tensors(told, "inputs", binary)
+    listed = told.get("inputs")
+    if check is not None and isinstance(listed, list) and len(listed) > most_inputs:
+        raise ValueError(f"inputs has {len(listed)} tensors, the net takes {most_inputs}")
+    inputs = _tensors(told, "inputs", binary, check)
     if not inputs:
         raise ValueError("inputs is empty: a request has at least one")
     return Request(inputs=inputs, id=identity, parameters=parameters, outputs=_asked(told, binary=whole), binary=whole)
@@ -102,7 +120,10 @@ def _parted(body: bytes | memoryview, json_bytes: int | None, what: str) -> tupl
         raise ValueError(f"{HEADER}: {json_bytes} must be from 1 to the {len(whole)} bytes of the body")
     try:
         text = bytes(whole[:json_bytes])
-        told = json_numbers.loads(text, what) or orjson.loads(text)
+        told = json_numbers.loads(text, what)
+        if told is None:
+            json_numbers.check_lists(text)
+            told = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"the body is no JSON: {error}") from error
     if not isinstance(told, dict):
@@ -127,10 +148,12 @@ def _parameters(told: Mapping[str, Any]) -> Mapping[str, Any]:
     return parameters
 
 
-def _tensors(told: Mapping[str, Any], what: str, binary: memoryview) -> tuple[Named, ...]:
+def _tensors(told: Mapping[str, Any], what: str, binary: memoryview, check: Check | None = None) -> tuple[Named, ...]:
     listed = told.get(what)
     if not isinstance(listed, list):
         raise ValueError(f"{what} must be a list of tensors")
+    if len(listed) > MOST_TENSORS:
+        raise ValueError(f"{what} has {len(listed)} tensors, of {MOST_TENSORS} at most")
     found, at, names = [], 0, set()
     for place, item in enumerate(listed):
         if not isinstance(item, dict):
@@ -142,7 +165,9 @@ def _tensors(told: Mapping[str, Any], what: str, binary: memoryview) -> tuple[Na
             raise ValueError(f"{what} has two tensors named {shown(name)}")
         names.add(name)
         try:
-            tensor, at = _tensor(item, name, binary, at)
+            tensor, at = _tensor(item, name, binary, at, check)
+        except Unfit:
+            raise
         except ValueError as error:
             raise ValueError(f"{what}[{place}] ({name[:60]}): {error}") from error
         found.append(tensor)
@@ -151,7 +176,7 @@ def _tensors(told: Mapping[str, Any], what: str, binary: memoryview) -> tuple[Na
     return tuple(found)
 
 
-def _tensor(item: Mapping[str, Any], name: str, binary: memoryview, at: int) -> tuple[Named, int]:
+def _tensor(item: Mapping[str, Any], name: str, binary: memoryview, at: int, check: Check | None) -> tuple[Named, int]:
     shape, datatype = item.get("shape"), item.get("datatype")
     if not isinstance(datatype, str) or datatype not in DATATYPES:
         raise ValueError(f"datatype={shown(datatype)} must be one of {', '.join(DATATYPES)}")
@@ -161,6 +186,8 @@ def _tensor(item: Mapping[str, Any], name: str, binary: memoryview, at: int) -> 
         raise ValueError(f"shape has {len(shape)} dimensions, of {MOST_DIMS} at most")
     if max(shape, default=0) > MOST_SIDE:
         raise ValueError(f"shape={shown(shape)} has a side that is longer than {MOST_SIDE}")
+    if check is not None:
+        check(name, datatype, shape)
     elements, size = math.prod(shape), _parameters(item).get("binary_data_size")
     if size is None:
         if item.get("data") is None:

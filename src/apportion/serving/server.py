@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import apportion
+from apportion.allocator import return_large
 from apportion.errors import ApportionError
 from apportion.serving.arena import Arena
+from apportion.serving.hosts import Hosts
 from apportion.serving.http import App
 from apportion.serving.listener import Listener
 from apportion.serving.log import log
@@ -31,6 +33,8 @@ from apportion.serving.source import Source
 
 PREFIX = "apportion-serve-"
 """Of the folder that holds what was exported; the process's number follows."""
+LARGE_BYTES = 4 << 20
+"""Of an answer whose memory is not kept for the next one."""
 
 
 def answer(members: Mapping[str, str], serving: Serving) -> int:
@@ -125,7 +129,8 @@ async def _serve(sources: Sequence[Source], serving: Serving, folder: Path, sock
     staffed = await replicated(sources, serving, means)
     try:
         shown = pages(staffed, serving, inbox, metrics)
-        app = App(staffed.ensemble, serving, inbox, metrics, version=apportion.__version__, pages=shown)
+        hosts = Hosts(serving.host, sock.getsockname()[0], serving.names)
+        app = App(staffed.ensemble, serving, inbox, metrics, version=apportion.__version__, pages=shown, hosts=hosts)
         return await _answer(app, staffed, sock)
     finally:
         await staffed.staff.close()
@@ -140,6 +145,7 @@ async def _answer(app: App, staffed: Staffed, sock: socket.socket) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told.put_nowait, int(number))
     loop.set_exception_handler(lambda _, what: log("defect", level="error", why=_told_of(what)))
+    return_large(LARGE_BYTES)
     gc.freeze()  # what is there now stays: to look through it again and again would hold up answers
     listener = Listener(app, sock)
     await listener.start()

@@ -31,6 +31,9 @@ class Serving(Value):
     weights: Mapping[str, float] | None = None
     """By member, for ``aggregation="weighted_mean"``."""
     host: str = "127.0.0.1"
+    names: tuple[str, ...] = ()
+    """Names by which clients address the server, besides ``host``, this machine's own name, localhost and the addresses
+    that are listened at; requests that name another one in Host or Origin are answered 403. "*": any."""
     port: int = 8000
     queue_length: int = 64
     """Requests that wait for one member; more are answered 429."""

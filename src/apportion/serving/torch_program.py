@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any, final
 
@@ -15,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from apportion.serving.datatypes import NAMES, Array
+from apportion.serving.exported_archive import checked
 from apportion.serving.program import Expired, Program, Spec
 from apportion.serving.stacked import called, together
 
@@ -122,9 +124,12 @@ def opened(path: Path) -> tuple[nn.Module, Any]:
     """(the module, inputs of one example or more) of a run, a checkpoint, or a program of torch.export."""
     if path.is_file():
         try:
-            program = torch.export.load(path)
+            with checked(path, lambda pickled: torch.load(BytesIO(pickled.read()), weights_only=True)) as archive:
+                program = torch.export.load(archive)
+        except OSError:
+            raise
         except Exception as error:  # whatever a file that is no program leads to
-            raise ValueError(f"{path} is no program of torch.export: {error}") from error
+            raise ValueError(f"{path} is no program of torch.export that can be served: {error}") from error
         if program.example_inputs is None:
             raise ValueError(f"{path} has no example inputs: save it with those that it was exported with")
         _check_rows(program, path)
