@@ -145,7 +145,9 @@ class Everything(Teacher):
 
     def __init__(self, pause: float = 0.0) -> None:
         super().__init__(pause)
-        self.parts = nn.ModuleList([Reassigned(), HiddenReassigned(), Aliased(), TeacherByData(), ByRandom(), ByNumpy()])
+        self.parts = nn.ModuleList(
+            [Reassigned(), HiddenReassigned(), Aliased(), TeacherByData(), ByRandom(), ByNumpy()]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         outputs = super().forward(x)

@@ -134,16 +134,6 @@ def moved(model: nn.Module, trained: Iterable[Tensor], look: Callable[[], Any]) 
     return [place for place in asked if place.name in names]
 
 
-def refuse_late(late: Iterable[Place]) -> None:
-    """ValueError where a forward has moved a parameter that it did not move when it was looked at."""
-    for place in late:
-        if place.parameter and not place.noted:
-            raise ValueError(
-                f"{place.name}, which no optimizer has, is moved by the forward of a later step and not of the first: "
-                "nobody told the other ranks of it; move it in the first step too, or use data_parallel"
-            )
-
-
 @final
 class ForwardState:
     """Of one model. ``trained``: the parameters that updates change."""
