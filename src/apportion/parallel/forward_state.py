@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from apportion.errors import StateLost
-from apportion.network import undisturbed
 
 AS_BUILT, HERE, ELSEWHERE = 0, 1, 2
 """Where what a place has is to be found, once the process is gone."""
@@ -125,6 +124,8 @@ def moved(model: nn.Module, trained: Iterable[Tensor], look: Callable[[], Any]) 
     asked = [place for place in places(model, trained)[0] if place.watched and not place.tensor.requires_grad]
     if not asked:
         return []
+    from apportion.network import undisturbed  # what it counts FLOPs with takes long to import
+
     try:
         with undisturbed(model) as changed:
             look()
