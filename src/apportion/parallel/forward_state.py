@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from apportion.errors import StateLost
-from apportion.network import undisturbed
 
 AS_BUILT, HERE, ELSEWHERE = 0, 1, 2
 """Where what a place has is to be found, once the process is gone."""
@@ -125,6 +124,8 @@ def moved(model: nn.Module, trained: Iterable[Tensor], look: Callable[[], Any]) 
     asked = [place for place in places(model, trained)[0] if place.watched and not place.tensor.requires_grad]
     if not asked:
         return []
+    from apportion.network import undisturbed  # what it counts FLOPs with takes long to import
+
     try:
         with undisturbed(model) as changed:
             look()
@@ -132,16 +133,6 @@ def moved(model: nn.Module, trained: Iterable[Tensor], look: Callable[[], Any]) 
     except Exception:  # with update= a model need not have a forward; any other mistake is raised by the first step
         return []
     return [place for place in asked if place.name in names]
-
-
-def refuse_late(late: Iterable[Place]) -> None:
-    """ValueError where a forward has moved a parameter that it did not move when it was looked at."""
-    for place in late:
-        if place.parameter and not place.noted:
-            raise ValueError(
-                f"{place.name}, which no optimizer has, is moved by the forward of a later step and not of the first: "
-                "nobody told the other ranks of it; move it in the first step too, or use data_parallel"
-            )
 
 
 @final

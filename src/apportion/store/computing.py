@@ -15,7 +15,7 @@ from torch import Tensor
 
 from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
-from apportion.parallel.forward_state import Place, moved, refuse_late
+from apportion.parallel.forward_state import Place, moved
 from apportion.parallel.replica import Replica, called, seed_everything
 from apportion.parallel.split import SplitStep
 from apportion.plain import from_plain, to_plain
@@ -68,9 +68,6 @@ class Worker:
             self.source = Batches(workload, device=device, dtype=replica.input_dtype)
             first = self.source.at(0, WHOLE)
             beside = moved(replica.model, replica.trainable(), lambda: called(workload, replica.model, first, device))
-        known = {place.name for place in beside}
-        self.late = [p for p in replica.forward.places if p.parameter and p.name not in known and split is None]
-        """What no pass should move."""
         self.model = FlatModel(replica.model, self.layout, self.weights, beside)
         many = self.model.buffer_numbers
         self._before, self._after = torch.zeros(many, dtype=torch.float64), torch.zeros(many, dtype=torch.float64)
@@ -119,7 +116,6 @@ class Worker:
             with replica.autocast():
                 loss = replica.loss(replica.outputs(batch), batch.targets)
             replica.backward(loss, 1.0)
-            refuse_late(self.late)
             if self._clip is not None:
                 torch.nn.utils.clip_grad_norm_(replica.trainable(), self._clip)
         if len(change):

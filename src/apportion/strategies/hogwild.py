@@ -37,7 +37,6 @@ import torch
 from torch import Tensor
 
 from apportion.batch import Batch
-from apportion.parallel.forward_state import refuse_late
 from apportion.parallel.one_device import reference
 from apportion.pricing.cost import Cost
 from apportion.pricing.layout import Layout
@@ -186,7 +185,6 @@ class HogwildStep(Step):
         replica.backward(loss, 1.0)
         if len(buffers):
             buffers.add_(self._worker.model.read_buffers(torch.empty_like(self._before)).sub_(self._before))
-        refuse_late(self._worker.late)
         self._loss = loss.detach()
         return self._loss
 

@@ -40,7 +40,7 @@ from apportion.deal import DataShard
 from apportion.errors import StateLost
 from apportion.parallel.average import Frame, Outer, Parts
 from apportion.parallel.exchange import Exchange, Round, Together
-from apportion.parallel.forward_state import moved, refuse_late
+from apportion.parallel.forward_state import moved
 from apportion.parallel.one_device import OneDeviceStep
 from apportion.parallel.replica import called
 from apportion.parallel.simulated import simulated
@@ -132,8 +132,6 @@ class LocalSgdStep(Step):
         self._averages_slots, self._outer = strategy.slots == "averaged", strategy._outer
         first, model = self.source.at(0), self.model
         beside = moved(model, self._replica.trainable(), lambda: called(workload, model, first, world.device))
-        known = {place.name for place in beside}
-        self._late = [p for p in self._replica.forward.places if p.parameter and p.name not in known]
         self._frame = Frame(self._replica, self._outer, beside)
         kind = SharedAverage if can_share(world) else Together
         self._exchange: Exchange = kind(self._frame, world, every=strategy.every, total=self.source.total)
@@ -246,9 +244,7 @@ class LocalSgdStep(Step):
 
     def backward(self, batch: Batch) -> Tensor | None:
         self._rows = len(batch)
-        loss = self._local.backward(batch)
-        refuse_late(self._late)
-        return loss
+        return self._local.backward(batch)
 
     def update(self) -> Mapping[str, Tensor]:
         values = self._local.update()
