@@ -18,6 +18,7 @@ from apportion import Workload
 from apportion.comm.message import broadcast_tensors
 from apportion.parallel.passing import Inlet, Outlet
 from apportion.parallel.products import LARGE, SMALL, linear
+from apportion.parallel.sliced_transposed import is_transposed
 from apportion.world import World
 
 WIDTH = 256
@@ -151,3 +152,33 @@ def test_slots_of_any_strides_are_gathered(strategy: str) -> None:
     workload = networks.workload(Strided, lambda: TensorDataset(x, networks.classes(13, 3)), 6)
     with by_value(networks), by_value(sys.modules[__name__]):
         assert_equal(apportion.check(workload, strategy, workers=2, steps=3))
+
+
+class Conv1D(nn.Module):
+    """A Linear layer whose weight is (inputs, outputs)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs) / 4), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
+
+
+class Scaled(Conv1D):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def transposed_layers() -> nn.Module:
+    return nn.Sequential(Conv1D(6, 7), nn.Tanh(), Scaled(7, 5), Conv1D(5, 5))
+
+
+def test_a_linear_layer_whose_weight_is_transposed_is_sliced_too() -> None:
+    assert [is_transposed(m) for m in transposed_layers()] == [True, False, False, True]
+    x = networks.numbers(13, 3, 6)
+    workload = networks.workload(
+        transposed_layers, lambda: TensorDataset(x, networks.numbers(13, 3, 5)), 6, loss=F.mse_loss
+    )
+    with by_value(networks), by_value(sys.modules[__name__]):
+        assert_equal(apportion.check(workload, "tensor_parallel", workers=2, steps=3))

@@ -27,7 +27,7 @@ def reason(error: BaseException) -> str:
     where = f"at {Path(own[-1].filename).name}:{own[-1].lineno} ({own[-1].line}) " if own else ""
     fx = any(f"{_TORCH}/fx" in frame.filename for frame in frames[-1:]) or any(word in told for word in _OF_FX)
     if "control flow" in told:
-        return f"{where}its control flow depends on what is in a tensor, or on its shape"
+        return f"{where}what is in a tensor, or its shape, decides about control flow"
     if not fx:
         return f"{where}{type(error).__name__}: {told}"
     if "iterat" in told or "__len__" in told or "'len'" in told or "len(" in told:

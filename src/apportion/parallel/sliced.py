@@ -2,7 +2,7 @@
 
 ====================  ======================================================================================
 pair                  Linear by columns, an element-wise function, Linear by rows: one sum
-Linear alone          by columns, and the outputs gathered
+Linear alone          by columns, and the outputs gathered; so is one whose weight is (inputs, outputs)
 the output layer      by columns; under cross-entropy the logits stay in slices until the network is asked for them
 Embedding             by vocabulary: a sum
 MultiheadAttention    by heads: a sum
@@ -34,6 +34,7 @@ from apportion.parallel.sliced_linear import slice_columns, slice_dropout, slice
 from apportion.parallel.sliced_look import Look, look
 from apportion.parallel.sliced_loss import cross_entropy_of, sliced_cross_entropy
 from apportion.parallel.sliced_recurrent import slice_units
+from apportion.parallel.sliced_transposed import is_transposed, slice_transposed
 from apportion.parallel.slices import Slicer
 from apportion.workload import Workload
 
@@ -52,11 +53,13 @@ class Plan:
     embeddings: tuple[str, ...] = ()
     attention: tuple[str, ...] = ()
     recurrent: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
+    """Linear layers whose weight is stored as (inputs, outputs)."""
 
     def layers(self) -> set[str]:
         """All of them."""
         paired = {name for pair in self.pairs for name in (*pair.columns, pair.row)}
-        return paired | {*self.alone, *self.embeddings, *self.attention, *self.recurrent}
+        return paired | {*self.alone, *self.embeddings, *self.attention, *self.recurrent, *self.transposed}
 
 
 def plan(model: nn.Module, inputs: Any, workload: Workload, *, min_width: int, within: Sequence[str] = ("",)) -> Plan:
@@ -80,7 +83,10 @@ def plan(model: nn.Module, inputs: Any, workload: Workload, *, min_width: int, w
     known = cross_entropy_of(workload.loss) is not None
     output = sliced_graph.output(traced, set(alone) - hooked, seen, carried=bool(state)) if known else None
     recurrent = [n for n, m in layers.items() if sliced_recurrent.can_be_sliced(m) and n not in seen.packed]
-    return Plan(tuple(pairs), tuple(alone), output, tuple(embeddings), tuple(attention), tuple(recurrent))
+    transposed = [n for n, m in layers.items() if is_transposed(m) and min(_shape(m)) >= min_width]
+    return Plan(
+        tuple(pairs), tuple(alone), output, tuple(embeddings), tuple(attention), tuple(recurrent), tuple(transposed)
+    )
 
 
 def _state(workload: Workload, inputs: Any) -> tuple[Any, ...]:
@@ -183,7 +189,7 @@ class SlicedModel(Alike):
         return sliced_cross_entropy(logits, targets, self._group, self._output.sizes, self._cross_entropy)
 
 
-def _slice(model: nn.Module, plan: Plan, slicer: Slicer) -> None:
+def _slice(model: nn.Module, plan: Plan, slicer: Slicer) -> None:  # noqa: C901 (a loop for each kind)
     get: Callable[[str], Any] = model.get_submodule
     for pair in plan.pairs:
         for name in pair.columns:
@@ -193,6 +199,8 @@ def _slice(model: nn.Module, plan: Plan, slicer: Slicer) -> None:
         slice_dropout(get(name), slicer, number)
     for name in plan.alone:
         slice_columns(get(name), slicer, gathers=True)
+    for name in plan.transposed:
+        slice_transposed(get(name), slicer)
     for name in plan.embeddings:
         slice_vocabulary(get(name), slicer)
     for number, name in enumerate(plan.attention):

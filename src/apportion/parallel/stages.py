@@ -74,7 +74,9 @@ def staged(  # noqa: PLR0913 (what a pipeline has)
                 )  # fmt: skip
             except CannotRun as error:
                 if isinstance(graph, Unfollowed):
-                    raise ValueError(_cannot_be_cut(f"{graph}; and {error}")) from error
+                    raise ValueError(
+                        f"{_cannot_be_cut(graph)}; nor can it be run in stages as it is written: {error}"
+                    ) from error
         return Stages(
             model, inputs, world, graph,
             microbatches=microbatches, schedule=schedule, cuts=cuts, recompute=recompute,
