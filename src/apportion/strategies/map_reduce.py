@@ -40,6 +40,7 @@ from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
 from apportion.errors import StateLost
 from apportion.parallel.closure import Closure
+from apportion.parallel.fresh_model import refuse_renormalising
 from apportion.parallel.gradients import LARGE_BYTES, GradientSum
 from apportion.parallel.kept import Kept
 from apportion.parallel.one_device import reference
@@ -151,7 +152,11 @@ class MapReduceStep(Step):
         sparse: list[Any] = [
             m.weight for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
         ]
-        self._sum = GradientSum(self._replica.trainable(), world.group(), sparse=sparse)
+        if world.size > 1:
+            refuse_renormalising(self.model, "each rank would rescale what its own examples look up")
+        self._sum = GradientSum(
+            self._replica.trainable(), world.group(), sparse=sparse, optimizers=[*self.optimizers.values()]
+        )
         seed_everything(workload.seed)
         self.source = Batches(workload, device=world.device, dtype=self._replica.input_dtype, rank=world.rank)
         self._replica.start_schedules(self.source.total)
