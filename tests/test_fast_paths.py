@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrize, prune
 from torch.utils.data import TensorDataset
 
-from apportion import Strategy, Workload, batches, plain_paths
+from apportion import Strategy, Workload, batches, plain_paths, torch_private
 from apportion.job import Job
 from apportion.parallel.linear import Products, plain_layers
 from apportion.parallel.one_device import OneDeviceStep
@@ -477,3 +477,10 @@ def test_derivatives_in_forward_mode_and_a_weight_in_place_of_another_are_torchs
 
 def test_complex_layers_are_not_redirected() -> None:
     assert plain_layers(nn.Sequential(nn.Linear(4, 3, dtype=torch.complex128))) == []
+
+
+def test_a_torch_that_was_not_tested_is_named() -> None:
+    assert torch_private.missing == []
+    assert torch_private.unfamiliar("2.13.0+cpu") is None
+    said = "torch 2.14.1 is not one of the tested versions (2.9 to 2.13)"
+    assert torch_private.unfamiliar("2.14.1") == said
