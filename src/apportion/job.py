@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from apportion import plain_paths
 from apportion.address import load_workload
+from apportion.parallel.fresh_model import in_precision
 from apportion.strategy import Strategy
 from apportion.supervise import Policy
 from apportion.workload import Workload
@@ -49,8 +51,6 @@ class Job:
     """Where the workload can be found again."""
     prove: bool = False
     """Is the run to ask, before its first step, whether it is proved?"""
-    plain: tuple[str, ...] = ()
-    """Fast paths that are switched off."""
 
     replaceable: bool = False
     """May workers be lost and replaced?"""
@@ -68,9 +68,13 @@ class Job:
     """Every initial weight is moved by this, relatively, up or down: how far rounding alone leads astray."""
     jitter: float = 0.0
     """The same for every gradient of every step."""
+    plain: tuple[str, ...] = field(default_factory=plain_paths.chosen)
+    """The fast paths that each process leaves for the plain ones (``plain_paths``)."""
 
     def open(self) -> Workload:
-        """The workload, imported where it is an address, with the changes."""
+        """The workload, imported where it is an address, with the changes; what this process builds from here on takes
+        the plain paths that the job names."""
+        plain_paths.switch_off(self.plain)
         workload = replace(self.as_written(), **self.changes)
         if self.proof:
             workload = self._as_proved(workload)
@@ -102,7 +106,7 @@ class _Nudged:
     def __call__(self) -> nn.Module:
         model = self.make()
         if self.nudge < torch.finfo(torch.float32).eps:
-            model = model.to(torch.float64)
+            model = in_precision(model, torch.float64)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for p in model.parameters():

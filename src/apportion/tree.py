@@ -25,9 +25,11 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def cast(tree: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Every tensor on the device; floating ones in the dtype (None: as they are)."""
+    """Every tensor on the device; floating ones in the dtype (None: as they are), complex ones in its complex type."""
 
     def move(t: Tensor) -> Tensor:
+        if dtype is not None and t.is_complex():
+            return t.to(device=device, dtype=dtype.to_complex())
         return t.to(device=device, dtype=dtype if dtype is not None and t.is_floating_point() else None)
 
     return map_tensors(move, tree)

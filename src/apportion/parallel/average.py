@@ -61,8 +61,12 @@ class Frame:
             for name, b in module._buffers.items():
                 if b is not None and b.numel() and id(b) not in seen:
                     seen.add(id(b))
-                    places.append((module._buffers, name, b.is_floating_point()))
-        places += [(p.owner, p.key, p.tensor.is_floating_point()) for p in moved if p.parameter and p.tensor.numel()]
+                    places.append((module._buffers, name, b.is_floating_point() or b.is_complex()))
+        places += [
+            (p.owner, p.key, p.tensor.is_floating_point() or p.tensor.is_complex())
+            for p in moved
+            if p.parameter and p.tensor.numel()
+        ]
         self._moved = moved
         self._floating = [(owner, name) for owner, name, floating in places if floating]
         self._whole = [(owner, name) for owner, name, floating in places if not floating]
@@ -198,9 +202,13 @@ def _slots_to_come(replica: Replica) -> Mapping[str, Tensor]:
     if replica.searching:
         kind = type(replica.optimizers[min(replica.searching)]).__name__
         raise ValueError(f"{kind} searches along the loss of one batch, which replicas do not share: use map_reduce")
-    model, optimizers = copy.deepcopy((replica.model, dict(replica.optimizers)))
-    names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
-    sparse = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
+    # Of the parameters, not of the model: what it makes of them anew before each call cannot be copied.
+    own = list(replica.model.named_parameters())
+    parameters, optimizers = copy.deepcopy(([p for _, p in own], dict(replica.optimizers)))
+    copies = dict(zip((id(p) for _, p in own), parameters, strict=True))
+    names: dict[Any, str] = {copies[id(p)]: name for name, p in own}
+    embeddings = [m for m in replica.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    sparse = {copies[id(m.weight)] for m in embeddings if id(m.weight) in copies}
     found = {}
     for owner, optimizer in optimizers.items():
         for group in optimizer.param_groups:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from apportion import plain_paths
 from apportion.workload import Parameters, Workload
 
 _KINDS = (SGD, Adam, AdamW, Adagrad)
@@ -22,7 +23,9 @@ _WHOLE = (SGD, Adagrad)
 
 
 def with_fused_updates(workload: Workload) -> Workload:
-    """The same, its optimizers run fused."""
+    """The same, its optimizers run fused; as it is where the plain path is asked for."""
+    if plain_paths.is_plain("fused"):
+        return workload
 
     def made(parameters: Parameters) -> Optimizer | Mapping[str, Optimizer]:
         optimizers = workload.optimizer(parameters)

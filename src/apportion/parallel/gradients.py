@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Optimizer
 
+from apportion import plain_paths, torch_private
 from apportion.comm.group import Group, Work
 from apportion.errors import ApportionError
 
@@ -58,11 +60,12 @@ class GradientSum:
         *,
         sparse: Sequence[nn.Parameter] = (),
         early: bool = False,
+        optimizers: Sequence[Optimizer] = (),
     ) -> None:
-        self._group = group
+        self._group, self._optimizers = group, optimizers
         self._sparse = [p for p in parameters if any(p is s for s in sparse)]
         self._dense = dense = [p for p in parameters if not any(p is s for s in sparse)]
-        early = early and group.beside
+        early = early and group.beside and not plain_paths.is_plain("early")
         self._large = [] if early else [p for p in dense if _nbytes(p) >= LARGE_BYTES]
         large = set(self._large)
         full, rest = _gathered(
@@ -153,6 +156,7 @@ class GradientSum:
             self._lane = None
 
     def _start(self, tensor: Tensor) -> Work:
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         return (self._group if self._lane is None else self._lane).all_reduce(tensor)
 
     def _fill_tail(self, used: list[bool], loss: Tensor | None, weight: float) -> None:
@@ -171,11 +175,24 @@ class GradientSum:
         if len(present) < len(packed.views):
             packed.flat[: packed.flat.numel() - packed.tail.numel()].zero_()
         if present:
-            torch._foreach_copy_([v for v, _ in present], [g for _, g in present])
+            try:
+                torch_private.foreach_copy([v for v, _ in present], [g for _, g in present])
+            except (RuntimeError, NotImplementedError):
+                if not self._make_dense(packed.parameters):
+                    raise
+                return self._start_packed(packed)
         return self._start(packed.flat)
+
+    def _make_dense(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Sparse gradients among those of parameters that are not known to have them become dense; were there any?"""
+        found = [p for p in parameters if p.grad is not None and p.grad.layout is not torch.strided]
+        for p in found:
+            p.grad = dense(p, self._optimizers)
+        return bool(found)
 
     def _start_large(self) -> list[Work]:
         storages = set()
+        self._make_dense(self._large)
         for p in self._large:
             if p.grad is None:
                 p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
@@ -202,6 +219,21 @@ class GradientSum:
         p.grad = (
             torch.sparse_coo_tensor(rows.t(), summed, p.shape, check_invariants=False).coalesce() if len(rows) else None
         )
+
+
+def dense(p: nn.Parameter, optimizers: Optimizer | Sequence[Optimizer], name: str = "") -> Tensor:
+    """A parameter's sparse gradient with its zeros, where its optimizer makes the same update of that: of a look-up by
+    ``F.embedding(..., sparse=True)``, which no layer tells of beforehand."""
+    given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    kinds = [type(o) for o in given for group in o.param_groups if any(p is q for q in group["params"])]
+    assert p.grad is not None
+    if all(kind in (SGD, Adagrad) for kind in kinds):
+        return p.grad.to_dense()
+    raise ValueError(
+        f"the gradient of {name or 'a parameter'} of shape {tuple(p.shape)} is sparse, though no layer says so, and "
+        f"{kinds[0].__name__} is not known to make the same update of a dense one: look it up by "
+        "nn.Embedding(sparse=True), whose gradients travel as rows, or with sparse=False"
+    )
 
 
 def _nbytes(p: nn.Parameter) -> int:

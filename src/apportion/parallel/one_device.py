@@ -20,8 +20,11 @@ from apportion.workload import Workload
 class OneDeviceStep(Step):
     """The whole batch, forward, backward and update, in this process."""
 
-    def __init__(self, workload: Workload, device: torch.device, rank: int = 0) -> None:
+    def __init__(self, workload: Workload, device: torch.device, rank: int = 0, *, alone: bool = False) -> None:
+        """``alone``: there is no other rank, which would have to know of a weight that thaws."""
         self.replica = Replica(workload, rank=rank, device=device)
+        if alone:
+            self.replica.may_thaw()
         self.rank, self.device = rank, device
         self.model, self.optimizers = self.replica.model, self.replica.optimizers
         self.data_shard = DataShard()
@@ -100,7 +103,7 @@ class OneDeviceStep(Step):
 
 def reference(workload: Workload) -> Iterator[State]:
     """The state after each step of one device on the CPU: what every exact strategy must compute."""
-    step = OneDeviceStep(workload, torch.device("cpu"))
+    step = OneDeviceStep(workload, torch.device("cpu"), alone=True)
     for batch in batches(step):
         step(batch)
         yield step.state_dict()

@@ -16,12 +16,15 @@ The form follows from the sizes alone: the same sums in every run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
+
+from apportion import plain_paths, torch_private
 
 SMALL = 1 << 16
 """Elements of a weight: below, the usual form is as fast."""
@@ -35,9 +38,14 @@ OUTPUTS, ROWS = 512, 128
 """Outputs that a piece of the gradient of the inputs sums over; of the weight's gradient, those in a piece."""
 
 
+def linear_form() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """``linear``, or torch's own where the plain path is asked for."""
+    return functional.linear if plain_paths.is_plain("linear") else linear
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``functional.linear``, its gradients too."""
-    if not _suits(x, weight):
+    if not _suits(x, weight) or torch_private.in_a_transform() or torch_private.in_forward_mode():
         return functional.linear(x, weight, bias)
     y: Tensor = _Linear.apply(x, weight, bias)
     return y
@@ -99,6 +107,7 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
         x.device.type == "cpu"
         and weight.numel() >= SMALL
         and x.dtype == weight.dtype
+        and x.is_floating_point()  # of complex numbers the gradient is a product with the conjugate
         and not torch.is_autocast_enabled("cpu")
     )
 
@@ -114,7 +123,8 @@ class _Linear(Function):
         x, weight = ctx.saved_tensors
         rows, given = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         if torch.is_grad_enabled():  # a gradient of the gradient is wanted
-            dx, dw = rows @ weight, rows.t() @ given
+            dx = rows @ weight if ctx.needs_input_grad[0] else None
+            dw = rows.t() @ given if ctx.needs_input_grad[1] else None
         else:
             dx = input_gradient(rows, weight) if ctx.needs_input_grad[0] else None
             dw = weight_gradient(rows, given) if ctx.needs_input_grad[1] else None

@@ -21,6 +21,7 @@ from apportion.deal import mix
 from apportion.parallel import closure
 from apportion.parallel.carry import Carry
 from apportion.parallel.forward_state import ForwardState
+from apportion.parallel.fresh_model import fresh_model
 from apportion.plain import from_plain, to_plain
 from apportion.strategy import State
 from apportion.workload import Workload
@@ -53,7 +54,7 @@ class Replica:
     ) -> None:
         self.workload, self.rank, self.device = workload, rank, device
         seed_everything(workload.seed)
-        self.model = workload.model().to(device=device, dtype=self.input_dtype)
+        self.model = fresh_model(workload, device, self.input_dtype)
         prepare(self.model)
         self.names = {p: name for name, p in self.model.named_parameters()}
         self.optimizers = self._make_optimizers()
@@ -77,6 +78,14 @@ class Replica:
         }
         owned = {id(p) for parameters in self._owned.values() for p in parameters}
         self._idle = [p for p in self._trainable if id(p) not in owned]
+        self._frozen = [
+            p
+            for optimizer in self.optimizers.values()
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if not p.requires_grad
+        ]
+        """That an optimizer has, and that did not ask for a gradient when the step was built."""
         self.settled = threading.Condition()
         """Held by whoever copies the state, or changes what a copy is of."""
         self.show: Callable[[], None] = lambda: None
@@ -131,6 +140,16 @@ class Replica:
                 )
             self.schedules[name] = made
 
+    def may_thaw(self) -> None:
+        """What is frozen now and given to an optimizer counts as trained: where one process has all gradients, it may
+        get one at any step."""
+        frozen = {id(p) for p in self._frozen}
+        self._trainable = [p for p in self.model.parameters() if p.requires_grad or id(p) in frozen]
+        for name, optimizer in self.optimizers.items():
+            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._owned[name] = [p for p in self._trainable if id(p) in own]
+        self._frozen = []
+
     def trainable(self, optimizer: str | None = None) -> list[nn.Parameter]:
         """The parameters that updates change, of one optimizer or of all, in the model's order."""
         if optimizer is not None:
@@ -174,12 +193,23 @@ class Replica:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward(None if weight == 1.0 else torch.full_like(loss, weight))
+        if self._frozen:
+            self._refuse_thawed()
+
+    def _refuse_thawed(self) -> None:
+        for p in self._frozen:
+            if p.grad is not None:
+                raise ValueError(
+                    f"{self.names[p]} was frozen when the training began and has a gradient now, and which gradients "
+                    "the ranks sum is settled at the beginning: let model= return it with requires_grad=True and "
+                    "freeze it in the forward for as long as it should stand, or use single_device"
+                )
 
     def gradient(self, loss: Tensor, weight: float, optimizer: str) -> None:
         """Set ``p.grad`` of one optimizer's parameters alone to weight times the gradient of the loss."""
         if optimizer not in self.optimizers:
             raise ValueError(f"optimizer={optimizer!r} must be one of {', '.join(map(repr, self.optimizers))}")
-        parameters = self.trainable(optimizer)
+        parameters = [p for p in self.trainable(optimizer) if p.requires_grad]
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         gradients = torch.autograd.grad(

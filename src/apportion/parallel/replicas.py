@@ -31,6 +31,7 @@ from apportion.deal import DataShard
 from apportion.errors import StateLost
 from apportion.parallel.batch_norm import Attendance, use_whole_batch
 from apportion.parallel.coupling import whole_batch_functions
+from apportion.parallel.fresh_model import refuse_renormalising
 from apportion.parallel.gradients import GradientSum
 from apportion.parallel.kept_parts import KeptParts, whole
 from apportion.parallel.places import Place, how_many, how_many_are_left, whole_network
@@ -109,13 +110,16 @@ class ReplicatedStep(Step):
         self._across = self._loss.group = place.across.group()
         self._attendance = Attendance(self._across)
         if place.replicas > 1:
+            refuse_renormalising(self.model, "each replica would rescale what its own examples look up")
             self._use_whole_batch()
         # Ranks that draw the same numbers within a replica go on doing so; those of other replicas draw others.
         inner.replica.sit(inner.replica.rank + place.replica * place.within.size)
         self.source.sit(place.replica)
         inner.rows = shard.rows(self._workload.batch_size)
         inner.joined = self._joined
-        self._sums = GradientSum(inner.replica.trainable(), self._across, sparse=inner.sparse)
+        self._sums = GradientSum(
+            inner.replica.trainable(), self._across, sparse=inner.sparse, optimizers=[*inner.optimizers.values()]
+        )
         survives = world.members is not None and world.size == world.local_size
         self._kept = KeptParts(world) if survives else None
 

@@ -6,14 +6,19 @@ one fused kernel is called as that, on a copy of the old piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
 from torch.optim.rmsprop import rmsprop
+
+from apportion import plain_paths, torch_private
 
 Group = Mapping[str, Any]
 """An optimizer's parameter group: its hyperparameters, as they are at this step."""
@@ -47,8 +52,9 @@ class Rule:
 def rule_of(optimizer: Optimizer, group: Group) -> Rule | None:
     """The rule of a group; None where it is not known to be element-wise: such an optimizer gets whole parameters."""
     make = _RULES.get(type(optimizer))
-    hooked: Sequence[Any] = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    if make is None or any(hooked) or group.get("capturable") or group.get("differentiable"):
+    if make is None or torch_private.step_hooked(optimizer) or group.get("capturable") or group.get("differentiable"):
+        return None
+    if any(p.is_complex() for p in group["params"]):  # torch's rules see two real numbers in each
         return None
     if any(isinstance(value, Tensor) for value in group.values()):  # a learning rate that somebody else may change
         return None
@@ -89,13 +95,15 @@ def _descend_with_momentum(group: Group, count: int, gradient: Tensor, old: Piec
 def _adam(group: Group) -> Rule:
     slots = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
     decoupled = group.get("decoupled_weight_decay", False)
-    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    kernel = torch_private.fused_adamw if decoupled else torch_private.fused_adam
+    if plain_paths.is_plain("fused") or kernel is None:
+        kernel = partial(adam, foreach=False, fused=False, decoupled_weight_decay=decoupled)
 
     def update(group: Group, count: int, gradient: Tensor, old: Piece, new: Piece) -> None:
         _copy(old, new)
         largest = [new.slots[2]] if group["amsgrad"] else []
         kernel(
-            [new.weights], [gradient], [new.slots[0]], [new.slots[1]], largest, [_number(count)],
+            [new.weights], [gradient], [new.slots[0]], [new.slots[1]], largest, [_number(count, kernel)],
             lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
             eps=group["eps"], amsgrad=group["amsgrad"], maximize=group["maximize"],
         )  # fmt: skip
@@ -104,10 +112,14 @@ def _adam(group: Group) -> Rule:
 
 
 def _adagrad(group: Group) -> Rule:
+    kernel = torch_private.fused_adagrad
+    if plain_paths.is_plain("fused") or kernel is None:
+        kernel = partial(adagrad, foreach=False, fused=False)
+
     def update(group: Group, count: int, gradient: Tensor, old: Piece, new: Piece) -> None:
         _copy(old, new)
-        torch._fused_adagrad_(
-            [new.weights], [gradient], [new.slots[0]], [_number(count)],
+        kernel(
+            [new.weights], [gradient], [new.slots[0]], [_number(count, kernel)],
             lr=group["lr"], lr_decay=group["lr_decay"], weight_decay=group["weight_decay"], eps=group["eps"],
             maximize=group["maximize"],
         )  # fmt: skip
@@ -134,8 +146,9 @@ def _rmsprop(group: Group) -> Rule:
     return Rule(tuple(slots), update, counted=True)
 
 
-def _number(count: int) -> Tensor:
-    return torch.tensor(float(count))
+def _number(count: int, kernel: Callable[..., None] | None = None) -> Tensor:
+    """The number of the update as torch takes it: its own function counts on by itself, a fused kernel does not."""
+    return torch.tensor(float(count - 1 if isinstance(kernel, partial) else count))
 
 
 def _copy(old: Piece, new: Piece) -> None:

@@ -6,6 +6,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
+from apportion import torch_private
+from apportion.parallel.fresh_model import refuse_renormalising, refuse_tied_by_memory
 from apportion.parallel.fused import needs_whole_weights
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD)
@@ -32,10 +34,12 @@ def refuse_optimizer(optimizer: Optimizer, *, searches: bool, alone: bool) -> No
 
 def refuse_layers(model: nn.Module, microbatches: int) -> None:
     """ValueError, by the layer's name, for what cannot be spread over ranks, or not cut into parts."""
+    refuse_tied_by_memory(model, "each rank holds a part of every weight")
+    refuse_renormalising(model, "each rank would rescale what its own examples look up")
     for name, p in model.named_parameters():
         if p.dim() == 0:
             raise ValueError(f"{name} is a single number, which has no rows to spread: give it the shape (1,)")
-        if p._backward_hooks or p._post_accumulate_grad_hooks:
+        if torch_private.gradient_hooked(p):
             raise ValueError(
                 f"{name} has a hook, which its shards would lose: put it on the layer, or use data_parallel"
             )

@@ -132,6 +132,12 @@ class Sharded:
                 )
 
     def _use(self, number: int, parameter: Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            (name, *_) = [name for name, p in self._names.items() if p is self._parameters[number]]
+            raise ValueError(
+                f"the gradient of {name} is sparse, and is not summed in shards: look it up with sparse=False, or use "
+                "data_parallel"
+            )
         self._used[number] = True
 
     def sum(self, loss: Tensor) -> Tensor:

@@ -27,10 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from apportion import plain_paths, torch_private
 from apportion.batch import Batch
 from apportion.comm.group import Alone, Group
 from apportion.comm.shared_memory import SharedMemory
 from apportion.errors import StateLost
+from apportion.parallel.fresh_model import tied_by_memory
+from apportion.parallel.gradients import dense as in_full
 from apportion.parallel.linear import factored, plain_layers, redirect
 from apportion.parallel.pages import VERSIONS, Layer, Layout, Region, is_dense, regions_of, shaped
 from apportion.parallel.replica import Replica
@@ -49,6 +52,8 @@ _START, _ROWS, _DENSE = 0, 1, 2
 def unsuited(replica: Replica, world: World) -> str | None:
     """Why the weights cannot lie in shared pages; None where they can."""
     workload = replica.workload
+    if plain_paths.is_plain("pages"):
+        return "the plain path is asked for"
     if not isinstance(world.group(), SharedMemory | Alone):  # who is left alone finds what the others have left there
         return "the ranks do not share memory"
     if workload.update is not None or workload.precision == "float16" or workload.compile:
@@ -58,10 +63,12 @@ def unsuited(replica: Replica, world: World) -> str | None:
         return f"{type(optimizer).__name__} is not known to be element-wise"
     if workload.carry is not None:
         return "a recurrent state is carried"
-    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in replica.trainable()):
+    if any(torch_private.gradient_hooked(p) for p in replica.trainable()):
         return "a parameter has hooks"
     if not all(is_dense(p) for p in replica.trainable()):
         return "a parameter is not one block of memory"
+    if any(True for _ in tied_by_memory(replica.model)):
+        return "two parameters lie in one memory"
     if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in replica.model.modules()):
         return "its gradients are sparse"
     return None
@@ -344,6 +351,8 @@ class SharedUpdate:
     def _take(self, i: int, p: nn.Parameter) -> None:
         if p.grad is None:  # it went another way
             return
+        if p.grad.layout is not torch.strided:
+            p.grad = in_full(p, self._optimizer, self._replica.names[p])
         layer = self._layer_of.get(i)
         if layer is None:
             fresh = self._first(i)

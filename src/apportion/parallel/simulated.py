@@ -69,7 +69,7 @@ def _mean(tensors: Sequence[dict[str, Tensor]], seen: Sequence[int]) -> dict[str
         given = [(n, each[name]) for n, each in zip(seen, tensors, strict=True) if n and name in each]
         if not given:
             mean[name] = tensors[0][name]
-        elif given[0][1].is_floating_point():
+        elif given[0][1].is_floating_point() or given[0][1].is_complex():
             mean[name] = torch.stack([t * n for n, t in given]).sum(0) / sum(n for n, _ in given)
         else:
             mean[name] = torch.stack([t for _, t in given]).amax(0)

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from apportion import tree
+from apportion import torch_private, tree
 from apportion.batch import Batch
 from apportion.comm.group import Group
 from apportion.parallel import sliced_attention, sliced_embedding, sliced_graph, sliced_recurrent
@@ -144,7 +144,7 @@ def _must_stay_whole(model: nn.Module, layers: Mapping[str, nn.Module], seen: Lo
         before = len(whole)
         for p, held in owners:
             names = {name for name, _ in held}
-            hooks = p._backward_hooks or p._post_accumulate_grad_hooks
+            hooks = torch_private.gradient_hooked(p)
             if id(p) in seen.outside or hooks or names & whole or not _cut_alike(layers, held):
                 whole |= names
         whole |= {name.removesuffix(".out_proj") for name in whole if name.endswith(".out_proj")}

@@ -14,6 +14,7 @@ hooks stay.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.nn import functional
 from apportion.comm.differentiable import copy_to, gather_from
 from apportion.comm.group import Group
 from apportion.deal import mix
-from apportion.parallel.products import linear
+from apportion.parallel.products import linear_form
 from apportion.parallel.slices import Slicer, shares
 
 
@@ -53,6 +54,7 @@ def slice_columns(layer: nn.Linear, slicer: Slicer, *, gathers: bool) -> None:
     own = slicer.own(layer.out_features)
     column: Any = layer
     column.__class__, column.group, column.gathers = ColumnSlice, slicer.group, gathers
+    column.linear = linear_form()
     column.sizes = [len(share) for share in shares(layer.out_features, slicer.group.size)]
     slicer.cut(layer, "weight", own, None)
     slicer.cut(layer, "bias", own)
@@ -61,7 +63,7 @@ def slice_columns(layer: nn.Linear, slicer: Slicer, *, gathers: bool) -> None:
 def slice_rows(layer: nn.Linear, slicer: Slicer) -> None:
     """Each rank computes a term of all outputs from its own inputs, which come in slices. Rank 0's has the bias."""
     row: Any = layer
-    row.__class__, row.group = RowSlice, slicer.group
+    row.__class__, row.group, row.linear = RowSlice, slicer.group, linear_form()
     row.width = len(slicer.own(layer.in_features))
     slicer.cut(layer, "weight", None, slicer.own(layer.in_features))
     slicer.first_only(layer, "bias")
@@ -73,9 +75,10 @@ class ColumnSlice(nn.Linear):
     group: Group
     sizes: list[int]
     gathers: bool
+    linear: Callable[..., Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
-        y = linear(copy_to(x, self.group), self.weight, self.bias)
+        y = self.linear(copy_to(x, self.group), self.weight, self.bias)
         return gather_from(y, self.group, -1, self.sizes) if self.gathers else y
 
 
@@ -84,6 +87,7 @@ class RowSlice(nn.Linear):
 
     group: Group
     width: int
+    linear: Callable[..., Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.width:
@@ -92,7 +96,7 @@ class RowSlice(nn.Linear):
                 "the network does not compute what it computed when it was traced; use data_parallel"
             )
         bias = self.bias if self.group.rank == 0 else None
-        return sum_terms(linear(x, self.weight, bias), self.group)
+        return sum_terms(self.linear(x, self.weight, bias), self.group)
 
 
 def slice_dropout(layer: nn.Dropout, slicer: Slicer, number: int) -> None:

@@ -29,6 +29,8 @@ from apportion.comm.message import gather_messages
 from apportion.deal import DataShard
 from apportion.errors import StateLost
 from apportion.parallel import same_outputs
+from apportion.parallel.forward_look import asked, refuse_gradients_of_gradients
+from apportion.parallel.fresh_model import fresh_model, refuse_tied_by_memory
 from apportion.parallel.gradient_hooks import GradientHooks
 from apportion.parallel.gradients import GradientSum
 from apportion.parallel.kept_parts import KeptParts, whole
@@ -85,12 +87,16 @@ class SplitStep(Step):
         self.rank, self.device = world.rank, world.device
         self._group, self._built = world.group(), world.generation
         seed_everything(workload.seed)
-        plain = workload.model().to(device=world.device, dtype=self.source.dtype)
+        plain = fresh_model(workload, world.device, self.source.dtype)
+        if world.size > 1:
+            refuse_tied_by_memory(plain, "each rank holds its own part of the weights")
         self._plain = PlainModel(plain, workload, len(self.source.dataset))  # type: ignore[arg-type]
         made = workload.optimizer(list(plain.named_parameters()))
         self._hooks = GradientHooks((name, p) for name, p in plain.named_parameters() if p.requires_grad)
         sample, expected = self._sample, None
         assert sample is not None, "only a world that may change builds again"
+        if world.size > 1 and workload.update is None and workload.carry is None:
+            refuse_gradients_of_gradients(asked(plain, sample.inputs), plain)
         # With update= the model need not have a forward of its own.
         compares = world.size > 1 and world.generation == 0 and workload.update is None
         if compares:
@@ -179,7 +185,7 @@ class SplitStep(Step):
                     self._others += terms[-1:] if self.rank not in ranks else []
                     sparse += terms[-1:] if name in plain.sparse else []
             if terms:
-                found[scope] = GradientSum(terms, self._group, sparse=sparse)
+                found[scope] = GradientSum(terms, self._group, sparse=sparse, optimizers=[*self.optimizers.values()])
         return found
 
     @property

@@ -28,6 +28,7 @@ from apportion.comm.message import broadcast_message
 from apportion.graph import Unfollowed, follow, names
 from apportion.network import evaluating
 from apportion.parallel.cuts import Places, balanced, calls, changing_buffers, measured, named
+from apportion.parallel.forward_look import asked, refuse_untraceable
 from apportion.parallel.in_parts import InParts, checkpointed, refuse_state
 from apportion.parallel.linear import Products, plain_layers
 from apportion.parallel.own_shapes import CannotRun
@@ -127,6 +128,7 @@ class Stages(Part):
         """Micro-batches whose activations this stage has kept at once."""
         self._at_once: tuple[Sequence[Rows], Sequence[Rows]] | None = None
         """Of a stage that computes a batch at once: how what comes, and what goes, depends on the rows."""
+        refuse_untraceable(asked(model, inputs), model)
         stateful = changing_buffers(model, tree.rows(inputs, slice(0, 2)))
         if microbatches > 1 or recompute:
             refuse_state(model, stateful, microbatches, recompute=recompute, whole_batch_norm=whole_batch_norm)

@@ -16,6 +16,7 @@ from torch import Tensor
 from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
 from apportion.parallel.forward_state import Place, moved
+from apportion.parallel.fresh_model import refuse_renormalising, refuse_tied_by_memory
 from apportion.parallel.replica import Replica, called, seed_everything
 from apportion.parallel.split import SplitStep
 from apportion.plain import from_plain, to_plain
@@ -59,6 +60,8 @@ class Worker:
         self._split = split
         self.replica = Replica(workload, rank=0, device=device) if split is None else split.replica
         replica = self.replica
+        refuse_tied_by_memory(replica.model, "a parameter store keeps every weight by itself")
+        refuse_renormalising(replica.model, "the store would never hear of it")
         self.owner, self.optimizer = next(iter(replica.optimizers.items()))
         self.layout = Layout(replica.names, self.optimizer, shards=shards)
         self.weights = torch.zeros(self.layout.total, dtype=self.layout.dtype)

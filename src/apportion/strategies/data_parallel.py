@@ -45,6 +45,7 @@ from apportion.batch import Batch, Batches
 from apportion.comm.differentiable import gather_rows
 from apportion.deal import DataShard
 from apportion.parallel.batch_norm import Attendance, use_whole_batch
+from apportion.parallel.fresh_model import refuse_renormalising
 from apportion.parallel.gradient_hooks import GradientHooks
 from apportion.parallel.gradients import LARGE_BYTES, GradientSum, early_bytes
 from apportion.parallel.one_device import reference
@@ -198,7 +199,13 @@ class DataParallelStep(Step):
                 self._shared.attach(world, self._group)
         early = self._shared is None
         self._sums = {
-            name: GradientSum(self._replica.trainable(name), self._group, sparse=sparse, early=early and name is None)
+            name: GradientSum(
+                self._replica.trainable(name),
+                self._group,
+                sparse=sparse,
+                early=early and name is None,
+                optimizers=[*self.optimizers.values()],
+            )
             for name in self._scopes()
         }
 
@@ -208,6 +215,7 @@ class DataParallelStep(Step):
 
     def _prepare(self, model: nn.Module) -> None:
         if self._group.size > 1:
+            refuse_renormalising(model, "each rank would rescale what its own examples look up")
             normalised = use_whole_batch(model, self._attendance)
         else:
             normalised = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]

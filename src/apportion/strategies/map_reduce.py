@@ -41,6 +41,7 @@ from apportion.deal import DataShard
 from apportion.errors import StateLost
 from apportion.parallel.closure import Closure
 from apportion.parallel.coupling import refuse_coupling
+from apportion.parallel.fresh_model import refuse_renormalising
 from apportion.parallel.gradient_hooks import GradientHooks
 from apportion.parallel.gradients import LARGE_BYTES, GradientSum
 from apportion.parallel.kept import Kept
@@ -158,7 +159,11 @@ class MapReduceStep(Step):
         sparse: list[Any] = [
             m.weight for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
         ]
-        self._sum = GradientSum(self._replica.trainable(), world.group(), sparse=sparse)
+        if world.size > 1:
+            refuse_renormalising(self.model, "each rank would rescale what its own examples look up")
+        self._sum = GradientSum(
+            self._replica.trainable(), world.group(), sparse=sparse, optimizers=[*self.optimizers.values()]
+        )
         self._trained = {p: self._replica.names[p] for p in self._replica.trainable() if self._divides}
         self._hooks = GradientHooks((name, p) for p, name in self._trained.items())
         seed_everything(workload.seed)

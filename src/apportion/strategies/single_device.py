@@ -79,7 +79,7 @@ class SingleDevice(Strategy):
     def build(self, workload: Workload, world: World) -> Step:
         if world.size != 1:
             raise ValueError(f"single_device runs in one process, not in {world.size}: use workers=1, or data_parallel")
-        return OneDeviceStep(with_fused_updates(workload) if self.fused else workload, world.device)
+        return OneDeviceStep(with_fused_updates(workload) if self.fused else workload, world.device, alone=True)
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return reference(workload)

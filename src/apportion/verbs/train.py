@@ -191,6 +191,11 @@ def _on_processes(
     warning = chosen.launcher.overload(chosen.ranks)
     if warning is not None:
         warnings.warn(warning, stacklevel=5)
+    from apportion.torch_private import unfamiliar  # torch is imported by now, or is about to be
+
+    said = unfamiliar()
+    if said is not None:
+        warnings.warn(said, stacklevel=5)
     job = asked.job(chosen.strategy, chosen.launcher, chosen.launcher.threads_each(chosen.ranks))
     replaceable = chosen.strategy.survives and chosen.ranks > 1 and chosen.launcher.on_cpu()
     job = replace(job, replaceable=replaceable, workers=chosen.ranks, prove=job.prove and chosen.ranks > 1, plain=plain)

@@ -1,0 +1,179 @@
+"""Every private name of torch that apportion uses, with what stands in for it where a torch does not have it.
+
+torch may rename or drop such a name in any version. A name that only makes something faster has a plain path behind
+it: without the name the run is slower and otherwise the same. ``missing`` lists what this torch does not have, and
+``unfamiliar`` says in a sentence what a user should know of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function, forward_ad
+from torch.optim import Optimizer
+from torch.utils import _pytree  # as torch.export and torch.func take and give trees
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.conv import _ConvNd
+    from torch.nn.modules.dropout import _DropoutNd
+
+TESTED = ((2, 9), (2, 13))
+"""The first and the last minor version of torch that the tests have run with."""
+missing: list[str] = []
+"""The private names that this torch does not have."""
+
+
+def probe(path: str) -> Any | None:
+    """What torch has under a private name; None, and the name is noted, where there is nothing."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        missing.append(path)
+        return None
+
+
+def unfamiliar(version: str = torch.__version__) -> str | None:
+    """What to tell of this version of torch; None where it is one of the tested ones and has every name."""
+    numbers = version.split("+")[0].split(".")
+    try:
+        minor = int(numbers[0]), int(numbers[1])
+    except (IndexError, ValueError):
+        minor = (0, 0)
+    first, last = (".".join(map(str, each)) for each in TESTED)
+    said = []
+    if not TESTED[0] <= minor <= TESTED[1]:
+        said.append(f"torch {version} is not one of the tested versions ({first} to {last})")
+    if missing:
+        said.append(f"torch {version} has no {', '.join(missing)}: what they make faster takes its plain path")
+    return "; ".join(said) or None
+
+
+# Classes that others are derived from, and trees
+
+if TYPE_CHECKING:
+    BatchNormBase = _BatchNorm
+    ConvBase = _ConvNd
+    DropoutBase = _DropoutNd
+else:
+    BatchNormBase = nn.BatchNorm1d.__mro__[1]
+    ConvBase = nn.Conv1d.__mro__[1]
+    DropoutBase = nn.Dropout.__mro__[1]
+pytree = _pytree
+DispatchMode = TorchDispatchMode
+
+
+# Fused and joined kernels
+
+fused_adam: Callable[..., None] | None = probe("torch._fused_adam_")
+fused_adamw: Callable[..., None] | None = probe("torch._fused_adamw_")
+fused_adagrad: Callable[..., None] | None = probe("torch._fused_adagrad_")
+
+
+def _copy_each(into: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    for one, value in zip(into, values, strict=True):
+        one.copy_(value)
+
+
+def _add_each(into: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    for one, value in zip(into, values, strict=True):
+        one.add_(value)
+
+
+foreach_copy: Callable[..., None] = probe("torch._foreach_copy_") or _copy_each
+foreach_add: Callable[..., None] = probe("torch._foreach_add_") or _add_each
+
+
+# What autograd does
+
+_runs: Callable[[Any], bool] | None = probe("torch._C._will_engine_execute_node")
+_transforms: Callable[[], bool] | None = probe("torch._C._are_functorch_transforms_active")
+can_ask_the_engine = _runs is not None and _transforms is not None
+"""Can a function of one's own know which gradients the pass under way is for? Without that none is redirected."""
+
+
+def pass_accumulates(node: Any) -> bool | None:
+    """Whether the backward pass under way adds to the ``.grad`` of the leaf whose accumulator this is. False: nobody
+    asks for that gradient; None: it is handed out instead (``autograd.grad``)."""
+    assert _runs is not None
+    try:
+        return _runs(node)
+    except RuntimeError:  # the engine does not say it of a leaf whose gradient it hands out
+        return None
+
+
+in_a_transform: Callable[[], bool] = _transforms or (lambda: True)
+"""Whether torch.func is at work (vmap, grad, jvp), which takes no ordinary function of one's own."""
+
+
+def in_forward_mode() -> bool:
+    """Whether derivatives are computed in forward mode, which asks a function for more than a backward pass."""
+    return getattr(forward_ad, "_current_level", -1) >= 0
+
+
+def applied(function: type[Function]) -> Callable[..., Any]:
+    """``function.apply`` without its look for torch.func, for who has looked already."""
+    base = probe("torch._C._FunctionBase")
+    if base is None or not issubclass(function, base):
+        return function.apply
+    return super(Function, function).apply  # type: ignore[misc, no-any-return]
+
+
+# Hooks
+
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooked(module: nn.Module, *, forward_only: bool = False) -> bool:
+    """Whether a module has hooks that run when it is called, or when its gradients come."""
+    return any(getattr(module, name, None) for name in (_MODULE_HOOKS[:2] if forward_only else _MODULE_HOOKS))
+
+
+def backward_hooked(tensor: Tensor) -> bool:
+    """Whether a tensor's gradient goes through a hook before it is accumulated."""
+    return bool(getattr(tensor, "_backward_hooks", None))
+
+
+def gradient_hooked(tensor: Tensor) -> bool:
+    """Whether a tensor has a hook that sees its gradient, before or after it is accumulated."""
+    return backward_hooked(tensor) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def step_hooked(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has hooks around its steps."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return any(getattr(optimizer, name, None) for name in names)
+
+
+def mark_stepped(optimizer: Any) -> None:
+    """The optimizer counts as stepped: its schedule would warn otherwise."""
+    optimizer._opt_called = True
+
+
+# Modules and tensors from inside
+
+parameters_of: Callable[[nn.Module], MutableMapping[str, nn.Parameter | None]] = lambda m: m._parameters  # noqa: E731
+buffers_of: Callable[[nn.Module], MutableMapping[str, Tensor | None]] = lambda m: m._buffers  # noqa: E731
+HOLDERS = ("_parameters", "_buffers", "_modules")
+"""Attributes in which a module keeps what is registered with it."""
+
+
+def persists_no_more(module: nn.Module, buffer: str) -> None:
+    """A buffer is in the module's state no longer."""
+    module._non_persistent_buffers_set.add(buffer)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor has been written to in place."""
+    return tensor._version
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd takes a tensor for a view of another."""
+    return tensor._is_view()
