@@ -110,6 +110,14 @@ def test_what_is_off_by_the_number_of_workers_is_told_to_be_a_sum_or_a_wrong_cou
     assert "draws from random" in " ".join(likely_causes([found], 3, ["random"]))
 
 
+def test_the_first_module_that_computes_something_else_is_named() -> None:
+    proof = apportion.check(net(planted.ReadsRank), "data_parallel", workers=2, steps=2)
+    assert proof.first is not None
+    assert "is the first that is not one device's" in proof.first
+    assert proof.first in proof.sentence
+    assert apportion.check(net(), "data_parallel", workers=2, steps=2).first is None
+
+
 def test_without_the_check_it_trains_all_the_same(tmp_path: Path) -> None:
     told = events(net(planted.ReadsRank), run_dir=tmp_path / "run", check=False)
     assert told[0].kind == "start"

@@ -216,6 +216,8 @@ def show_proof(proof: Proof) -> None:
         console.print(f"  by design: {line}")
     if proof.gradients is not None:
         console.print(_round_line(proof.gradients, "gradients in "))
+    if proof.first is not None:
+        console.print(f"  {proof.first}")
     for line in proof.causes:
         console.print(f"  likely: {line}")
     verdicts = {"equal": "the same network", "different": "NOT the same network", "undecided": "UNDECIDED"}

@@ -26,9 +26,10 @@ from apportion.comm.group import Alone, bytes_of
 from apportion.deal import DataShard
 from apportion.evaluate import evaluate
 from apportion.job import Job
+from apportion.module_taps import taps
 from apportion.parallel.one_device import OneDeviceStep
 from apportion.randomness import Observed, silence_recurrent_dropout, without_dropout
-from apportion.strategy import State, Step
+from apportion.strategy import State, Step, batches
 from apportion.workload import Evaluation, Workload
 from apportion.world import World
 
@@ -87,6 +88,8 @@ class _Serving:
             return {"kind": "facts", **_facts(self._step, self._workload, self._job.as_written())}
         if kind == "evaluate":
             return {"kind": "evaluated", "loss": self._loss(order["examples"])}
+        if kind == "taps":
+            return {"kind": "tapped", "rows": _tapped(self._step, order["path"], rank)}
         assert kind == "log", kind
         if rank == 0:
             Path(order["path"]).write_bytes(pickle.dumps(self._step.log()))
@@ -161,6 +164,10 @@ def _serve_reference(job: Job, channel: Channel) -> Job | None:
             if order["kind"] == "start":
                 channel.send({"kind": "started", **_start(quiet, order["path"])})
                 continue
+            if order["kind"] == "taps":
+                rows = _tapped(_after(quiet, order["steps"]), order["path"], 0)
+                channel.send({"kind": "tapped", "rows": rows})
+                continue
             if states is None:
                 log = pickle.loads(Path(order["log"]).read_bytes())
                 state = next(job.strategy.reference(quiet, job.workers, log))
@@ -168,6 +175,24 @@ def _serve_reference(job: Job, channel: Channel) -> Job | None:
                 state = next(states)
             channel.send({"kind": "state", **_deliver(state, order["path"])})
     return None
+
+
+def _after(workload: Workload, steps: int) -> Step:
+    """One device that has made so many steps."""
+    step = OneDeviceStep(workload, torch.device("cpu"))
+    for batch in batches(step, stop=steps):
+        step(batch)
+    return step
+
+
+def _tapped(step: Step, path: str, rank: int) -> int:
+    """One step with what every submodule computes written into the file; how many rows this rank had."""
+    batch = step.take()
+    assert batch is not None, "a step that was compared can be made again"
+    with taps(step.model) as found:
+        step(batch)
+    Path(f"{path}{rank}").write_bytes(pickle.dumps(found))
+    return len(batch)
 
 
 def _start(workload: Workload, path: str) -> dict[str, Any]:

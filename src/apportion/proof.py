@@ -80,6 +80,8 @@ class Proof:
     gradients: Round | None = None
     """The same where every optimizer is plain SGD of rate 1, so that the change is the gradient: an optimizer that
     divides by its size (Adam) hides a factor. None: the state shows it already, or the strategy is approximate."""
+    first: str | None = None
+    """Of a step that differs, the first module whose output or gradient does, in words."""
     causes: tuple[str, ...] = ()
     """What a difference is likely to come from, in whole sentences."""
 
@@ -109,7 +111,8 @@ class Proof:
         if self.verdict == "undecided":
             why = "rounding hides the answer, or too little moves"
             return f"it is not shown that {what} trains the same network as {whose}: {why}"
-        likely = "".join(f"; likely, {cause}" for cause in self.causes)
+        first = "" if self.first is None else f"; {self.first}"
+        likely = first + "".join(f"; likely, {cause}" for cause in self.causes)
         return f"{what} does not train the same network as {whose}: {self.evidence}{likely}"
 
     @property

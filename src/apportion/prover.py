@@ -7,6 +7,7 @@ same processes build anew.
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +21,11 @@ from safetensors.torch import load_file
 
 from apportion.comm.channel import Message
 from apportion.crew import Crew
-from apportion.errors import WorkerFailed
+from apportion.errors import ApportionError, WorkerFailed
 from apportion.job import Job
 from apportion.launch.local import Local
 from apportion.proof import FLOOR, Comparison, Proof, Round, largest
+from apportion.tap_differences import first_difference
 from apportion.trial import Candidate
 from apportion.workload import Workload
 
@@ -86,6 +88,8 @@ class _Proving:
         self._named: list[str] = []
         self._gradients: Round | None = None
         self._drawn: list[str] = []
+        self._first: str | None = None
+        """The first module that computes something else."""
         self._linear = False
         self._began = time.monotonic()
         self._bytes = 0
@@ -106,6 +110,7 @@ class _Proving:
                     [*rounds, *filter(None, [self._gradients])], self._chosen.launcher.workers or 1, self._drawn
                 )
             ),
+            first=self._first,
             by_design=(*self._named, *(_open_question(r) for r in rounds if r.verdict == "undecided")),
         )
 
@@ -132,6 +137,7 @@ class _Proving:
         self._named, self._drawn = _by_design(seen), seen["plain_draws"]
         if self._asked.brief and wide.verdict == "different":
             self._gradients = self._gradient_round(crews, wide, "float64")  # they show what a difference comes from
+            self._first = self._first_difference(crews, wide)
             return [wide]
         rounds = [wide]
         if seen["narrow"] and self._own != "float64":
@@ -142,6 +148,8 @@ class _Proving:
             )
             rounds = [wide] if kept else []
         self._gradients = self._gradient_round(crews, wide, "float64" if rounds else self._own)
+        if rounds and any(r.verdict == "different" for r in (wide, self._gradients) if r is not None):
+            self._first = self._first_difference(crews, wide)
         if self._own == "float64" or (self._asked.brief and not self._proved()):
             return rounds or [wide]
         self._again(crews, self._own)
@@ -156,6 +164,32 @@ class _Proving:
             return None
         self._again(crews, precision, gradients=True)
         return self._round(crews, min(GRADIENT_STEPS, states.steps), precision)[0]
+
+    def _first_difference(self, crews: Sequence[Crew], wide: Round) -> str | None:
+        """The step at which something differed, once more, with taps on both sides; None where they show nothing."""
+        if self._replays or not self._chosen.strategy.exact:
+            return None
+        gradients = wide.verdict != "different"
+        wrong = self._gradients if gradients else wide
+        assert wrong is not None
+        tried, reference, before = crews[0], crews[1], wrong.worst.step - 1
+        try:
+            self._again(crews, "float64", gradients=gradients)
+            with tempfile.TemporaryDirectory(prefix="apportion-check-") as folder:
+                reference.send({"kind": "taps", "steps": before, "path": f"{folder}/whole"})
+                if before:
+                    self._ask(tried, {"kind": "go", "steps": before}, "went")
+                told = self._ask(tried, {"kind": "taps", "path": f"{folder}/part"}, "tapped")
+                self._answers(reference, "tapped")
+                whole, *parts = (
+                    pickle.loads(Path(folder, name).read_bytes())
+                    for name in ("whole0", *(f"part{rank}" for rank in range(len(told))))
+                )
+            rows = [answer["rows"] for answer in told]
+            found = first_difference(whole, parts, rows=rows if len(set(rows)) > 1 or rows[0] < sum(rows) else None)
+        except (OutOfTimeError, ApportionError, ValueError, OSError):  # the answer stands without it
+            return None
+        return None if found is None else str(found)
 
     # The processes
 
