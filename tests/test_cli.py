@@ -31,8 +31,8 @@ from apportion.verbs.train import run
 APPORTION = (sys.executable, "-c", "from apportion.cli import main; main()")
 FLAGS = {
     "train": [
-        "--allow-approximate", "--help", "--launcher", "--members", "--no-trial", "--policy", "--remeasure", "--resume",
-        "--run-dir", "--seed", "--steps", "--strategy", "--workers",
+        "--allow-approximate", "--help", "--launcher", "--members", "--no-check", "--no-trial", "--policy",
+        "--remeasure", "--require-proof", "--resume", "--run-dir", "--seed", "--steps", "--strategy", "--workers",
     ],
     "check": ["--help", "--json", "--steps", "--strategy", "--workers"],
     "compare": ["--help", "--json", "--out", "--steps", "--strategy", "--workers"],
@@ -387,7 +387,11 @@ def test_check_says_what_was_compared_and_that_it_is_the_same_network(apportion:
         "check", "tiny.py:workload", "--strategy", "data_parallel", "--workers", "2", "--steps", "3"
     ).output
     assert output.startswith("data_parallel on 2 workers against one device:\n")
-    assert re.search(r"float64: equal over 3 steps and \d+ tensors; worst is \S+ after step \d, by \S+ \(bound", output)
+    assert re.search(
+        r"float64: equal over 3 steps and \d+ tensors; worst is \S+ after step \d, by \S+, "
+        r"\S+ of the largest change \(bound",
+        output,
+    )
     assert output.endswith("the same network\n")
 
 

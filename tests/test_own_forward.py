@@ -164,7 +164,7 @@ class Counting(Layers):
 
 
 REFUSED = {
-    Deciding: "between its layers the forward of Deciding asks for the numbers in a tensor",
+    Deciding: "the forward of Deciding asks for the numbers in a tensor|Deciding calls other layers or functions for this",
     Keeping: "inner keeps a tensor that the forward takes from it afterwards.*let inner return it",
     Counting: "changes its own seen",
 }

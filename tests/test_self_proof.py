@@ -205,14 +205,19 @@ def test_one_process_is_what_is_left_in_the_end() -> None:
 
 
 def test_few_rows_keep_the_short_batch_and_the_number_of_steps() -> None:
-    made = few_rows(net(), 7, 2)
+    made = few_rows(net(), 7, 4, 2)
     assert made.batch_size == 7
     assert len(made.open_data()) == 7 + 1  # 61 examples in batches of 20 leave one # type: ignore[arg-type]
     assert made.total_steps(2) == net().total_steps(4)
 
 
+def test_a_short_batch_at_the_end_of_a_long_epoch_is_among_the_steps() -> None:
+    made = few_rows(replace(net(), batch_size=6), 6, 4, 2)
+    assert len(made.open_data()) == 6 + 1  # 61 examples in batches of 6 leave one # type: ignore[arg-type]
+
+
 def test_a_batch_that_is_small_already_stays_as_it_is() -> None:
-    assert few_rows(net(), 20, 2).batch_size == 20
+    assert few_rows(net(), 20, 4, 2).batch_size == 20
 
 
 def test_a_schedule_that_begins_at_zero_is_begun_where_weights_move() -> None:

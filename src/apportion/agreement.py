@@ -29,7 +29,8 @@ class Wish:
     stop: bool = False
     progress: Any = field(default_factory=lambda: np.zeros(8, dtype=np.int64))
     """[0] grows with everything that the rank gets done, [1] is 1 while it waits for others, [2] is its updates,
-    [3] is 1 once it is in its loop, [4] is when the ranks last agreed to save, by ``time.monotonic_ns()``. A
+    [3] is 1 once it is in its loop, [5] once rank 0 has told the start,
+    [4] is when the ranks last agreed to save, by ``time.monotonic_ns()``. A
     replacement finds what the one before it has left."""
 
     begun: threading.Event = field(default_factory=threading.Event)

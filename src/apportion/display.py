@@ -221,7 +221,8 @@ def show_proof(proof: Proof) -> None:
     for line in proof.causes:
         console.print(f"  likely: {line}")
     verdicts = {"equal": "the same network", "different": "NOT the same network", "undecided": "UNDECIDED"}
-    console.print(f"{verdicts[proof.verdict]}: {proof.sentence}")
+    console.print(proof.sentence)
+    console.print(verdicts[proof.verdict])
 
 
 def _round_line(found: Round, what: str = "") -> str:

@@ -60,8 +60,8 @@ class Job:
     """For a proof: dropout is off and named, and what else draws is found."""
     rows: int = 0
     """For a proof: examples in a batch, in the place of the workload's; 0: its own."""
-    short: bool = False
-    """For a proof: an epoch is a whole batch and, where the workload has one, its short last one."""
+    cut: int = 0
+    """For a proof: so many steps are made, with the short last batch of an epoch among them; 0: as they come."""
     gradients: bool = False
     """For a proof: plain SGD of rate 1 in the place of each optimizer."""
     nudge: float = 0.0
@@ -86,8 +86,8 @@ class Job:
         from apportion.proof_workload import few_rows, moving, with_plain_sgd  # a run needs none of this
 
         workload = moving(workload)
-        if self.rows or self.short:
-            workload = few_rows(workload, self.rows or workload.batch_size, self.workers)
+        if self.rows or self.cut:
+            workload = few_rows(workload, self.rows or workload.batch_size, self.cut, self.workers)
         return with_plain_sgd(workload) if self.gradients else workload
 
     def as_written(self) -> Workload:

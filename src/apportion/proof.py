@@ -142,10 +142,11 @@ def verdict_of(difference: float, noise: float, bound: float) -> Verdict:
 class Comparison:
     """Of a strategy's states with its reference's, step by step, from what both began with."""
 
-    def __init__(self, start: Mapping[str, Tensor], weights: Collection[str]) -> None:
+    def __init__(self, start: Mapping[str, Tensor], weights: Collection[str], *, eps: float = 0.0) -> None:
         """``start``: the reference's tensors before the first step; a slot that is not there yet counts as zeros.
-        ``weights``: which of them are parameters; what else is the model's are buffers."""
-        self._start, self._weights = dict(start), frozenset(weights)
+        ``weights``: which of them are parameters; what else is the model's are buffers. ``eps``: the rounding of the
+        arithmetic, which a moved weight may not show where it is coarser than weights are."""
+        self._start, self._weights, self._eps = dict(start), frozenset(weights), eps
         self._worst: Difference | None = None
         self._worst_bound, self._worst_noise = FLOOR, 0.0
         self._verdict: Verdict = "equal"
@@ -229,7 +230,7 @@ class Comparison:
             if _numeric(tensor):
                 moved = max(moved, torch.finfo(tensor.dtype).eps * _size(tensor))
             # A buffer that did not move shows no noise; weights move together, or none of them does.
-            share = moved / change if change else (float("inf") if group == WEIGHTS else 0.0)
+            share = max(self._eps, moved / change) if change else (float("inf") if group == WEIGHTS else 0.0)
             noise[group] = max(noise.get(group, 0.0), share)
         return noise
 

@@ -34,21 +34,27 @@ def with_plain_sgd(workload: Workload) -> Workload:
     return replace(workload, optimizer=_PlainSgd(workload.optimizer), schedule=None)
 
 
-def few_rows(workload: Workload, rows: int, workers: int) -> Workload:
+def few_rows(workload: Workload, rows: int, steps: int, workers: int) -> Workload:
     """The same on so many rows a batch, taken evenly from its data, with an epoch that ends in a short batch where the
-    workload's own does, and with as many steps as it has."""
+    workload's own does, and with as many steps as it has. ``steps``: that will be made of it; an epoch of whole batches
+    that is no longer than that stays as it is."""
     with own_draws(workload.seed):
-        data = workload.open_data()
-    examples: int = len(data)  # type: ignore[arg-type]
+        examples: int = len(workload.open_data())  # type: ignore[arg-type]
     rows = min(rows, workload.batch_size)
     batches = -(-examples // workload.batch_size)
     last = examples % workload.batch_size
-    if rows == workload.batch_size and (last == 0 or batches <= 2):
-        return replace(workload, data=lambda: data)
+    if rows == workload.batch_size and (last == 0 or batches <= max(2, steps)):
+        return workload
     short = 0 if last == 0 else last if last < workers else max(workers, rows * last // workload.batch_size)
     wanted = min(examples, 2 * rows if short == 0 else rows + short)
-    sample = _sample(data, wanted, evenly=workload.order == "shuffled")
-    return replace(workload, data=lambda: sample, batch_size=rows, steps=workload.total_steps(batches))
+    evenly = workload.order == "shuffled"
+    # Opened anew each time, as the workload's own is: a dataset may change as it is read.
+    return replace(
+        workload,
+        data=lambda: _sample(workload.open_data(), wanted, evenly=evenly),
+        batch_size=rows,
+        steps=workload.total_steps(batches),
+    )
 
 
 def _sample(data: Dataset[Any], wanted: int, *, evenly: bool) -> Dataset[Any]:

@@ -213,6 +213,7 @@ class _Proving:
 
     def _jobs(self, precision: str, *, gradients: bool = False) -> tuple[Job, Job, Job]:
         asked, launcher, ranks = self._asked, self._chosen.launcher, self._chosen.ranks
+        steps = min(asked.steps, GRADIENT_STEPS) if gradients else asked.steps
         tried = Job(
             workload=asked.workload,
             strategy=self._chosen.strategy,
@@ -227,7 +228,7 @@ class _Proving:
             workers=launcher.workers or 1,
             proof=True,
             rows=asked.rows,
-            short=asked.steps > 1 and self._chosen.strategy.exact,
+            cut=steps if steps > 1 and self._chosen.strategy.exact else 0,
             gradients=gradients,
             plain=asked.plain,
         )
@@ -240,7 +241,7 @@ class _Proving:
     def _again(self, crews: Sequence[Crew], precision: str, *, gradients: bool = False) -> None:
         """All of them from the beginning, in another precision or with other optimizers."""
         for crew, job in zip(crews, self._jobs(precision, gradients=gradients), strict=False):
-            changed = {name: getattr(job, name) for name in ("changes", "nudge", "jitter", "gradients")}
+            changed = {name: getattr(job, name) for name in ("changes", "nudge", "jitter", "gradients", "cut")}
             crew.send({"kind": "again", "job": changed})
         self._built(crews)
 
@@ -310,7 +311,7 @@ class _Proving:
     def _compare_steps(self, crews: Sequence[Crew], steps: int, precision: str, folder: Path) -> tuple[Round, Seen]:
         tried, reference, nudged = crews
         (began,) = self._ask(reference, {"kind": "start", "path": str(folder / "start")}, "started")
-        comparison = Comparison(load_file(folder / "start"), began["weights"])
+        comparison = Comparison(load_file(folder / "start"), began["weights"], eps=_eps(precision))
         disagreement, seen = None, _seen(())
         for number in range(1, steps + 1):
             for crew, name in ((reference, "reference"), (nudged, "nudged")):

@@ -11,7 +11,7 @@ from typing import Any
 from apportion.errors import CheckpointError
 
 MOST_STEPS = 2**62
-PARTS = ("model.safetensors", "optimizer.safetensors", "carry.safetensors")
+PARTS = ("model.safetensors", "buffers.safetensors", "optimizer.safetensors", "carry.safetensors")
 """The files of a checkpoint, besides state.json."""
 
 

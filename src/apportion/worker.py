@@ -241,13 +241,13 @@ class _Run:
 
     def events(self) -> Iterator[Event]:
         self.wish.progress[3] = 1
-        starts = self.world.rank == 0 and self.world.generation == 0
         try:
             self._prepare_evaluation()
         except MembershipChanged:
             self._rejoin_until_it_holds()
             self._prepare_evaluation()
-        if starts:
+        if self.world.rank == 0 and not self.wish.progress[5]:
+            self.wish.progress[5] = 1
             yield self._start_event()
             self._look_at_schedule()
             yield from self._warned()

@@ -55,6 +55,7 @@ class OwnStages(Part):
         self.most_in_flight = 0
         few = tree.rows(inputs, slice(0, 2))
         stateful = changing_buffers(model, few)
+        _refuse_moved(model, stateful)
         if microbatches > 1 or recompute:
             _refuse_whole_batch(model, whole_batch_norm=whole_batch_norm)
             refuse_state(model, stateful, microbatches, recompute=recompute, whole_batch_norm=whole_batch_norm)
@@ -254,6 +255,17 @@ def _measured(own: OwnForward, recorded: Recorded, inputs: Any, because: Mapping
 # The proof
 
 
+def _refuse_moved(model: nn.Module, changed: Sequence[str]) -> None:
+    """A stage keeps the buffers of its own layers; what else a forward changes, nobody would keep alike."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    moved = [name for name in changed if name in parameters]
+    if moved:
+        raise ValueError(
+            f"the forward of {type(model).__name__} moves {moved[0]}, a parameter that no optimizer has, and would "
+            "move it in each stage and for each micro-batch: use data_parallel"
+        )
+
+
 def prove(own: OwnForward, recorded: Recorded, bounds: Sequence[int], inputs: Any) -> None:
     """The stretches one after the other, each on copies, give what the network gives; or a ValueError."""
     model = own.model
@@ -263,8 +275,11 @@ def prove(own: OwnForward, recorded: Recorded, bounds: Sequence[int], inputs: An
     torch.default_generator.set_state(draws)
     with undisturbed(model):
         values: Any = []
-        for begin, end in itertools.pairwise(bounds):
-            values = _copied(own.stretch(_copied(inputs), recorded, begin, end, values))
+        try:
+            for begin, end in itertools.pairwise(bounds):
+                values = _copied(own.stretch(_copied(inputs), recorded, begin, end, values))
+        except RuntimeError as error:  # its forward takes another way for these rows
+            raise CannotRun(str(error)) from error
         found = tree.tensors(values)
     if len(found) != len(expected) or not all(
         torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in zip(found, expected, strict=True)
