@@ -164,7 +164,7 @@ class Counting(Layers):
 
 
 REFUSED = {
-    Deciding: "the forward of Deciding asks for the numbers in a tensor|Deciding calls other layers or functions for this",
+    Deciding: "Deciding asks for the numbers in a tensor|Deciding calls other layers or functions for this batch",
     Keeping: "inner keeps a tensor that the forward takes from it afterwards.*let inner return it",
     Counting: "changes its own seen",
 }

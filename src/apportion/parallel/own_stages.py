@@ -137,7 +137,7 @@ def opened(model: nn.Module, inputs: Any, size: int, named: Sequence[str]) -> tu
     for opens in (has_lists, _has_layers):
         own = OwnForward(model, _units(model, called, opens))
         try:
-            with undisturbed(model):
+            with undisturbed(model), torch.enable_grad():  # a forward may do other things where gradients are asked for
                 found = own.record(inputs)
         except CannotRun as error:
             own.close()
