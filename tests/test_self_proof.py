@@ -216,6 +216,11 @@ def test_a_short_batch_at_the_end_of_a_long_epoch_is_among_the_steps() -> None:
     assert len(made.open_data()) == 6 + 1  # 61 examples in batches of 6 leave one # type: ignore[arg-type]
 
 
+def test_a_dataset_that_draws_as_it_is_read_is_no_difference(tmp_path: Path) -> None:
+    draws = replace(net(), data=lambda: networks.Restless(61), precision="float64")
+    assert events(draws, run_dir=tmp_path / "run")[1].data["verdict"] == "equal"
+
+
 def test_a_batch_that_is_small_already_stays_as_it_is() -> None:
     assert few_rows(net(), 20, 4, 2).batch_size == 20
 

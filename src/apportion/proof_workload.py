@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from apportion.batch import own_draws
 from apportion.workload import Parameters, Workload
@@ -63,7 +63,29 @@ def _sample(data: Dataset[Any], wanted: int, *, evenly: bool) -> Dataset[Any]:
     if type(data) is TensorDataset:  # so that its rows are gathered as the run gathers them
         at = torch.tensor(index)
         return TensorDataset(*(t.index_select(0, at.to(t.device)) for t in data.tensors))
-    return Subset(data, index)
+    return _Chosen(data, index) if getattr(data, "__getitems__", None) is None else _ChosenTogether(data, index)
+
+
+@dataclass(frozen=True)
+class _Chosen(Dataset[Any]):
+    """These examples of a dataset, each asked for by itself: what it draws is then its own."""
+
+    data: Dataset[Any]
+    index: list[int]
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.data[self.index[number]]
+
+
+class _ChosenTogether(_Chosen):
+    """The same of a dataset that is asked for many at once."""
+
+    def __getitems__(self, numbers: list[int]) -> Any:
+        together: Any = self.data
+        return together.__getitems__([self.index[number] for number in numbers])
 
 
 @dataclass(frozen=True)
