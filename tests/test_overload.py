@@ -199,7 +199,7 @@ def test_json_that_would_hold_everybody_up_is_refused(body: Any, why: str) -> No
     text = json.dumps(body).encode()
     began = time.process_time()
     with pytest.raises(ValueError, match=why):
-        read_request(text, most_inputs=1, check=check)
+        read_request(text, takes=["x"], check=check)
     assert time.process_time() - began < 0.6
 
 
@@ -208,7 +208,7 @@ def test_lists_that_are_nested_deeply_are_refused_at_once() -> None:
     text = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1],"data":[' + b",".join([deep] * 4000) + b"]}]}"
     began = time.process_time()
     with pytest.raises(ValueError, match="4000003 lists in JSON"):
-        read_request(text, most_inputs=1, check=check)
+        read_request(text, takes=["x"], check=check)
     assert time.process_time() - began < 0.6
 
 

@@ -67,7 +67,7 @@ class Inference:
             self._check_json(len(body) if self._json_bytes is None else self._json_bytes)
             specs = {spec.name: spec for spec in self._app.specs(self._model)[0]}
             self._request = request = read_request(
-                body, self._json_bytes, most_inputs=len(specs), check=lambda *tensor: _check(specs, *tensor)
+                body, self._json_bytes, takes=[*specs], check=lambda *tensor: _check(specs, *tensor)
             )
             question = self._question(request, () if held is None else (held,))
             asking = self._app.ensemble.ask(question, self._answered)

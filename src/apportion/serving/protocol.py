@@ -83,10 +83,10 @@ def read_request(
     body: bytes | memoryview,
     json_bytes: int | None = None,
     *,
-    most_inputs: int = MOST_TENSORS,
+    takes: Sequence[str] | None = None,
     check: Check | None = None,
 ) -> Request:
-    """``json_bytes``: what the header says; None where there is none."""
+    """``json_bytes``: what the header says; None where there is none. ``takes``: the names of the net's inputs."""
     told, binary = _parted(body, json_bytes, "inputs")
     parameters = _parameters(told)
     timeout = parameters.get("timeout", 0)
@@ -101,12 +101,23 @@ def read_request(
     if not isinstance(whole, bool):
         raise ValueError(f"parameters.binary_data_output={shown(whole)} must be true or false")
     listed = told.get("inputs")
-    if check is not None and isinstance(listed, list) and len(listed) > most_inputs:
-        raise ValueError(f"inputs has {len(listed)} tensors, the net takes {most_inputs}")
+    if takes is not None and isinstance(listed, list):
+        _must_be_whole(listed, takes)
     inputs = _tensors(told, "inputs", binary, check)
     if not inputs:
         raise ValueError("inputs is empty: a request has at least one")
     return Request(inputs=inputs, id=identity, parameters=parameters, outputs=_asked(told, binary=whole), binary=whole)
+
+
+def _must_be_whole(listed: Sequence[Any], takes: Sequence[str]) -> None:
+    """ValueError where a tensor is missing, or there are too many, before any is looked at."""
+    if len(listed) > len(takes):
+        raise ValueError(f"inputs has {len(listed)} tensors, the net takes {len(takes)}")
+    named = {item["name"] for item in listed if isinstance(item, dict) and isinstance(item.get("name"), str)}
+    if len(named) == len(listed) and named.issubset(takes):  # else another sentence says what is wrong
+        for name in takes:
+            if name not in named:
+                raise ValueError(f"input {name} is missing")
 
 
 def _parted(body: bytes | memoryview, json_bytes: int | None, what: str) -> tuple[dict[str, Any], memoryview]:
