@@ -16,7 +16,7 @@ from apportion.serving.protocol import HEADER, Named, write_request
 
 CLOSED = 0
 """The connection was closed, and nothing answered."""
-REFUSED = frozenset({400, 404, 405, 408, 411, 413, 414, 415, 417, 426, 429, 431})
+REFUSED = frozenset({400, 403, 404, 405, 408, 411, 413, 414, 415, 417, 426, 429, 431})
 BAD = frozenset({400})
 ANY = REFUSED | {CLOSED, 200, 503, 504}
 LIMIT = 64 << 10

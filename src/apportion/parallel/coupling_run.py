@@ -125,11 +125,13 @@ class Copied:
                 if self._loss is not None and weight and not together:
                     losses.append(self._loss(found[-1], targets).reshape(()) * 1.0)
                     (losses[-1] * weight).backward()  # given a gradient, backward imports a good deal first
+                    self._take_gradients()
             outputs = found[0] if len(found) == 1 else None
             if together and self._loss is not None:
                 outputs, targets = joined(found), joined([targets for _, targets in parts])
                 losses, weights = [self._loss(outputs, targets).reshape(()) * 1.0], [1.0]
                 losses[0].backward()
+                self._take_gradients()
         told = [loss.detach() * w for loss, w in zip(losses, [w for w in weights if w], strict=True)]
         return self._ended(Ran(torch.stack(told).sum() if told else None, outputs, {}, {}, drew))
 
@@ -167,6 +169,7 @@ class Copied:
         return tree.cast(rows, *self._place())
 
     def _start(self, tape: bool) -> None:
+        self._gradients: dict[str, Tensor] = {}
         self._calls = [] if tape else None
         self._opened.clear()
         self._mode.inside = self._opened
@@ -174,17 +177,21 @@ class Copied:
             p.grad = None
 
     def _ended(self, ran: Ran) -> Ran:
-        ran.gradients = {
-            name: (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach()
-            for name, p in self.model.named_parameters()
-            if p.grad is not None
-        }
+        ran.gradients = self._gradients
         ran.buffers = self._buffers_now()
         ran.calls = self._calls or []
-        for p in self.model.parameters():
-            p.grad = None
         self._restore()
         return ran
+
+    def _take_gradients(self) -> None:
+        """Add up what a pass gave. Autograd may put the gradients of two parameters into one memory, so that a second
+        pass cannot add to them where they are."""
+        for name, p in self.model.named_parameters():
+            if p.grad is not None:
+                gradient = (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach()
+                before = self._gradients.get(name)
+                self._gradients[name] = gradient if before is None else before + gradient
+                p.grad = None
 
     def _restore(self) -> None:
         """What a forward has changed is as it was."""
