@@ -19,7 +19,7 @@ from apportion import Workload, supervisor
 from apportion.crew import Crew
 from apportion.launch.local import Local
 from apportion.strategy import Strategy
-from apportion.verbs import train as verb
+from apportion.verbs import running as verb
 
 
 def faults_of(

@@ -25,7 +25,7 @@ from apportion.planner.drift import WINDOW, Expected, Watch
 from apportion.planner.predicting import offered
 from apportion.report import read_events
 from apportion.strategies.single_device import SingleDevice
-from apportion.verbs.train import _journaled
+from apportion.verbs.running import journaled
 from apportion.workload import Workload
 
 MARK = {"batch_size": 64, "parameters": {"elements": 10}, "batch": [[[64, 3], "torch.float32"]]}
@@ -148,7 +148,7 @@ def events() -> Generator[Event, None, None]:
 def test_a_drift_is_told_once_kept_and_shown_in_the_report(tmp_path: Path) -> None:
     expected = Expected(step_seconds=0.01, terms={"computing": 0.01}, measured=True)
     job = Job(workload="none.py:none", strategy=SingleDevice(), run_dir=str(tmp_path / "run"))
-    told = list(_journaled(job, events(), [], [], Watch(expected)))
+    told = list(journaled(job, events(), [], [], Watch(expected)))
     drifts = [event for event in told if event.kind == "drift"]
     assert len(drifts) == 1
     assert drifts[0].data["ratio"] == pytest.approx(2.0)

@@ -38,7 +38,7 @@ from apportion.launch import local as launch
 from apportion.launch.local import Local
 from apportion.report import read_events
 from apportion.template import close_template, template
-from apportion.verbs import train as verb
+from apportion.verbs import running as verb
 from apportion.verbs.train import run, train
 
 HERE = Path(__file__).parent

@@ -40,7 +40,7 @@ from apportion.strategies.pipeline_parallel import PipelineParallel
 from apportion.strategies.single_device import SingleDevice
 from apportion.strategies.tensor_parallel import TensorParallel
 from apportion.strategy import State, Strategy, batches
-from apportion.verbs import train as verb
+from apportion.verbs import running as verb
 from apportion.world import World
 
 EXACT = 1e-10

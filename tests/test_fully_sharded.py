@@ -29,7 +29,7 @@ from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.fully_sharded import FullySharded
 from apportion.strategies.single_device import SingleDevice
 from apportion.strategy import Held, State, Strategy
-from apportion.verbs import train as verb
+from apportion.verbs import running as verb
 from apportion.world import World
 
 EACH = FullySharded(min_num_params=1)

@@ -20,7 +20,7 @@ from apportion.event import Event
 from apportion.launch.local import Local
 from apportion.report import read_events
 from apportion.template import template
-from apportion.verbs import train as verb
+from apportion.verbs import running as verb
 from apportion.verbs.train import run
 
 SECONDS = 1.0

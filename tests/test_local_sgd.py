@@ -29,7 +29,7 @@ from apportion.parallel.exchange import LATE_SECONDS, dealt, is_late
 from apportion.strategies.local_sgd import LocalSgd
 from apportion.strategies.single_device import SingleDevice
 from apportion.strategy import State, batches
-from apportion.verbs import train as verb
+from apportion.verbs import running as verb
 from apportion.world import World
 
 EXACT = 1e-10

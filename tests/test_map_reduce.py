@@ -32,7 +32,7 @@ from apportion.parallel.kept import Kept
 from apportion.strategies.map_reduce import MapReduce
 from apportion.strategies.single_device import SingleDevice
 from apportion.strategy import State, Strategy, batches
-from apportion.verbs import train as verb
+from apportion.verbs import running as verb
 from apportion.world import World
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "lbfgs.py"

@@ -35,7 +35,7 @@ from apportion.strategies.data_parallel import DataParallel
 from apportion.strategy import Strategy
 from apportion.template import template
 from apportion.values import find, names
-from apportion.verbs import train as verb
+from apportion.verbs import running as verb
 from apportion.verbs.train import run, train
 from apportion.workload import Workload
 

@@ -1,39 +1,24 @@
-"""Train a workload: on this machine's processes, or as one of the ranks that are running already."""
+"""Train a workload: what may be asked of a run, and what cannot be. ``running`` does it."""
 
 from __future__ import annotations
 
 import sys
 import time
-import warnings
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Generator
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from apportion.address import check_place
-from apportion.agreement import Wish
-from apportion.checkpoint import RunDirectory
-from apportion.comm.message import broadcast_message
-from apportion.errors import CheckpointError, Disproved, NotProved
-from apportion.event import Event
-from apportion.job import Job
 from apportion.launch.env import Env
 from apportion.launch.local import Local
 from apportion.ownership import loading
-from apportion.planner.decision import Decision, Planning, next_best
-from apportion.planner.drift import Watch
-from apportion.report import Journal
-from apportion.single_writer import single_writer
-from apportion.strategy import Strategy
-from apportion.supervise import Policy
-from apportion.supervisor import Supervised
-from apportion.trial import candidate
 from apportion.values import parse
-from apportion.worker import work
-from apportion.workload import Workload
-from apportion.world import World
+
+if TYPE_CHECKING:
+    from apportion.event import Event
+    from apportion.strategy import Strategy
+    from apportion.supervise import Policy
+    from apportion.workload import Workload
 
 Launcher = Local | Env
 
@@ -82,9 +67,14 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
         check_place(workload)
     if resume and run_dir is None:
         raise ValueError("resume=True needs run_dir: the directory of the run to go on with")
+    # What a run needs, who only imports this package does without.
+    from apportion.planner.decision import Planning
+    from apportion.supervise import Policy
+    from apportion.verbs import running
+
     if strategy is None and resume and run_dir is not None:
-        strategy = str(RunDirectory(run_dir).read_run()["strategy"])
-    asked = _Asked(
+        strategy = running.strategy_of(run_dir)
+    asked = running.Asked(
         workload=workload,
         address=address,
         run_dir=str(Path(run_dir) if run_dir is not None else fresh_run_dir(address)),
@@ -104,8 +94,8 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     if require_proof and not check:
         raise ValueError("require_proof=True and check=False contradict each other: leave either out")
     if isinstance(launcher, Env):
-        return _joined(asked, chosen, launcher)
-    return _started(asked, chosen, launcher, planning)
+        return running.joined(asked, chosen, launcher)
+    return running.started(asked, chosen, launcher, planning)
 
 
 def train(workload: Workload | str, strategy: Strategy | str | None = None, **options: Any) -> Event:
@@ -115,209 +105,6 @@ def train(workload: Workload | str, strategy: Strategy | str | None = None, **op
         last = event
     assert last is not None, "a run ends with an event"
     return last
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """A job of which the strategy is still open."""
-
-    workload: Workload | str
-    address: str | None
-    run_dir: str
-    resume: bool
-    policy: Policy
-    prove: bool
-    require_proof: bool
-    changes: dict[str, Any]
-
-    def job(self, strategy: Strategy, launcher: Launcher, threads: int) -> Job:
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "require_proof"}
-        return Job(
-            **given,
-            strategy=strategy,
-            launcher=str(launcher),
-            threads=threads,
-            device=launcher.device,
-            loaders=launcher.loaders,
-        )
-
-
-def _started(
-    asked: _Asked, strategy: Strategy | None, launcher: Local, planning: Planning
-) -> Generator[Event, None, None]:
-    """On processes of this machine."""
-    with single_writer(asked.run_dir):
-        yield from _run_here(asked, strategy, launcher, planning)
-
-
-def _run_here(
-    asked: _Asked, strategy: Strategy | None, launcher: Local, planning: Planning
-) -> Generator[Event, None, None]:
-    if strategy is None:
-        from apportion.planner.deciding import decide  # a strategy that is given needs none of this
-
-        decision = decide(asked.workload, asked.changes, launcher, planning)
-    else:
-        decision = Decision(chosen=candidate(strategy, launcher), told=None, expected=None)
-    refused = set[str]()
-    before = list[Event]()
-    plain: tuple[str, ...] = ()
-    while True:
-        if decision.told is not None and not plain:
-            before.append(Event(kind="plan", step=0, epoch=0.0, seconds=0.0, data=decision.told))
-            yield before[-1]
-        try:
-            yield from _on_processes(asked, decision, before, plain)
-            return
-        except NotProved as error:
-            if error.proved:  # with these fast paths switched off
-                plain = error.plain
-            elif decision.told is None or not decision.chosen.strategy.exact:
-                raise Disproved(f"{error}; {_CURE}") from None
-            else:
-                refused.add(str(decision.chosen))
-                plain = ()
-                decision = next_best(decision, refused, launcher, str(error))
-
-
-_CURE = "give another strategy, or none; or mend the workload; check=False (--no-check) trains it all the same"
-
-
-def _on_processes(
-    asked: _Asked, decision: Decision, before: list[Event], plain: tuple[str, ...]
-) -> Generator[Event, None, None]:
-    """Under one strategy. NotProved before the first step, where it must not be."""
-    chosen = decision.chosen
-    warning = chosen.launcher.overload(chosen.ranks)
-    if warning is not None:
-        warnings.warn(warning, stacklevel=5)
-    from apportion.torch_private import unfamiliar  # torch is imported by now, or is about to be
-
-    said = unfamiliar()
-    if said is not None:
-        warnings.warn(said, stacklevel=5)
-    job = asked.job(chosen.strategy, chosen.launcher, chosen.launcher.threads_each(chosen.ranks))
-    replaceable = chosen.strategy.survives and chosen.ranks > 1 and chosen.launcher.on_cpu()
-    job = replace(job, replaceable=replaceable, workers=chosen.ranks, prove=job.prove and chosen.ranks > 1, plain=plain)
-    step_seconds = None if decision.expected is None else decision.expected.step_seconds
-    spent = 0.0 if decision.told is None else float(decision.told["seconds"])
-    proof = None
-    if job.prove:
-        from apportion.self_proof import SelfProof  # a run that is not proved needs none of this
-
-        proof = SelfProof(job, chosen, step_seconds=step_seconds, spent=spent, required=asked.require_proof)
-    supervised = Supervised(job, chosen.launcher, chosen.ranks, proof)
-    watch = None if decision.expected is None else Watch(decision.expected)
-    try:
-        yield from _journaled(job, supervised.events(), before, supervised.rest, watch)
-    except ValueError as error:
-        if decision.told is None or supervised.started or chosen.ranks == 1:
-            raise
-        # What an earlier run has chosen, or a prediction, cannot run this workload: others may.
-        raise NotProved(str(error), proved=False, plain=()) from error
-
-
-def _joined(asked: _Asked, strategy: Strategy | None, launcher: Env) -> Generator[Event, None, None]:
-    """As one of the ranks that are running already."""
-    if strategy is None:
-        raise ValueError(
-            "env() cannot try strategies: its processes are running already; give strategy=data_parallel()"
-        )
-    world = World.from_env(device=launcher.device)
-    job = asked.job(strategy, launcher, torch.get_num_threads())
-    wish = Wish()
-    if job.prove and world.size > 1:
-        wish.settle = lambda told: _settled_together(job, world, told, required=asked.require_proof)
-    events = work(job, world, wish)
-    if world.rank != 0:
-        yield from events
-        return
-    with single_writer(asked.run_dir):
-        yield from _journaled(job, events, [], [])
-
-
-PROCESSES = 16
-"""That rank 0 starts to prove a run of ranks that others have started: more would not fit a host."""
-
-
-def _settled_together(job: Job, world: World, told: dict[str, Any], *, required: bool) -> dict[str, Any]:
-    """Rank 0 proves with as many processes of its own, on the CPU; all ranks are told. Disproved on all of them."""
-    answer: dict[str, Any] | None = None
-    if world.rank == 0:
-        from apportion.self_proof import SelfProof
-
-        workers = next(n for n in range(1, world.size + 1) if job.strategy.ranks(n) == world.size)
-        alike = candidate(job.strategy, Local(workers=workers, threads=1, device="cpu"))
-        proof = SelfProof(job, alike, required=required)
-        settled = proof.known(told) or (proof.settle(told) if world.size <= PROCESSES else proof.too_many())
-        try:
-            answer = {"proof": proof.check(settled)}
-        except NotProved as error:
-            cure = f"it does with APPORTION_PLAIN={','.join(error.plain)}" if error.proved else _CURE
-            answer = {"refused": f"{error}; {cure}"}
-    answer = broadcast_message(answer, world.group(), device=world.device)
-    if "refused" in answer:
-        raise Disproved(answer["refused"])
-    settled_proof: dict[str, Any] = answer["proof"]
-    return settled_proof
-
-
-def _journaled(
-    job: Job,
-    events: Generator[Event, None, None],
-    before: list[Event],
-    rest: Sequence[Event],
-    watch: Watch | None = None,
-) -> Iterator[Event]:
-    """The same events, each written into the run directory on its way; the report at the end. ``before``: what happened
-    before the first; ``rest``: what happens after the loop was left; ``watch``: holds them against what was expected,
-    and adds what there is to tell."""
-    assert job.run_dir is not None
-    journal: Journal | None = None
-    try:
-        for event in events:
-            if journal is None and event.kind == "proof":
-                before.append(event)
-            elif journal is None and event.kind not in ("fault", "end"):  # what never started leaves no directory
-                journal = Journal(job.run_dir)
-                for earlier in before:
-                    journal.write(earlier)
-            if journal is not None:
-                journal.write(event)
-            yield event
-            drifted = watch.take(event) if watch is not None else None
-            if drifted is not None:
-                if journal is not None:
-                    journal.write(drifted)
-                yield drifted
-    except CheckpointError as error:
-        events.throw(error)  # a run that cannot be written down is not to be saved either
-    finally:
-        events.close()
-        if journal is not None:
-            _close(journal, rest)
-            _report(job.run_dir)
-
-
-def _close(journal: Journal, rest: Sequence[Event]) -> None:
-    try:
-        for event in rest:
-            journal.write(event)
-    except CheckpointError as error:
-        warnings.warn(str(error), stacklevel=2)
-    finally:
-        journal.close()
-
-
-def _report(run_dir: str) -> None:
-    try:
-        from apportion.report_html import write_html  # at the end: it draws
-
-        write_html(run_dir)
-    except CheckpointError as error:  # the run itself is whole, or its own error is on its way
-        warnings.warn(f"no report: {error}", stacklevel=2)
-    except Exception as error:  # events that someone has changed: no reason to end a run that is whole
-        warnings.warn(f"no report, drawing it failed: {type(error).__name__}: {error}", stacklevel=2)
 
 
 def fresh_run_dir(address: str | None) -> Path:
