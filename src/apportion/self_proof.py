@@ -28,8 +28,11 @@ SECONDS, SHARE = 10.0, 0.05
 """That a proof may take: so many, or this share of the run, whichever is more."""
 LEAST_SECONDS = 3.0
 """Where choosing has taken the rest."""
-ROWS_EACH = 3
-"""Rows of each rank, and one more for the first."""
+ROWS_EACH, FEW_EACH = 16, 3
+"""Rows of each rank, and one more for the first: enough that terms which do not count, or classes, fall unevenly on the
+ranks; and where that takes too long."""
+MANY_SHARE = 0.6
+"""Of the time, for the first."""
 STEPS = 4
 """Two epochs of a whole batch and a short one."""
 MOST_STEPS = 17
@@ -122,23 +125,28 @@ class SelfProof:
             return self._unproved(str(error).partition("\n")[0])
 
     def _proof(self, until: float, plain: tuple[str, ...] | None = None) -> Proof:
-        """On a few rows; on whole batches where these say nothing."""
+        """On a few rows, on fewer where that takes too long; on whole batches where these say nothing."""
         asked = Asked(
             workload=self._job.workload,
             chosen=self._chosen,
             steps=self._steps(),
             changes=self._job.changes,
-            rows=ROWS_EACH * self._chosen.ranks + 1,
-            seconds=until - time.monotonic(),
             brief=True,
             plain=self._job.plain if plain is None else plain,
         )
-        try:
-            proof = prove(asked)
-        except ValueError:
-            proof = None
-        if proof is not None and proof.verdict != "undecided":
-            return proof
+        for each, share in ((ROWS_EACH, MANY_SHARE), (FEW_EACH, 1.0)):
+            rows, seconds = each * self._chosen.ranks + 1, share * (until - time.monotonic())
+            try:
+                proof = prove(replace(asked, rows=rows, seconds=seconds))
+            except OutOfTimeError:
+                if each == FEW_EACH:
+                    raise
+                continue
+            except ValueError:  # rows that do not feed the ranks, or what whole batches have to say too
+                break
+            if proof.verdict != "undecided":
+                return proof
+            break
         return prove(replace(asked, rows=0, seconds=until - time.monotonic()))
 
     def _steps(self) -> int:
