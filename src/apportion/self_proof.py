@@ -28,11 +28,11 @@ SECONDS, SHARE = 10.0, 0.05
 """That a proof may take: so many, or this share of the run, whichever is more."""
 LEAST_SECONDS = 3.0
 """Where choosing has taken the rest."""
-ROWS_EACH, FEW_EACH = 16, 3
-"""Rows of each rank, and one more for the first: enough that terms which do not count, or classes, fall unevenly on the
-ranks; and where that takes too long."""
-MANY_SHARE = 0.6
-"""Of the time, for the first."""
+FEW_EACH, ROWS_EACH = 3, 16
+"""Rows of each rank, and one more for the first: at first; and once more where that was quick, so that terms which do
+not count, or classes, fall unevenly on the ranks."""
+QUICK_SHARE, MANY_SHARE = 0.35, 0.5
+"""Of the time: that the first proof was quick within, and that the second may take."""
 STEPS = 4
 """Two epochs of a whole batch and a short one."""
 MOST_STEPS = 17
@@ -125,7 +125,7 @@ class SelfProof:
             return self._unproved(str(error).partition("\n")[0])
 
     def _proof(self, until: float, plain: tuple[str, ...] | None = None) -> Proof:
-        """On a few rows, on fewer where that takes too long; on whole batches where these say nothing."""
+        """On a few rows, and on more where that was quick; on whole batches where a few say nothing."""
         asked = Asked(
             workload=self._job.workload,
             chosen=self._chosen,
@@ -134,20 +134,19 @@ class SelfProof:
             brief=True,
             plain=self._job.plain if plain is None else plain,
         )
-        for each, share in ((ROWS_EACH, MANY_SHARE), (FEW_EACH, 1.0)):
-            rows, seconds = each * self._chosen.ranks + 1, share * (until - time.monotonic())
+        began, given = time.monotonic(), until - time.monotonic()
+        try:
+            proof = prove(replace(asked, rows=FEW_EACH * self._chosen.ranks + 1, seconds=given))
+        except ValueError:  # rows that do not feed the ranks, or what whole batches have to say too
+            proof = None
+        if proof is None or proof.verdict == "undecided":
+            return prove(replace(asked, rows=0, seconds=until - time.monotonic()))
+        if proof.verdict == "equal" and time.monotonic() - began < QUICK_SHARE * given:
             try:
-                proof = prove(replace(asked, rows=rows, seconds=seconds))
+                return prove(replace(asked, rows=ROWS_EACH * self._chosen.ranks + 1, seconds=MANY_SHARE * given))
             except OutOfTimeError:
-                if each == FEW_EACH:
-                    raise
-                continue
-            except ValueError:  # rows that do not feed the ranks, or what whole batches have to say too
-                break
-            if proof.verdict != "undecided":
-                return proof
-            break
-        return prove(replace(asked, rows=0, seconds=until - time.monotonic()))
+                pass
+        return proof
 
     def _steps(self) -> int:
         strategy = self._chosen.strategy
