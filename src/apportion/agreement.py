@@ -40,7 +40,7 @@ class Wish:
     it has begun."""
     settle: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda asked: None
     """Is the run proved? Called by every rank once its step is built, with ``key`` (that tells its workload from
-    others; None: nothing does) and ``steps``; returns where the run may go on."""
+    others; None: nothing does), ``steps`` and ``parameters``; returns where the run may go on."""
     rejoined: Callable[[World], None] = lambda world: None
     """Called when this rank has its place in a world whose membership has changed."""
 

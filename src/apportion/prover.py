@@ -65,6 +65,8 @@ class Asked:
     """Examples in a batch; 0: the workload's own."""
     seconds: float | None = None
     """That it may take; None: as long as it does."""
+    parameters: int = 0
+    """Of the network, where that is known before it is built."""
     brief: bool = False
     """Is a first difference enough?"""
     plain: tuple[str, ...] = ()
@@ -97,6 +99,7 @@ class _Proving:
         """The share of the proof that is done."""
 
     def proof(self) -> Proof:
+        self._must_fit(self._asked.parameters)
         rounds = self._rounds()
         strategy = self._chosen.strategy
         return Proof(

@@ -75,12 +75,12 @@ class SelfProof:
         """``step_seconds``: of a step of the run, where somebody has measured it. ``spent``: seconds that choosing the
         strategy took, of the same budget. ``required``: the run must not go on where nothing was shown."""
         self._job, self._chosen, self._step_seconds, self._required = job, chosen, step_seconds, required
-        self._spent = spent
+        self._spent, self._parameters = spent, 0
         self._known: Settled | None = None
 
     def known(self, asked: Mapping[str, Any]) -> Settled | None:
         """What was found before, in this run or an earlier one. ``asked``: ``key``, that the ranks have made of the
-        workload (None: it cannot be remembered), and ``steps``, of the whole run."""
+        workload (None: it cannot be remembered), ``steps``, of the whole run, and ``parameters``."""
         if self._known is None and asked["key"] is not None:
             self._known = _recall(self._name(asked["key"]))
         return self._known
@@ -88,6 +88,7 @@ class SelfProof:
     def settle(self, asked: Mapping[str, Any]) -> Settled:
         """Find out."""
         began = time.monotonic()
+        self._parameters = int(asked["parameters"])
         found = self._found(began, self.seconds(asked["steps"]))
         self._known = replace(found, seconds=time.monotonic() - began)
         if asked["key"] is not None and found.verdict in ("equal", "different"):
@@ -132,6 +133,7 @@ class SelfProof:
             steps=self._steps(),
             changes=self._job.changes,
             brief=True,
+            parameters=self._parameters,
             plain=self._job.plain if plain is None else plain,
         )
         began, given = time.monotonic(), until - time.monotonic()

@@ -118,7 +118,7 @@ class _Run:
             from apportion.proof_key import proof_key  # it knows every kind of value
 
             key = proof_key(self.workload, self.step)
-        return self.wish.settle({"key": key, "steps": self.source.total})
+        return self.wish.settle({"key": key, "steps": self.source.total, "parameters": self.step.parameters})
 
     @property
     def done(self) -> int:
