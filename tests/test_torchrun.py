@@ -145,11 +145,38 @@ with open(f"{sys.argv[1]}-{world.rank}.json", "w") as file:
     json.dump(told, file)
 """
 
+ENDING = """
+import torch
+import torch.distributed as dist
+
+from apportion.comm.process_group import ProcessGroup
+
+
+class Long:
+    def __init__(self, gloo):
+        self._gloo, self.rank, self.size = gloo, gloo.rank, gloo.size
+
+    def allreduce(self, tensors):
+        return self._gloo.allreduce([torch.ones(1) for _ in range(100_000)])  # which takes its thread long to let go of
+
+
+gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+group = ProcessGroup(Long(gloo), owned=False)
+group.all_reduce(torch.ones(1)).wait()
+group.close()
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the user's files are, and where everything runs."""
-    for name, text in (("work.py", WORK), ("loop.py", LOOP), ("runs.py", RUNS), ("parts.py", PARTS)):
+    for name, text in (
+        ("work.py", WORK),
+        ("loop.py", LOOP),
+        ("runs.py", RUNS),
+        ("parts.py", PARTS),
+        ("ending.py", ENDING),
+    ):
         (tmp_path / name).write_text(textwrap.dedent(text))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -230,6 +257,11 @@ def test_parts_of_uneven_sizes_find_each_other_whatever_parts_their_ranks_were_i
     splits = UNEVEN[ranks]
     finish([start([*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", "parts.py", group, json.dumps(splits)])])
     assert_parts(folder, group, splits, [0] * ranks)
+
+
+def test_a_process_may_end_while_gloo_lets_go_of_the_last_collective(folder: Path) -> None:
+    for _ in range(3):
+        finish([start([sys.executable, "ending.py"])])
 
 
 def test_a_part_knows_which_of_its_ranks_are_on_its_host(folder: Path) -> None:

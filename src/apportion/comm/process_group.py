@@ -36,6 +36,10 @@ PATIENCE_SECONDS = 10.0
 CLOSE_SECONDS = 1.0
 """For messages that are under way when a group ends; who has not received them by then has gone."""
 _KEPT_WAITS = 8192
+_last_works: deque[Any] = deque(maxlen=2)
+"""The last collectives of this process, one for each of gloo's threads. Such a thread lets go of a collective's tensors
+a moment after its end is told, for which it takes the interpreter's lock: where Python ends just then, the process goes
+down with SIGABRT. As long as a work is kept here its tensors are not the thread's to let go of."""
 _meetings = itertools.count()
 _parts: Counter[str] = Counter()
 
@@ -259,6 +263,7 @@ class ProcessGroup(Group):
             ended = time.perf_counter()
             self.all_waits.seconds += ended - began
         if collective:
+            _last_works.append(work)
             self.waits.append((began, ended))
 
     def _through(self, work: Any) -> None:
@@ -291,6 +296,8 @@ class ProcessGroup(Group):
             self._pg.shutdown()
         elif self._owned and dist.is_initialized():
             dist.destroy_process_group(self._pg)
+        if self._owned:
+            self._pg = None  # with the last reference to it gloo's threads end
         self._owned = False
 
 
