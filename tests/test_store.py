@@ -232,8 +232,8 @@ def give_back_and_die(world: World) -> int:
 
 
 def stand_while_pushing(world: World, rounds: int) -> int:
-    """What a checkpoint says of the deal, while another worker takes and pushes: every batch is in the weights or not,
-    and whatever is said to be in the weights is."""
+    """What a checkpoint says of the deal, while another worker takes and pushes: every batch that is said to be in the
+    weights is, and no other."""
     shared = Shared()
 
     def work() -> None:
@@ -246,11 +246,12 @@ def stand_while_pushing(world: World, rounds: int) -> int:
     pid, seen = forked(work), 0
     deadline = time.monotonic() + 50
     while shared.store.pushes < rounds and time.monotonic() < deadline:
-        done, unpushed = shared.store.deal.standing()
-        weights = shared.store.read().data[0]
-        assert unpushed in ([], [done]), "one worker: what it has taken is the next"
-        assert bool((weights <= -float(done)).all()), "a batch that is said to be in the weights is"
-        seen += done < rounds and done > 0
+        found = shared.store.snapshot(lambda: None, 10.0)
+        done = found.done
+        assert found.unpushed in ([], [done]), "one worker: what it has taken is the next"
+        assert bool((found.contents.data[0] == -float(done)).all()), "a batch is in all weights or in none"
+        assert found.contents.buffers.item() == done
+        seen += 0 < done < rounds
     assert ended(pid) == 0
     return seen
 

@@ -8,7 +8,8 @@ seat alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 from apportion.comm.futex import fence, sleep_on, wake
@@ -49,8 +50,7 @@ class Dealing:
     def take(self, total: int) -> int | None:
         """The next batch that nobody has taken, or that came back from the dead; None: all are dealt."""
         m = self._memory
-        self._lock()
-        try:
+        with self.held():
             back = m.head[RETURNED]
             ticket = int(m.returned[back - 1]) if back else m.head[DEALT]
             if ticket >= total:
@@ -62,8 +62,6 @@ class Dealing:
             else:
                 m.head[DEALT] = ticket + 1
             return ticket
-        finally:
-            m.deal.release()
 
     def open(self, ticket: int) -> None:
         """This seat has taken a batch."""
@@ -98,20 +96,25 @@ class Dealing:
         m, line = self._memory, self._memory.lines[seat]
         return [int(m.entries[seat, entry % self._capacity, TICKET]) for entry in range(line[ENTRIES], line[TAKEN])]
 
-    def standing(self) -> tuple[int, list[int]]:
-        """How many batches are in the weights, and those that were dealt and are not: who reads the weights after this
-        finds all the others in them."""
-        m = self._memory
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nobody takes a batch or begins a push meanwhile."""
         self._lock()
         try:
-            unpushed = sorted({*m.returned[: m.head[RETURNED]].tolist(), *self._all_opened()})
-            return m.head[DEALT] - len(unpushed), unpushed
+            yield
         finally:
-            m.deal.release()
+            self._memory.deal.release()
+
+    def standing(self) -> tuple[int, list[int]]:
+        """How many batches are in the weights, and those that were dealt and are not. While the deal is held."""
+        m = self._memory
+        unpushed = sorted({*m.returned[: m.head[RETURNED]].tolist(), *self._all_opened()})
+        return m.head[DEALT] - len(unpushed), unpushed
 
     def unpushed(self) -> list[int]:
         """Batches dealt that are not in the weights."""
-        return self.standing()[1]
+        with self.held():
+            return self.standing()[1]
 
     def _all_opened(self) -> set[int]:
         return {ticket for seat in range(self._memory.extent.seats) for ticket in self.opened(seat)}
@@ -121,16 +124,13 @@ class Dealing:
     def give_back(self, seat: int) -> None:
         """What a seat has taken and not pushed is dealt again."""
         m, line = self._memory, self._memory.lines[seat]
-        self._lock()
-        try:
+        with self.held():
             back, tickets = m.head[RETURNED], self.opened(seat)
             m.returned[back : back + len(tickets)] = tickets
             m.head[RETURNED] = back + len(tickets)
             fence()
             line[TAKEN] = line[ENTRIES]
             line[ENDED] = 1
-        finally:
-            m.deal.release()
 
     def _lock(self) -> None:
         failed = self._memory.deal.wait(self._check)

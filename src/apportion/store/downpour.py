@@ -5,25 +5,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 
 from apportion.batch import Batch, Whole
+from apportion.errors import PeerLost
 from apportion.store.computing import WHOLE, Worker
 from apportion.store.log import Log
 from apportion.store.memory import Extent, Memory
 from apportion.store.session import Sessions
-from apportion.store.store import Store
+from apportion.store.store import Snapshot, Store
 from apportion.strategy import Held, State, Step
 from apportion.workload import Workload
 from apportion.world import World
 
 Mode = Literal["sharded", "hogwild", "ordered"]
-COMMITTED_TRIES, COMMITTED_SECONDS = 200, 0.005
-"""How often, and how long apart, a state between two updates is looked for."""
+SNAPSHOT_SECONDS, COMMITTED_SECONDS = 120.0, 1.0
+"""How long a checkpoint, and one of a run that ends, waits for a moment between two pushes."""
 
 
 @dataclass(frozen=True)
@@ -282,32 +283,33 @@ class DownpourStep(Step):
 
     def state_dict(self) -> State:
         self._enter()
-        done, unpushed = (self.done, []) if self.lockstep else self.store.deal.standing()
-        found = self.store.read()
+        if not self.lockstep:
+            return self._state_of(self.store.snapshot(self._check, SNAPSHOT_SECONDS))
         with self._lock:
-            state = self._worker.state(done, found)
-        if self.lockstep:
-            self._world.group().barrier()  # nobody goes on while another still reads
-        else:
-            state.settings["unpushed"] = unpushed
+            state = self._worker.state(self.done, self.store.read())
+        self._world.group().barrier()  # nobody goes on while another still reads
+        return state
+
+    def _state_of(self, found: Snapshot) -> State:
+        with self._lock:
+            state = self._worker.state(found.done, found.contents)
+        state.settings["unpushed"] = found.unpushed
         return state
 
     def committed(self) -> State | None:
         if not self._entered:
             return None
-        for _ in range(COMMITTED_TRIES):
-            still = self.store.still
-            done, unpushed = (self.store.done, []) if self.lockstep else self.store.deal.standing()
-            found = self.store.read()
-            # In the middle of an update: its end is near.
-            if self.lockstep and not (still and self.store.still and self.store.done == done):
-                time.sleep(COMMITTED_SECONDS)
-                continue
-            with self._lock:
-                state = self._worker.state(done, found)
-            state.settings["unpushed"] = unpushed
-            return state
-        return None
+        store = self.store
+        try:
+            found = store.snapshot(lambda: None, COMMITTED_SECONDS)  # in the middle of an update: its end is near
+        except PeerLost:
+            if self.lockstep:
+                return None
+            # Whoever was in the middle of a push is dead: its batch is dealt again, though some shards have it.
+            with store.deal.held():
+                done, unpushed = store.deal.standing()
+            found = Snapshot(done, unpushed, store.read())
+        return self._state_of(replace(found, unpushed=[]) if self.lockstep else found)
 
     def load_state_dict(self, state: State) -> None:
         self._enter()

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from apportion.parallel.forward_state import Place, digest
 from apportion.store.layout import Layout
 from apportion.store.rules import Rule
+from apportion.torch_private import foreach_add, foreach_copy
 
 
 class FlatModel:
@@ -56,7 +57,7 @@ class FlatModel:
             elif first:
                 view.zero_()
         if into:
-            (torch._foreach_copy_ if first else torch._foreach_add_)(into, gradients)
+            (foreach_copy if first else foreach_add)(into, gradients)
         for p in self.model.parameters():
             p.grad = None
         return had

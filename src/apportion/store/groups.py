@@ -185,6 +185,10 @@ class GroupsStep(Step):
     def parameters(self) -> int:
         return self._inner.parameters
 
+    @property
+    def cuts(self) -> tuple[str, ...] | None:
+        return self._inner.cuts
+
     def held(self) -> Held:
         return Held(self._store.nbytes, self._store.weights.nbytes + self._store.buffers.nbytes)
 

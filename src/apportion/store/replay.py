@@ -37,8 +37,10 @@ def ordered_reference(workload: Workload, workers: int) -> Iterator[State]:
                 p.grad = gradient
             for name in replica.optimizers:
                 replica.apply(name)
-            for buffer, change in zip(_buffers(replica), changes, strict=True):
-                buffer.copy_(buffer.to(torch.float64) + change)
+            buffers = _buffers(replica)
+            moved = [buffer.to(torch.float64) + change for buffer, change in zip(buffers, changes, strict=True)]
+            for buffer, value in zip(buffers, moved, strict=True):  # then only: some may lie in one memory
+                buffer.copy_(value)
             replica.commit()
             yield replica.state()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from apportion.batch import Batch
 from apportion.errors import StateLost
 from apportion.store.computing import Worker
-from apportion.store.downpour import extent_of
+from apportion.store.downpour import SNAPSHOT_SECONDS, extent_of
 from apportion.store.log import Log
 from apportion.store.memory import ENDED, Memory
 from apportion.store.session import Server
@@ -80,9 +80,9 @@ class ServerStep(Step):
 
     def state_dict(self) -> State:
         self._settled()
-        done, unpushed = self._store.deal.standing()
-        state = self._worker.state(done, self._store.read())
-        state.settings["unpushed"] = unpushed
+        found = self._store.snapshot(self._world.check, SNAPSHOT_SECONDS)
+        state = self._worker.state(found.done, found.contents)
+        state.settings["unpushed"] = found.unpushed
         return state
 
     def load_state_dict(self, state: State) -> None:

@@ -42,6 +42,8 @@ from apportion.store.memory import (
 
 ALL_USED = 2
 READY_SECONDS = 120.0
+STILL_SECONDS = 0.0002
+"""Between two looks at whether a push that was begun has come to its end."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,15 @@ class Contents:
     touched: Array
     """Which parameters have had an update."""
     buffers: Tensor
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """``done`` updates are in the contents; the batches ``unpushed`` were dealt and are not."""
+
+    done: int
+    unpushed: list[int]
+    contents: Contents
 
 
 class Servers(Protocol):
@@ -247,8 +258,8 @@ class Store:
         number = line[PUSHES] + 1
         m.made_rows[self.seat, number % m.capacity] = 0
         line[THEN] = line[TAKEN]
-        fence()
-        line[STATE] = number
+        with self.deal.held():  # a snapshot ends first
+            line[STATE] = number
         # With servers, one that was asked before another was lost may still be at it.
         return Push(self.seat, number, hyper, used, pull, unsure=self.extent.servers > 0)
 
@@ -313,6 +324,19 @@ class Store:
         """Of the weights, slots and buffers that all have in common."""
         m = self.memory
         return m.weights.nbytes + m.slots.nbytes + m.buffers.nbytes
+
+    def snapshot(self, check: Callable[[], None], seconds: float) -> Snapshot:
+        """Read the store as it is at one moment: every batch is in the weights whole, or said to be unpushed.
+        ``check()`` raises where waiting has become pointless; PeerLost is raised where a push that was begun does not
+        come to its end within so many seconds."""
+        deadline = time.monotonic() + seconds
+        with self.deal.held():
+            while not self.still:
+                check()
+                if time.monotonic() > deadline:
+                    raise PeerLost(f"a push to the parameter store took more than {seconds:g} s: is a worker stopped?")
+                time.sleep(STILL_SECONDS)
+            return Snapshot(self.done, self.deal.standing()[1], self.read())
 
     def read(self) -> Contents:
         """Copies; each shard as one push has left it."""
