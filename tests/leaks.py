@@ -21,7 +21,13 @@ GRACE_SECONDS = 2.0
 """How long what is ending may take to be gone."""
 
 SHARED_MEMORY = Path("/dev/shm")
-HELPERS = ("apportion.template", "warm_template.py", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
+HELPERS = (
+    "apportion.template",
+    "warm_template.py",
+    "model_template.py",
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+)
 """Children of the driver that it keeps for as long as it lives. One of each, and nothing below them."""
 FOREIGN_FILES = ("torchelastic_", "torchinductor_", "pymp-", ".org.chromium", "org.chromium", "pytest-of-")
 """What other programs leave in the temporary folder, and how it begins."""

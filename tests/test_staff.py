@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import TensorProto, helper
 from served import Server, alive, eventually, net, serving
 
 from apportion.exporting import export
@@ -56,6 +61,57 @@ def test_a_frozen_spare_is_given_up_soon(server: Server) -> None:
     eventually("the frozen one is gone", lambda: not alive(frozen))
     assert spare(server, 2) != frozen
     eventually("nobody is missed", lambda: not server.infer("ensemble", X)[1]["parameters"]["degraded"])
+
+
+def test_a_spare_that_is_stopped_is_replaced_before_it_is_needed(server: Server) -> None:
+    frozen = spare(server)
+    os.kill(frozen, signal.SIGSTOP)
+    assert f"process {frozen} has been stopped" in server.said("no spare")["why"]
+    ready = spare(server, 2)
+    assert not alive(frozen)
+    assert replaced(server, "m1", 2) == ready
+
+
+def test_a_process_that_is_stopped_while_it_becomes_the_spare_is_given_up_soon(server: Server) -> None:
+    first = spare(server)
+    os.kill(first, signal.SIGKILL)
+    begun: list[int] = []
+    eventually("the next one is started", lambda: begun.extend(children_but(server, first)) or begun)
+    os.kill(begun[0], signal.SIGSTOP)
+    began = time.monotonic()
+    assert f"process {begun[0]} has been stopped" in server.said("no spare")["why"]
+    assert time.monotonic() - began < 5
+    assert spare(server, 2) != begun[0]
+
+
+def children_but(server: Server, *others: int) -> list[int]:
+    """Lists the server's processes that sit in no seat."""
+    listed = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    return [pid for pid in map(int, listed) if pid not in (*others, server.pid("m1"), server.pid("m2"))]
+
+
+def test_a_net_that_does_not_come_to_an_end_is_told_while_it_is_waited_for(tmp_path: Path) -> None:
+    endless(tmp_path / "endless.onnx")
+    command = [sys.executable, "-m", "apportion", "serve", "endless.onnx", "--port", "0"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = next((line for line in process.stderr if "for 10 s so far" in line), "")
+        finally:
+            process.terminate()
+    assert "member m1 (endless.onnx) is loaded and timed, for 10 s so far" in line
+
+
+def endless(path: Path) -> None:
+    """A loop whose condition stays true."""
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 8]) for name in "xyab"]
+    on = [helper.make_tensor_value_info(name, kind, []) for name, kind in (("i", 7), ("c", 9), ("d", 9))]
+    once = [helper.make_node("Identity", ["c"], ["d"]), helper.make_node("Identity", ["a"], ["b"])]
+    body = helper.make_graph(once, "body", [*on[:2], values[2]], [on[2], values[3]])
+    true = helper.make_tensor("always", TensorProto.BOOL, [], [True])
+    loop = helper.make_node("Loop", ["", "always", "x"], ["y"], body=body)
+    graph = helper.make_graph([loop], "endless", values[:1], values[1:2], [true])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
 
 
 def test_a_net_that_cannot_be_loaded_for_now_leaves_the_others_their_spare(folder: Path, server: Server) -> None:

@@ -68,9 +68,8 @@ def _npz(program: Program, data: str) -> Iterator[tuple[list[Array], Array]]:
 
 
 def _workload(data: str) -> Iterator[tuple[list[Array], Array]]:
-    from torch.utils import _pytree as pytree
-
     from apportion.address import load_workload
+    from apportion.torch_private import pytree
 
     workload = load_workload(data)
     if workload.evaluation is None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from apportion.serving.source import Source
 
 SECONDS = 300.0
 """For one member to be loaded, exported and timed."""
+TOLD_SECONDS = 5.0
+"""Between two lines about a member that is not loaded and timed yet."""
 
 
 def prepared(name: str, place: str, folder: Path, serving: Serving, members: int) -> Source:
@@ -27,15 +30,32 @@ def prepared(name: str, place: str, folder: Path, serving: Serving, members: int
     order: dict[str, Any] = {"name": name, "place": place, "folder": str(folder), "threads": threads}
     order |= {"trust": serving.trust, "projects": [str(project) for project in projects()]}
     command = [sys.executable, "-m", "apportion.serving.prepare", str(os.getpid())]
-    try:
-        ran = subprocess.run(command, input=json.dumps(order), stdout=subprocess.PIPE, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise ApportionError(f"member {name} ({place}) was not loaded within {SECONDS:g} s") from error
-    if ran.returncode != 0 or not ran.stdout:
-        raise ApportionError(f"member {name} ({place}) could not be loaded: its process ended with {ran.returncode}")
-    told: dict[str, Any] = json.loads(ran.stdout)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            answer = _answer(process, json.dumps(order), f"member {name} ({place})")
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode != 0 or not answer:
+        raise ApportionError(
+            f"member {name} ({place}) could not be loaded: its process ended with {process.returncode}"
+        )
+    told: dict[str, Any] = json.loads(answer)
     if "refused" in told:
         raise (ValueError if told["user"] else ApportionError)(told["refused"])
     for line in told["said"]:
         log(line, member=name)
     return Source(**told["source"])
+
+
+def _answer(process: subprocess.Popen[str], order: str | None, member: str) -> str:
+    """Returns what the process has written when it ends, and logs a line now and then while it takes long."""
+    began = time.monotonic()
+    while True:
+        try:
+            return process.communicate(order, timeout=TOLD_SECONDS)[0]
+        except subprocess.TimeoutExpired as error:
+            took, order = time.monotonic() - began, None  # it may be given once
+            if took >= SECONDS:
+                raise ApportionError(f"{member} was not loaded and timed within {SECONDS:g} s") from error
+            log("still starting", pid=process.pid, why=f"{member} is loaded and timed, for {took:.0f} s so far")

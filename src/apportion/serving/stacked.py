@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
-from torch.utils import _pytree as pytree
+
+from apportion.torch_private import pytree
 
 TURNS = 5
 TOLERANCE = 1e-4

@@ -21,6 +21,7 @@ from apportion.serving.arena import Arena
 from apportion.serving.child import Child
 from apportion.serving.frames import Frame, Kind
 from apportion.serving.seat import Seat
+from apportion.watch import is_stopped
 
 LEAST_LIFE = 1.0
 """Seconds: a process that dies younger makes its seat wait, twice as long each time, ..."""
@@ -30,12 +31,18 @@ BECOME_SECONDS = 1.0
 """For a spare to become a member whose net it has loaded; then it is given up, and a new process started."""
 END_SECONDS = 0.5
 """For processes to end by themselves when the server does; then they are killed."""
+STOPPED_SECONDS = 2.0
+"""Then a process that is stopped, by a signal or a debugger, is given up where it loads its nets or waits as the spare;
+one that sits in a seat is missed when it does not answer."""
+TOLD_SECONDS = 5.0
+"""Between two lines about a process that still loads or times its nets."""
 LOOK_SECONDS = 0.05
 """Between two looks at what has expired or hangs."""
 STALLED_SECONDS = 0.5
 """Longer than that between two looks: nobody was looked after, and nobody is to blame."""
 
 Log = Callable[..., None]
+Answer = asyncio.Future[dict[str, Any]]
 
 
 class Staff:
@@ -61,6 +68,8 @@ class Staff:
         self._born: dict[Seat, float] = {}
         self._waits: dict[Seat, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._spare_stopped = 0.0
+        """For how many seconds."""
         self._over = False
 
     async def start(self) -> None:
@@ -142,7 +151,7 @@ class Staff:
 
     async def _ask(self, child: Child, what: str, seconds: float, /, **how: Any) -> dict[str, Any]:
         """What it says to that. ApportionError where it dies over it, or takes too long."""
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        answer: Answer = asyncio.get_running_loop().create_future()
 
         def heard(frame: Frame) -> None:
             if frame.kind == Kind.TOLD and not answer.done():
@@ -154,13 +163,29 @@ class Staff:
 
         child.heard, child.gone = heard, gone
         child.tell(what, **how)
-        try:
-            told = await asyncio.wait_for(answer, seconds)
-        except TimeoutError as error:
-            raise ApportionError(f"process {child.pid} took more than {seconds:g} s to {what}") from error
+        told = await self._come(answer, child.pid, what, seconds)
         if child.over:  # between its words and now
             raise ApportionError(f"process {child.pid} died after it was to {what}")
         return told
+
+    async def _come(self, answer: Answer, pid: int, what: str, seconds: float) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        began = now = told = loop.time()
+        stopped = 0.0
+        while not answer.done():
+            if now >= began + seconds:
+                raise ApportionError(f"process {pid} took more than {seconds:g} s to {what}")
+            if stopped >= STOPPED_SECONDS:
+                why = f"has been stopped (SIGSTOP, or a debugger) for {stopped:.0f} s"
+                raise ApportionError(f"process {pid} {why} while it was to {what}")
+            if now >= told + TOLD_SECONDS:
+                told = now
+                doing = "loads or times its net" if what == "become" else "loads the nets"
+                self._log("still starting", pid=pid, why=f"it {doing}, for {now - began:.0f} s so far")
+            await asyncio.wait({answer}, timeout=min(LOOK_SECONDS, began + seconds - now))
+            last, now = now, loop.time()
+            stopped = stopped + min(now - last, STALLED_SECONDS) if is_stopped(pid) else 0.0
+        return answer.result()
 
     # The spare
 
@@ -189,6 +214,16 @@ class Staff:
             spare.gone = self._spare_gone
             self._spare_has = has
             self._log("spare ready", pid=spare.pid)
+
+    def _look_at_spare(self, passed: float) -> None:
+        spare = self._spare
+        ready = spare is not None and bool(self._spare_has)
+        self._spare_stopped = self._spare_stopped + passed if ready and spare and is_stopped(spare.pid) else 0.0
+        if spare is not None and self._spare_stopped >= STOPPED_SECONDS:
+            why = f"process {spare.pid} has been stopped (SIGSTOP, or a debugger) for {self._spare_stopped:.0f} s"
+            self._log("no spare", level="warning", why=why)
+            self._spare_stopped = 0.0
+            spare.kill()  # and gone, as soon as its socket ends
 
     def _spare_gone(self) -> None:
         assert self._spare is not None
@@ -225,6 +260,7 @@ class Staff:
             now = loop.time()
             if now - last > STALLED_SECONDS:
                 continue  # it was this program that stood still: what members have said has not been heard yet
+            self._look_at_spare(now - last)
             for seat in self._seats:
                 try:
                     seat.check(now)

@@ -13,12 +13,12 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from apportion.serving.datatypes import NAMES, Array
 from apportion.serving.exported_archive import checked
 from apportion.serving.program import Expired, Program, Spec
 from apportion.serving.stacked import called, together
+from apportion.torch_private import pytree
 
 _FROM_TORCH = {
     torch.bool: "BOOL", torch.uint8: "UINT8", torch.uint16: "UINT16", torch.uint32: "UINT32", torch.uint64: "UINT64",
