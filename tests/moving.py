@@ -20,11 +20,17 @@ WIDTH, CLASSES = 8, 3
 class Plain(nn.Module):
     """What the others begin with: in training ``moved`` is asked once a pass, and multiplies what is hidden."""
 
+    shape: tuple[int, ...] = (5,)
+    """Of an example."""
+
     def __init__(self, pause: float = 0.0) -> None:
         super().__init__()
-        self.inner = nn.Linear(5, WIDTH)
+        self.inner = self.below()
         self.outer = nn.Linear(WIDTH, CLASSES)
         self.pause = pause
+
+    def below(self) -> nn.Module:
+        return nn.Linear(5, WIDTH)
 
     def moved(self) -> Any:
         return 1.0
@@ -156,6 +162,101 @@ class Everything(Teacher):
         return outputs
 
 
+class Gate(nn.Module):
+    """What one of the others does to what is hidden, as a layer."""
+
+    def __init__(self, net: type[Plain]) -> None:
+        super().__init__()
+        self.net = net()
+        del self.net.inner, self.net.outer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.net.moved()
+
+
+class Draws(Plain):
+    """In layers of their own; ``below`` may be anything."""
+
+    gates: tuple[type[Plain], ...] = (ByRandom, ByNumpy)
+
+    def __init__(self, pause: float = 0.0) -> None:
+        super().__init__(pause)
+        self.gated = nn.Sequential(*map(Gate, self.gates))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.pause)
+        return self.outer(self.gated(torch.tanh(self.inner(x))))
+
+
+class Gates(Draws):
+    """Whatever else moves, too."""
+
+    gates = (Reassigned, Hidden, HiddenReassigned, Aliased, ByRandom, ByNumpy)
+
+
+class ImageGates(Gates):
+    shape = (1, 8, 5)
+
+    def below(self) -> nn.Module:
+        convolutions = nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()
+        return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(4 * 8 * 5, WIDTH))
+
+
+class SequenceGates(Gates):
+    shape = (8, 5)
+
+    def below(self) -> nn.Module:
+        return LastOutput()
+
+
+class LastOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(5, WIDTH, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)[0][:, -1]
+
+
+class Scaled(nn.Module):
+    def __init__(self, scales: Tensor, *, moves: bool) -> None:
+        super().__init__()
+        self.register_buffer("scales", scales)
+        self.moves = moves
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.moves:
+            self.scales.mul_(0.99)
+        return x * self.scales.mean()
+
+
+class OneMemory(SequenceGates):
+    """One layer moves what another one, after the recurrent layers, looks at."""
+
+    gates = ()
+
+    def __init__(self, pause: float = 0.0) -> None:
+        super().__init__(pause)
+        scales = torch.ones(3, 5)
+        self.first, self.last = Scaled(scales[0], moves=True), Scaled(scales, moves=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.last(self.inner(self.first(x))))
+
+
+class TwoNames(OneMemory):
+    """One layer, by two names."""
+
+    gates = ()
+
+    def __init__(self, pause: float = 0.0) -> None:
+        super().__init__(pause)
+        self.last = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(self.last(x)))
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
@@ -166,8 +267,8 @@ def nadam(parameters: Any) -> torch.optim.Optimizer:
 
 def workload(net: type[Plain], *, steps: int = 6, pause: float = 0.0, **changes: Any) -> Workload:
     def data() -> TensorDataset:
-        x = torch.randn(40, 5, generator=torch.Generator().manual_seed(3))
-        return TensorDataset(x, x[:, :CLASSES].argmax(1))
+        x = torch.randn(40, *net.shape, generator=torch.Generator().manual_seed(3))
+        return TensorDataset(x, x.flatten(1)[:, :CLASSES].argmax(1))
 
     def model() -> nn.Module:
         return net(pause)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +173,7 @@ def test_a_model_that_fixes_float32_is_reported_and_checked_in_float32(quietly: 
     assert [r.precision for r in proof.rounds] == ["float32"]
     assert proof.holds
     assert "checked in float32 alone" in proof.by_design[0]
-    assert ("computes in float32 in places" if quietly else "fixes a precision") in proof.by_design[0]
+    assert ("computes in float32 in places" if quietly else "does not compute in float64") in proof.by_design[0]
 
 
 @pytest.mark.parametrize("quietly", [False, True])
@@ -310,3 +312,47 @@ def test_what_is_wrong_to_ask_exits_with_2(file: Path) -> None:
     assert command(f"{file}:good", "--strategy", "data_paralel").exit_code == 2
     assert command(f"{file}:missing", "--strategy", "data_parallel", "--workers", "1").exit_code == 2
     assert command(f"{file}:good", "--strategy", "single_device", "--workers", "2").exit_code == 2
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_replicas_whose_batches_cannot_be_dealt_evenly_are_compared_all_the_same(workers: int) -> None:
+    """Three batches: one of two workers has one of them, and waits for the other's second."""
+    data = lambda: TensorDataset(networks.numbers(13, 10), networks.classes(13, 3))  # noqa: E731
+    workload = networks.workload(networks.perceptron, data, 6, epochs=1, steps=None)
+    assert apportion.check(workload, "local_sgd", workers=workers, steps=2).holds
+
+
+class Turning(nn.Module):
+    """Complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(10, 8, dtype=torch.complex64) * 0.3)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out((x.to(self.turn.dtype) @ self.turn).abs())  # type: ignore[no-any-return]
+
+
+class ConjugatedOnRankOne(Turning):
+    """Only the imaginary part of a gradient is wrong."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and os.environ.get("RANK") == "1":
+            w = self.turn.conj_physical() + (self.turn - self.turn.conj_physical()).detach()
+            return self.out((x.to(w.dtype) @ w).abs())  # type: ignore[no-any-return]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("strategy", ["data_parallel", "map_reduce", "layer_placement"])
+def test_complex_weights_are_compared_whole(strategy: str, kind: Any) -> None:
+    data = lambda: TensorDataset(networks.numbers(13, 10).float(), networks.classes(13, 3))  # noqa: E731
+    options: dict[str, Any] = {"optimizer": lambda named: kind(named, lr=0.01), "precision": "float32", "epochs": 1}
+    workload = networks.workload(Turning, data, 6, **options)
+    proof = apportion.check(workload, strategy, workers=2, steps=2)
+    assert proof.holds, proof.sentence
+    if strategy == "data_parallel":
+        wrong = apportion.check(replace(workload, model=ConjugatedOnRankOne), strategy, workers=2, steps=2)
+        assert wrong.verdict == "different"
+        assert "turn" in wrong.rounds[0].worst.name

@@ -132,15 +132,15 @@ def refused(strategy: str, workers: int) -> Refused:
     }  # fmt: skip
     found: dict[str, Refused] = {
         "conv_parallel": {
-            "update=": UPDATES, "carried": CARRIED, "cannot be traced|changes its own": (*CHANGING, "lbfgs"),
-            "there is nothing to cut": besides(CONVOLUTIONS),
+            "update=": UPDATES, "carried": CARRIED, "has no convolution": besides(CONVOLUTIONS),
+            "cannot be traced|changes its own": CHANGING,
         },
         "data_parallel": cannot_feed,
         "fully_sharded": {**cannot_feed, "update=": UPDATES, "sparse gradients": SPARSE},
         "hybrid_parallel": {
             **({"couples examples": COUPLED} if "rotate" in strategy else {}), **cannot_feed,
-            "update=": UPDATES, "carry=": CARRIED, "has no graph": (*CHANGING, "lbfgs"),
-            "no layer that can be sliced after": besides(CONVOLUTIONS),
+            "update=": UPDATES, "carry=": CARRIED, "has no convolution": besides(CONVOLUTIONS),
+            "so hybrid_parallel cannot cut": CHANGING,
         },
         "layer_placement": staged if workers > 1 else {},
         "map_reduce": {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +280,26 @@ def tied() -> nn.Module:
     return nn.Sequential(first, nn.ReLU(), second)
 
 
+@dataclass
+class Answer:
+    logits: Tensor
+
+
+class Wrapped(nn.Module):
+    """No tracer follows it, and there is nothing to divide either; the layer has the name of a convolution."""
+
+    class Conv1D(nn.Linear):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Wrapped.Conv1D(128, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        total: Any = x.sum() if isinstance(x, Tensor) else 0
+        return Answer(self.layer(x.flatten(1)) + total.to(x.device))
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "cumsum": (lambda: Strange(lambda y: y.cumsum(2)), "height", r"cumsum\(\).* is not known to be right"),
     "flip": (lambda: Strange(lambda y: torch.flip(y, (2,))), "height", r"flip\(\)"),
@@ -306,14 +326,23 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "recurrent": (lambda: Strange(lambda y: y, nn.LSTM(8, 3)), "height", "LSTM is not known"),
     "tied slices": (tied, "channel", "0.weight and 2.weight are one tensor"),
     "nothing to cut": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(128, 3)), "height", "no convolution"),
+    "nothing to cut, and not followed": (
+        Wrapped,
+        "height",
+        "Wrapped has no convolution .*conv_parallel.*: use data_parallel, fully_sharded, tensor_parallel, layer_plac",
+    ),
     "no groups": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten()), "group", "no convolution with groups"),
 }
+
+
+def _square(outputs: Any, _: Any) -> Tensor:
+    return (outputs.logits if isinstance(outputs, Answer) else outputs).square().mean()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_cut_is_refused_by_name(name: str) -> None:
     model, split, why = REFUSED[name]
-    made = workload(model, tabular(4, 2, 8, 8), 4, loss=lambda y, t: y.square().mean())
+    made = workload(model, tabular(4, 2, 8, 8), 4, loss=_square)
     with (
         pytest.raises(ValueError, match=why) as raised,
         by_value(networks),

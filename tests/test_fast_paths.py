@@ -313,8 +313,8 @@ IN_STAGES |= {"one_memory": "below.weight and back.weight are two parameters"}
 IN_ROWS = {"rescaling": "words has max_norm=0.5", "thawing": "above.weight was frozen"}
 IN_PARTS = dict.fromkeys(("freezing", "thawing"), "would change the buffer seen more than once")
 IN_SLICES = {
-    **IN_ROWS, **dict.fromkeys(("twice", "inner", "transformed"), "differentiates a gradient"),
-    "rescaling": "", "one_memory": "below.weight and back.weight are two parameters",
+    "thawing": IN_ROWS["thawing"], **dict.fromkeys(("twice", "inner", "transformed"), "differentiates a gradient"),
+    "one_memory": "below.weight and back.weight are two parameters",
 }  # fmt: skip
 IN_SHARDS = {
     **IN_ROWS, "phases": "weights of one type travel together", "looked_up": "the gradient of table is sparse",

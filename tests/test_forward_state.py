@@ -22,16 +22,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import apportion
-from apportion import Evaluation, Policy, Workload, supervisor
+from apportion import Evaluation, Policy, Workload, self_proof, supervisor
 from apportion.crew import Crew
-from apportion.errors import StateLost
+from apportion.errors import StateLost, WorkerFailed
 from apportion.graph import Unfollowed, follow
 from apportion.launch.local import Local
 from apportion.network import undisturbed
 from apportion.parallel.forward_state import ForwardState
 from apportion.parallel.one_device import OneDeviceStep, reference
+from apportion.strategies.conv_parallel import ConvParallel
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.fully_sharded import FullySharded
+from apportion.strategies.hybrid_parallel import HybridParallel
 from apportion.strategies.layer_placement import LayerPlacement
 from apportion.strategies.local_sgd import LocalSgd
 from apportion.strategies.map_reduce import MapReduce
@@ -39,6 +41,7 @@ from apportion.strategies.parameter_server import ParameterServer
 from apportion.strategies.pipeline_parallel import PipelineParallel
 from apportion.strategies.single_device import SingleDevice
 from apportion.strategies.tensor_parallel import TensorParallel
+from apportion.strategies.wavefront_parallel import WavefrontParallel
 from apportion.strategy import State, Strategy, batches
 from apportion.verbs import running as verb
 from apportion.world import World
@@ -158,7 +161,7 @@ def ran(given: Workload, strategy: Strategy, run_dir: Path, kills: Sequence[int]
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
-    assert not [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+    assert {n: found[n] - t for n, t in expected.items() if not torch.equal(found[n], t)} == {}
 
 
 @pytest.mark.parametrize(
@@ -194,6 +197,108 @@ def test_twenty_deaths_change_no_bit(strategy: Strategy, net: type[Plain], tmp_p
     ran(replace(given, model=net), strategy, tmp_path / "undisturbed")
     kills = [1 + 85 * number for number in range(20)]
     assert ran(given, strategy, tmp_path / "killed", kills, policy=Policy(max_restarts=25)) == 20
+    same(left(tmp_path / "killed"), left(tmp_path / "undisturbed"))
+
+
+IN_PARTS: list[tuple[Strategy, type[Plain]]] = [
+    (TensorParallel(), moving.Gates),
+    (LayerPlacement(), moving.Gates),
+    (PipelineParallel(microbatches=1), moving.Gates),
+    (PipelineParallel(microbatches=2), moving.Draws),
+    (PipelineParallel(microbatches=2, recompute=True), moving.Draws),
+    (ConvParallel(), moving.ImageGates),
+    (WavefrontParallel(), moving.SequenceGates),
+]
+parts = pytest.mark.parametrize(("strategy", "net"), IN_PARTS, ids=[f"{s}-{net.__name__}" for s, net in IN_PARTS])
+
+
+@parts
+def test_layers_that_move_or_draw_are_one_devices_in_every_part(strategy: Strategy, net: type[Plain]) -> None:
+    on_two(strategy, [net])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "told"),
+    [
+        (LayerPlacement(cuts=("inner.layers",)), "no stage can begin with 'inner.layers', since last.scales, which"),
+        (PipelineParallel(microbatches=1, cuts=("inner.layers",)), "since last.scales, which changes, would be used"),
+        (WavefrontParallel(), "first.scales, which the forward changes, is used before inner.layers and after it"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Strategy) else "",
+)
+def test_who_moves_a_memory_and_who_looks_at_it_are_not_parted(strategy: Strategy, told: str) -> None:
+    with by_value(moving):
+        for answer in on_ranks(trained, 2, {"net": workload(moving.OneMemory)}, strategy):
+            assert told in str(answer["net"])
+
+
+@pytest.mark.parametrize("strategy", [LayerPlacement(), PipelineParallel(microbatches=1), DataParallel()], ids=str)
+def test_elsewhere_they_are_one_devices(strategy: Strategy) -> None:
+    on_two(strategy, [moving.OneMemory, moving.TwoNames], steps=8)
+
+
+def test_a_run_is_proved_with_its_stages_cut_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are cut is a matter of times, which are others for the few rows of a proof."""
+    asked: list[Any] = []
+    prove = self_proof.prove
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(self_proof, "prove", lambda request: asked.append(request) or prove(request))
+    with crews():
+        given, run_dir = workload(moving.Gates), tmp_path / "run"
+        launcher = Local(workers=2, threads=1)
+        events = list(apportion.run(given, LayerPlacement(), launcher=launcher, run_dir=run_dir, check=True))
+    assert [e.data["proof"]["verdict"] for e in events if e.kind == "start"] == ["equal"]
+    assert asked
+    assert all(len(request.chosen.strategy.cuts) == 1 for request in asked)
+
+
+def test_hybrid_refuses_them_by_name() -> None:
+    with by_value(moving):
+        for answer in on_ranks(trained, 2, {"gates": workload(moving.ImageGates)}, HybridParallel()):
+            assert "gated.0 cannot be followed: it changes its own net.seen" in str(answer["gates"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@parts
+def test_twenty_deaths_change_no_bit_of_a_network_in_parts(
+    strategy: Strategy, net: type[Plain], tmp_path: Path
+) -> None:
+    given = workload(net, steps=2000, pause=0.01, precision="float32")
+    ran(replace(given, model=net), strategy, tmp_path / "undisturbed")
+    kills = [1 + 85 * number for number in range(20)]
+    assert ran(given, strategy, tmp_path / "killed", kills, policy=Policy(max_restarts=25)) == 20
+    same(left(tmp_path / "killed"), left(tmp_path / "undisturbed"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", [SingleDevice(), FullySharded(), *(s for s, _ in IN_PARTS)], ids=str)
+def test_stopped_and_resumed_four_times_it_has_the_same_bits(strategy: Strategy, tmp_path: Path) -> None:
+    net = dict(IN_PARTS[::-1]).get(strategy, Everything)
+    whole = workload(net, steps=25)
+    ran(whole, strategy, tmp_path / "whole")
+    for steps in (4, 9, 15, 22, 25):
+        ran(replace(whole, steps=steps), strategy, tmp_path / "cut", resume=steps > 4)
+    same(left(tmp_path / "cut"), left(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", [SingleDevice(), FullySharded()], ids=str)
+def test_twenty_deaths_of_a_run_that_stops_and_is_resumed_change_no_bit(strategy: Strategy, tmp_path: Path) -> None:
+    given = workload(Everything, steps=400, pause=0.005, precision="float32")
+    ran(replace(given, model=Everything), strategy, tmp_path / "undisturbed")
+    policy = Policy(checkpoint_every="5 steps", max_restarts=0)
+    deaths = 0
+    while True:
+        at = 18 * (deaths + 1) if deaths < 20 else 0
+        try:
+            ran(given, strategy, tmp_path / "killed", (at,) if at else (), policy=policy, resume=deaths > 0)
+            break
+        except WorkerFailed:
+            deaths += 1
+    assert deaths == 20
     same(left(tmp_path / "killed"), left(tmp_path / "undisturbed"))
 
 

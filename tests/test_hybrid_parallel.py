@@ -276,6 +276,18 @@ class Remembers(Named):
         return super().forward(x) / self.calls
 
 
+class Within(Named):
+    """The layer that cannot be followed is not the network itself."""
+
+    class Deciding(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if bool(x.sum() > 0) else x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features.append(Within.Deciding())
+
+
 class Counts(Named):
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.features(x).flatten(1)) / x.shape[0]
@@ -297,11 +309,16 @@ class Twice(Again):
 
 
 REFUSALS: list[tuple[Callable[[], Workload], dict[str, Any], str]] = [
-    (lambda: networks.cases["mlp"](7), {}, "Sequential calls no layer that can be sliced after a convolution"),
-    (lambda: workload(Undecided), {}, "Undecided has no graph that could be cut"),
-    (lambda: workload(Tallies), {}, "Tallies has no graph that could be cut"),
-    (lambda: workload(Remembers), {}, "Remembers has no graph that could be cut"),
-    (lambda: workload(Counts), {}, "a int goes into classifier.0"),
+    (lambda: networks.cases["mlp"](7), {}, "Sequential has no convolution .*use data_parallel, fully_sharded"),
+    (
+        lambda: workload(Undecided),
+        {},
+        "Undecided cannot be followed: at test_hybrid.*decides about control flow; so hybrid_parallel .*or use data",
+    ),
+    (lambda: workload(Tallies), {}, "Tallies cannot be followed: it changes its own calls; so hybrid_parallel"),
+    (lambda: workload(Remembers), {}, "Remembers cannot be followed: it changes its own calls; so hybrid_parallel"),
+    (lambda: workload(Within), {}, "forward of features.4 cannot be followed: at test_hybrid.*use data_parallel"),
+    (lambda: workload(Counts), {}, "a value of type int goes into classifier.0"),
     (workload, {"data": "feature"}, "data='feature' is no layer of Named, which has features, classifier"),
     (workload, {"tensor": "head"}, "tensor='head' is no layer of Named"),
     (workload, {"data": "classifier", "tensor": "features"}, "classifier.0 comes after features"),

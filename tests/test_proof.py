@@ -64,6 +64,21 @@ def test_a_buffer_and_each_kind_of_slot_have_a_scale_of_their_own() -> None:
         assert worst.relative == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize("rounded", [0.0, 2e-18])
+def test_a_buffer_that_rounding_alone_has_moved_is_held_against_those_of_other_layers(rounded: float) -> None:
+    """The mean of what a linear layer makes of normalised numbers is 0, and what it comes to is rounding."""
+
+    def means(first: float, second: float) -> dict[str, Tensor]:
+        both = {"model/bn1.mean": first, "model/bn2.mean": second}
+        return state(weight=1.0) | {name: torch.full((3,), each, dtype=torch.float64) for name, each in both.items()}
+
+    start, expected = means(0.0, 0.0) | state(), means(0.1, rounded)
+    assert compared(means(0.1, 5e-18), expected, means(0.1, 3e-18), start).verdict == "equal"
+    for wrong in (means(0.1, 1e-9), means(0.1001, rounded)):
+        assert compared(wrong, expected, means(0.1, 3e-18), start).verdict == "different"
+    assert compared(means(0.1, 1.1e-9), means(0.1, 1e-9), None, start).verdict == "different"
+
+
 def test_the_imaginary_part_counts() -> None:
     zeros = torch.zeros(2, dtype=torch.complex128)
     start, expected, found = ({"model/w": zeros + value} for value in (0, 1 + 1j, 1 + 1.5j))

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import moving
 import networks
 import planted
 import pytest
 import torch
 from planted import Faulty
 from ranks import by_value
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import apportion
-from apportion import Disproved, Event, Workload
+from apportion import Disproved, Event, Workload, proof_workload, prover
 from apportion.checkpoint import RunDirectory
 from apportion.launch.local import Local
 from apportion.planner.decision import Decision, next_best
 from apportion.proof import Difference, Round
-from apportion.proof_workload import few_rows, moving, with_plain_sgd
-from apportion.prover import likely_causes
+from apportion.proof_time import ProofSteps
+from apportion.proof_workload import few_rows, with_plain_sgd
+from apportion.prover import ProofRequest, _Proving, likely_causes
 from apportion.report import read_events
 from apportion.trial import candidate
 from apportion.values import parse
@@ -35,7 +39,7 @@ PLACE = Local(workers=2, threads=1)
 @pytest.fixture(autouse=True, scope="module")
 def _whole() -> Iterator[None]:
     """Workers need not import these modules."""
-    with by_value(networks), by_value(planted), by_value(sys.modules[__name__]):
+    with by_value(moving), by_value(networks), by_value(planted), by_value(sys.modules[__name__]):
         yield
 
 
@@ -125,11 +129,26 @@ def test_without_the_check_it_trains_all_the_same(tmp_path: Path) -> None:
     assert told[-1].data["reason"] == "finished"
 
 
-def test_adam_hides_no_factor(tmp_path: Path) -> None:
-    """Its update does not depend on the size of the gradient."""
-    adam = net(optimizer=lambda p: torch.optim.Adam(p, lr=1e-3, eps=1e-30))
-    with pytest.raises(Disproved, match=r"gradient|exp_avg"):
-        events(adam, Faulty("a_little_too_much"), run_dir=tmp_path / "run")
+class Signs(torch.optim.Optimizer):
+    """Moves every weight by the sign of its gradient alone, and keeps nothing."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+def test_an_optimizer_that_sees_signs_alone_hides_no_factor() -> None:
+    proof = apportion.check(net(optimizer=Signs), Faulty("a_little_too_much"), workers=2, steps=2)
+    assert proof.rounds[0].holds
+    assert proof.gradients is not None
+    assert proof.gradients.verdict == "different"
+    assert proof.verdict == "different"
 
 
 class Last(nn.Module):
@@ -153,21 +172,77 @@ def test_what_nothing_is_shown_of_trains_and_says_so_unless_a_proof_is_required(
     assert not (tmp_path / "other").exists()
 
 
-def test_a_proof_leaves_no_trace_in_the_run(tmp_path: Path) -> None:
-    def weights(name: str, **options: Any) -> dict[str, torch.Tensor]:
-        events(net(lambda: planted.Drops("module")), run_dir=tmp_path / name, **options)
-        directory = RunDirectory(tmp_path / name)
-        state = directory.restore()
-        return dict(state.tensors())
+class DrawsAndMoves(moving.Everything):
+    """With dropout, and buffers, teachers and draws of every generator besides."""
 
-    proved, plain = weights("proved"), weights("plain", check=False)
-    assert proved.keys() == plain.keys()
-    assert all(torch.equal(proved[name], plain[name]) for name in plain)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.dropout(x, 0.3, self.training))
+
+
+def left(run_dir: Path) -> dict[str, torch.Tensor]:
+    """Weights, buffers and slots, and what else a checkpoint has."""
+    folder = run_dir / "checkpoints" / "latest"
+    return {f"{path.stem}/{k}": t for path in folder.glob("*.safetensors") for k, t in load_file(path).items()}
+
+
+def test_a_proof_leaves_no_trace_in_the_run_whether_it_is_made_or_remembered_or_left_out(tmp_path: Path) -> None:
+    given = moving.workload(DrawsAndMoves, steps=9, precision="float32")
+    expected: dict[str, torch.Tensor] = {}
+    for kind, check in (("proved", True), ("remembered", True), ("plain", False)):
+        whole, cut = tmp_path / kind, tmp_path / f"{kind}_resumed"
+        start = next(e for e in events(given, run_dir=whole, check=check) if e.kind == "start")
+        assert (start.data["proof"] or {}).get("remembered") == {"proved": False, "remembered": True}.get(kind)
+        assert start.data["proof"] is None or start.data["proof"]["verdict"] == "equal"
+        events(replace(given, steps=5), run_dir=cut, check=check)
+        events(given, run_dir=cut, check=check, resume=True)
+        expected = expected or left(whole)
+        assert len(expected) > 20
+        for run_dir in (whole, cut):
+            assert left(run_dir).keys() == expected.keys()
+            assert not [name for name, t in left(run_dir).items() if not torch.equal(t, expected[name])], run_dir
 
 
 def test_require_proof_and_no_check_contradict_each_other() -> None:
     with pytest.raises(ValueError, match="contradict"):
         apportion.run(net(), "data_parallel", check=False, require_proof=True)
+
+
+# Its time
+
+
+def test_what_a_step_of_the_run_takes_is_told_by_steps_of_two_sizes() -> None:
+    steps = ProofSteps()
+    assert steps.run_step(10) == 0.0
+    steps.take(4, 0.9)
+    steps.take(4, 0.5)
+    assert steps.run_step(10) == 0.25  # in float32, and rows are not known to cost anything
+    steps.take(1, 0.2)
+    assert steps.run_step(10) == pytest.approx((0.2 + 0.1 * 39) / 2)
+    assert steps.run_step(1) == 0.25
+
+
+@pytest.mark.parametrize(("run_steps", "longer"), [(100, False), (10_000, True)])
+def test_a_proof_before_a_long_run_has_a_share_of_it(run_steps: int, longer: bool) -> None:
+    chosen = candidate(parse("data_parallel", "apportion.strategies"), PLACE)
+    asked = ProofRequest(workload=net(), chosen=chosen, steps=4, rows=10, seconds=10.0, run_steps=run_steps, share=0.05)
+    proving = _Proving(asked)
+    proving._batch_size = 20
+    before = proving._deadline
+    assert before is not None
+    for seconds, rows in ((0.2, 2), (0.6, 6)):
+        proving._lengthen([{"seconds": [0.0], "examples": rows}, {"seconds": [seconds], "examples": 4}])
+    assert proving._deadline == (pytest.approx(proving._began + 0.05 * 10_000 * 0.6) if longer else before)
+
+
+def test_a_proof_that_does_not_fit_the_memory_is_not_begun_and_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prover, "_free_bytes", lambda: 1e6)
+    wide = net(lambda: nn.Linear(10, 3000), epochs=None, steps=2)
+    proof = next(e for e in events(wide, run_dir=tmp_path / "run") if e.kind == "start").data["proof"]
+    assert proof["verdict"] == "not proved"
+    assert re.search(r"needs 0\.00\d+ GB of memory, of which 0\.001 GB are free, and at least \d+ s", proof["sentence"])
+    assert "apportion check" in proof["sentence"]
 
 
 # What is taken instead
@@ -231,7 +306,7 @@ def test_a_schedule_that_begins_at_zero_is_begun_where_weights_move() -> None:
 
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    made = moving(net(schedule=warm))
+    made = proof_workload.moving(net(schedule=warm))
     assert made.schedule is not None
     made.schedule(optimizer, 5000)
     assert optimizer.param_groups[0]["lr"] >= 0.005

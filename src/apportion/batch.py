@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker
 from apportion import tree
 from apportion.deal import DataShard, Deal, Draws, Index, mix, split
 from apportion.errors import ApportionError
+from apportion.torch_private import in_own_memory
 from apportion.workload import Workload, checked, examples
 
 if TYPE_CHECKING:
@@ -391,16 +392,9 @@ class Batches:
         many = getattr(self.dataset, "__getitems__", None)
         with self._draws_of(batch, 0xF37C):
             samples = many(index) if many is not None else [self._example(batch.epoch, i) for i in index]
-            with self._in_own_memory():
+            with nullcontext() if get_worker_info() is None else in_own_memory():
                 collated = self._collate(samples)
         return self._pair(tree.cast(collated, self.device, self.dtype))
-
-    def _in_own_memory(self) -> AbstractContextManager[None]:
-        if get_worker_info() is None:
-            return nullcontext()
-        from apportion.loading import in_own_memory
-
-        return in_own_memory()
 
     def _example(self, epoch: int, i: int) -> Any:
         """One example, whose draws are its own: the same whichever rank fetches it, and beside whichever others."""

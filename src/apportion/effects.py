@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+
+from apportion.torch_private import pytree, version_of
 
 HOLDERS = ("_parameters", "_buffers", "_modules")
 _DEPTH = 3
@@ -25,7 +26,7 @@ class Before:
 
     def __init__(self, root: nn.Module, *, whole: bool = True) -> None:
         self._frozen = [
-            (name, p, p._version, p.data_ptr(), p.detach().clone() if whole else None)
+            (name, p, version_of(p), p.data_ptr(), p.detach().clone() if whole else None)
             for name, p in root.named_parameters()
             if type(p) is nn.Parameter and not p.requires_grad and not p.is_inference()
         ]
@@ -48,7 +49,7 @@ class Before:
             stays = stays or any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(_content(x)))
             _put(x, content)
         for path, p, version, pointer, kept in self._frozen:
-            moved = p._version != version or p.data_ptr() != pointer
+            moved = version_of(p) != version or p.data_ptr() != pointer
             if moved or (kept is not None and not torch.equal(p, kept)):
                 names.add(path)
                 put_into(p, kept, pointer)
@@ -67,7 +68,7 @@ def _inside(value: Any, *, tensors: bool, depth: int = _DEPTH) -> Iterator[Any]:
 
 def _content(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return x._version, x.detach().clone()
+        return version_of(x), x.detach().clone()
     return dict(x) if isinstance(x, dict) else list(x) if isinstance(x, list) else set(x)
 
 
@@ -79,7 +80,7 @@ def _changed(x: Any, content: Any) -> list[str]:
     if isinstance(x, list):
         same = len(x) == len(content) and all(map(_same, x, content))
     else:
-        same = x._version == content[0] if isinstance(x, Tensor) else x == content
+        same = version_of(x) == content[0] if isinstance(x, Tensor) else x == content
     return [] if same else [""]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from apportion import tree
 from apportion.batch import Batch, Batches
@@ -16,6 +15,7 @@ from apportion.comm.group import Group
 from apportion.comm.message import broadcast_message
 from apportion.deal import DataShard
 from apportion.strategy import Step
+from apportion.torch_private import pytree
 from apportion.workload import Evaluation
 
 

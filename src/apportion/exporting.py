@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from apportion.errors import ApportionError
 from apportion.target import Exported, Inputs, Target
+from apportion.torch_private import pytree
 from apportion.values import parse
 
 PACKAGE = "apportion.targets"

@@ -7,7 +7,6 @@ system tells how long a process wanted a core and had none.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from apportion.comm.channel import Channel
 from apportion.comm.group import Group
 from apportion.comm.message import broadcast_message
 from apportion.parallel.passing import Inlet, Outlet
+from apportion.without_core import without_core
 from apportion.world import World
 
 PRODUCT_SECONDS = 0.003
@@ -248,19 +248,6 @@ def undisturbed(samples: Sequence[tuple[float, float]]) -> list[float]:
     if len(free) >= LEAST:
         return free
     return [took for took, _ in sorted(samples, key=lambda sample: sample[1])[:LEAST]]
-
-
-def without_core() -> float:
-    """Seconds so far in which a thread of this process could have gone on and had no core; 0 where the system (Linux)
-    does not tell."""
-    waited = 0
-    try:
-        for task in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{task}/schedstat") as file:
-                waited += int(file.read().split()[1])
-    except (OSError, IndexError, ValueError):  # no such file; or a thread has just ended
-        pass
-    return waited / 1e9
 
 
 def _times(work: Callable[[], Any], many: int) -> None:

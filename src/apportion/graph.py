@@ -20,7 +20,9 @@ from torch import fx, nn
 
 from apportion.effects import Before, drawing_later, draws
 from apportion.open_forward import Given, opened, with_names
+from apportion.torch_private import hooked
 from apportion.traced_factories import factories_traced
+from apportion.uncompiled import uncompiled
 from apportion.untraced import reason, unregistered
 
 Whole = Callable[[str, nn.Module], bool]
@@ -78,7 +80,7 @@ def follow(
 
 
 def _is_plain_encoder(module: nn.Module) -> bool:
-    return type(module) is nn.TransformerEncoder and not module._forward_hooks and not module._forward_pre_hooks
+    return type(module) is nn.TransformerEncoder and not hooked(module, forward_only=True)
 
 
 class Tracer(fx.Tracer):
@@ -98,7 +100,7 @@ class Tracer(fx.Tracer):
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         self._modes = _modes()
-        with factories_traced(), drawing_later(), self._followed("", root):
+        with uncompiled(), factories_traced(), drawing_later(), self._followed("", root):
             graph = super().trace(root, concrete_args)
         self.beside += [f"changes its own {name}" for name, _ in written(graph)] if self._goes_on else []
         return graph

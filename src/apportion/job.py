@@ -13,6 +13,7 @@ from torch import nn
 
 from apportion import plain_paths
 from apportion.address import load_workload
+from apportion.coarse import moved
 from apportion.parallel.fresh_model import in_precision
 from apportion.strategy import Strategy
 from apportion.supervise import Policy
@@ -68,6 +69,8 @@ class Job:
     """Every initial weight is moved by this, relatively, up or down: how far rounding alone leads astray."""
     jitter: float = 0.0
     """The same for every gradient of every step."""
+    coarse: bool = False
+    """For a proof: the same for all that comes of operations in a type which is coarser than the precision."""
     plain: tuple[str, ...] = field(default_factory=plain_paths.chosen)
     """The fast paths that each process leaves for the plain ones (``plain_paths``)."""
 
@@ -83,11 +86,13 @@ class Job:
         return replace(workload, model=_Nudged(workload.model, self.nudge, self.jitter))
 
     def _as_proved(self, workload: Workload) -> Workload:
-        from apportion.proof_workload import few_rows, moving, with_plain_sgd  # a run needs none of this
+        from apportion.proof_workload import dealt_evenly, few_rows, moving, with_plain_sgd  # a run needs none of this
 
         workload = moving(workload)
         if self.rows or self.cut:
             workload = few_rows(workload, self.rows or workload.batch_size, self.cut, self.workers)
+        if not self.strategy.exact and not self.strategy.replays(self.workers):
+            workload = dealt_evenly(workload, self.workers)
         return with_plain_sgd(workload) if self.gradients else workload
 
     def as_written(self) -> Workload:
@@ -110,15 +115,8 @@ class _Nudged:
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for p in model.parameters():
-                p.copy_(_moved(p, self.nudge, generator))
+                p.copy_(moved(p, self.nudge, generator))
         for p in model.parameters():
             if p.requires_grad and self.jitter:
-                p.register_hook(lambda gradient: _moved(gradient, self.jitter, generator))
+                p.register_hook(lambda gradient: moved(gradient, self.jitter, generator))
         return model
-
-
-def _moved(tensor: torch.Tensor, relative: float, generator: torch.Generator) -> torch.Tensor:
-    if tensor.layout is not torch.strided:
-        return tensor
-    signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device, torch.float64) * 2 - 1
-    return (tensor * (1 + relative * signs)).to(tensor.dtype)

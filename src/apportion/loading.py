@@ -52,18 +52,6 @@ class Failed:
     traceback: str
 
 
-@contextmanager
-def in_own_memory() -> Iterator[None]:
-    """In a loader, torch's default_collate makes a batch in shared memory of its own, which has a name for a moment: it
-    would stay behind where the process is killed just then. Not in here; what is loaded travels otherwise."""
-    worker: Any = torch.utils.data._utils.worker
-    kept, worker._worker_info = worker._worker_info, None
-    try:
-        yield
-    finally:
-        worker._worker_info = kept
-
-
 class Ahead:
     """``load(request)``, for the requests to come, by so many processes.
 

@@ -21,6 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from apportion import tree
 from apportion.effects import put_into
 from apportion.graph import Unfollowed, arguments, follow, names
+from apportion.torch_private import attention_on_cpu, buffers_of, parameters_of, version_of
+from apportion.uncompiled import uncompiled
 
 Shape = tuple[int, ...]
 
@@ -90,17 +92,21 @@ def trace(model: nn.Module, sample: Any) -> Network:
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """What is computed here leaves no trace: in the model's buffers and numbers and the parameters without gradient (a
-    teacher that the forward moves), or in what is drawn next; no gradients are kept. Gives what names the buffers,
-    parameters and numbers that have changed so far."""
+    teacher that the forward moves) or that an embedding rescales (``max_norm``), or in what is drawn next; no gradients
+    are kept, no hooks stay, and nothing is compiled. Gives what names the buffers, parameters without gradient and
+    numbers that have changed so far."""
     modules = dict(model.named_modules())
     held = [
         (f"{path}.{name}".lstrip("."), holder, name, t, None if t is None else _Kept(t))
         for path, module in modules.items()
-        for holder in (module._buffers, module._parameters)
+        for holder in (buffers_of(module), parameters_of(module))
         for name, t in holder.items()
-        if holder is module._buffers or (t is not None and not t.requires_grad)
+        if holder is buffers_of(module) or (t is not None and not t.requires_grad)
     ]
+    rescaled = [m.weight for m in modules.values() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm]
+    before_scaling = [weight.detach().clone() for weight in rescaled]
     numbers = [(path, module, _numbers(module)) for path, module in modules.items()]
+    hooks = _hooks(model)
     devices = sorted({t.device.index or 0 for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"})
     drawn = random.getstate(), np.random.get_state()
 
@@ -112,7 +118,7 @@ def undisturbed(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
         return found
 
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
+        with torch.no_grad(), torch.random.fork_rng(devices), uncompiled():
             yield changed
     finally:
         random.setstate(drawn[0])
@@ -122,10 +128,49 @@ def undisturbed(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
                 if tensor is not None and kept is not None:
                     put_into(tensor, kept.value, kept.pointer)
                 holder[name] = tensor
+            for weight, before_it in zip(rescaled, before_scaling, strict=True):
+                weight.copy_(before_it)
         for _, module, before in numbers:
             for name in _numbers(module).keys() - before.keys():
                 del module.__dict__[name]
             module.__dict__.update(before)
+        for found, known in hooks:
+            for number in found.keys() - known.keys():
+                del found[number]
+
+
+def settle(model: nn.Module, call: Callable[[], Any]) -> None:
+    """Let a forward put the hooks on its layers that it puts there when it is called first, and note that it has: each
+    look at the network would see it do so, and each part of it would do so by itself. ``call`` makes a pass."""
+    tensors = {name for name, _ in (*model.named_buffers(), *model.named_parameters())}
+    before = _hooks(model)
+    with undisturbed(model) as changed:
+        call()
+        hooks, names, numbers = _hooks(model), set(changed()), [(m, _numbers(m)) for m in model.modules()]
+        more = any(len(now) > len(then) for (now, _), (_, then) in zip(hooks, before, strict=True))
+        if not more or names & tensors:
+            return
+        call()
+        same = all(found.keys() == known.keys() for found, known in hooks) and set(changed()) == names
+        same = same and all(_numbers(module) == then for module, then in numbers)
+    if same:
+        for found, known in hooks:
+            found.update(known)
+        for module, then in numbers:
+            module.__dict__.update(then)
+
+
+def _hooks(model: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
+    """Where layers have the hooks of their forward, and which these are now."""
+    names = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_forward_pre_hooks_with_kwargs",
+    )
+    found = [getattr(module, name, {}) for module in model.modules() for name in names]
+    return [(hooks, dict(hooks)) for hooks in found]
 
 
 class _Kept:
@@ -134,14 +179,14 @@ class _Kept:
     def __init__(self, tensor: Tensor) -> None:
         self.value, self.pointer = tensor.detach().clone(), tensor.data_ptr()
         counted = isinstance(tensor, nn.Parameter) and not tensor.is_inference()
-        self.version = tensor._version if counted else None
+        self.version = version_of(tensor) if counted else None
 
 
 def _differs(now: Tensor | None, kept: _Kept | None) -> bool:
     """A parameter that was written to differs, whatever was written: a teacher begins as a copy."""
     if now is None or kept is None:
         return (now is None) != (kept is None)
-    if kept.version is not None and (now._version != kept.version or now.data_ptr() != kept.pointer):
+    if kept.version is not None and (version_of(now) != kept.version or now.data_ptr() != kept.pointer):
         return True
     return now.shape != kept.value.shape or not torch.equal(now, kept.value)
 
@@ -168,8 +213,8 @@ class _Counter:
     """FLOPs so far; torch's counter, which counts nothing of recurrent layers, and a formula for those."""
 
     def __init__(self, model: nn.Module) -> None:
-        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        self._counter = FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
+        flops = {} if attention_on_cpu is None else {attention_on_cpu: _attention_flops}
+        self._counter = FlopCounterMode(display=False, custom_mapping=flops)
         self._extra, self._before = 0, 0
         self._handles = []
         for module in model.modules():

@@ -9,18 +9,19 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from apportion import tree
 from apportion.batch import Batches
+from apportion.coarse import coarse_types
 from apportion.comm.channel import Channel, Message
 from apportion.comm.group import Alone, bytes_of
 from apportion.deal import DataShard
@@ -30,6 +31,8 @@ from apportion.module_taps import taps
 from apportion.parallel.one_device import OneDeviceStep
 from apportion.randomness import Observed, silence_recurrent_dropout, without_dropout
 from apportion.strategy import State, Step, batches
+from apportion.uncompiled import uncompiled
+from apportion.without_core import Waited
 from apportion.workload import Evaluation, Workload
 from apportion.world import World
 
@@ -46,7 +49,7 @@ def serve_steps(job: Job, world: World, channel: Channel) -> None:
 
 def _serve_steps(job: Job, world: World, channel: Channel) -> Job | None:
     workload, again = job.open(), None
-    with _proving(job) as seen:
+    with _proving(job, workload) as seen:
         step = job.strategy.build(seen.quiet(workload), world)
         step.source.load_ahead(job.loaders)
         if not workload.compile:  # what is compiled cannot be watched
@@ -54,7 +57,7 @@ def _serve_steps(job: Job, world: World, channel: Channel) -> Job | None:
         serving = _Serving(job, workload, step, world, seen)
         steps = _steps(step)
         told = {"steps": steps, "each": _each(step, world, steps), "precision": job.as_written().precision}
-        told |= {"linear": _is_linear(step), "parameters": step.parameters}
+        told |= {"linear": _is_linear(step), "parameters": step.parameters, "batch_size": job.as_written().batch_size}
         channel.send({"kind": "built", **told})
         while (order := channel.commands.get()) is not None and order["kind"] != "close":
             if order["kind"] == "again":
@@ -80,10 +83,9 @@ class _Serving:
         if kind == "go":
             return {"kind": "went", **_go(self._step, self._world, order["steps"]), **self._seen.told()}
         if kind == "state":
-            return {
-                "kind": "state",
-                **_deliver(self._step.state_dict(), order["path"] if rank in order["ranks"] else None),
-            }
+            state = self._step.state_dict()
+            delivered = _deliver(state, order["path"] if rank in order["ranks"] else None)
+            return {"kind": "state", "digest": _digested(state), **delivered}
         if kind == "facts":
             return {"kind": "facts", **_facts(self._step, self._workload, self._job.as_written())}
         if kind == "evaluate":
@@ -152,7 +154,7 @@ def serve_reference(job: Job, world: World, channel: Channel) -> None:
 
 def _serve_reference(job: Job, channel: Channel) -> Job | None:
     workload = job.open()
-    with _proving(job) as seen:
+    with _proving(job, workload) as seen:
         quiet = seen.quiet(workload)
         states = None if job.strategy.replays(job.workers) else job.strategy.reference(quiet, job.workers)
         channel.send({"kind": "built"})
@@ -170,10 +172,11 @@ def _serve_reference(job: Job, channel: Channel) -> Job | None:
                 continue
             if states is None:
                 log = pickle.loads(Path(order["log"]).read_bytes())
-                state = next(job.strategy.reference(quiet, job.workers, log))
+                state, coarse = next(job.strategy.reference(quiet, job.workers, log)), set[str]()
             else:
-                state = next(states)
-            channel.send({"kind": "state", **_deliver(state, order["path"])})
+                with coarse_types(workload.precision, moves=job.coarse) as coarse:
+                    state = next(states)
+            channel.send({"kind": "state", "coarse": sorted(coarse), **_deliver(state, order["path"])})
     return None
 
 
@@ -208,17 +211,20 @@ def _start(workload: Workload, path: str) -> dict[str, Any]:
 class _Seen:
     """What a proof has to name; nothing is looked at otherwise."""
 
-    def __init__(self, observed: Observed | None, dropped: set[str]) -> None:
-        self._observed, self._dropped = observed, dropped
+    def __init__(self, observed: Observed | None, dropped: set[str], uncompiled: ExitStack | None) -> None:
+        """``uncompiled``: how long what compiles itself does not, from where there is a model."""
+        self._observed, self._dropped, self._uncompiled = observed, dropped, uncompiled
 
     def quiet(self, workload: Workload) -> Workload:
-        """With the dropout turned off that is inside of kernels."""
+        """With the dropout turned off that is inside of kernels, and nothing compiled."""
         if self._observed is None:
             return workload
 
         def model() -> nn.Module:
             made = workload.model()
             self._dropped.update(silence_recurrent_dropout(made))
+            if self._uncompiled is not None:
+                self._uncompiled.enter_context(uncompiled())
             return made
 
         return replace(workload, model=model)
@@ -242,12 +248,14 @@ class _Seen:
 
 
 @contextmanager
-def _proving(job: Job) -> Iterator[_Seen]:
-    if not job.proof:
-        yield _Seen(None, set())
-        return
-    with without_dropout() as dropped:
-        yield _Seen(Observed(), dropped)
+def _proving(job: Job, workload: Workload) -> Iterator[_Seen]:
+    """What is proved is the network as it is written: parts that compile themselves do not, unless all of it does."""
+    with ExitStack() as stack:
+        if not job.proof:
+            yield _Seen(None, set(), None)
+            return
+        dropped = stack.enter_context(without_dropout())
+        yield _Seen(Observed(), dropped, None if workload.compile else stack)
 
 
 def _is_linear(step: Step) -> bool:
@@ -275,6 +283,7 @@ def _go(step: Step, world: World, many: int) -> Message:
     step.source.start_over()  # what was loaded between commands would be free
     group.barrier()
     group.waits.clear()
+    waited = Waited()
     before, times, examples = dict(step.spent()), [time.perf_counter()], 0
     for _ in range(many if step.data_shard is not None else 0):  # a server answers the others meanwhile
         batch = step.take()
@@ -284,6 +293,7 @@ def _go(step: Step, world: World, many: int) -> Message:
         times.append(time.perf_counter())
     waits = list(group.waits)
     return {
+        "without_core": waited.share(),
         "seconds": [b - a for a, b in itertools.pairwise(times)],
         "examples": examples,
         "lockstep": step.lockstep,
@@ -301,14 +311,22 @@ def _peak_bytes() -> int:
 
 
 def _deliver(state: State, path: str | None) -> dict[str, Any]:
-    """A digest of every tensor; the tensors themselves into the file where one is asked for."""
-    tensors = {
-        name: tensor.detach().cpu().resolve_conj().resolve_neg().contiguous() for name, tensor in state.tensors()
-    }
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(bytes_of(tensors[name]).numpy().tobytes())
+    """The tensors of a state into the file, where one is asked for."""
     if path is not None:
-        save_file(tensors, path)
-    return {"digest": digest.hexdigest(), "path": path, "step": state.step}
+        save_file(_delivered(state), path)
+    return {"path": path, "step": state.step}
+
+
+def _digested(state: State) -> str:
+    """A digest of every tensor of a state."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(_delivered(state).items()):
+        digest.update(name.encode())
+        digest.update(bytes_of(tensor).numpy().data)
+    return digest.hexdigest()
+
+
+def _delivered(state: State) -> dict[str, Tensor]:
+    """On the CPU and contiguous; complex numbers as pairs, since the file's format has no complex128."""
+    tensors = {name: tensor.detach().cpu().resolve_conj().resolve_neg() for name, tensor in state.tensors()}
+    return {name: (torch.view_as_real(t) if t.is_complex() else t).contiguous() for name, t in tensors.items()}

@@ -102,6 +102,8 @@ class Pass:
     """Of all weights, by the workload's optimizer."""
     fused_update: float | None = None
     """The same by torch's fused kernels, as strategies run it that divide the weights; None: as above."""
+    without_core: float = 0.0
+    """The share of the time in which a worker could have gone on and another program had its core."""
 
     def __post_init__(self) -> None:
         _not_below(0, forward=self.forward, backward=self.backward, update=self.update)
@@ -149,6 +151,11 @@ class Profile:
             raise ValueError(f"profile {self.name}: it has no layers")
         if self.batch_size < 1:
             raise ValueError(f"profile {self.name}: batch_size={self.batch_size}: a batch has at least one example")
+
+    @cached_property
+    def without_core(self) -> float:
+        """The share of the time of measuring whole steps in which other programs held the cores."""
+        return max((p.without_core for p in self.passes), default=0.0)
 
     @cached_property
     def parameter_bytes(self) -> int:

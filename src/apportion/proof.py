@@ -6,7 +6,8 @@ move by 1e-6 and stood still differ by all that there was to learn, though only 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,8 +17,12 @@ from torch import Tensor
 FLOOR = 1e-10
 """Differences below this share of the change are rounding in float64, whatever the noise measured."""
 NOISE_FACTOR = 100.0
+ROUNDINGS = 64.0
+"""A buffer that has moved by no more than so many roundings of what its like have moved by was moved by rounding."""
 MULTIPLE = 1e-6
-"""What is left of a change beside its factor, relatively, where it is a multiple."""
+"""A change is a multiple of another where no more than this share of it is left beside the factor."""
+PIECE = 1 << 16
+"""So many elements of a tensor are compared at once, which is half a megabyte."""
 CAP = 1e-3
 """No difference above this share of the change is called equal, however much rounding is amplified: a mistake might
 hide in it."""
@@ -38,10 +43,10 @@ class Difference:
     """The first is 1."""
     absolute: float
     relative: float
-    """To the largest change since the start, of all weights, of all slots of its kind, or of this buffer: what the
-    bound is for."""
+    """The difference as a share of the largest change since the start, of all weights, of all slots of its kind, or of
+    this buffer; the bound is for this one."""
     factor: float | None = None
-    """Where it has changed by a multiple of what it should have, that."""
+    """What it has changed by, as a multiple of what it should have; None where it is no multiple."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +65,18 @@ class Round:
     """A rank whose state is not rank 0's, and when."""
     verdict: Verdict
     """``undecided``: above what may be called equal, within 100 times the noise; or too little has moved."""
+    coarsest: str | None = None
+    """A type that rounds more coarsely than the precision, in which the model computes in places; the round is held
+    against its rounding where it could not be told within the precision's own."""
 
     @property
     def holds(self) -> bool:
         return self.verdict == "equal"
+
+    @property
+    def arithmetic(self) -> str:
+        """The types that it is computed in."""
+        return self.precision if self.coarsest is None else f"{self.precision} with {self.coarsest} in places"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +94,14 @@ class Proof:
     """The same where every optimizer is plain SGD of rate 1, so that the change is the gradient: an optimizer that
     divides by its size (Adam) hides a factor. None: the state shows it already, or the strategy is approximate."""
     first: str | None = None
-    """Of a step that differs, the first module whose output or gradient does, in words."""
+    """The first module whose output or gradient differs in the step that does, in words."""
     causes: tuple[str, ...] = ()
     """What a difference is likely to come from, in whole sentences."""
 
     @property
     def verdict(self) -> Verdict:
-        """Of all rounds: the first and the gradients have to show it; the run's own precision may leave it open."""
+        """The verdict of all rounds: the first and the gradients have to show it; the run's own precision may leave it
+        open."""
         shown = self.rounds if self.gradients is None else (*self.rounds, self.gradients)
         if any(r.verdict == "different" for r in shown):
             return "different"
@@ -105,7 +119,7 @@ class Proof:
         whose = "one device" if self.exact else "its own reference (it is approximate by design)"
         what = f"{self.strategy} on {self.workers} worker{'s' if self.workers != 1 else ''}"
         if self.verdict == "equal":
-            left = [r.precision for r in self.rounds[1:] if not r.holds]
+            left = [r.arithmetic for r in self.rounds[1:] if not r.holds]
             own = f"; in {left[0]} rounding alone is too large to show it as well" if left else ""
             return f"{what} trains the same network as {whose}, shown in {self.rounds[0].precision}{own}"
         if self.verdict == "undecided":
@@ -131,7 +145,7 @@ class Proof:
 
 
 def verdict_of(difference: float, noise: float, bound: float) -> Verdict:
-    """Of one measure: ``difference``, ``noise`` and ``bound`` are shares of the change."""
+    """The verdict on one measure: ``difference``, ``noise`` and ``bound`` are shares of the change."""
     if noise == float("inf"):
         return "undecided"
     if difference <= bound:
@@ -140,7 +154,7 @@ def verdict_of(difference: float, noise: float, bound: float) -> Verdict:
 
 
 class Comparison:
-    """Of a strategy's states with its reference's, step by step, from what both began with."""
+    """Compares a strategy's states with its reference's, step by step, from what both began with."""
 
     def __init__(self, start: Mapping[str, Tensor], weights: Collection[str], *, eps: float = 0.0) -> None:
         """``start``: the reference's tensors before the first step; a slot that is not there yet counts as zeros.
@@ -205,7 +219,9 @@ class Comparison:
 
     def _changes(self, expected: Mapping[str, Tensor]) -> dict[str, float]:
         """How far each tensor's like has moved: all weights together, all slots of a kind together, each buffer and
-        each carried tensor by itself, since nothing says that two of these are of one size."""
+        each carried tensor by itself, since nothing says that two of these are of one size. A buffer that rounding
+        alone has moved, as the mean of what is 0 by itself (behind a normalisation and a linear layer), is held against
+        those of other layers."""
         own: dict[str, float] = {}
         for name, tensor in expected.items():
             before = self._start.get(name)
@@ -214,9 +230,14 @@ class Comparison:
             own[name] = _distance(tensor, before)
         together: dict[str, float] = {}
         for name, change in own.items():
-            kind = self._kind(name)
-            together[kind] = max(together.get(kind, 0.0), change)
-        return {name: together[self._kind(name)] for name in own}
+            for kind in (self._kind(name), self._alike(name)):
+                together[kind] = max(together.get(kind, 0.0), change)
+        found = {name: together[self._kind(name)] for name in own}
+        for name, change in found.items():
+            others = together[self._alike(name)]
+            if _numeric(expected[name]) and change < ROUNDINGS * torch.finfo(expected[name].dtype).eps * others:
+                found[name] = others
+        return found
 
     def _noise(
         self, nudged: Mapping[str, Tensor], expected: Mapping[str, Tensor], changes: Mapping[str, float]
@@ -240,6 +261,10 @@ class Comparison:
         if part == "model":
             return WEIGHTS if rest in self._weights else "buffers"
         return f"slots {name.rpartition('/')[2]}" if part == "optimizer" else part
+
+    def _alike(self, name: str) -> str:
+        """The buffers of one name in all layers; of other tensors, what shares their scale."""
+        return f"buffers {name.rpartition('.')[2]}" if self._group(name) == "buffers" else self._kind(name)
 
     def _kind(self, name: str) -> str:
         """What shares its scale."""
@@ -288,8 +313,15 @@ def _numeric(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor as float64, in pieces that stay in a cache; complex elements as pairs."""
+    flat = tensor.detach().reshape(-1)
+    for piece in (torch.view_as_real(flat) if flat.is_complex() else flat).split(PIECE):
+        yield piece.to(torch.float64)
+
+
 def _wide(tensor: Tensor) -> Tensor:
-    """As float64; a complex one as pairs."""
+    """The tensor as float64; a complex one as pairs."""
     tensor = tensor.detach()
     return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.to(torch.float64)
 
@@ -300,10 +332,22 @@ def _distance(a: Tensor, b: Tensor) -> float:
         return float("inf")
     if not a.numel():
         return 0.0
-    left, right = _wide(a), _wide(b)
-    same = (left == right) | (left.isnan() & right.isnan())
+    return max(_piece_distance(left, right) for left, right in zip(_pieces(a), _pieces(b), strict=True))
+
+
+def _piece_distance(left: Tensor, right: Tensor) -> float:
+    found = float((left - right).abs_().max())
+    if math.isfinite(found):
+        return found
+    same = (left == right) | (left.isnan() & right.isnan())  # of which the difference is no number
     return float(torch.where(same, 0.0, (left - right).abs()).nan_to_num(nan=float("inf")).max())
 
 
 def _size(tensor: Tensor) -> float:
-    return float(_wide(tensor).abs().nan_to_num(nan=0.0, posinf=0.0).max()) if tensor.numel() else 0.0
+    """The largest absolute value of an element, of those that are numbers."""
+    return max((_piece_size(piece) for piece in _pieces(tensor)), default=0.0) if tensor.numel() else 0.0
+
+
+def _piece_size(piece: Tensor) -> float:
+    found = float(piece.abs().max())
+    return found if math.isfinite(found) else float(piece.abs().nan_to_num(nan=0.0, posinf=0.0).max())

@@ -9,7 +9,8 @@ from apportion.workload_digest import workload_digest
 
 
 def proof_key(workload: Workload, step: Step) -> str | None:
-    """Of this workload; None where something of it cannot be told from another. Leaves no trace in the generators."""
+    """The key of this workload; None where something of it cannot be told from another. It leaves no trace in the
+    generators."""
     with own_draws(workload.seed):
         network = workload.model()
         example = step.source.dataset[0]

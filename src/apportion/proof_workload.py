@@ -57,6 +57,15 @@ def few_rows(workload: Workload, rows: int, steps: int, workers: int) -> Workloa
     )
 
 
+def dealt_evenly(workload: Workload, workers: int) -> Workload:
+    """The same with as many batches for each worker as for the others. Where each takes whole batches, one that has
+    fewer in the last round waits for the others, which a proof has told to make no more steps than it."""
+    with own_draws(workload.seed):
+        examples: int = len(workload.open_data())  # type: ignore[arg-type]
+    steps = workload.total_steps(-(-examples // workload.batch_size))
+    return replace(workload, steps=max(1, steps // workers) * workers)
+
+
 def _sample(data: Dataset[Any], wanted: int, *, evenly: bool) -> Dataset[Any]:
     examples: int = len(data)  # type: ignore[arg-type]
     index = [i * examples // wanted if evenly else i for i in range(wanted)]

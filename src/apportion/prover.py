@@ -16,22 +16,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 
+from apportion.coarse import eps_of
 from apportion.comm.channel import Message
 from apportion.crew import Crew
 from apportion.errors import ApportionError, WorkerFailed
 from apportion.job import Job
 from apportion.launch.local import Local
 from apportion.proof import FLOOR, Comparison, Proof, Round, largest
+from apportion.proof_time import ProofSteps, comparing
 from apportion.tap_differences import first_difference
 from apportion.trial import Candidate
 from apportion.workload import Workload
 
 STEP_SECONDS = 600.0
 GRADIENT_STEPS = 2
-"""Of rate 1: a network would not stand many."""
+"""Steps of rate 1 are few, since a network would not stand many."""
 
 SEEN = ("dropout", "draws", "narrow", "plain_draws")
 """What is looked for in the steps of a proof."""
@@ -39,9 +40,12 @@ Seen = dict[str, list[str]]
 
 
 COPIES = 5
-"""Of its weights that a process of a proof holds: these, gradients, two slots, and the state that it gives."""
+"""A process of a proof holds so many times the bytes of the weights: weights, gradients, two slots, and the state that
+it gives."""
+SLOTS = 3
+"""A state has so many elements for each weight: itself, and two slots of Adam's."""
 COMPARED = 12
-"""Copies that comparing holds: four states of weights and two slots."""
+"""Comparing holds so many times the bytes of the weights: four states of weights and two slots."""
 
 
 class OutOfTimeError(Exception):
@@ -53,7 +57,7 @@ class OutOfMemoryError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ProofRequest:
     """What is to be proved, and how thoroughly."""
 
     workload: Workload | str
@@ -64,25 +68,29 @@ class Asked:
     rows: int = 0
     """Examples in a batch; 0: the workload's own."""
     seconds: float | None = None
-    """That it may take; None: as long as it does."""
+    """The proof may take so many; None: as long as it does."""
     parameters: int = 0
-    """Of the network, where that is known before it is built."""
+    """How many the network has, where that is known before it is built; else 0."""
     brief: bool = False
     """Is a first difference enough?"""
     plain: tuple[str, ...] = ()
     """Fast paths that are switched off."""
+    run_steps: int = 0
+    """Steps of the run that waits for the proof."""
+    share: float = 0.0
+    """The proof may take this share of the run, where that is more than ``seconds``."""
 
 
-def prove(asked: Asked) -> Proof:
-    """In float64, then the gradients, then in the run's own precision. Raises OutOfTimeError, and what a worker fails
-    with."""
+def prove(asked: ProofRequest) -> Proof:
+    """Compare the states in float64, then the gradients, then the states in the run's own precision. Raises
+    OutOfTimeError, OutOfMemoryError, and what a worker fails with."""
     return _Proving(asked).proof()
 
 
 class _Proving:
     """One proof under way."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: ProofRequest) -> None:
         self._asked, self._chosen = asked, asked.chosen
         self._replays = asked.chosen.strategy.replays(asked.chosen.launcher.workers or 1)
         self._deadline = None if asked.seconds is None else time.monotonic() + asked.seconds
@@ -97,6 +105,8 @@ class _Proving:
         self._bytes = 0
         self._progress = 0.0
         """The share of the proof that is done."""
+        self._proof_steps = ProofSteps()
+        self._batch_size = 0
 
     def proof(self) -> Proof:
         self._must_fit(self._asked.parameters)
@@ -124,12 +134,19 @@ class _Proving:
                 built = self._built(crews)
                 self._own, known = built["precision"], True
                 return self._wide_then_own(crews, built)
-        except WorkerFailed as error:
-            if not _fixes_dtype(str(error)) or not known or self._own == "float64":
+        except (WorkerFailed, ValueError) as error:
+            if not _fixes_dtype(error) or (known and self._own == "float64"):
                 raise
-            self._named = [f"the model fixes a precision ({error}): checked in {self._own} alone"]
+            why = error
         with self._crews(self._own) as crews:
-            steps = _many(self._chosen, self._asked.steps, self._built(crews)["steps"])
+            built = self._built(crews)
+            if built["precision"] == "float64":
+                raise why
+            if built["precision"] != self._own:
+                self._own = built["precision"]
+                self._again(crews, self._own)
+            self._named = [f"the model does not compute in float64 ({why}): checked in {self._own} alone"]
+            steps = _many(self._chosen, self._asked.steps, built["steps"])
             narrow, seen = self._round(crews, steps, self._own)
             self._named[:0], self._drawn = _by_design(seen), seen["plain_draws"]
             self._gradients = self._gradient_round(crews, narrow, self._own)
@@ -166,7 +183,7 @@ class _Proving:
         if self._replays or not self._chosen.strategy.exact or (self._linear and states.holds):
             return None
         self._again(crews, precision, gradients=True)
-        return self._round(crews, min(GRADIENT_STEPS, states.steps), precision)[0]
+        return self._round(crews, min(GRADIENT_STEPS, states.steps), precision, gradients=True)[0]
 
     def _first_difference(self, crews: Sequence[Crew], wide: Round) -> str | None:
         """The step at which something differed, once more, with taps on both sides; None where they show nothing."""
@@ -214,7 +231,7 @@ class _Proving:
                 stack.callback(crews[-1].close)
             yield crews
 
-    def _jobs(self, precision: str, *, gradients: bool = False) -> tuple[Job, Job, Job]:
+    def _jobs(self, precision: str, *, gradients: bool = False, coarse: bool = False) -> tuple[Job, Job, Job]:
         asked, launcher, ranks = self._asked, self._chosen.launcher, self._chosen.ranks
         steps = min(asked.steps, GRADIENT_STEPS) if gradients else asked.steps
         tried = Job(
@@ -239,29 +256,44 @@ class _Proving:
         single = replace(tried, threads=tried.threads if self._replays else 1, device="cpu")
         # Weights stay float32 under autocast; it is the gradients that come in the shorter type.
         weights = "float64" if precision == "float64" else "float32"
-        return tried, single, replace(single, nudge=_eps(weights), jitter=_eps(precision) / 2)
+        return tried, single, replace(single, nudge=eps_of(weights), jitter=eps_of(precision) / 2, coarse=coarse)
 
-    def _again(self, crews: Sequence[Crew], precision: str, *, gradients: bool = False) -> None:
-        """All of them from the beginning, in another precision or with other optimizers."""
-        for crew, job in zip(crews, self._jobs(precision, gradients=gradients), strict=False):
-            changed = {name: getattr(job, name) for name in ("changes", "nudge", "jitter", "gradients", "cut")}
+    def _again(self, crews: Sequence[Crew], precision: str, *, gradients: bool = False, coarse: bool = False) -> None:
+        """Have all of them build anew, in another precision or with other optimizers; ``coarse``: the one led astray
+        rounds as the coarsest types of the model do."""
+        for crew, job in zip(crews, self._jobs(precision, gradients=gradients, coarse=coarse), strict=False):
+            changed = {
+                name: getattr(job, name) for name in ("changes", "nudge", "jitter", "coarse", "gradients", "cut")
+            }
             crew.send({"kind": "again", "job": changed})
         self._built(crews)
 
     def _built(self, crews: Sequence[Crew]) -> Message:
         """What the strategy's first rank tells once everything is built."""
         told = [self._answers(crew, "built") for crew in crews]
-        self._linear = told[0][0]["linear"]
+        self._linear, self._batch_size = told[0][0]["linear"], told[0][0]["batch_size"]
         self._must_fit(told[0][0]["parameters"])
         return told[0][0]
 
     def _must_fit(self, parameters: int) -> None:
-        """OutOfMemoryError where all the processes together would not fit what is free."""
+        """Raise OutOfMemoryError where all the processes together would not fit what is free."""
         processes = self._chosen.ranks + 2
         self._bytes = parameters * 8 * (COPIES * processes + COMPARED)
         free = _free_bytes()
         if self._deadline is not None and self._bytes > free:
-            raise OutOfMemoryError(f"it needs {self._bytes / 1e9:.3g} GB of memory, and {free / 1e9:.3g} GB are free")
+            seconds = comparing(SLOTS * parameters, 2 * self._asked.steps + GRADIENT_STEPS)
+            raise OutOfMemoryError(
+                f"it needs {self._bytes / 1e9:.3g} GB of memory, of which {free / 1e9:.3g} GB are free, and at least "
+                f"{seconds:.0f} s"
+            )
+
+    def _lengthen(self, went: Sequence[Message]) -> None:
+        """Give the proof its share of the run, as far as its own steps tell how long the run will be."""
+        self._proof_steps.take(went[0]["examples"], max(s for answer in went for s in answer["seconds"][:1]))
+        if self._deadline is not None:
+            times = self._batch_size / self._asked.rows if self._asked.rows else 1.0
+            run = self._asked.run_steps * self._proof_steps.run_step(times)
+            self._deadline = max(self._deadline, self._began + self._asked.share * run)
 
     def _out_of_time(self) -> OutOfTimeError:
         spent = time.monotonic() - self._began
@@ -285,11 +317,20 @@ class _Proving:
 
     # A round
 
-    def _round(self, crews: Sequence[Crew], steps: int, precision: str) -> tuple[Round, Seen]:
-        """Strategy, reference, and the one led astray, step by step; or the strategy, and the same once more."""
-        with tempfile.TemporaryDirectory(prefix="apportion-check-") as folder:
-            compare = self._compare_replay if self._replays else self._compare_steps
-            return compare(crews, steps, precision, Path(folder))
+    def _round(
+        self, crews: Sequence[Crew], steps: int, precision: str, *, gradients: bool = False
+    ) -> tuple[Round, Seen]:
+        """Compare strategy, reference and the one led astray step by step; or the strategy with its replay."""
+        if self._replays:
+            with tempfile.TemporaryDirectory(prefix="apportion-check-") as folder:
+                return self._compare_replay(crews, steps, precision, Path(folder))
+        found, seen, coarse = self._compare_steps(crews, steps, precision)
+        # In float64 what computes in less is named, and left to the run's own precision.
+        if found.verdict == "equal" or found.disagreement is not None or precision == "float64" or not coarse:
+            return found, seen
+        self._again(crews, precision, gradients=gradients, coarse=True)
+        found, seen, _ = self._compare_steps(crews, steps, precision, max(coarse, key=eps_of))
+        return found, seen
 
     def _compare_replay(self, crews: Sequence[Crew], steps: int, precision: str, folder: Path) -> tuple[Round, Seen]:
         tried, reference = crews
@@ -311,23 +352,36 @@ class _Proving:
         )
         return found, seen
 
-    def _compare_steps(self, crews: Sequence[Crew], steps: int, precision: str, folder: Path) -> tuple[Round, Seen]:
+    def _compare_steps(
+        self, crews: Sequence[Crew], steps: int, precision: str, coarsest: str | None = None
+    ) -> tuple[Round, Seen, set[str]]:
+        """Also the types in which the reference computes that are coarser than the precision. ``coarsest``: the one
+        whose rounding is allowed for."""
+        with tempfile.TemporaryDirectory(prefix="apportion-check-") as folder:
+            return self._compared(crews, steps, precision, coarsest, Path(folder))
+
+    def _compared(
+        self, crews: Sequence[Crew], steps: int, precision: str, coarsest: str | None, folder: Path
+    ) -> tuple[Round, Seen, set[str]]:
         tried, reference, nudged = crews
         (began,) = self._ask(reference, {"kind": "start", "path": str(folder / "start")}, "started")
-        comparison = Comparison(load_file(folder / "start"), began["weights"], eps=_eps(precision))
-        disagreement, seen = None, _seen(())
+        eps = eps_of(coarsest or precision)
+        comparison = Comparison(load_file(folder / "start"), began["weights"], eps=eps)
+        disagreement, seen, coarse = None, _seen(()), set[str]()
         for number in range(1, steps + 1):
             for crew, name in ((reference, "reference"), (nudged, "nudged")):
                 crew.send({"kind": "next", "path": str(folder / name)})
             went = self._ask(tried, {"kind": "go", "steps": 1}, "went")
+            if precision == "float64":
+                self._lengthen(went)
             seen = _seen([seen, *went])
             found = self._disagreement(tried, number, folder)
             disagreement = disagreement or found
             for crew in (reference, nudged):
-                self._answers(crew, "state")
+                coarse |= {name for answer in self._answers(crew, "state") for name in answer["coarse"]}
             self._progress += 1 / (2 * self._asked.steps + GRADIENT_STEPS)
             comparison.take(number, *(load_file(folder / name) for name in ("rank0", "reference", "nudged")))
-        return comparison.round(precision, steps, disagreement), seen
+        return replace(comparison.round(precision, steps, disagreement), coarsest=coarsest), seen, coarse
 
     def _disagreement(self, tried: Crew, number: int, folder: Path) -> str | None:
         """Every rank's state must be rank 0's, to the bit; which one is not, where, and by how much. Rank 0's is
@@ -359,7 +413,7 @@ def likely_causes(rounds: Sequence[Round], workers: int, drawn: Sequence[str]) -
 
 
 def _many(chosen: Candidate, asked: int, there: int) -> int:
-    """Steps: as many as asked for, or as every worker can make."""
+    """The steps to make: as many as asked for, or as every worker can make."""
     workers = chosen.launcher.workers or 1
     if not chosen.strategy.replays(workers):
         return min(asked, there)
@@ -371,14 +425,21 @@ def _many(chosen: Candidate, asked: int, there: int) -> int:
 def _open_question(found: Round) -> str:
     if found.noise == float("inf"):
         return f"{found.precision}: one device's own weights are no numbers after {found.steps} steps: nothing is shown"
+    if found.coarsest is not None:
+        return (
+            f"{found.precision}: the model computes in {found.coarsest} in places, whose rounding makes up to "
+            f"{found.noise:.2g} of its change in {found.steps} steps: too much to tell a small mistake from it"
+        )
     return (
         f"{found.precision}: in {found.steps} steps this network makes {found.noise:.2g} of its change by rounding "
         "alone, too much to tell a mistake from it: nothing is shown; use fewer steps, or another learning rate"
     )
 
 
-def _fixes_dtype(text: str) -> bool:
-    return any(sign in text for sign in ("dtype", "scalar type", "Double", "same type"))
+def _fixes_dtype(error: WorkerFailed | ValueError) -> bool:
+    """Does the model, by what it says or by the line that failed, want another type than float64?"""
+    text = f"{error} {getattr(error, 'where', None)}".lower()
+    return any(sign in text for sign in ("dtype", "scalar type", "double", "same type", "float64"))
 
 
 def _by_design(seen: Mapping[str, list[str]]) -> list[str]:
@@ -398,12 +459,8 @@ def _seen(went: Sequence[Message]) -> Seen:
     return {key: sorted({name for answer in went for name in answer[key]}) for key in SEEN}
 
 
-def _eps(precision: str) -> float:
-    return torch.finfo(getattr(torch, precision)).eps
-
-
 def _free_bytes() -> float:
-    """Of memory; without bound where the system does not say."""
+    """The memory that is free; without bound where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * float(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from apportion.torch_private import DispatchMode
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+
+_seeding = False
+"""Is a seed being drawn for a generator of a rank's own? That is a strategy's draw, and not the network's."""
+
+
+@contextmanager
+def seeding() -> Iterator[None]:
+    """A draw of which the proof does not say that the network makes it."""
+    global _seeding
+    _seeding = True
+    try:
+        yield
+    finally:
+        _seeding = False
 
 
 @contextmanager
@@ -50,13 +66,25 @@ def without_dropout() -> Iterator[set[str]]:
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
     """Afterwards torch's generators, Python's and numpy's give what they would have given without it."""
-    python, numbers = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numbers)
+    with drawn_again(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+
+
+def drawn_again() -> AbstractContextManager[None]:
+    """Within what this gives Python's and numpy's generators give what they would give now; afterwards they go on."""
+    return _as_then(random.getstate(), np.random.get_state())
+
+
+@contextmanager
+def _as_then(python: Any, numbers: Any) -> Iterator[None]:
+    now = random.getstate(), np.random.get_state()
+    random.setstate(python)
+    np.random.set_state(numbers)
+    try:
+        yield
+    finally:
+        random.setstate(now[0])
+        np.random.set_state(now[1])
 
 
 def silence_recurrent_dropout(model: nn.Module) -> set[str]:
@@ -69,7 +97,7 @@ def silence_recurrent_dropout(model: nn.Module) -> set[str]:
     return found
 
 
-class Observed(TorchDispatchMode):
+class Observed(DispatchMode):
     """Sees every operation of a model's forward passes: which ones draw random numbers, and (in float64) which ones
     give less than float64."""
 
@@ -106,7 +134,7 @@ class Observed(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs or {}):
+        if torch.Tag.nondeterministic_seeded in func.tags and not _seeding and _draws(func, args, kwargs or {}):
             self.draws.add(name)
         first = result[0] if isinstance(result, tuple | list) and result else result
         if isinstance(first, torch.Tensor) and first.dtype in (torch.float32, torch.bfloat16, torch.float16):

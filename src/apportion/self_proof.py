@@ -12,29 +12,31 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from apportion import plain_paths
+from apportion.allocator import give_back
 from apportion.errors import ApportionError, NotProved
 from apportion.job import Job
 from apportion.proof import Proof
-from apportion.prover import Asked, OutOfMemoryError, OutOfTimeError, prove
+from apportion.prover import OutOfMemoryError, OutOfTimeError, ProofRequest, prove
+from apportion.strategy import Strategy
 from apportion.trial import Candidate
 
 SECONDS, SHARE = 10.0, 0.05
-"""That a proof may take: so many, or this share of the run, whichever is more."""
+"""A proof may take so many seconds, or this share of the run, whichever is more."""
 LEAST_SECONDS = 3.0
-"""Where choosing has taken the rest."""
+"""A proof is given at least so many seconds where choosing the strategy has taken the rest."""
 FEW_EACH, ROWS_EACH = 3, 16
-"""Rows of each rank, and one more for the first: at first; and once more where that was quick, so that terms which do
-not count, or classes, fall unevenly on the ranks."""
+"""The proof gives each rank so many rows, and the first one more. Where that was quick it is made once more on the
+larger number, so that terms which do not count, or classes, fall unevenly on the ranks."""
 QUICK_SHARE, MANY_SHARE = 0.35, 0.5
-"""Of the time: that the first proof was quick within, and that the second may take."""
+"""A first proof within the one share of the time was quick, and a second may take the other."""
 STEPS = 4
-"""Two epochs of a whole batch and a short one."""
+"""So many steps are two epochs of a whole batch and a short one."""
 MOST_STEPS = 17
 """Where ranks average now and then, the proof goes on until they have; up to so many."""
 
@@ -49,7 +51,7 @@ class Settled:
     sentence: str
     """The answer in words."""
     seconds: float
-    """That finding out took."""
+    """Finding out took so many."""
     remembered: bool = False
     """Is it an earlier run's?"""
     plain: tuple[str, ...] = ()
@@ -61,7 +63,7 @@ class Settled:
 
 
 class SelfProof:
-    """Of one run."""
+    """The proof of one run."""
 
     def __init__(
         self,
@@ -72,28 +74,36 @@ class SelfProof:
         spent: float = 0.0,
         required: bool = False,
     ) -> None:
-        """``step_seconds``: of a step of the run, where somebody has measured it. ``spent``: seconds that choosing the
-        strategy took, of the same budget. ``required``: the run must not go on where nothing was shown."""
+        """``step_seconds``: what a step of the run takes, where it was measured. ``spent``: seconds of the same budget
+        that choosing the strategy took. ``required``: the run must not go on where nothing was shown."""
         self._job, self._chosen, self._step_seconds, self._required = job, chosen, step_seconds, required
-        self._spent, self._parameters = spent, 0
+        self._spent, self._parameters, self._run_steps = spent, 0, 0
+        self._proved = chosen
+        """With its stages cut as the run's are."""
         self._known: Settled | None = None
 
     def known(self, asked: Mapping[str, Any]) -> Settled | None:
-        """What was found before, in this run or an earlier one. ``asked``: ``key``, that the ranks have made of the
-        workload (None: it cannot be remembered), ``steps``, of the whole run, and ``parameters``."""
+        """What was found before, in this run or an earlier one. ``asked`` has the ``key`` that the ranks have made of
+        the workload (None: it cannot be remembered), the ``steps`` of the whole run, its ``parameters``, a number, and
+        the ``cuts`` of its stages, as the times of its layers have decided them: the proof cuts there too."""
+        self._cut(asked["cuts"])
         if self._known is None and asked["key"] is not None:
             self._known = _recall(self._name(asked["key"]))
         return self._known
 
     def settle(self, asked: Mapping[str, Any]) -> Settled:
-        """Find out."""
+        """Make the proof, and keep its answer for the next run."""
         began = time.monotonic()
-        self._parameters = int(asked["parameters"])
+        self._parameters, self._run_steps = int(asked["parameters"]), int(asked["steps"])
         found = self._found(began, self.seconds(asked["steps"]))
+        give_back()  # the states that were compared: the run goes on in this process
         self._known = replace(found, seconds=time.monotonic() - began)
         if asked["key"] is not None and found.verdict in ("equal", "different"):
             _keep(self._name(asked["key"]), self._known)
         return self._known
+
+    def _cut(self, cuts: Sequence[str] | None) -> None:
+        self._proved = replace(self._chosen, strategy=_cut_at(self._chosen.strategy, cuts or ()))
 
     def too_many(self) -> Settled:
         """The answer for ranks that one host cannot imitate."""
@@ -108,7 +118,7 @@ class SelfProof:
         return asdict(settled)
 
     def seconds(self, steps: int) -> float:
-        """That a proof may take before a run of so many steps."""
+        """What a proof may take before a run of so many steps."""
         return max(LEAST_SECONDS, max(SECONDS, SHARE * steps * (self._step_seconds or 0.0)) - self._spent)
 
     def _found(self, began: float, seconds: float) -> Settled:
@@ -119,22 +129,25 @@ class SelfProof:
             plain = _settled(self._proof(began + seconds, plain_paths.ALL))
             return replace(plain, plain=plain_paths.ALL) if plain.proved else settled
         except OutOfTimeError as error:
-            return self._unproved(f"{error}, and {seconds:.0f} s are its share")
+            share = max(seconds, time.monotonic() - began)
+            return self._unproved(f"{error}, and {share:.0f} s are its share")
         except OutOfMemoryError as error:
             return self._unproved(str(error))
         except (ApportionError, ValueError, OSError) as error:
             return self._unproved(str(error).partition("\n")[0])
 
     def _proof(self, until: float, plain: tuple[str, ...] | None = None) -> Proof:
-        """On a few rows, and on more where that was quick; on whole batches where a few say nothing."""
-        asked = Asked(
+        """The proof on a few rows, and on more where that was quick; on whole batches where a few say nothing."""
+        asked = ProofRequest(
             workload=self._job.workload,
-            chosen=self._chosen,
+            chosen=self._proved,
             steps=self._steps(),
             changes=self._job.changes,
             brief=True,
             parameters=self._parameters,
             plain=self._job.plain if plain is None else plain,
+            run_steps=self._run_steps,
+            share=SHARE,
         )
         began, given = time.monotonic(), until - time.monotonic()
         try:
@@ -145,7 +158,8 @@ class SelfProof:
             return prove(replace(asked, rows=0, seconds=until - time.monotonic()))
         if proof.verdict == "equal" and time.monotonic() - began < QUICK_SHARE * given:
             try:
-                return prove(replace(asked, rows=ROWS_EACH * self._chosen.ranks + 1, seconds=MANY_SHARE * given))
+                more = replace(asked, rows=ROWS_EACH * self._chosen.ranks + 1, seconds=MANY_SHARE * given)
+                return prove(replace(more, run_steps=0))
             except OutOfTimeError:
                 pass
         return proof
@@ -168,11 +182,11 @@ class SelfProof:
         return f"apportion check {place} --strategy {str(self._chosen.strategy)!r} --workers {self._chosen.ranks}"
 
     def _name(self, key: str) -> str:
-        """Of what is kept: the workload's key, and where and how it is trained."""
+        """The name under which it is kept: of the workload's key, and of where and how it is trained."""
         launcher = self._chosen.launcher
         told = {
             "workload": key,
-            "strategy": str(self._chosen.strategy),
+            "strategy": str(self._proved.strategy),
             "ranks": self._chosen.ranks,
             "workers": launcher.workers,
             "threads": launcher.threads_each(self._chosen.ranks),
@@ -180,6 +194,18 @@ class SelfProof:
             "plain": list(self._job.plain),
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _cut_at(strategy: Strategy, cuts: Sequence[str]) -> Strategy:
+    """Returns the same strategy with its stages cut before these layers, unless the user has cut it."""
+    own: Any = strategy
+    changes: dict[str, Any] = {}
+    if cuts and getattr(own, "cuts", ()) is None:
+        changes = {"cuts": tuple(cuts)}
+    elif (of := getattr(own, "of", None)) is not None:
+        changes = {"of": _cut_at(of, cuts)}
+    found: Strategy = replace(own, **changes) if changes else strategy
+    return found
 
 
 def _settled(proof: Proof) -> Settled:
@@ -200,7 +226,7 @@ def _recall(name: str) -> Settled | None:
 
 
 def _keep(name: str, settled: Settled) -> None:
-    """For the next run. Where nothing can be written, that one proves again."""
+    """Keep it for the next run; where nothing can be written, that run proves again."""
     try:
         _folder().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=_folder(), suffix=".new") as draft:

@@ -100,6 +100,12 @@ class Step(ABC):
     """Does every rank take whole batches, of which one rank has the outputs? So it is where the network is split."""
 
     @property
+    def cuts(self) -> tuple[str, ...] | None:
+        """Names the layers that stages begin with: what is proved of a run is cut there too, wherever the times of the
+        layers have had it cut. None where there are none, or where a name would stand for another place."""
+        return None
+
+    @property
     @abstractmethod
     def done(self) -> int:
         """Updates that the state has behind it, whoever made them."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from apportion import network, tree
 from apportion.comm.channel import Message
@@ -17,6 +16,7 @@ from apportion.parallel.rules import rule_of
 from apportion.timed_calls import Ran, kept_bytes
 from apportion.timed_cuts import ways, window
 from apportion.timed_step import TimedStep
+from apportion.torch_private import BatchNormBase
 
 LOADED, LOADING_SECONDS = 64, 0.25
 """Batches that are loaded at most to see how long that takes; no more are where it takes that long."""
@@ -27,7 +27,7 @@ FEW = 8
 def facts(own: TimedStep) -> Message:
     """What a profile says beside times; the layers as far as they are known, ``like`` the first that takes as long."""
     workload, replica, model = own.workload, own.replica, own.replica.model
-    batch_norm = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
+    batch_norm = any(isinstance(m, BatchNormBase) and m.training for m in model.modules())
     own.step(own.rows(min(len(own.batch), max(2, len(own.batch) // FEW))))  # from now on there are slots
     numel = sum(p.numel() for p in replica.trainable())
     slots = sum(t.numel() for _, t in replica.slots() if t.dim())

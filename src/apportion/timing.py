@@ -19,6 +19,8 @@ from apportion.timed_cuts import part_of
 from apportion.timed_facts import facts, loading
 from apportion.timed_parts import Called, Part
 from apportion.timed_step import TimedStep
+from apportion.torch_private import step_hooked
+from apportion.without_core import Waited
 from apportion.workload import Workload
 from apportion.world import World
 
@@ -80,7 +82,7 @@ class Timed:
         if self._workload.update is not None or replica.searching:
             return None
         made: Any = with_fused_updates(self._workload).optimizer(list(replica.model.named_parameters()))
-        if not made._optimizer_step_pre_hooks:
+        if not step_hooked(made, before_only=True):
             return None
         clip, parameters = self._workload.clip_grad_norm, replica.trainable()
 
@@ -99,6 +101,7 @@ class Timed:
         with a ``fused`` update, where there is one."""
         batch = self._own.rows(rows)
         found: dict[str, list[float]] = {"forward": [], "backward": [], "update": [], "fused": []}
+        waited = Waited()
         for run in self._timed(seconds, STEPS):
             if run == 0:
                 self._warm(batch)
@@ -106,7 +109,8 @@ class Timed:
                 self._one_of_its_own(batch, found)
             else:
                 self._one(batch, found, self._fused if run % 2 == 0 else None)
-        return {"rows": len(batch), **{name: _median(times) for name, times in found.items()}}
+        told = {"rows": len(batch), "without_core": waited.share()}
+        return {**told, **{name: _median(times) for name, times in found.items()}}
 
     def _warm(self, batch: Batch) -> None:
         """A step that nobody counts; with its gradients both updates."""

@@ -8,8 +8,9 @@ it: without the name the run is slower and otherwise the same. ``missing`` lists
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,14 @@ else:
     DropoutBase = nn.Dropout.__mro__[1]
 pytree = _pytree
 DispatchMode = TorchDispatchMode
+
+
+def traced_through_compiled() -> AbstractContextManager[Any]:
+    """Where torch.fx follows a forward, it goes into what was given to ``torch.compile``, in the place of an error."""
+    config = probe("torch._dynamo.config")
+    if config is None or not hasattr(config, "error_on_nested_fx_trace"):
+        return nullcontext()
+    return cast("AbstractContextManager[Any]", config.patch(error_on_nested_fx_trace=False))
 
 
 # Fused and joined kernels
@@ -130,6 +139,15 @@ def applied(function: type[Function]) -> Callable[..., Any]:
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+forward_hooks_of: Callable[[nn.Module], dict[int, Callable[..., Any]]] = lambda m: m._forward_hooks  # noqa: E731
+"""What is called with what a module gives, in order, by number."""
+
+
+def forward_hooks_with_kwargs_of(module: nn.Module) -> Collection[int]:
+    """The numbers of those that are given the module's keyword arguments, too."""
+    return getattr(module, "_forward_hooks_with_kwargs", ())
+
+
 def hooked(module: nn.Module, *, forward_only: bool = False) -> bool:
     """Whether a module has hooks that run when it is called, or when its gradients come."""
     return any(getattr(module, name, None) for name in (_MODULE_HOOKS[:2] if forward_only else _MODULE_HOOKS))
@@ -145,10 +163,17 @@ def gradient_hooked(tensor: Tensor) -> bool:
     return backward_hooked(tensor) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
-def step_hooked(optimizer: Optimizer) -> bool:
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def step_hooked(optimizer: Optimizer, *, before_only: bool = False) -> bool:
     """Whether an optimizer has hooks around its steps."""
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return any(getattr(optimizer, name, None) for name in names)
+    return any(getattr(optimizer, name, None) for name in (_STEP_HOOKS[:1] if before_only else _STEP_HOOKS))
+
+
+def gradient_hooks_of(tensor: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks that are called with a tensor's gradient before it is accumulated, and those with the tensor after."""
+    return tensor._backward_hooks or {}, tensor._post_accumulate_grad_hooks or {}
 
 
 def mark_stepped(optimizer: Any) -> None:
@@ -158,10 +183,16 @@ def mark_stepped(optimizer: Any) -> None:
 
 # Modules and tensors from inside
 
-parameters_of: Callable[[nn.Module], MutableMapping[str, nn.Parameter | None]] = lambda m: m._parameters  # noqa: E731
-buffers_of: Callable[[nn.Module], MutableMapping[str, Tensor | None]] = lambda m: m._buffers  # noqa: E731
+parameters_of: Callable[[nn.Module], dict[str, Any]] = lambda m: m._parameters  # noqa: E731
+buffers_of: Callable[[nn.Module], dict[str, Any]] = lambda m: m._buffers  # noqa: E731
+modules_of: Callable[[nn.Module], dict[str, Any]] = lambda m: m._modules  # noqa: E731
 HOLDERS = ("_parameters", "_buffers", "_modules")
 """Attributes in which a module keeps what is registered with it."""
+
+
+def persists(module: nn.Module, buffer: str) -> bool:
+    """Whether a buffer is in the module's state."""
+    return buffer not in module._non_persistent_buffers_set
 
 
 def persists_no_more(module: nn.Module, buffer: str) -> None:
@@ -177,3 +208,24 @@ def version_of(tensor: Tensor) -> int:
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd takes a tensor for a view of another."""
     return tensor._is_view()
+
+
+OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
+"""The classes of torch's operators."""
+attention_on_cpu: Any | None = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+"""The operator that attention is on the CPU, of which torch's counter of FLOPs knows nothing."""
+
+
+# Loading
+
+
+@contextmanager
+def in_own_memory() -> Iterator[None]:
+    """In a loader, torch's default_collate makes a batch in shared memory of its own, which has a name for a moment: it
+    would stay behind where the process is killed just then. Not in here; what is loaded travels otherwise."""
+    worker: Any = torch.utils.data._utils.worker
+    kept, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = kept

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
+
+from apportion.torch_private import pytree
 
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
 

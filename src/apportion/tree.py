@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from apportion.torch_private import pytree
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:

@@ -59,6 +59,8 @@ class Measured:
     waiting: float = 0.0
     """For other ranks to arrive; with ``communicating`` and ``computing``, sums over ranks."""
     communicating: float = 0.0
+    without_core: list[float] = field(default_factory=list)
+    """Of each round, the largest share of its time in which a rank could have gone on and had no core."""
     peak_bytes: int = 0
     """Of the largest worker."""
     held_bytes: int = 0
@@ -73,6 +75,11 @@ class Measured:
     def step_seconds(self) -> float:
         """Median."""
         return float(np.median(self.seconds))
+
+    @property
+    def without_core_share(self) -> float:
+        """Of the median round."""
+        return float(np.median(self.without_core)) if self.without_core else 0.0
 
     @property
     def examples_per_second(self) -> float:
@@ -105,6 +112,7 @@ class Measured:
         self.rounds[self.next_round if turn is None else turn] = float(np.median(steps))
         # Ranks in lockstep make one step of one batch; otherwise each has a batch of its own.
         self.examples += sum(answer["examples"] for answer in (answers[:1] if answers[0]["lockstep"] else answers))
+        self.without_core.append(max(a["without_core"] for a in answers))
         waiting, communicating = divide_waits([a["waits"] for a in answers])
         total = sum(sum(a["seconds"]) for a in answers)
         self.waiting += waiting

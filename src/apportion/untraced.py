@@ -7,32 +7,33 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from apportion.effects import HOLDERS
+from apportion.torch_private import pytree
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
-_OF_FX = ("Proxy", "symbolic", "torch.fx", "co_varnames", "argument of type", "concrete_args", "Node")
-"""Words that a network's own errors do not have."""
 
 
 def reason(error: BaseException) -> str:
     """Of what a forward raised as it was called with stand-ins for tensors."""
     frames = traceback.extract_tb(error.__traceback__)
     told = str(error).splitlines()[0] if str(error) else ""
-    if frames and frames[-1].filename.startswith(_OWN):  # said here
+    if said_here(error):
         return told
     own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _OWN, "<"))]
     where = f"at {Path(own[-1].filename).name}:{own[-1].lineno} ({own[-1].line}) " if own else ""
-    fx = any(f"{_TORCH}/fx" in frame.filename for frame in frames[-1:]) or any(word in told for word in _OF_FX)
     if "control flow" in told:
         return f"{where}what is in a tensor, or its shape, decides about control flow"
-    if not fx:
-        return f"{where}{type(error).__name__}: {told}"
     if "iterat" in told or "__len__" in told or "'len'" in told or "len(" in told:
         return f"{where}it loops over a tensor or asks for a length, which is known only as it runs"
     return f"{where}it does what is known only as it runs"
+
+
+def said_here(error: BaseException) -> bool:
+    """Is it a sentence of ours, and not what torch or the network says of the stand-ins that it is given?"""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(_OWN)
 
 
 def unregistered(root: nn.Module, module: nn.Module) -> str:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from apportion.code_names import Named, named_globals
 from apportion.releases import importable, release
+from apportion.torch_private import OPERATORS, buffers_of, modules_of, parameters_of
 
 _SIZE = 16
 _CHANGEABLE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class without it was made in C, and cannot be changed
@@ -296,12 +297,12 @@ def seal(tag: str, *parts: Any) -> bytes:
 
 def layer_tensors(module: nn.Module) -> dict[str, Tensor]:
     """A layer's own parameters and buffers."""
-    found = {**module._parameters, **module._buffers}
+    found = {**parameters_of(module), **buffers_of(module)}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def _inner(module: nn.Module) -> dict[str, Any]:
-    return {f"{i} {name}": inner for i, (name, inner) in enumerate(module._modules.items())}
+    return {f"{i} {name}": inner for i, (name, inner) in enumerate(modules_of(module).items())}
 
 
 def _plain(value: Any) -> bytes:
@@ -368,7 +369,7 @@ _KINDS: tuple[tuple[Any, _Rule], ...] = (
     (nn.Module, Digester._layer),
     (Tensor, Digester._tensor),
     ((np.ndarray, np.generic), Digester._array),
-    ((torch._ops.OpOverload, torch._ops.OpOverloadPacket, np.dtype, np.ufunc), Digester._by_name),
+    ((*OPERATORS, np.dtype, np.ufunc), Digester._by_name),
     (enum.Enum, Digester._enum),
     (types.ModuleType, Digester._module),
     (logging.Logger, Digester._logger),

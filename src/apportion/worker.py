@@ -118,7 +118,8 @@ class _Run:
             from apportion.proof_key import proof_key  # it knows every kind of value
 
             key = proof_key(self.workload, self.step)
-        return self.wish.settle({"key": key, "steps": self.source.total, "parameters": self.step.parameters})
+        asked = {"key": key, "steps": self.source.total, "parameters": self.step.parameters, "cuts": self.step.cuts}
+        return self.wish.settle(asked)
 
     @property
     def done(self) -> int:

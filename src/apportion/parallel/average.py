@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from apportion.parallel.forward_state import Place, digest
 from apportion.parallel.replica import Replica
+from apportion.torch_private import buffers_of
 
 LINE = 64
 """Bytes: every tensor begins at a multiple."""
@@ -58,10 +59,10 @@ class Frame:
         seen: set[int] = set()
         places = []
         for module in model.modules():
-            for name, b in module._buffers.items():
+            for name, b in buffers_of(module).items():
                 if b is not None and b.numel() and id(b) not in seen:
                     seen.add(id(b))
-                    places.append((module._buffers, name, b.is_floating_point() or b.is_complex()))
+                    places.append((buffers_of(module), name, b.is_floating_point() or b.is_complex()))
         places += [
             (p.owner, p.key, p.tensor.is_floating_point() or p.tensor.is_complex())
             for p in moved

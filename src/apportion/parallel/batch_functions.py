@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from apportion.parallel.batch_norm import Attendance, Normalize
+from apportion.torch_private import BatchNormBase
 
 _FUNCTIONAL = "x running_mean running_var weight bias training momentum eps"
 _TORCH = "x weight bias running_mean running_var training momentum eps cudnn_enabled"
@@ -86,14 +86,18 @@ def own_forwards(model: nn.Module) -> list[str]:
     return [
         name
         for name, layer in model.named_modules()
-        if (isinstance(layer, _BatchNorm) and not by_class(layer))
+        if (isinstance(layer, BatchNormBase) and not by_class(layer))
         or (isinstance(layer, nn.modules.instancenorm._InstanceNorm) and layer.track_running_stats)
     ]
 
 
 def by_class(layer: nn.Module) -> bool:
     """Is it a batch normalisation of torch's own forward, which ``use_whole_batch`` changes?"""
-    own = isinstance(layer, _BatchNorm) and type(layer).forward is _BatchNorm.forward and "forward" not in vars(layer)
+    own = (
+        isinstance(layer, BatchNormBase)
+        and type(layer).forward is BatchNormBase.forward
+        and "forward" not in vars(layer)
+    )
     return own or isinstance(layer, nn.SyncBatchNorm)
 
 

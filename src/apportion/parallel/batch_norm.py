@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from apportion.comm.group import Group
+from apportion.torch_private import BatchNormBase
 
 
 @dataclass
@@ -40,7 +40,7 @@ def use_whole_batch(model: nn.Module, attendance: Attendance) -> list[str]:
     forward: Any = None
     for name, layer in model.named_modules():
         if isinstance(layer, nn.SyncBatchNorm) or (
-            isinstance(layer, _BatchNorm) and type(layer).forward is _BatchNorm.forward
+            isinstance(layer, BatchNormBase) and type(layer).forward is BatchNormBase.forward
         ):
             # Here: as a decorator it would import the compiler, and where there is no such layer nothing needs it.
             forward = forward or torch.compiler.disable(_WholeBatchNorm.forward)
@@ -50,7 +50,7 @@ def use_whole_batch(model: nn.Module, attendance: Attendance) -> list[str]:
     return changed
 
 
-class _WholeBatchNorm(_BatchNorm):
+class _WholeBatchNorm(BatchNormBase):
     _whole: Attendance
 
     def forward(self, x: Tensor) -> Tensor:

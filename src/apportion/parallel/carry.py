@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from apportion import tree
 from apportion.batch import Batch
 from apportion.comm.group import Group
+from apportion.torch_private import pytree
 
 
 class Carry:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from apportion.comm.differentiable import all_gather
 from apportion.comm.group import Group
@@ -26,6 +25,7 @@ from apportion.parallel.strips import Bounds, equal, sizes, strip
 from apportion.parallel.strips_conv import Conv, pad_across
 from apportion.parallel.strips_holding import Holding, positions
 from apportion.parallel.strips_tensor import Strip, moved, shared, summed
+from apportion.torch_private import BatchNormBase
 
 Take = Callable[[str, int, Sequence[int] | None], Tensor]
 """This rank's slice of a layer's "weight" or "bias": which dimension, which positions. None: all, as on every rank."""
@@ -94,7 +94,7 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, settings: Conv) ->
     return y
 
 
-def batch_norm(holding: Holding, layer: _BatchNorm, x: Strip) -> Strip:
+def batch_norm(holding: Holding, layer: BatchNormBase, x: Strip) -> Strip:
     """Every channel has statistics of its own: the rank that has the channel has them."""
     mine = positions(strip(x.bounds, holding.group.rank))
     held = {

@@ -24,6 +24,7 @@ from apportion import tree
 from apportion.effects import drawing_later
 from apportion.parallel.batch_functions import by_class, own_forwards
 from apportion.parallel.coupling_run import Called, Copied, Part, Ran
+from apportion.uncompiled import uncompiled
 from apportion.workload import Workload
 
 ROWS = 4
@@ -67,7 +68,7 @@ def refuse_coupling(model: nn.Module, workload: Workload, rows: Rows, *, strateg
 
 def _look(model: nn.Module, workload: Workload, rows: Rows, strategy: str, *, judges: bool) -> list[str]:
     """The modules that call functions which take batch statistics."""
-    with drawing_later(), warnings.catch_warnings(), _eager():
+    with drawing_later(), warnings.catch_warnings(), uncompiled():
         warnings.simplefilter("ignore")
         copied, problem = _looked(model, workload, rows, judges=judges)
     if problem is not None:
@@ -89,14 +90,6 @@ def _looked(model: nn.Module, workload: Workload, rows: Rows, *, judges: bool) -
         except Exception:  # it cannot be called like this: what it says of real batches is its own affair
             pass
     return copied, None
-
-
-def _eager() -> Any:
-    """What compiles itself does not."""
-    import sys
-    from contextlib import nullcontext
-
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _named(model: nn.Module, name: str) -> str:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from apportion import tree
 from apportion.effects import Before, draws
 from apportion.parallel.batch_functions import normalisation
 from apportion.parallel.replica import seed_everything
+from apportion.torch_private import DropoutBase
 from apportion.workload import Workload
 
 SMALL = 20_000_000
@@ -74,7 +74,7 @@ class Copied:
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase):
                 module.dropout = 0.0
-            elif isinstance(module, _DropoutNd):
+            elif isinstance(module, DropoutBase):
                 module.training = False
         loss = workload.loss
         self._loss = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from apportion import tree
 from apportion.graph import arguments, names
 from apportion.network import undisturbed
+from apportion.parallel.fresh_model import memory_of
 from apportion.pricing import partition
 from apportion.pricing.partition import SECONDS_PER_BYTE, SECONDS_PER_MESSAGE
+from apportion.torch_private import pytree
 
 RUNS = 3
 """That a layer's time is the shortest of; one more comes before them."""
@@ -35,6 +36,11 @@ class Places:
     because: Mapping[int, str] = field(default_factory=dict)
     """Why no cut can be there, by call."""
 
+    def without(self, because: Mapping[int, str]) -> Places:
+        """The same where no cut can be before these calls either."""
+        crossing = tuple(None if i in because and i else cost for i, cost in enumerate(self.crossing))
+        return replace(self, crossing=crossing, because={**because, **self.because})
+
 
 def balanced(places: Places, stages: int) -> list[int]:
     """The calls that the stages after the first begin with: the longest stage is as short as can be, what it sends and
@@ -45,15 +51,17 @@ def balanced(places: Places, stages: int) -> list[int]:
 def named(places: Places, cuts: Sequence[str]) -> list[int]:
     """The calls that these layers begin with: modules by their path, functions as ``trace`` names them."""
     found: list[int] = []
+    known = ", ".join(n for n, c in zip(places.names[1:], places.crossing[1:], strict=True) if c is not None)
     for cut in cuts:
         at = next((i for i, name in enumerate(places.names) if name == cut or name.startswith(f"{cut}.")), None)
         if at is None:
-            known = ", ".join(n for n, c in zip(places.names[1:], places.crossing[1:], strict=True) if c is not None)
             raise ValueError(f"cuts={tuple(cuts)}: {cut!r} is no layer of the network; a stage may begin with {known}")
         if at == 0 or places.crossing[at] is None or at in found or at < max(found, default=0):
             why = "the first stage begins with it" if at == 0 else places.because.get(at, "it cannot be cut there")
             why = "the cuts are not in the order of the layers" if at in found or at < max(found, default=0) else why
-            raise ValueError(f"cuts={tuple(cuts)}: no stage can begin with {cut!r}, since {why}")
+            raise ValueError(
+                f"cuts={tuple(cuts)}: no stage can begin with {cut!r}, since {why}; one may begin with {known}"
+            )
         found.append(at)
     return found
 
@@ -72,6 +80,14 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
     """Of each call in order, the last that uses what it gives; the caller comes after all."""
     order = {node: i for i, node in enumerate(calls(graph))}
     return {node: max((order.get(user, len(order)) for user in node.users), default=i) for node, i in order.items()}
+
+
+def named_alike(names: Sequence[str], at: Sequence[int]) -> tuple[str, ...] | None:
+    """Returns the names of the calls before which a network is cut, or None where ``named`` would find other calls by
+    them."""
+    cuts = [names[i] for i in at]
+    found = [next(i for i, name in enumerate(names) if name == cut or name.startswith(f"{cut}.")) for cut in cuts]
+    return tuple(cuts) if found == list(at) else None
 
 
 def changing_buffers(model: nn.Module, inputs: Any) -> list[str]:
@@ -116,13 +132,14 @@ def _tied(model: nn.Module, order: Sequence[fx.Node], stateful: Sequence[str]) -
     """The calls before which a cut would put a changing buffer into two stages, and why there can be none."""
     last: dict[int, int] = {}
     found: dict[int, str] = {}
-    changing = set(stateful)
+    tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+    changing = {memory_of(tensors[name]) for name in stateful if name in tensors}
     for i, node in enumerate(order):
-        for name, buffer in used_tensors(model, node):
-            if name in changing:
-                between = range(last.get(id(buffer), i) + 1, i + 1)
+        for name, tensor in used_tensors(model, node):
+            if (memory := memory_of(tensor)) in changing:
+                between = range(last.get(memory, i) + 1, i + 1)
                 found |= dict.fromkeys(between, f"{name}, which changes, would be used on both sides")
-                last[id(buffer)] = i
+                last[memory] = i
     return found
 
 
@@ -168,12 +185,18 @@ class _Timer(fx.Interpreter):
         seconds = time.perf_counter() - began
         self.seconds[n] = seconds if self._runs <= 2 else min(seconds, self.seconds[n])
         self.bytes[n] = sum(t.nbytes for t in outputs) if can_travel(result) else None
-        return tree.map_tensors(Tensor.detach, result)
+        return tree.map_tensors(_cut_off, result)
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    """A tensor that has a gradient where it had one, and no history."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """A tensor that may be written to and has a gradient, as inside a network."""
-    return tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor
+    """A tensor that may be written to, as inside a network. Some functions take only what has no gradient: running
+    statistics have none."""
+    return _cut_off(tensor).clone() if tensor.is_floating_point() else tensor
 
 
 def can_travel(value: Any) -> bool:

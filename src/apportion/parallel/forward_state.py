@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.errors import StateLost
+from apportion.torch_private import buffers_of, foreach_copy, parameters_of, persists, version_of
 
 AS_BUILT, HERE, ELSEWHERE = 0, 1, 2
 """Where what a place has is to be found, once the process is gone."""
@@ -92,7 +93,7 @@ def digest(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def places(model: nn.Module, trained: Iterable[Tensor] = ()) -> tuple[list[Place], dict[str, Place]]:
@@ -102,15 +103,15 @@ def places(model: nn.Module, trained: Iterable[Tensor] = ()) -> tuple[list[Place
     seen = {id(p) for p in trained}
     named: dict[str, Place] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        for holder in (module._buffers, module._parameters):
+        for holder in (buffers_of(module), parameters_of(module)):
             for key, tensor in holder.items():
-                parameter = holder is module._parameters
+                parameter = holder is parameters_of(module)
                 if type(tensor) not in _PLAIN or (parameter and id(tensor) in seen):
                     continue
                 name = f"{path}.{key}".lstrip(".")
                 place = known.get((id(holder), key))
                 if place is None:
-                    persistent = parameter or key not in module._non_persistent_buffers_set
+                    persistent = parameter or persists(module, key)
                     place = Place(name, holder, key, persistent=persistent, parameter=parameter)
                     known[id(holder), key] = place
                 named[name] = place
@@ -209,7 +210,7 @@ class ForwardState:
                 if now[i].shape != self._kept[i].shape or now[i].dtype != self._kept[i].dtype:
                     self._kept[i] = now[i].detach().clone()
         if now:
-            torch._foreach_copy_(self._kept, now)
+            foreach_copy(self._kept, now)
 
     # Before one
 
@@ -228,7 +229,7 @@ class ForwardState:
         now = [p.owner[p.key] for p in self._copied]
         if all(t is p.at and not p.parameter for t, p in zip(now, self._copied, strict=True)):
             if now:
-                torch._foreach_copy_(now, values)
+                foreach_copy(now, values)
             return
         for place, value in zip(self._copied, values, strict=True):
             place.put(value)
@@ -300,7 +301,7 @@ class ForwardState:
                 told[i] = HERE if now[i].shape == into[i].shape and now[i].dtype == into[i].dtype else ELSEWHERE
         pairs = [(a, b.detach()) for a, b, how in zip(into, now, told.tolist(), strict=True) if how == HERE]
         if pairs:
-            torch._foreach_copy_([kept for kept, _ in pairs], [own for _, own in pairs])
+            foreach_copy([kept for kept, _ in pairs], [own for _, own in pairs])
 
     @torch.no_grad()
     def read(self, kept: list[Tensor], told: Any) -> None:

@@ -22,12 +22,13 @@ def fresh_model(workload: Workload, device: torch.device, dtype: torch.dtype | N
 
 
 def in_precision(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """The same model, its floating and complex tensors in this dtype. Complex ones stay complex, and weights that lie
-    in one memory still do; ``nn.Module.to`` sees to neither."""
+    """The same model, its floating and complex tensors in this dtype. Complex ones stay complex, and weights or buffers
+    that lie in one memory still do; ``nn.Module.to`` sees to neither."""
     tensors = (*model.parameters(), *model.buffers())
     if dtype is None or all(t.dtype in (dtype, dtype.to_complex()) for t in tensors if _is_cast(t)):
         return model
     tied = list(tied_by_memory(model))
+    views = list(_views_of_buffers(model, dtype))
     complexes = [p for p in model.parameters() if p.is_complex()]
     values = [p.data.to(dtype.to_complex()) for p in complexes]
     buffers = [
@@ -43,12 +44,37 @@ def in_precision(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         p.data = value
     for module, name, buffer in buffers:
         setattr(module, name, buffer)
+    for module, name, view in views:
+        setattr(module, name, view)
     parameters = dict(model.named_parameters())
     for tie in tied:
         whole = parameters[tie.name].data
         other = parameters[tie.other]
         other.data = whole.as_strided(other.shape, tie.stride, whole.storage_offset() + tie.offset)
     return model
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Returns a number that tensors have in common which lie in one memory, as views of one another do: who changes one
+    of them changes the others."""
+    strided = tensor.layout is torch.strided and tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr() if strided else id(tensor)
+
+
+def _views_of_buffers(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yields the buffers that share a memory, as views of one memory in this dtype, with where they belong."""
+    places: dict[int, list[tuple[nn.Module, str, Tensor]]] = {}
+    for module in model.modules():
+        for name, b in module.named_buffers(recurse=False, remove_duplicate=False):
+            if b.is_floating_point() and b.layout is torch.strided:
+                places.setdefault(memory_of(b), []).append((module, name, b))
+    for shared in places.values():
+        first = shared[0][2]
+        if len(shared) == 1 or any(b.dtype != first.dtype for _, _, b in shared):
+            continue
+        memory = first.new_empty(0).set_(first.untyped_storage()).to(dtype)
+        made = {id(b): memory.as_strided(b.shape, b.stride(), b.storage_offset()) for _, _, b in shared}
+        yield from ((module, name, made[id(b)]) for module, name, b in shared)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from apportion.torch_private import gradient_hooks_of
+
 Hooks = tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]], nn.Parameter]
 """Those that are given the gradient, and those that are given the parameter once it has one; whose they are."""
 
@@ -21,7 +23,7 @@ class GradientHooks:
     """The hooks that some parameters have now."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self._hooks = {name: _taken(p) for name, p in named if p._backward_hooks or p._post_accumulate_grad_hooks}
+        self._hooks = {name: _taken(p) for name, p in named if any(gradient_hooks_of(p))}
 
     @property
     def names(self) -> list[str]:
@@ -41,21 +43,21 @@ class GradientHooks:
                 self._call(p, given, after if of_parameters else {}, owner)
 
     def _call(self, p: nn.Parameter, given: Any, after: Any, owner: nn.Parameter) -> None:
+        now, then = gradient_hooks_of(owner)
         for key, hook in given.items():
-            if key in (owner._backward_hooks or ()):  # nobody has removed it
+            if key in now:  # nobody has removed it
                 changed = hook(p.grad)
                 p.grad = p.grad if changed is None else changed
         for key, hook in after.items():
-            if key in (owner._post_accumulate_grad_hooks or ()) and p.grad is not None:
+            if key in then and p.grad is not None:
                 hook(p)
 
 
 def _taken(p: nn.Parameter) -> Hooks:
-    given: Any = p._backward_hooks
-    after: Any = p._post_accumulate_grad_hooks
-    found = dict(given or {}), dict(after or {})
+    given, after = gradient_hooks_of(p)
+    found = dict(given), dict(after)
     for hooks in (given, after):
-        for key in hooks or ():
+        for key in hooks:
             hooks[key] = _nothing
     return *found, p
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, final
 
 import torch
@@ -19,6 +20,7 @@ from apportion.parallel.part import Part
 from apportion.parallel.pieces import Piece
 from apportion.parallel.replica import Replica
 from apportion.parallel.whole_batch import normalises, refuse_coupled
+from apportion.randomness import drawn_again
 
 
 @final
@@ -46,7 +48,10 @@ class InParts(Part):
     def backward(self, replica: Replica, batch: Batch) -> Tensor:
         share, losses = LossShare(replica, Alone()), []
         total = share.total(batch)
-        for part in batch.parts(self._microbatches):
+        parts = batch.parts(self._microbatches)
+        for part in parts:
+            if part is not parts[0]:
+                replica.decide(batch.step)
             loss, weight = share(part, own=True, total=total)
             replica.backward(loss, weight)
             self._products.add_up()
@@ -59,13 +64,14 @@ class InParts(Part):
 
 def checkpointed(run: Callable[..., Any], *values: Any, **named: Any) -> Any:
     """What it gives, computed again in the backward pass: on copies, since what is written to in place is not what it
-    begins with again."""
+    begins with again; with the draws of the first time."""
 
     def again(*values: Any, **named: Any) -> Any:
         values, named = tree.map_tensors(Tensor.clone, (values, named))
         return run(*values, **named)
 
-    return checkpoint(again, *values, use_reentrant=False, **named)
+    drawn = drawn_again()
+    return checkpoint(again, *values, use_reentrant=False, context_fn=lambda: (nullcontext(), drawn), **named)
 
 
 def _recompute(model: nn.Module) -> None:

@@ -27,14 +27,18 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from apportion import tree
-from apportion.parallel.own_shapes import CannotRun, fresh, leaves, on_meta, shapes_of
-from apportion.parallel.own_walk import NUMBER, WITHIN, Walk, into, writes
+from apportion.parallel.own_shapes import CannotRun, alike, fresh, leaves, on_meta, shapes_of
+from apportion.parallel.own_walk import NUMBER, WITHIN, Walk, another, into, writes
 
 END = 1 << 30
 
 
 class _Reached(BaseException):
     """The end of a rank's stretch. No exception of the usual kind, which a forward might catch."""
+
+
+class OtherWay(RuntimeError):
+    """For this batch a forward calls other modules or functions."""
 
 
 @dataclass
@@ -44,6 +48,8 @@ class Recorded:
     calls: list[str] = field(default_factory=list)
     """The modules that were called, in order; ``#2`` at a second call."""
     modules: list[nn.Module] = field(default_factory=list)
+    like: list[Any] = field(default_factory=list)
+    """What each call gave, by what it was given; None where that says too little."""
     nbytes: list[int] = field(default_factory=list)
     """Of each numbered tensor."""
     made: list[int] = field(default_factory=list)
@@ -145,7 +151,10 @@ class _Recording(Walk):
         self._times[name] = self._times.get(name, 0) + 1
         self.found.calls.append(name if self._times[name] == 1 else f"{name}#{self._times[name]}")
         self.found.modules.append(module)
-        return super().call(module, run, args, kwargs)
+        given = list(leaves((args, kwargs)))
+        result = super().call(module, run, args, kwargs)
+        self.found.like.append(alike(result, given))
+        return result
 
     def within(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
@@ -213,10 +222,11 @@ class _Stretch(Walk):
             self._begins()
         if self._computes:
             return super().call(module, run, args, kwargs)
+        like = self._recorded.like[self.calls]
         self.calls += 1
         given = list(leaves((args, kwargs)))
         with self.called():
-            result = shapes_of(module, self.own.names[module], args, kwargs)
+            result = another(shapes_of(module, self.own.names[module], args, kwargs, like), given)
         self.number(result, given)
         return result
 
@@ -226,6 +236,8 @@ class _Stretch(Walk):
         if count != self.values or any(n not in self._kept for n in self._arrive):
             raise self.other_way()
         for number, tensor in zip(self._arrive, tensors, strict=True):
+            if tensor.shape != self._kept[number].shape:
+                raise self.other_way()
             swap_tensors(self._kept[number], tensor)
             setattr(self._kept[number], NUMBER, number)
         self._computes = True
@@ -235,8 +247,8 @@ class _Stretch(Walk):
             raise self.other_way()
         return [self.values, *(self._kept[n] for n in self._leave)]
 
-    def other_way(self) -> RuntimeError:
-        return RuntimeError(
+    def other_way(self) -> OtherWay:
+        return OtherWay(
             f"{type(self.own.model).__name__} calls other layers or functions for this batch than for the one that it "
             "was cut into stages by: let its forward do the same for every batch, or use data_parallel"
         )

@@ -9,6 +9,7 @@ from torch import nn
 
 from apportion.parallel.own_forward import Recorded
 from apportion.parallel.pieces import Piece
+from apportion.torch_private import buffers_of, modules_of, parameters_of
 
 
 def held(
@@ -24,28 +25,28 @@ def held(
     holder, pieces = nn.Module(), dict[str, Piece]()
     persistent = set(model.state_dict())
     for path, module in model.named_modules(remove_duplicate=False):
-        for name, p in module._parameters.items():
+        for name, p in parameters_of(module).items():
             if p is not None and id(p) in own:
                 where = f"{path}.{name}".lstrip(".")
                 _owner(holder, path).register_parameter(name, p)
                 if sum(id(p) in use for use in uses) > 1:
                     pieces[where] = Piece(tuple(p.shape), partial=True)
-        for name, b in module._buffers.items():
+        for name, b in buffers_of(module).items():
             if b is not None and id(b) in own:
                 keeps = f"{path}.{name}".lstrip(".") in persistent
                 _owner(holder, path).register_buffer(name, b, persistent=keeps)
     empty: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, p in module._parameters.items():
+        for name, p in parameters_of(module).items():
             if p is not None and id(p) not in own:
                 meta = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
-                module._parameters[name] = empty.setdefault(id(p), meta)
+                parameters_of(module)[name] = empty.setdefault(id(p), meta)
     return holder, pieces
 
 
 def _owner(holder: nn.Module, path: str) -> nn.Module:
     for step in filter(None, path.split(".")):
-        if step not in holder._modules:
+        if step not in modules_of(holder):
             holder.add_module(step, nn.Module())
         holder = holder.get_submodule(step)
     return holder

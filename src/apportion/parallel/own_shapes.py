@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from apportion import torch_private
 
 
 class CannotRun(ValueError):
@@ -37,20 +39,23 @@ def _meta(value: Any) -> Any:
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """The same tuples, lists and dicts in each other, of what the function makes of the rest."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(v, function) for v in value))
+        return type(value)(*(mapped(v, function) for v in value))
     if type(value) in (tuple, list):
-        return type(value)(_mapped(v, function) for v in value)
+        return type(value)(mapped(v, function) for v in value)
     if type(value) is dict:
-        return {k: _mapped(v, function) for k, v in value.items()}
+        return {k: mapped(v, function) for k, v in value.items()}
     return function(value)
 
 
 def on_meta(func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
-    args, kwargs = _mapped((args, kwargs), _meta)
+    args, kwargs = mapped((args, kwargs), _meta)
     kwargs = {k: "meta" if k == "device" else v for k, v in kwargs.items() if k != "generator"}
     with torch.no_grad(), torch.device("meta"):
+        if func is Tensor.view and not any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
+            func = Tensor.reshape  # the strides of the tensors that have numbers may be others
         return func(*args, **kwargs)
 
 
@@ -65,11 +70,71 @@ def fresh(result: Any, given: Sequence[Tensor]) -> Any:
 
     if isinstance(result, tuple) and not hasattr(result, "_fields") and type(result) is not tuple:
         return tuple(map(one, result))  # what torch returns of sorting and the like
-    return _mapped(result, one)
+    return mapped(result, one)
 
 
-def shapes_of(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
-    """What a module gives, of the meta device."""
+@dataclass(frozen=True)
+class Alike:
+    """A tensor of the shape and type that one of these has, of the tensors that its module is given."""
+
+    given: tuple[int, ...]
+
+
+def alike(result: Any, given: Sequence[Tensor]) -> Any | None:
+    """What a module gave, with an ``Alike`` in the place of each tensor; None where that says less than there is."""
+    plain = True
+
+    def one(value: Any) -> Any:
+        nonlocal plain
+        if value is None:
+            return None
+        found = tuple(
+            i
+            for i, t in enumerate(given)
+            if isinstance(value, Tensor) and t is not value and t.shape == value.shape and t.dtype == value.dtype
+        )
+        plain = plain and bool(found)
+        return Alike(found)
+
+    like = mapped(result, one)
+    return like if plain and like is not None else None
+
+
+def _as_given(like: Any, given: Sequence[Tensor]) -> Any | None:
+    """New tensors of the meta device; None where those that had one shape no longer have."""
+    one_shape = True
+
+    def one(value: Any) -> Any:
+        nonlocal one_shape
+        if not isinstance(value, Alike):
+            return value
+        shapes = {given[i].shape for i in value.given}
+        one_shape = one_shape and len(shapes) == 1
+        return torch.empty_like(given[value.given[0]], device="meta", requires_grad=False)
+
+    found = mapped(like, one)
+    return found if one_shape else None
+
+
+def shapes_of(module: nn.Module, name: str, args: Any, kwargs: Any, like: Any | None = None) -> Any:
+    """What a module gives, of the meta device. ``like``: what it gave when it was seen, for a module that decides by
+    the numbers it is given, as one that sends rows to experts. Its forward hooks see what is given here: they may keep
+    it, and the forward may take it from them."""
+    hooks = torch_private.forward_hooks_of(module)
+    kept = dict(hooks)
+    hooks.clear()
+    try:
+        result = _shapes_of(module, name, args, kwargs, like)
+    finally:
+        hooks.update(kept)
+    for number, hook in kept.items():
+        with_kwargs = number in torch_private.forward_hooks_with_kwargs_of(module)
+        changed = hook(module, args, kwargs, result) if with_kwargs else hook(module, args, result)
+        result = result if changed is None else changed
+    return result
+
+
+def _shapes_of(module: nn.Module, name: str, args: Any, kwargs: Any, like: Any | None) -> Any:
     state = {k: _meta(t) for k, t in (*module.named_parameters(), *module.named_buffers())}
     copies: dict[int, Any] = {}
 
@@ -81,12 +146,14 @@ def shapes_of(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
 
     try:
         with torch.no_grad(), torch.device("meta"):
-            own_args, own_kwargs = _mapped((args, kwargs), one)
+            own_args, own_kwargs = mapped((args, kwargs), one)
             found = torch.func.functional_call(module, state, own_args, own_kwargs)
     except Exception as error:
+        if like is not None and (as_given := _as_given(like, list(leaves((args, kwargs))))) is not None:
+            return as_given
         raise CannotRun(
             f"what {name} ({type(module).__name__}) gives has a shape that depends on the numbers it is given, which "
-            "another stage does not have"
+            "another stage does not have: use tensor_parallel, or data_parallel"
         ) from error
     given = [*leaves((own_args, own_kwargs))]
     back = {id(c): o for o, c in ((v, copies[id(v)]) for v in _opaque((args, kwargs), copies))}
@@ -95,7 +162,7 @@ def shapes_of(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
 
 def _opaque(value: Any, copies: Mapping[int, Any]) -> list[Any]:
     found: list[Any] = []
-    _mapped(value, lambda v: found.append(v) if id(v) in copies else None)
+    mapped(value, lambda v: found.append(v) if id(v) in copies else None)
     return found
 
 
@@ -110,10 +177,10 @@ def _fresh_structure(found: Any, back: Mapping[int, Any], given: Sequence[Tensor
 
     if is_dataclass(found) and not isinstance(found, type):
         for each in fields(found):
-            setattr(found, each.name, _mapped(getattr(found, each.name), one))
+            setattr(found, each.name, mapped(getattr(found, each.name), one))
         return found
     if isinstance(found, Mapping) and type(found) is not dict:
         for key in list(found):
-            found[key] = _mapped(found[key], one)  # type: ignore[index]
+            found[key] = mapped(found[key], one)  # type: ignore[index]
         return found
-    return _mapped(found, one)
+    return mapped(found, one)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from apportion import tree
 from apportion.batch import Batch
 from apportion.network import evaluating, undisturbed
-from apportion.parallel.cuts import RUNS, Places, changing_buffers
+from apportion.parallel.cuts import RUNS, Places, changing_buffers, named_alike
+from apportion.parallel.fresh_model import memory_of
 from apportion.parallel.in_parts import checkpointed, refuse_state
 from apportion.parallel.linear import Products
-from apportion.parallel.own_forward import OwnForward, Recorded
+from apportion.parallel.own_forward import OtherWay, OwnForward, Recorded
 from apportion.parallel.own_held import held
 from apportion.parallel.own_shapes import CannotRun
 from apportion.parallel.part import Part
@@ -59,7 +60,7 @@ class OwnStages(Part):
         if microbatches > 1 or recompute:
             _refuse_whole_batch(model, whole_batch_norm=whole_batch_norm)
             refuse_state(model, stateful, microbatches, recompute=recompute, whole_batch_norm=whole_batch_norm)
-        if microbatches > 1 and world.rank == 0:
+        if microbatches > 1:  # every rank, so that all say the same
             refuse_coupled(model, inputs, microbatches)
         sample = tree.rows(inputs, slice(0, max(2, -(-tree.length(inputs) // microbatches))))
         self._own, self._trains = opened(model, few, world.size, named)
@@ -70,7 +71,7 @@ class OwnStages(Part):
                 raise CannotRun(f"{type(model).__name__} calls other layers in evaluation than in training")
             refused = _tied(model, self._trains, stateful)
             at = cut(self._trains.calls, lambda: _measured(self._own, self._trains, sample, refused))
-            self.cuts = tuple(self._trains.calls[i] for i in at)
+            self.cuts = named_alike(self._trains.calls, at)
             bounds = [0, *at, len(self._trains.calls)]
             prove(self._own, self._trains, bounds, sample)
         except BaseException:
@@ -150,7 +151,10 @@ def opened(model: nn.Module, inputs: Any, size: int, named: Sequence[str]) -> tu
     if why is not None:
         raise why
     wanted = f"{size} stages" if not named else f"cuts={tuple(named)}"
-    raise CannotRun(f"{type(model).__name__} calls too few layers for {wanted}: use fewer workers, or data_parallel")
+    raise CannotRun(
+        f"layer_placement and pipeline_parallel cut between layers, and {type(model).__name__} calls too few for "
+        f"{wanted}: use fewer workers, or data_parallel"
+    )
 
 
 def _begins(name: str, cut: str) -> bool:
@@ -212,7 +216,7 @@ def _tied(model: nn.Module, recorded: Recorded, stateful: Sequence[str]) -> dict
         at = [
             i
             for i, module in enumerate(recorded.modules)
-            if any(b is tensor for b in module.buffers())
+            if (tensor is not None and any(memory_of(b) == memory_of(tensor) for b in module.buffers()))
             or (tensor is None and owner and any(m is model.get_submodule(owner) for m in module.modules()))
         ]
         if not at:
@@ -278,8 +282,10 @@ def prove(own: OwnForward, recorded: Recorded, bounds: Sequence[int], inputs: An
         try:
             for begin, end in itertools.pairwise(bounds):
                 values = _copied(own.stretch(_copied(inputs), recorded, begin, end, values))
-        except RuntimeError as error:  # its forward takes another way for these rows
+        except OtherWay as error:
             raise CannotRun(str(error)) from error
+        except RuntimeError as error:  # torch refuses what it is given within a stretch
+            raise CannotRun(f"in stages {type(model).__name__} does not run: use data_parallel") from error
         found = tree.tensors(values)
     if len(found) != len(expected) or not all(
         torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in zip(found, expected, strict=True)

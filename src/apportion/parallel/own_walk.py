@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from apportion.parallel.own_shapes import leaves
+from apportion.parallel.own_shapes import fresh, leaves, mapped
 
 NUMBER = "_apportion_number"
 """The attribute of a tensor that depends on a module or a parameter."""
@@ -71,6 +71,8 @@ class Walk(TorchFunctionMode):
             given = [t for t in given if hasattr(t, NUMBER) or not any(t is one for one in into(args, kwargs))]
             self.number(into(args, kwargs), given)
             given = [*given, *into(args, kwargs)]
+        else:
+            result = another(result, given)
         self.number(result, given)
         return result
 
@@ -107,7 +109,7 @@ class Walk(TorchFunctionMode):
         given = list(leaves((args, kwargs)))
         self.use(given, self.calls)
         with self.called():
-            result = run(*args, **kwargs)
+            result = another(run(*args, **kwargs), given)
         self.number(result, given)
         return result
 
@@ -126,6 +128,18 @@ class Walk(TorchFunctionMode):
             yield
         finally:
             self.inside, self._counts = False, True
+
+
+def another(result: Any, given: Sequence[Tensor]) -> Any:
+    """The result, with another tensor of the same elements for one that was given: whether ``contiguous`` gives what it
+    is given depends on strides, which are others for other rows and on the meta device, and numbers may not."""
+
+    def one(t: Any) -> Any:
+        if not hasattr(t, NUMBER) or t.layout != torch.strided or not any(t is g for g in given):
+            return t
+        return fresh(t, ()) if t.is_meta else torch.ops.aten.alias.default(t)
+
+    return mapped(result, one)
 
 
 def writes(name: str, kwargs: Any) -> bool:

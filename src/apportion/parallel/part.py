@@ -22,6 +22,8 @@ class Part(ABC):
     """Its parameters and buffers, under their plain names."""
     pieces: Mapping[str, Piece]
     """By plain name; a name that is missing: whole, held by every rank that has it, its gradient alike everywhere."""
+    cuts: tuple[str, ...] | None = None
+    """See ``Step``."""
     alike: ClassVar[bool] = False
     """Do all ranks compute the same outputs and the same loss? Then they draw the same random numbers, too."""
 

@@ -78,6 +78,8 @@ class Passes:
     def forward(self, number: int) -> None:
         ends, part = self._ends, self._parts[number]
         values, arrivals = self._received()
+        if number:
+            self._replica.decide(self._batch.step)
         with self._replica.autocast():
             found = self._run(values, part)
             kept: Any = self._weighted_loss(found, part) if ends.after is None else None

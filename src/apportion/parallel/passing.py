@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from apportion.comm.group import DONE, Group, Work, bytes_of
+from apportion.torch_private import pytree
 
 UNDER_WAY = 8
 """Messages that a rank leaves to themselves before it waits for the oldest: their tensors are kept until then."""

@@ -20,8 +20,16 @@ class PlainModel:
         names = dict(model.named_parameters(remove_duplicate=False))
         firsts: dict[Any, str] = {p: name for name, p in model.named_parameters()}
         state = model.state_dict()
-        self.first = {key: firsts[names[key]] if key in names else key for key in state}
-        """Every key of the state, and the name that its parameter goes by first."""
+        layers = dict(model.named_modules(remove_duplicate=False))
+        buffers: dict[Any, str] = {}
+        for key in state:
+            path, _, own = key.rpartition(".")
+            buffers.setdefault((id(layers.get(path, key)), own), key)
+        self.first = {
+            key: firsts[names[key]] if key in names else buffers[id(layers.get(path, key)), own]
+            for key, (path, _, own) in ((key, key.rpartition(".")) for key in state)
+        }
+        """Every key of the state, and the name that its parameter goes by first, or the buffer of its layer."""
         self.shapes = {key: tuple(t.shape) for key, t in state.items()}
         self.dtypes = {key: t.dtype for key, t in state.items()}
         self.parameters: int = sum(p.numel() for p in firsts)

@@ -8,14 +8,17 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from apportion import tree
 from apportion.graph import Unfollowed, follow, of_torch
-from apportion.network import evaluating
+from apportion.network import evaluating, undisturbed
+from apportion.parallel.fresh_model import memory_of
 from apportion.parallel.recurrent_graph import INSTEAD, PACKING, Graphs, attribute, held, packed, parts
 
 KINDS = (nn.LSTM, nn.GRU, nn.RNN)
@@ -88,7 +91,27 @@ def cut(model: nn.Module, inputs: Any, *, carries: bool) -> Cut:
     training = graphs()
     with evaluating(model.modules()):
         evaluation = graphs()
-    return Cut(model, path, training, evaluation, lambda inputs, *state: bind(inputs, *state)["known"])
+    made = Cut(model, path, training, evaluation, lambda inputs, *state: bind(inputs, *state)["known"])
+    _refuse_changing(made, inputs, where, carries=carries)
+    return made
+
+
+def _refuse_changing(made: Cut, inputs: Any, where: str, *, carries: bool) -> None:
+    """What a forward changes is on one side of the recurrent layers: each side is on a rank of its own."""
+    model = made.model
+    with undisturbed(model) as changed:
+        tree.call(model, tree.rows(inputs, slice(0, 2)), *((None,) if carries else ()))
+        names = changed()
+    tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+    before, after = (
+        {memory_of(tensors[name]) for graphs in (made.training, made.evaluation) for name in made.held(nodes(graphs))}
+        for nodes in (attrgetter("before"), attrgetter("after"))
+    )
+    for name in names:
+        if name in tensors and memory_of(tensors[name]) in before & after:
+            raise ValueError(
+                f"{name}, which the forward changes, is used before {where} and after it, on two ranks: {INSTEAD}"
+            )
 
 
 def _recurrent(model: nn.Module) -> str:
@@ -102,7 +125,7 @@ def _recurrent(model: nn.Module) -> str:
                 f"nn.LSTM, nn.GRU or nn.RNN, or {INSTEAD}"
             )
         raise ValueError(
-            f"{type(model).__name__} has no nn.LSTM, nn.GRU or nn.RNN, and a wavefront runs through recurrent layers: "
+            f"{type(model).__name__} has no nn.LSTM, nn.GRU or nn.RNN, and wavefront_parallel runs through these: "
             "use pipeline_parallel, layer_placement or data_parallel"
         )
     if len(found) > 1:

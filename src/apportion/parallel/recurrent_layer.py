@@ -66,7 +66,7 @@ class TorchLayer(Layer):
 
     def __init__(self, net: nn.RNNBase, number: int) -> None:
         super().__init__(net, number)
-        self._call = getattr(torch._VF, net.mode.lower())
+        self._call = getattr(torch, net.mode.lower())
         self._is_lstm, self._bias = isinstance(net, nn.LSTM), net.bias
         self._passed: list[tuple[Tensor, State, list[Tensor]]] = []
         self._gradients: list[Tensor | None] = []

@@ -24,6 +24,7 @@ from apportion.parallel.forward_state import ForwardState
 from apportion.parallel.fresh_model import fresh_model
 from apportion.plain import from_plain, to_plain
 from apportion.strategy import State
+from apportion.torch_private import mark_stepped
 from apportion.workload import Workload
 
 SETTLE_SECONDS = 2.0
@@ -294,7 +295,7 @@ class Replica:
     def advance(self) -> None:
         """An update was made elsewhere: the schedules go on, and the step is made."""
         for name, schedule in self.schedules.items():
-            self.optimizers[name]._opt_called = True  # type: ignore[attr-defined] # a schedule warns without
+            mark_stepped(self.optimizers[name])  # a schedule warns without
             schedule.step()
         self.commit()
 
@@ -303,7 +304,7 @@ class Replica:
         if self.step >= step:
             return
         for name, schedule in self.schedules.items():
-            self.optimizers[name]._opt_called = True  # type: ignore[attr-defined]
+            mark_stepped(self.optimizers[name])
             for _ in range(step - self.step):
                 schedule.step()
         self.step = step - 1
@@ -321,6 +322,10 @@ class Replica:
         """Another part of the same batch follows: its forward begins with what that of the first began with, and
         leaves out the same layers. A step changes once what a forward changes."""
         self.forward.again()
+        self.decide(step)
+
+    def decide(self, step: int) -> None:
+        """Python's and numpy's generators give what they gave the first part of the batch of this step."""
         self._rng.decide(step)
 
     def sit(self, rank: int) -> None:

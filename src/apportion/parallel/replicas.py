@@ -21,7 +21,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from apportion import tree
 from apportion.batch import Batch, Batches
@@ -39,6 +38,7 @@ from apportion.parallel.replica import seed_everything
 from apportion.parallel.split import SplitStep
 from apportion.replica_digest import Replicated
 from apportion.strategy import State, Step, Strategy
+from apportion.torch_private import BatchNormBase
 from apportion.workload import Workload, examples
 from apportion.world import World
 
@@ -129,7 +129,7 @@ class ReplicatedStep(Step):
         everyone = self._world.group()
         ours = set(use_whole_batch(self.model, self._attendance))
         for name, layer in self.model.named_modules():
-            if not isinstance(layer, _BatchNorm) or (not layer.training and layer.running_mean is not None):
+            if not isinstance(layer, BatchNormBase) or (not layer.training and layer.running_mean is not None):
                 continue
             if isinstance(asked := getattr(layer, "_whole", None), Attendance):
                 if name not in ours:
@@ -226,6 +226,10 @@ class ReplicatedStep(Step):
     def parameters(self) -> int:
         return self._inner.parameters
 
+    @property
+    def cuts(self) -> tuple[str, ...] | None:
+        return self._inner.cuts
+
     def spent(self) -> Mapping[str, float]:
         return self._inner.spent()
 
@@ -262,7 +266,7 @@ def _refuse_coupling(workload: Workload, world: World) -> None:
     strategy = "data_parallel(of=...)"
     for name in whole_batch_functions(model, workload, source.sample, strategy=strategy):
         layer = model.get_submodule(name)
-        if not isinstance(layer, _BatchNorm):  # of those it is said which of them there are
+        if not isinstance(layer, BatchNormBase):  # of those it is said which of them there are
             raise ValueError(
                 f"{name or type(layer).__name__} takes statistics of the batch by a function, which would see the rows "
                 "of one replica: use replicas=1, torch's batch normalisation, or data_parallel"

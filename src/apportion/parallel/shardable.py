@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from apportion import torch_private
 from apportion.parallel.fresh_model import refuse_renormalising, refuse_tied_by_memory
 from apportion.parallel.fused import needs_whole_weights
+from apportion.torch_private import BatchNormBase
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD)
 """Optimizers that update each weight by itself, so that a shard needs nothing of the others."""
@@ -52,7 +52,7 @@ def refuse_layers(model: nn.Module, microbatches: int) -> None:
             raise ValueError(
                 f"{name} has sparse gradients, which are not summed in shards: use sparse=False, or data_parallel"
             )
-        if isinstance(layer, _BatchNorm) and microbatches > 1:
+        if isinstance(layer, BatchNormBase) and microbatches > 1:
             raise ValueError(
                 f"microbatches={microbatches} would give {name} the statistics of a part of the batch: "
                 "use microbatches=1, or a normalisation that looks at one example (GroupNorm, LayerNorm)"

@@ -25,6 +25,7 @@ from apportion.comm.process_group import ProcessGroup
 from apportion.comm.shared_memory import SharedMemory
 from apportion.errors import ApportionError
 from apportion.strategy import State
+from apportion.torch_private import is_view, version_of
 from apportion.world import World
 
 _CALLS_ITS_PARTS = (
@@ -125,7 +126,7 @@ class Sharded:
         for name, p in module.named_parameters():
             if p.requires_grad or isinstance(p, DTensor) or p.is_inference():
                 continue
-            if self._written.setdefault(p, p._version) != p._version:
+            if self._written.setdefault(p, version_of(p)) != version_of(p):
                 raise ValueError(
                     f"{name}, which no optimizer has, is moved by the forward of a later step and not of the first: "
                     "fully_sharded cannot keep that; move it in the first step too, or use data_parallel"
@@ -214,7 +215,7 @@ class Sharded:
 def _without_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
     """FSDP gathers a layer for its backward pass when the gradient of its output arrives. On a view that is written to
     in place (``h += x``) it would never hear of it."""
-    return tree.map_tensors(lambda t: t.clone() if t.requires_grad and t._is_view() else t, outputs)
+    return tree.map_tensors(lambda t: t.clone() if t.requires_grad and is_view(t) else t, outputs)
 
 
 def _mesh(world: World) -> DeviceMesh:

@@ -36,6 +36,7 @@ from apportion.parallel.sliced_loss import cross_entropy_of, sliced_cross_entrop
 from apportion.parallel.sliced_recurrent import slice_units
 from apportion.parallel.sliced_transposed import is_transposed, slice_transposed
 from apportion.parallel.slices import Slicer
+from apportion.torch_private import parameters_of
 from apportion.workload import Workload
 
 _BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -101,7 +102,7 @@ def _linear(
     model: nn.Module, layers: Mapping[str, nn.Module], attention: Sequence[str]
 ) -> tuple[list[str], list[Pair]]:
     """Linear layers that may be sliced; and the pairs among them that are inside of torch's own blocks."""
-    linear = [name for name, m in layers.items() if type(m) is nn.Linear and "weight" in m._parameters]
+    linear = [name for name, m in layers.items() if type(m) is nn.Linear and "weight" in parameters_of(m)]
     pairs = []
     for name, block in model.named_modules():
         if isinstance(block, _BLOCKS):

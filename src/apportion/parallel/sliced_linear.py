@@ -27,6 +27,7 @@ from apportion.comm.group import Group
 from apportion.deal import mix
 from apportion.parallel.products import linear_form
 from apportion.parallel.slices import Slicer, shares
+from apportion.randomness import seeding
 
 
 class _SumInPlace(Function):
@@ -133,7 +134,8 @@ class OwnDraws:
         return self
 
     def __enter__(self) -> None:
-        drawn = torch.randint(2**62, (), generator=self._generator, device=self._generator.device)
+        with seeding():
+            drawn = torch.randint(2**62, (), generator=self._generator, device=self._generator.device)
         self._state = self._generator.get_state()
         self._generator.manual_seed(mix(int(drawn), self._rank, self._number))
 

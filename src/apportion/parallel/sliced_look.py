@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from apportion import tree
 from apportion.network import undisturbed
+from apportion.torch_private import pytree
 
 
 @dataclass

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from apportion.comm.differentiable import gather_from
 from apportion.comm.group import Group
+from apportion.torch_private import hooked
 
 _OPTIONS = {"weight": None, "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
 
@@ -44,7 +45,7 @@ def cross_entropy_of(loss: Callable[[Any, Any], Tensor] | None) -> CrossEntropy 
         options = {**_OPTIONS, **loss.keywords}
     elif loss is functional.cross_entropy:
         options = dict(_OPTIONS)
-    elif type(loss) is nn.CrossEntropyLoss and not (loss._forward_hooks or loss._forward_pre_hooks):
+    elif type(loss) is nn.CrossEntropyLoss and not hooked(loss, forward_only=True):
         options = {name: getattr(loss, name) for name in _OPTIONS}
     else:
         return None

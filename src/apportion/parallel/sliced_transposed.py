@@ -13,6 +13,7 @@ from apportion.comm.group import Group
 from apportion.network import undisturbed
 from apportion.parallel.products import linear
 from apportion.parallel.slices import Slicer, shares
+from apportion.torch_private import parameters_of
 
 
 def is_transposed(layer: nn.Module) -> bool:
@@ -42,7 +43,7 @@ def slice_transposed(layer: nn.Module, slicer: Slicer) -> None:
     sliced.__class__, sliced.group = TransposedSlice, slicer.group
     sliced.sizes = [len(share) for share in shares(width, slicer.group.size)]
     slicer.cut(layer, "weight", None, slicer.own(width))
-    if "bias" in layer._parameters:
+    if "bias" in parameters_of(layer):
         slicer.cut(layer, "bias", slicer.own(width))
 
 

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
@@ -28,6 +29,7 @@ from apportion.batch import Batch, Batches
 from apportion.comm.message import gather_messages
 from apportion.deal import DataShard
 from apportion.errors import StateLost
+from apportion.network import settle
 from apportion.parallel import same_outputs
 from apportion.parallel.forward_look import asked, refuse_gradients_of_gradients
 from apportion.parallel.fresh_model import fresh_model, refuse_tied_by_memory
@@ -42,6 +44,7 @@ from apportion.parallel.splittable import refuse_optimizers, refuse_workload
 from apportion.parallel.spread import Spread
 from apportion.replica_digest import Replicated
 from apportion.strategy import State, Step
+from apportion.uncompiled import as_written, uncompiled
 from apportion.workload import Workload
 from apportion.world import World
 
@@ -88,6 +91,7 @@ class SplitStep(Step):
         self._group, self._built = world.group(), world.generation
         seed_everything(workload.seed)
         plain = fresh_model(workload, world.device, self.source.dtype)
+        self._settle(plain)
         if world.size > 1:
             refuse_tied_by_memory(plain, "each rank holds its own part of the weights")
         self._plain = PlainModel(plain, workload, len(self.source.dataset))  # type: ignore[arg-type]
@@ -102,7 +106,8 @@ class SplitStep(Step):
         if compares:
             expected = same_outputs.outputs_of(plain, partial(self._called, plain, sample))
         refused = self._refused(plain) if world.generation == 0 else None
-        self._part = part(plain, sample.inputs)
+        with uncompiled():
+            self._part = part(plain, sample.inputs)
         if refused is not None:  # what the part says of the same layers is said first: it knows what to do instead
             raise refused
         if workload.update is not None and not self._part.alike:
@@ -144,6 +149,14 @@ class SplitStep(Step):
         self._kept = KeptParts(world) if survives else None
         sample.let_go()
         give_back()  # the plain model
+
+    def _settle(self, plain: nn.Module) -> None:
+        """Hooks that its forward installs when it is first called are there from the beginning."""
+        if self._sample is None or self._workload.update is not None or self._workload.carry is not None:
+            return
+        few = tree.rows(self._sample.inputs, slice(0, 2))
+        with suppress(Exception):  # a model that cannot be called: whoever cuts it has more to say about that
+            settle(plain, partial(tree.call, plain, few))
 
     def _refused(self, plain: nn.Module) -> ValueError | None:
         """What a look at the plain model says against dividing its batches, if it is asked."""
@@ -193,7 +206,8 @@ class SplitStep(Step):
         return self._replica.step
 
     def predict(self, batch: Batch) -> Any | None:
-        outputs = self._part.predict(self._replica, batch)
+        with as_written():
+            outputs = self._part.predict(self._replica, batch)
         return outputs if self.rank == 0 or not self._part.alike else None
 
     def looked(self) -> None:
@@ -201,7 +215,8 @@ class SplitStep(Step):
 
     def backward(self, batch: Batch) -> Tensor | None:
         self._replica.reseed(batch.step)
-        self._loss = self._part.backward(self._replica, batch)
+        with as_written():
+            self._loss = self._part.backward(self._replica, batch)
         return self._loss
 
     def update(self) -> Mapping[str, Tensor]:
@@ -233,7 +248,7 @@ class SplitStep(Step):
             self.backward(batch)
             return self.update()
         self._replica.reseed(batch.step)
-        with self._replica.autocast():
+        with self._replica.autocast(), as_written():
             values = self._workload.update(self, batch)
         self._commit()
         return {name: value.detach() for name, value in values.items()}
@@ -350,6 +365,10 @@ class SplitStep(Step):
     @property
     def parameters(self) -> int:
         return self._plain.parameters
+
+    @property
+    def cuts(self) -> tuple[str, ...] | None:
+        return self._part.cuts
 
     def spent(self) -> Mapping[str, float]:
         return {"loading": self.source.seconds, "waiting": self._group.waited, "updating": self._replica.seconds}

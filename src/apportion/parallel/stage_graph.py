@@ -15,6 +15,7 @@ from apportion.graph import arguments
 from apportion.network import undisturbed
 from apportion.parallel.cuts import calls, crossing_values, used_tensors
 from apportion.parallel.pieces import Piece
+from apportion.torch_private import buffers_of, persists_no_more
 
 
 @final
@@ -56,14 +57,44 @@ class StageGraph:
 def _keep_what_persists(module: nn.Module, keys: set[str]) -> None:
     """A graph's module would have constants, and buffers that are not saved, in its state."""
     for path, owner in module.named_modules():
-        for name in owner._buffers:
+        for name in buffers_of(owner):
             if (f"{path}.{name}" if path else name) not in keys:
-                owner._non_persistent_buffers_set.add(name)
+                persists_no_more(owner, name)
 
 
 def used(model: nn.Module, nodes: Iterable[fx.Node]) -> set[int]:
     """The parameters and buffers of some calls, by identity."""
     return {id(t) for node in nodes for _, t in used_tensors(model, node)}
+
+
+def refuse_elsewhere(model: nn.Module, graph: fx.Graph, evaluated: fx.Graph) -> None:
+    """ValueError where the network as it is evaluated uses what no stage would have."""
+    if used(model, calls(evaluated)) - used(model, calls(graph)):
+        raise ValueError(
+            f"{type(model).__name__} calls other layers in evaluation than in training, which no stage has: let it "
+            "call the same, or use data_parallel"
+        )
+
+
+def trained_alone(model: nn.Module, graph: fx.Graph, evaluated: fx.Graph) -> dict[int, str]:
+    """The calls that no stage begins with, and why: the network as it is evaluated has no such call, or other layers
+    before it."""
+    trains, evaluates = ([used(model, [node]) for node in calls(each)] for each in (graph, evaluated))
+    ours, theirs = _before_and_after(trains), _before_and_after(evaluates)
+    place = {node.name: j for j, node in enumerate(calls(evaluated))}
+    found: dict[int, str] = {}
+    for i, node in enumerate(calls(graph)):
+        j = place.get(node.name)
+        if j is None or not all(b <= a for a, b in zip(ours[i], theirs[j], strict=True)):
+            found[i] = "the network that is evaluated is not cut by it into the same layers"
+    return found
+
+
+def _before_and_after(uses: Sequence[set[int]]) -> list[tuple[frozenset[int], frozenset[int]]]:
+    """What calls before each one use, and what it and those after it use."""
+    first = list(itertools.accumulate(uses, frozenset[int].union, initial=frozenset[int]()))
+    last = list(itertools.accumulate(reversed(uses), frozenset[int].union, initial=frozenset[int]()))
+    return list(zip(first[:-1], reversed(last[1:]), strict=True))
 
 
 def terms(model: nn.Module, graph: fx.Graph, bounds: Sequence[int], module: nn.Module) -> dict[str, Piece]:
@@ -107,7 +138,7 @@ def prove(model: nn.Module, graph: fx.Graph, bounds: Sequence[int], inputs: Any)
             stage = StageGraph(model, graph, bounds, number)
             values = _copied(stage.module(*stage.of(graph, _copied(inputs)), *values))
         found = tree.tensors(values)
-    if not all(
+    if len(found) != len(expected) or not all(
         torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in zip(found, expected, strict=True)
     ):
         raise ValueError(

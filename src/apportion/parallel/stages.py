@@ -22,12 +22,12 @@ from typing import Any, final
 import torch
 from torch import Tensor, fx, nn
 
-from apportion import tree
+from apportion import torch_private, tree
 from apportion.batch import Batch
 from apportion.comm.message import broadcast_message
-from apportion.graph import Unfollowed, follow, names
+from apportion.graph import Unfollowed, Whole, follow, names, of_torch
 from apportion.network import evaluating
-from apportion.parallel.cuts import Places, balanced, calls, changing_buffers, measured, named
+from apportion.parallel.cuts import Places, balanced, calls, changing_buffers, measured, named, named_alike
 from apportion.parallel.forward_look import asked, refuse_untraceable
 from apportion.parallel.in_parts import InParts, checkpointed, refuse_state
 from apportion.parallel.linear import Products, plain_layers
@@ -36,7 +36,7 @@ from apportion.parallel.own_stages import OwnStages, has_lists
 from apportion.parallel.part import Part
 from apportion.parallel.passes import Ends, Passes
 from apportion.parallel.replica import Replica
-from apportion.parallel.stage_graph import StageGraph, adopt_the_rest, prove, terms, used
+from apportion.parallel.stage_graph import StageGraph, adopt_the_rest, prove, refuse_elsewhere, terms, trained_alone
 from apportion.parallel.turns import turns
 from apportion.parallel.whole_batch import Rows, needs_whole_batch, refuse_coupled, refuse_coupled_stage, rows_at
 from apportion.workload import Workload
@@ -66,7 +66,7 @@ def staged(  # noqa: PLR0913 (what a pipeline has)
         if world.size == 1:
             return InParts(model, inputs, microbatches, recompute=recompute, whole_batch_norm=whole_batch_norm)
         graph = _traced(model, inputs)
-        if isinstance(graph, Unfollowed) or _hides_layers(model, graph):
+        if isinstance(graph, Unfollowed) or _hides_layers(model, graph) or _hides_hooks(model, graph):
             try:
                 return OwnStages(
                     model, inputs, world, partial(_agreed, world, cuts, "own"),
@@ -132,10 +132,13 @@ class Stages(Part):
         stateful = changing_buffers(model, tree.rows(inputs, slice(0, 2)))
         if microbatches > 1 or recompute:
             refuse_state(model, stateful, microbatches, recompute=recompute, whole_batch_norm=whole_batch_norm)
-        at = self._cut(model, graph, inputs, stateful, cuts)
+        ones = {str(node.target) for node in calls(graph) if node.op == "call_module"}  # a layer may be followed in one
+        with evaluating(model.modules()):
+            evaluated = _followed(model, inputs, lambda path, module: path in ones or of_torch(path, module))
+        refuse_elsewhere(model, graph, evaluated)
+        at = self._cut(model, graph, evaluated, inputs, stateful, cuts)
         bounds = [0, *at, len(calls(graph))]
-        self.cuts = tuple(names(graph)[calls(graph)[i]] for i in at)
-        """The layers that the stages after the first begin with."""
+        self.cuts = named_alike([names(graph)[node] for node in calls(graph)], at)
         at_once = [needs_whole_batch(model, calls(graph)[a:b], stateful) for a, b in pairwise(bounds)]
         if microbatches > 1 and any(at_once):
             self._schedule = "gpipe"  # whoever waits for the whole batch has to be sent it first
@@ -143,13 +146,13 @@ class Stages(Part):
                 self._at_once = self._rows(model, graph, bounds, inputs)
             else:
                 refuse_coupled_stage(model, graph, bounds, self._rank, inputs, microbatches)
-        elif microbatches > 1 and self._rank == 0:
+        elif microbatches > 1:  # every rank, so that all say the same
             refuse_coupled(model, inputs, microbatches)
         if self._rank == 0:
             prove(model, graph, bounds, self._sample(inputs))
         self._arguments = graph
         self._training = StageGraph(model, graph, bounds, self._rank)
-        self._evaluation = self._for_evaluation(model, inputs, graph, at)
+        self._evaluation = self._for_evaluation(model, evaluated, graph, at)
         self.model = self._training.module
         self._trained = [module for module in self.model.modules() if module.training]
         self.pieces = terms(model, graph, bounds, self.model)
@@ -160,10 +163,19 @@ class Stages(Part):
         self.ends = Ends.of(self._group, world.device)
 
     def _cut(
-        self, model: nn.Module, graph: fx.Graph, inputs: Any, stateful: Sequence[str], cuts: Sequence[str] | None
+        self,
+        model: nn.Module,
+        graph: fx.Graph,
+        evaluated: fx.Graph,
+        inputs: Any,
+        stateful: Sequence[str],
+        cuts: Sequence[str] | None,
     ) -> list[int]:
-        own = [names(graph)[node] for node in calls(graph)]
-        return _agreed(self._world, cuts, "", own, lambda: measured(model, graph, self._sample(inputs), stateful))
+        def places() -> Places:
+            alone = {} if str(evaluated) == str(graph) else trained_alone(model, graph, evaluated)
+            return measured(model, graph, self._sample(inputs), stateful).without(alone)
+
+        return _agreed(self._world, cuts, "", [names(graph)[node] for node in calls(graph)], places)
 
     def _sample(self, inputs: Any) -> Any:
         """A micro-batch of them, of two rows at least: one alone cannot be normalised."""
@@ -178,20 +190,13 @@ class Stages(Part):
             [] if last else rows_at(model, graph, bounds[self._rank + 1], inputs),
         )
 
-    def _for_evaluation(self, model: nn.Module, inputs: Any, graph: fx.Graph, at: Sequence[int]) -> StageGraph:
+    def _for_evaluation(self, model: nn.Module, evaluated: fx.Graph, graph: fx.Graph, at: Sequence[int]) -> StageGraph:
         """The same stage of the network as it is evaluated: its own graph, where the forward asks ``self.training``."""
-        with evaluating(model.modules()):
-            evaluated = _followed(model, inputs)
         if str(evaluated) == str(graph):
             return self._training
-        begins, found = [calls(graph)[i].name for i in at], [node.name for node in calls(evaluated)]
-        other = used(model, calls(evaluated)) - used(model, calls(graph))
-        if other or any(name not in found for name in begins):
-            raise ValueError(
-                f"{type(model).__name__} calls other layers in evaluation than in training, which no stage "
-                "has, or which one begins with: give cuts= at layers that both have, or use data_parallel"
-            )
-        return StageGraph(model, evaluated, [0, *map(found.index, begins), len(found)], self._rank)
+        found = [node.name for node in calls(evaluated)]
+        begins = [found.index(calls(graph)[i].name) for i in at]
+        return StageGraph(model, evaluated, [0, *begins, len(found)], self._rank)
 
     # Training
 
@@ -236,18 +241,23 @@ def _agreed(
     world: World, cuts: Sequence[str] | None, kind: str, own: Sequence[str], measure: Callable[[], Places]
 ) -> list[int]:
     """Where these calls are cut. Measured by rank 0 alone: all ranks cut at the same places, those of other replicas
-    too."""
+    too; ValueError, on every rank, where rank 0 refuses."""
     told: Any = None
     everyone = world.outer or world
     if everyone.rank == 0:
         known = Known(world, kind)
         at = known.read()
+        told = {"calls": list(own), "at": at, "refusal": ""}
         if at is None:
-            places = measure()
-            at = named(places, cuts) if cuts is not None else balanced(places, world.size)
-            known.write(at)
-        told = {"calls": list(own), "at": at}
+            try:
+                places = measure()
+                told["at"] = named(places, cuts) if cuts is not None else balanced(places, world.size)
+                known.write(told["at"])
+            except ValueError as refusal:
+                told["refusal"] = str(refusal)
     told = broadcast_message(told, everyone.group())
+    if told["refusal"]:
+        raise ValueError(told["refusal"])
     assert told["calls"] == list(own), "every rank follows the same network"
     return [int(i) for i in told["at"]]
 
@@ -288,15 +298,21 @@ def _hides_layers(model: nn.Module, graph: fx.Graph) -> bool:
     return any(has_lists(model.get_submodule(path)) for path in modules)
 
 
-def _followed(model: nn.Module, inputs: Any) -> fx.Graph:
+def _hides_hooks(model: nn.Module, graph: fx.Graph) -> bool:
+    """Has what is one call of the graph a hook, which may hand what a layer gives to the forward? No trace runs it."""
+    calls = {str(node.target) for node in graph.nodes if node.op == "call_module"}
+    return any(torch_private.forward_hooks_of(m) for path in calls for m in model.get_submodule(path).modules())
+
+
+def _followed(model: nn.Module, inputs: Any, whole: Whole = of_torch) -> fx.Graph:
     try:
-        return follow(model, inputs)
+        return follow(model, inputs, whole=whole)
     except Unfollowed as error:
         raise ValueError(_cannot_be_cut(error)) from error
 
 
 def _cannot_be_cut(why: object) -> str:
     return (
-        f"{why}; so it cannot be cut into stages: put what decides or changes into a module of its own, or use "
-        "data_parallel"
+        f"{why}; so it cannot be cut into stages (layer_placement, pipeline_parallel): put what decides or changes "
+        "into a module of its own, or use data_parallel"
     )

@@ -33,6 +33,9 @@ from apportion.parallel.strips_layers import LAYER_CALLS, LAYERS
 from apportion.parallel.strips_norm import ask_all_ranks
 from apportion.parallel.strips_tensor import Strip, gathered
 from apportion.parallel.strips_windows import Layer, divides
+from apportion.pricing.refusals import nothing_to_divide
+from apportion.torch_private import ConvBase
+from apportion.untraced import said_here
 
 OTHERS = "data_parallel, or layer_placement"
 """What works for any layer."""
@@ -72,9 +75,7 @@ class StripForward:
             tree.call(lambda *a, **k: self._run(self._evaluated, a, k), example)
             tree.call(lambda *a, **k: self._run(self._trained, a, k), example)
         if not self._divided:
-            raise ValueError(
-                "the network has no convolution or pooling over images: there is nothing to cut; use data_parallel"
-            )
+            raise ValueError(nothing_to_divide(type(self._model).__name__))
         if self._holding.split == "group" and not self._holding.grouped:
             raise ValueError('the network has no convolution with groups: use split="channel", or data_parallel')
         pieces = self._holding.cut()
@@ -140,8 +141,9 @@ class StripForward:
         except Exception as error:  # torch's own, too: what it would not take is not to be met in the middle of a run
             if not self._holding.planning:
                 raise
-            cure = "" if "use " in str(error) else f"; use {OTHERS}"
-            raise ValueError(f'{_place(node)} cannot be cut (split="{self._holding.split}"): {error}{cure}') from error
+            why = str(error) if said_here(error) else "torch does not compute it on a part of what it is given"
+            cure = "" if "use " in why else f"; use {OTHERS}"
+            raise ValueError(f'{_place(node)} cannot be cut (split="{self._holding.split}"): {why}{cure}') from error
 
     def _known_layer(self, name: str, layer: nn.Module) -> Layer:
         """What is done instead of the layer, where it is one of torch's as it was made."""
@@ -210,6 +212,8 @@ def _traced(model: nn.Module, sample: Any) -> Graph:
     try:
         return follow(model, sample, opaque=_may_be_whole, writes=False)
     except Unfollowed as error:
+        if not any(isinstance(layer, ConvBase) or divides(layer, spatial=True) for layer in model.modules()):
+            raise ValueError(nothing_to_divide(type(model).__name__)) from error
         where = error.path or type(model).__name__
         if error.does is not None:
             raise ValueError(

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from apportion.comm.group import Group
 from apportion.parallel.batch_norm import Attendance
 from apportion.parallel.pieces import Piece
 from apportion.parallel.strips import Rows
 from apportion.parallel.strips_tensor import Strip, gathered, shared
+from apportion.torch_private import BatchNormBase
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Holding:
     """Parameters that every rank uses on the same values."""
     grouped: bool = False
     """Has it a convolution with groups?"""
-    norms: list[_BatchNorm] = field(default_factory=list)
+    norms: list[BatchNormBase] = field(default_factory=list)
     """Those whose statistics are of all ranks."""
 
     def __post_init__(self) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from apportion.comm.group import Group
 from apportion.parallel import channels
 from apportion.parallel.batch_norm import Attendance, Normalize, use_whole_batch
 from apportion.parallel.strips_holding import Holding
 from apportion.parallel.strips_tensor import Strip
+from apportion.torch_private import BatchNormBase
 
 
 def over_image(holding: Holding, x: Strip) -> bool:
@@ -40,7 +40,7 @@ def batch_norm(holding: Holding, layer: Any, x: Strip) -> Any:
     return x.like(layer(x.own))
 
 
-def ask_all_ranks(layer: _BatchNorm, attendance: Attendance) -> None:
+def ask_all_ranks(layer: BatchNormBase, attendance: Attendance) -> None:
     """From now on the layer's statistics are those of all ranks' rows."""
     use_whole_batch(layer, attendance)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from apportion import tree
+from apportion.graph import Unfollowed, follow
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,15 @@ def cut(model: nn.Module, graph: fx.Graph, is_back: Callable[[str], bool]) -> Pa
         front_uses=_uses(model, _with_fixed(front, fixed)),
         back_uses=_uses(model, _with_fixed(back, fixed)),
     )
+
+
+def unfollowed(model: nn.Module, inputs: Any) -> str:
+    """Why there is no graph that does all that the network does, with the layer that is in the way."""
+    try:
+        follow(model, inputs, opaque=lambda _: False, writes=False)
+    except Unfollowed as error:
+        return str(error)
+    return f"the forward of {type(model).__name__} cannot be followed: it does something else when it evaluates"
 
 
 def _fixed(graph: fx.Graph) -> set[fx.Node]:
@@ -117,7 +127,7 @@ def what_crosses(parts: Parts, inputs: Any) -> str | None:
         few = tree.rows(inputs, slice(0, rows))
         for value in tree.call(parts.front, few):
             if not isinstance(value, Tensor):
-                return f"a {type(value).__name__}"
+                return f"a value of type {type(value).__name__}"
             if value.dim() == 0 or len(value) != tree.length(few):
                 return f"a tensor of shape {tuple(value.shape)} of {tree.length(few)} examples"
     return None

@@ -32,6 +32,7 @@ from apportion.parallel.recurrent_cut import Cut
 from apportion.parallel.recurrent_graph import Graphs
 from apportion.parallel.recurrent_layer import Layer, LSTMLayer, chunk_length, chunks, layer
 from apportion.parallel.replica import Replica
+from apportion.torch_private import buffers_of, parameters_of
 
 
 @dataclass
@@ -287,6 +288,6 @@ def _forget(model: nn.Module, name: str) -> None:
     """The tensor of this name."""
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
-    module._parameters.pop(own, None)
-    if own in module._buffers:
-        module._buffers.pop(own)
+    parameters_of(module).pop(own, None)
+    if own in buffers_of(module):
+        buffers_of(module).pop(own)

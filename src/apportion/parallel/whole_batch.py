@@ -19,15 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree as pytree
 
 from apportion import tree
 from apportion.network import evaluating, undisturbed
 from apportion.parallel.cuts import calls, used_tensors
 from apportion.parallel.same_outputs import difference
 from apportion.parallel.stage_graph import StageGraph
+from apportion.torch_private import BatchNormBase, DropoutBase, pytree
 
 SAMPLE = 2, 3
 """Rows that are computed apart and together, to see what becomes of them."""
@@ -61,7 +59,7 @@ def needs_whole_batch(model: nn.Module, nodes: Sequence[fx.Node], stateful: Sequ
 
 def normalises(layer: nn.Module) -> bool:
     """Is it a batch normalisation that takes its statistics from the batch?"""
-    return isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
+    return isinstance(layer, BatchNormBase) and (layer.training or layer.running_mean is None)
 
 
 def rows_at(model: nn.Module, graph: fx.Graph, at: int, inputs: Any) -> list[Rows]:
@@ -82,7 +80,7 @@ def _samples(inputs: Any) -> list[Any]:
 def refuse_coupled(model: nn.Module, inputs: Any, microbatches: int) -> None:
     """ValueError where what a network gives for a row depends on the rows beside it, as a normalisation of its own
     makes it: unlike ``normalises`` it is seen by what is computed. Not where it draws as it computes."""
-    dropout = [layer for layer in model.modules() if isinstance(layer, _DropoutNd)]
+    dropout = [layer for layer in model.modules() if isinstance(layer, DropoutBase)]
     with evaluating(dropout), undisturbed(model):
         try:
             few, more, together, again = (

@@ -22,6 +22,7 @@ from apportion.planner.refine import Offer, Refined, Tried, refine
 from apportion.strategy import Strategy
 from apportion.trial import LEAST_ROUNDS, Parked, candidate
 from apportion.values import parse, parse_as
+from apportion.without_core import noted
 from apportion.workload import Workload
 
 MOST_SECONDS, SHARE = 7.0, 0.05
@@ -162,7 +163,8 @@ class _Deciding:
         measured = Expected(step_seconds=chosen.measured.step_seconds, terms=chosen.measured.terms, measured=True)
         data = _told_tried(refined.tried, priced)
         learned = "" if piloted is None else f"; {piloted[0].strategy} learned no more in the same time"
-        return self._decision(chosen.strategy, chosen.launcher, _why(refined) + learned, data, measured)
+        why = [_why(refined) + learned, *filter(None, [noted(chosen.measured.without_core_share)])]
+        return self._decision(chosen.strategy, chosen.launcher, "; ".join(why), data, measured)
 
     def _pilot(self, priced: Sequence[Offer], refined: Refined, seconds: float) -> tuple[Offer, Piloted] | None:
         found = [(p.cost.seconds_per_example, str(p), p) for p in priced if p.cost is not None and not p.strategy.exact]

@@ -8,6 +8,7 @@ from apportion.planner.figures import milliseconds, size
 from apportion.planner.priced import Priced, family, tied
 from apportion.pricing.cost import TERMS
 from apportion.profile import Profile
+from apportion.without_core import noted
 
 _SAVES = {
     "computing": "of computing",
@@ -45,6 +46,8 @@ def why_first(candidates: Sequence[Priced], profile: Profile) -> tuple[str, ...]
     rivals = [p for p in candidates[1:] if p.cost is not None and p.strategy.exact]
     if rivals:
         lines.append(_against(first, rivals[0], profile))
+    if busy := noted(profile.without_core if first.tried is None else first.tried.without_core):
+        lines.append(busy)
     return tuple(lines)
 
 

@@ -35,6 +35,8 @@ class Tried:
     steps: int
     terms: Mapping[str, float] | None = None
     """Measured parts of a step, as far as they are known."""
+    without_core: float = 0.0
+    """The share of the time in which a rank could have gone on and another program had its core."""
 
     def __post_init__(self) -> None:
         if not 0 < self.low <= self.step_seconds <= self.high:
@@ -56,6 +58,8 @@ class Priced:
     overhead: float = 0.0
     """What part of the predicted step is our own calls (see ``with_overhead``)."""
     tried: Tried | None = None
+    without_core: float = 0.0
+    """The same share while what the price is made of was measured."""
     layouts: int = 1
     """On how many it was priced; this one is the best of them."""
 
@@ -101,9 +105,16 @@ class Priced:
     @property
     def error(self) -> float:
         """By what part of it ``step_seconds`` may be off: the spread of what was measured; of a prediction so much of
-        what is measured of it, and so much of the calls."""
+        what is measured of it, and so much of the calls. In either case also the share of the time in which other
+        programs held the cores: on a quiet machine the step would be shorter by as much."""
         if self.tried is None:
-            return MEASURED_BAND * (1 - self.overhead) + CALLS_BAND * self.overhead
+            return MEASURED_BAND * (1 - self.overhead) + CALLS_BAND * self.overhead + self.without_core
+        return self.spread + self.tried.without_core
+
+    @property
+    def spread(self) -> float:
+        """By what part of it measured steps differ."""
+        assert self.tried is not None, "what was not tried has no spread"
         return (self.tried.high - self.tried.low) / 2 / self.tried.step_seconds
 
     @property
@@ -119,7 +130,7 @@ class Priced:
         at_once = replace(cluster, devices=tuple(replace(d, call_seconds=0.0) for d in cluster.devices))
         without = priced(self.strategy, replace(self.layout, cluster=at_once), profile).cost
         left = 1.0 if without is None else without.step_seconds / self.cost.step_seconds
-        return replace(self, overhead=min(1.0, max(0.0, 1.0 - left)))
+        return replace(self, overhead=min(1.0, max(0.0, 1.0 - left)), without_core=profile.without_core)
 
     @property
     def simple(self) -> tuple[int, int, bool]:
@@ -170,7 +181,7 @@ def tied(fast: Priced, slow: Priced) -> bool:
     ratio = slow.seconds_per_example / fast.seconds_per_example - 1
     if fast.tried is not None and slow.tried is not None:
         steps = min(fast.tried.steps, slow.tried.steps)
-        return bool(ratio <= (fast.error + slow.error) / max(1.0, steps**0.5))
+        return bool(ratio <= (fast.spread + slow.spread) / max(1.0, steps**0.5))
     return bool(ratio <= TIE)
 
 

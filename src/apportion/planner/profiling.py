@@ -188,6 +188,7 @@ class _Measuring:
             together=self._setting.together,
             **{name: statistics.mean(a[name] for a in answers) for name in ("forward", "backward", "update")},
             fused_update=statistics.mean(known) if known else None,
+            without_core=max(a["without_core"] for a in answers),
         )
 
     def _layers(self, layers: Sequence[Mapping[str, Any]], whole: Pass, seconds: float, found: Found) -> None:

@@ -67,7 +67,14 @@ def after(p: Priced, refined: Refined) -> Priced:
 
 def _tried(measured: Measured) -> Tried:
     low, middle, high = (float(q) for q in np.quantile(measured.seconds, (0.25, 0.5, 0.75)))
-    return Tried(step_seconds=middle, low=low, high=high, steps=len(measured.seconds), terms=measured.terms)
+    return Tried(
+        step_seconds=middle,
+        low=low,
+        high=high,
+        steps=len(measured.seconds),
+        terms=measured.terms,
+        without_core=measured.without_core_share,
+    )
 
 
 def _piloted(

@@ -57,10 +57,12 @@ class _Cuts:
         n = len(seconds)
         self._stages = stages
         self._at = [0, *(i for i in range(1, n) if crossing[i] is not None), n]
-        if len(self._at) - 1 < stages:
+        most = len(self._at) - 1
+        if most < stages:
             raise ValueError(
-                f"the network can be cut into {len(self._at) - 1} stages at most, and there are {stages} workers: "
-                f"use workers<={len(self._at) - 1}"
+                "layer_placement and pipeline_parallel cut a network between its layers: the network can be cut into "
+                f"{most} stage{'s' if most > 1 else ''} at most, and there are {stages} workers: use "
+                f"{f'workers<={most}, or ' if most > 1 else ''}data_parallel"
             )
         upto = [0.0, *accumulate(seconds)]
         self._upto = [upto[i] for i in self._at]

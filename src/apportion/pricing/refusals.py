@@ -5,6 +5,25 @@ from __future__ import annotations
 from apportion.pricing.layout import Layout
 from apportion.profile import Profile
 
+WITHOUT_IMAGES = "data_parallel, fully_sharded, tensor_parallel, layer_placement or pipeline_parallel"
+"""What divides a network that has no images."""
+
+
+def nothing_to_divide(network: str) -> str:
+    """Of a network for conv_parallel."""
+    return (
+        f"{network} has no convolution (nn.Conv1d, nn.Conv2d, nn.Conv3d) and no pooling over images for conv_parallel "
+        f"to divide: use {WITHOUT_IMAGES}"
+    )
+
+
+def no_convolution(network: str) -> str:
+    """Of a network for hybrid_parallel."""
+    return (
+        f"{network} has no convolution (nn.Conv1d, nn.Conv2d, nn.Conv3d), after which hybrid_parallel would slice the "
+        f"layers: use {WITHOUT_IMAGES}, or say with data= or tensor= where it is to be cut"
+    )
+
 
 def must_feed(profile: Profile, workers: int, what: str = "workers") -> None:
     """ValueError where a batch is too small to give each of so many an example."""

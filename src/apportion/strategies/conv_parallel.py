@@ -48,6 +48,7 @@ from apportion.pricing import strips
 from apportion.pricing.cost import Cost
 from apportion.pricing.layer_times import chance, held, times
 from apportion.pricing.layout import Layout
+from apportion.pricing.refusals import nothing_to_divide
 from apportion.profile import Profile
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload
@@ -90,14 +91,12 @@ class ConvParallel(Strategy):
 
     def cost(self, profile: Profile, layout: Layout) -> Cost:
         _refuse(profile.own_update, profile.carries)
-        if profile.untraceable is not None:
-            raise ValueError(f"{profile.untraceable}; so it cannot be cut into parts of an image: use data_parallel")
         along = self.split in ("height", "width")
         found = strips.images(profile, "height" if along else "units")
         if found is None:
-            raise ValueError(
-                "the network has no convolution or pooling over images: there is nothing to cut; use data_parallel"
-            )
+            raise ValueError(nothing_to_divide(profile.name))
+        if profile.untraceable is not None:
+            raise ValueError(f"{profile.untraceable}; so it cannot be cut into parts of an image: use data_parallel")
         own = max(times(profile, layout), key=lambda o: o.of(profile.layers[found.first], profile.batch_size).both)
         if along:
             run = strips.spatial(profile, layout, own, found, columns=self.split == "width")

@@ -235,7 +235,8 @@ class HogwildStep(Step):
 
     def state_dict(self) -> State:
         self._enter()
-        done, unpushed = self._store.deal.standing()
+        with self._store.deal.held():
+            done, unpushed = self._store.deal.standing()
         state = self._worker.state(done, self._store.read())
         state.settings["unpushed"] = unpushed
         return state

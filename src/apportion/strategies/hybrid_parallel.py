@@ -35,8 +35,6 @@ from typing import Any, Literal, Self, final
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 
 from apportion import tree
 from apportion.batch import Batches
@@ -51,16 +49,19 @@ from apportion.parallel.part import MakePart
 from apportion.parallel.sliced import Plan, plan
 from apportion.parallel.sliced_graph import trace
 from apportion.parallel.split import SplitStep
-from apportion.parallel.two_parts import Parts, cut, what_crosses
+from apportion.parallel.two_parts import Parts, cut, unfollowed, what_crosses
 from apportion.pricing import one_weird_trick, slices
 from apportion.pricing.cost import Cost
 from apportion.pricing.layout import Layout
+from apportion.pricing.refusals import no_convolution
 from apportion.profile import Profile
 from apportion.strategy import State, Step, Strategy
+from apportion.torch_private import BatchNormBase, ConvBase
 from apportion.workload import Workload, examples
 from apportion.world import World
 
 _SLICED = (nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.RNNBase)
+_CONVOLUTIONS = tuple(f"{kind}{n}d" for kind in ("Conv", "ConvTranspose") for n in (1, 2, 3))
 _SLICED_KINDS = ("Linear", "Embedding", "MultiheadAttention", "LSTM", "GRU", "RNN")
 
 
@@ -112,8 +113,10 @@ class HybridParallel(Strategy):
                 f"use workers<={profile.batch_size} or batch_size>={layout.ranks}"
             )
         self._refuse(profile.own_update, profile.carries, not profile.cut_by_rows)
+        if self._by_convolutions and not any(layer.kind in _CONVOLUTIONS for layer in profile.layers):
+            raise ValueError(no_convolution(profile.name))
         if profile.untraceable is not None:
-            raise ValueError(_no_graph(profile.name))
+            raise ValueError(_no_graph(profile.untraceable))
         at = self._begins(profile)
         if at is None:
             what = "convolution" if self.data is None else f"layer under {self.data!r}"
@@ -125,13 +128,18 @@ class HybridParallel(Strategy):
             raise ValueError(f"there is no layer that can be sliced under {back[0].name}: use data_parallel")
         return one_weird_trick.exchanging(profile, layout, at, how, rotates=self.exchange == "rotate")
 
+    @property
+    def _by_convolutions(self) -> bool:
+        """Do the network's convolutions say where it is cut, and no name?"""
+        return self.data is None and self.tensor is None
+
     def _begins(self, profile: Profile) -> int | None:
         """The first layer that is sliced; None: there is none."""
         layers = list(enumerate(profile.layers))
         if self.tensor is not None:
             return next((i for i, layer in layers if _under(layer.name, [self.tensor])), None)
         if self.data is None:
-            first = [i for i, layer in layers if layer.kind.startswith("Conv")]
+            first = [i for i, layer in layers if layer.kind in _CONVOLUTIONS]
         else:
             first = [i for i, layer in layers if _under(layer.name, [self.data])]
         after = [i for i, layer in layers if layer.kind in _SLICED_KINDS and i > max(first, default=len(layers))]
@@ -162,11 +170,13 @@ class HybridParallel(Strategy):
         return SplitStep(with_fused_updates(workload), world, part(world), again=part, look=look)
 
     def _part(self, workload: Workload, world: World, model: nn.Module, inputs: Any) -> Exchanging:
+        if self._by_convolutions and not any(isinstance(layer, ConvBase) for layer in model.modules()):
+            raise ValueError(no_convolution(type(model).__name__))
         traced = [
             part for part in trace(model, inputs if opened(model, inputs) else None) if not part.name and part.pure
         ]
         if not traced:
-            raise ValueError(_no_graph(type(model).__name__))
+            raise ValueError(_no_graph(unfollowed(model, inputs)))
         back = self._sliced_names(model, traced[0].graphs[0])
         trains, evaluates = (cut(model, g, lambda name: _under(name, back)) for g in traced[0].graphs)
         self._check(model, trains, evaluates, back)
@@ -225,7 +235,7 @@ class HybridParallel(Strategy):
         return list(dict.fromkeys(after))
 
     def _is_data(self, name: str, layer: nn.Module) -> bool:
-        return isinstance(layer, _ConvNd) if self.data is None else _under(name, [self.data])
+        return isinstance(layer, ConvBase) if self.data is None else _under(name, [self.data])
 
     def _check(self, model: nn.Module, trains: Parts, evaluates: Parts, back: Sequence[str]) -> None:
         names = {p: name for name, p in model.named_parameters()}
@@ -243,7 +253,7 @@ class HybridParallel(Strategy):
                     f"{both[0]} is used before and after the exchange: use data_parallel or tensor_parallel"
                 )
         if self.exchange == "rotate":
-            norms = sorted(n for n in trains.back_calls if isinstance(model.get_submodule(n), _BatchNorm))
+            norms = sorted(n for n in trains.back_calls if isinstance(model.get_submodule(n), BatchNormBase))
             if norms:
                 raise ValueError(
                     f'exchange="rotate" would give {norms[0]} the statistics of a part of the batch: use exchange="all"'
@@ -269,10 +279,10 @@ def _prefix(profile: Profile, at: int) -> str:
     return next(n for n in names if not any(_under(layer.name, [n]) for layer in profile.layers[:at]))
 
 
-def _no_graph(network: str) -> str:
+def _no_graph(why: str) -> str:
     return (
-        f"{network} has no graph that could be cut: its flow depends on the data, or it makes layers or changes "
-        "buffers of its own as it runs; use data_parallel or tensor_parallel"
+        f"{why}; so hybrid_parallel cannot cut the network in two: let the forward do the same for every batch, and "
+        "nothing but compute its outputs, or use data_parallel or tensor_parallel"
     )
 
 

@@ -50,6 +50,7 @@ from apportion.pricing.layout import Layout
 from apportion.profile import Profile
 from apportion.store.shared_average import SharedAverage, can_share
 from apportion.strategy import State, Step, Strategy
+from apportion.torch_private import mark_stepped
 from apportion.workload import Workload
 from apportion.world import World
 
@@ -233,7 +234,7 @@ class LocalSgdStep(Step):
         """The schedules follow the batches that all replicas together have taken."""
         while self._scheduled < min(batches, self.source.total):
             for name, schedule in self._replica.schedules.items():
-                self.optimizers[name]._opt_called = True  # type: ignore[attr-defined] # a schedule warns without
+                mark_stepped(self.optimizers[name])  # a schedule warns without
                 schedule.step()
             self._scheduled += 1
 

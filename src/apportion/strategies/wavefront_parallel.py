@@ -88,8 +88,8 @@ class WavefrontParallel(Strategy):
         at = _recurrent(profile)
         if at is None:
             raise ValueError(
-                f"{profile.name} has no recurrent layers that work one after the other (nn.LSTM, nn.GRU or nn.RNN): "
-                "use data_parallel"
+                f"{profile.name} has no recurrent layers (nn.LSTM, nn.GRU or nn.RNN) for wavefront_parallel to "
+                "divide: use pipeline_parallel, layer_placement or data_parallel"
             )
         net = profile.layers[at]
         if net.stack < layout.ranks:

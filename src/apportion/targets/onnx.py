@@ -22,10 +22,10 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from apportion.ort import BF16, run_bits, session
 from apportion.target import Inputs, Target
+from apportion.torch_private import pytree
 
 MOST_BYTES = 2**31 - 2**20
 """Of weights inside of the file: a protobuf message is smaller than 2 GiB."""

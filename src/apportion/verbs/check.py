@@ -7,7 +7,7 @@ from dataclasses import replace
 from apportion.address import check_place
 from apportion.launch.local import Local
 from apportion.proof import Proof
-from apportion.prover import Asked, prove
+from apportion.prover import ProofRequest, prove
 from apportion.strategy import Strategy
 from apportion.trial import candidate
 from apportion.values import parse
@@ -41,4 +41,4 @@ def check(
         raise ValueError(f"steps={steps} must be at least 1")
     launcher = launcher or Local()
     chosen = candidate(value, replace(launcher, workers=workers) if workers is not None else launcher)
-    return prove(Asked(workload=workload, chosen=chosen, steps=steps))
+    return prove(ProofRequest(workload=workload, chosen=chosen, steps=steps))

@@ -34,7 +34,7 @@ Launcher = Local | Env
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class RunRequest:
     """A job of which the strategy is still open."""
 
     workload: Workload | str
@@ -59,7 +59,7 @@ class Asked:
 
 
 def started(
-    asked: Asked, strategy: Strategy | None, launcher: Local, planning: Planning
+    asked: RunRequest, strategy: Strategy | None, launcher: Local, planning: Planning
 ) -> Generator[Event, None, None]:
     """On processes of this machine."""
     with single_writer(asked.run_dir):
@@ -67,7 +67,7 @@ def started(
 
 
 def _run_here(
-    asked: Asked, strategy: Strategy | None, launcher: Local, planning: Planning
+    asked: RunRequest, strategy: Strategy | None, launcher: Local, planning: Planning
 ) -> Generator[Event, None, None]:
     if strategy is None:
         from apportion.planner.deciding import decide  # a strategy that is given needs none of this
@@ -100,7 +100,7 @@ _CURE = "give another strategy, or none; or mend the workload; check=False (--no
 
 
 def _on_processes(
-    asked: Asked, decision: Decision, before: list[Event], plain: tuple[str, ...]
+    asked: RunRequest, decision: Decision, before: list[Event], plain: tuple[str, ...]
 ) -> Generator[Event, None, None]:
     """Under one strategy. NotProved before the first step, where it must not be."""
     chosen = decision.chosen
@@ -133,7 +133,7 @@ def _on_processes(
         raise NotProved(str(error), proved=False, plain=()) from error
 
 
-def joined(asked: Asked, strategy: Strategy | None, launcher: Env) -> Generator[Event, None, None]:
+def joined(asked: RunRequest, strategy: Strategy | None, launcher: Env) -> Generator[Event, None, None]:
     """As one of the ranks that are running already."""
     if strategy is None:
         raise ValueError(

@@ -74,7 +74,7 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
 
     if strategy is None and resume and run_dir is not None:
         strategy = running.strategy_of(run_dir)
-    asked = running.Asked(
+    asked = running.RunRequest(
         workload=workload,
         address=address,
         run_dir=str(Path(run_dir) if run_dir is not None else fresh_run_dir(address)),
@@ -92,7 +92,9 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
             "either out"
         )
     if require_proof and not check:
-        raise ValueError("require_proof=True and check=False contradict each other: leave either out")
+        raise ValueError(
+            "require_proof=True (--require-proof) and check=False (--no-check) contradict each other: leave either out"
+        )
     if isinstance(launcher, Env):
         return running.joined(asked, chosen, launcher)
     return running.started(asked, chosen, launcher, planning)

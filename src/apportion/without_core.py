@@ -1,0 +1,44 @@
+"""How long a process could have gone on and had no core, because another program had it."""
+
+from __future__ import annotations
+
+import os
+import time
+
+NOTED = 0.05
+"""What is measured while a core is missing for more than this share of the time is said to be so."""
+
+
+def without_core() -> float:
+    """Seconds so far in which a thread of this process could have gone on and had no core; 0 where the system (Linux)
+    does not tell."""
+    waited = 0
+    try:
+        for task in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{task}/schedstat") as file:
+                waited += int(file.read().split()[1])
+    except (OSError, IndexError, ValueError):  # no such file; or a thread has just ended
+        pass
+    return waited / 1e9
+
+
+class Waited:
+    """The share of the time since this was made in which the process had no core."""
+
+    def __init__(self) -> None:
+        self._began, self._before = time.perf_counter(), without_core()
+
+    def share(self) -> float:
+        """From 0 to 1."""
+        took = time.perf_counter() - self._began
+        return min(1.0, max(0.0, without_core() - self._before) / took) if took > 0 else 0.0
+
+
+def noted(share: float) -> str | None:
+    """A sentence on measurements of which this share had no core; None where it is too small for one."""
+    if share <= NOTED:
+        return None
+    return (
+        f"other programs held the cores for {share:.0%} of the time while this was measured, and the figures may be "
+        "off by as much: measure again on a quiet machine with --remeasure"
+    )
