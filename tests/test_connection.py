@@ -244,6 +244,40 @@ def test_what_is_refused_is_read_to_its_end_where_that_is_near(client: Client) -
     assert client.answer()[0] == 200
 
 
+@pytest.mark.parametrize("together", [True, False], ids=["with its head", "by itself"])
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ({"datatype": "BYTES", "shape": [1 << 20]}, "input is BYTES, the net takes FP32"),
+        ({"shape": [1 << 17, 9]}, "input"),
+        ({"name": "other", "shape": [1 << 17, 8]}, "there is no input 'other'"),
+    ],
+)
+def test_a_long_body_is_refused_by_what_it_begins_with(
+    client: Client, server: Server, told: dict[str, Any], why: str, together: bool
+) -> None:
+    tensor = {"name": "input", "datatype": "FP32", "parameters": {"binary_data_size": 4 << 20}, **told}
+    text = json.dumps({"inputs": [tensor]}).encode()
+    request = sized(text + bytes(4 << 20), b"%s: %d" % (HEADER.encode(), len(text)))
+    head = request.index(b"\r\n\r\n") + 4
+    pieces = [request[: head + len(text)]] if together else [request[:head], request[head : head + len(text)]]
+    for piece in pieces:
+        client.sock.sendall(piece)
+    status, headers, body = client.answer()
+    assert (status, headers["connection"]) == (400, "close")
+    assert why in json.loads(body)["error"]
+    client.sock.sendall(request[head + len(text) :])
+    assert client.ended()
+    assert server.get("/status")["inbox_bytes"] == 0
+
+
+def test_a_long_body_that_is_as_it_should_be_is_answered(client: Client) -> None:
+    x = np.zeros((50_000, 8), np.float32)
+    pieces, json_bytes = write_request([Named("input", "FP32", x)])
+    client.sock.sendall(sized(b"".join(pieces), b"%s: %d" % (HEADER.encode(), json_bytes)))
+    assert client.answer()[0] == 200
+
+
 def test_what_a_client_that_leaves_has_asked_for_is_given_up(server: Server) -> None:
     x = np.zeros((5000, 8), np.float32)
     pieces, json_bytes = write_request([Named("input", "FP32", x)])

@@ -37,9 +37,14 @@ class _Breaks(nn.Linear):
 
 
 @pytest.fixture(autouse=True)
-def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verb, "_report", lambda run_dir: None)  # drawing is most of what a short run takes
+def warm() -> None:
     template().wait_ready()
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a report, which is drawn before the last event: who leaves earlier waits for it."""
+    monkeypatch.setattr(verb, "_report", lambda run_dir: None)
 
 
 def events(folder: Path, workers: int = 2, layer: Any = nn.Linear) -> Iterator[Event]:
@@ -79,6 +84,7 @@ def test_leaving_at_the_end_returns_at_once_and_the_run_is_finished(
     del going
     assert time.monotonic() - left < SECONDS
     assert ended(tmp_path / "run") == ["finished"]
+    assert (tmp_path / "run" / "report.html").exists()
 
 
 @pytest.mark.parametrize("caught", [True, False])
@@ -106,6 +112,7 @@ def test_ctrl_c_at_the_end_leaves_the_run_finished(caught: bool, tmp_path: Path)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_leaving_at_the_fault_that_stops_a_run_returns_at_once(tmp_path: Path) -> None:
     for event in events(tmp_path / "run", layer=_Breaks):
         if event.kind == "fault":

@@ -50,6 +50,10 @@ class Asked(Protocol):
     def room(self, length: int) -> tuple[memoryview, Lease | None]:
         """Memory for its body. Wrong, Overloaded."""
 
+    def judged(self, so_far: memoryview) -> bool:
+        """Look at a long body of which so much has come. Returns whether no more of it need be looked at before it is
+        whole; raises what it is refused with."""
+
     def came(self, body: memoryview, held: Lease | None, told: Callable[[Reply], None]) -> None:
         """The body. ``told`` is called once, perhaps at once."""
 
@@ -96,6 +100,7 @@ class Connection(asyncio.BufferedProtocol):
         self._held: Lease | None = None
         self._chunks: Chunks | None = None
         self._filled = self._dropped = 0
+        self._judged = False
 
     # Of asyncio
 
@@ -145,6 +150,8 @@ class Connection(asyncio.BufferedProtocol):
             self._filled += nbytes
             if self._filled == len(self._body):
                 self._whole()
+            else:
+                self._judge()
             return
         self._end += nbytes
         self._advance()
@@ -253,7 +260,18 @@ class Connection(asyncio.BufferedProtocol):
         self._fed = self._begin
         if whole:
             self._whole()
+        else:
+            self._judge()
         return whole or took > 0
+
+    def _judge(self) -> None:
+        """Refuse a long body as soon as what has come of it says that it is wrong."""
+        if self._judged or self._asked is None or self._body is None or len(self._body) <= DROPPED_BYTES:
+            return
+        try:
+            self._judged = self._asked.judged(self._body[: self._filled])
+        except Exception as error:
+            self._refuse(error)
 
     def _whole(self) -> None:
         if self._refusal is not None:
@@ -315,9 +333,13 @@ class Connection(asyncio.BufferedProtocol):
         if self._begin < self._end:  # not at once: whoever has given this answer is to finish first
             self._loop.call_soon(self._advance)
 
-    def _refuse(self, error: Wrong) -> None:
+    def _refuse(self, error: Exception) -> None:
         """And read no further: where the next request would begin is not known."""
-        self._answer(error.reply() if self._asked is None else self._asked.failed(error), last=True)
+        if self._asked is not None:
+            self._answer(self._asked.failed(error), last=True)
+        else:
+            assert isinstance(error, Wrong), "only who takes a body knows what else may be wrong"
+            self._answer(error.reply(), last=True)
 
     def _end_it(self) -> None:
         """Once the client has the answer: a socket that is closed with bytes unread takes what was sent back."""

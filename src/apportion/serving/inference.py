@@ -14,7 +14,16 @@ from apportion.serving.frames import INLINE_BYTES, placed
 from apportion.serving.head import Head, number
 from apportion.serving.log import log
 from apportion.serving.program import Spec
-from apportion.serving.protocol import HEADER, Named, Request, Unfit, read_request, shown, write_response
+from apportion.serving.protocol import (
+    HEADER,
+    Named,
+    Request,
+    Unfit,
+    check_declared,
+    read_request,
+    shown,
+    write_response,
+)
 from apportion.serving.reply import Reply, Wrong
 
 if TYPE_CHECKING:
@@ -22,6 +31,8 @@ if TYPE_CHECKING:
 
 VERSION = "1"
 BINARY = b"application/octet-stream"
+JUDGED_JSON_BYTES = 64 << 10
+"""JSON of at most so many bytes is read twice: once as soon as it has come, and with the tensors that follow it."""
 LEFT = 499
 """The status under which it is counted that a client did not wait for its answer."""
 _HEADER = HEADER.lower().encode()
@@ -59,6 +70,17 @@ class Inference:
     def _check_json(self, size: int) -> None:
         if size > (most := self._app.serving.most_json_bytes):
             raise Wrong(413, f"the request has {size} bytes of JSON, of {most} at most: send its tensors as bytes")
+
+    def judged(self, so_far: memoryview) -> bool:
+        """Refuse a long body by the JSON that it begins with, before its tensors come. Returns whether that is done."""
+        size = self._json_bytes
+        if size is None or not 0 < size <= JUDGED_JSON_BYTES:
+            return True
+        if len(so_far) < size:
+            return False
+        specs = {spec.name: spec for spec in self._app.specs(self._model)[0]}
+        check_declared(so_far[:size], takes=[*specs], check=lambda *tensor: _check(specs, *tensor))
+        return True
 
     def came(self, body: memoryview, held: Lease | None, told: Callable[[Reply], None]) -> None:
         """The body: the members are asked. ``told`` is called once, perhaps at once."""

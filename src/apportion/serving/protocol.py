@@ -109,6 +109,21 @@ def read_request(
     return Request(inputs=inputs, id=identity, parameters=parameters, outputs=_asked(told, binary=whole), binary=whole)
 
 
+def check_declared(text: memoryview, *, takes: Sequence[str], check: Check) -> None:
+    """Raise ValueError where the JSON of a request declares tensors that the net does not take, whatever bytes follow.
+
+    What else may be wrong with it is said when the request is read.
+    """
+    told, _ = _parted(text, None, "inputs")
+    listed = told.get("inputs")
+    if not isinstance(listed, list):
+        return
+    _must_be_whole(listed, takes)
+    for item in listed:
+        if isinstance(item, dict) and isinstance(name := item.get("name"), str):
+            _declared(item, name, check)
+
+
 def _must_be_whole(listed: Sequence[Any], takes: Sequence[str]) -> None:
     """ValueError where a tensor is missing, or there are too many, before any is looked at."""
     if len(listed) > len(takes):
@@ -187,7 +202,8 @@ def _tensors(told: Mapping[str, Any], what: str, binary: memoryview, check: Chec
     return tuple(found)
 
 
-def _tensor(item: Mapping[str, Any], name: str, binary: memoryview, at: int, check: Check | None) -> tuple[Named, int]:
+def _declared(item: Mapping[str, Any], name: str, check: Check | None) -> tuple[str, list[int]]:
+    """Return the datatype and the shape of a tensor, before its elements are made."""
     shape, datatype = item.get("shape"), item.get("datatype")
     if not isinstance(datatype, str) or datatype not in DATATYPES:
         raise ValueError(f"datatype={shown(datatype)} must be one of {', '.join(DATATYPES)}")
@@ -199,6 +215,11 @@ def _tensor(item: Mapping[str, Any], name: str, binary: memoryview, at: int, che
         raise ValueError(f"shape={shown(shape)} has a side that is longer than {MOST_SIDE}")
     if check is not None:
         check(name, datatype, shape)
+    return datatype, shape
+
+
+def _tensor(item: Mapping[str, Any], name: str, binary: memoryview, at: int, check: Check | None) -> tuple[Named, int]:
+    datatype, shape = _declared(item, name, check)
     elements, size = math.prod(shape), _parameters(item).get("binary_data_size")
     if size is None:
         if item.get("data") is None:

@@ -185,44 +185,62 @@ def journaled(
     rest: Sequence[Event],
     watch: Watch | None = None,
 ) -> Iterator[Event]:
-    """The same events, each written into the run directory on its way; the report at the end. ``before``: what happened
-    before the first; ``rest``: what happens after the loop was left; ``watch``: holds them against what was expected,
-    and adds what there is to tell."""
+    """The same events, each written into the run directory on its way; the report before the last, so that the loop may
+    be left there at once. ``before``: what happened before the first; ``rest``: what happens after the loop was left;
+    ``watch``: holds them against what was expected, and adds what there is to tell."""
     assert job.run_dir is not None
-    journal: Journal | None = None
+    record = _Record(job.run_dir, before)
     try:
         for event in events:
-            if journal is None and event.kind == "proof":
-                before.append(event)
-            elif journal is None and event.kind not in ("fault", "end"):  # what never started leaves no directory
-                journal = Journal(job.run_dir)
-                for earlier in before:
-                    journal.write(earlier)
-            if journal is not None:
-                journal.write(event)
+            record.take(event)
             yield event
             drifted = watch.take(event) if watch is not None else None
             if drifted is not None:
-                if journal is not None:
-                    journal.write(drifted)
+                record.take(drifted)
                 yield drifted
     except CheckpointError as error:
         events.throw(error)  # a run that cannot be written down is not to be saved either
     finally:
         events.close()
-        if journal is not None:
-            _close(journal, rest)
-            _report(job.run_dir)
+        record.close(rest)
 
 
-def _close(journal: Journal, rest: Sequence[Event]) -> None:
-    try:
-        for event in rest:
-            journal.write(event)
-    except CheckpointError as error:
-        warnings.warn(str(error), stacklevel=2)
-    finally:
-        journal.close()
+class _Record:
+    """What a run writes down in its directory: its events, and the report."""
+
+    def __init__(self, run_dir: str, before: list[Event]) -> None:
+        """``before``: what happened before the first event."""
+        self._run_dir, self._before = run_dir, before
+        self._journal: Journal | None = None
+        self._drawn = False
+
+    def take(self, event: Event) -> None:
+        """Write an event; the last one is followed by the report."""
+        if self._journal is None and event.kind == "proof":
+            self._before.append(event)
+        elif self._journal is None and event.kind not in ("fault", "end"):  # what never started leaves no directory
+            self._journal = Journal(self._run_dir)
+            for earlier in self._before:
+                self._journal.write(earlier)
+        if self._journal is not None:
+            self._journal.write(event)
+            if event.kind == "end":
+                _report(self._run_dir)
+                self._drawn = True
+
+    def close(self, rest: Sequence[Event]) -> None:
+        """Write what has happened after the loop was left, and the report where that is not drawn yet."""
+        if self._journal is None:
+            return
+        try:
+            for event in rest:
+                self._journal.write(event)
+        except CheckpointError as error:
+            warnings.warn(str(error), stacklevel=2)
+        finally:
+            self._journal.close()
+        if rest or not self._drawn:
+            _report(self._run_dir)
 
 
 def _report(run_dir: str) -> None:
