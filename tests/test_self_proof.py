@@ -11,6 +11,7 @@ from typing import Any
 
 import moving
 import networks
+import numpy as np
 import planted
 import pytest
 import torch
@@ -18,18 +19,19 @@ from planted import Faulty
 from ranks import by_value
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import apportion
-from apportion import Disproved, Event, Workload, proof_workload, prover
+from apportion import Disproved, Event, Workload, proof_workload, prover, self_proof
 from apportion.checkpoint import RunDirectory
 from apportion.launch.local import Local
 from apportion.planner.decision import Decision, next_best
 from apportion.proof import Difference, Round
 from apportion.proof_time import ProofSteps
 from apportion.proof_workload import few_rows, with_plain_sgd
-from apportion.prover import ProofRequest, _Proving, likely_causes
+from apportion.prover import OutOfTimeError, ProofRequest, _Proving, likely_causes
 from apportion.report import read_events
+from apportion.short_sequences import LENGTH, with_short_sequences
 from apportion.trial import candidate
 from apportion.values import parse
 
@@ -232,6 +234,83 @@ def test_a_proof_before_a_long_run_has_a_share_of_it(run_steps: int, longer: boo
     for seconds, rows in ((0.2, 2), (0.6, 6)):
         proving._lengthen([{"seconds": [0.0], "examples": rows}, {"seconds": [seconds], "examples": 4}])
     assert proving._deadline == (pytest.approx(proving._began + 0.05 * 10_000 * 0.6) if longer else before)
+
+
+def test_a_proof_ends_at_its_first_step_where_there_is_no_time_for_the_others() -> None:
+    chosen = candidate(parse("data_parallel", "apportion.strategies"), PLACE)
+    proving = _Proving(ProofRequest(workload=net(), chosen=chosen, steps=4, rows=10, seconds=10.0))
+    proving._must_end_in_time(1.0)
+    with pytest.raises(OutOfTimeError, match="it needs about"):
+        proving._must_end_in_time(6.0)
+
+
+class Words(nn.Module):
+    """Takes sequences of any length, unless it is told of one."""
+
+    def __init__(self, length: int | None = None) -> None:
+        super().__init__()
+        self.words, self.out, self.length = nn.Embedding(20, 8), nn.Linear(8, 20), length
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.length not in (None, x.shape[1]):
+            raise RuntimeError(f"{x.shape[1]} words, and {self.length} are wanted")
+        return self.out(self.words(x).cumsum(1)).transpose(1, 2)
+
+
+def texts() -> TensorDataset:
+    words = torch.randint(20, (70, 40), generator=torch.Generator().manual_seed(1))
+    return TensorDataset(words, words)
+
+
+@pytest.mark.parametrize(("length", "verdict"), [(None, "equal"), (40, "not proved")])
+def test_where_there_is_no_time_for_whole_sequences_their_beginnings_are_proved(
+    length: int | None, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def impatient(request: ProofRequest) -> Any:
+        asked.append(request)
+        if not request.short:
+            raise OutOfTimeError("it needs about 100 s")
+        return prover.prove(request)
+
+    monkeypatch.setattr(self_proof, "prove", impatient)
+    given = replace(net(lambda: Words(length)), data=texts, loss=nn.CrossEntropyLoss())
+    found = next(e for e in events(given, run_dir=tmp_path / "run") if e.kind == "start").data["proof"]
+    assert found["verdict"] == verdict, found["sentence"]
+    assert [request.short for request in asked] == [False, True]
+    assert ("about 100 s" in found["sentence"]) == (verdict == "not proved")
+
+
+def test_beginnings_of_sequences_take_all_along_that_is_as_long() -> None:
+    long, examples = 40, 5
+    ids, mask = torch.arange(long), torch.ones(long, long)
+
+    class Dictionaries(Dataset[Any]):
+        def __len__(self) -> int:
+            return examples
+
+        def __getitem__(self, i: int) -> Any:
+            floats = torch.ones(long, 3), torch.ones(7)
+            return {"ids": ids + i, "mask": mask, "floats": floats, "name": "x", "array": np.arange(long)}, ids
+
+    cut = with_short_sequences(Dictionaries())
+    assert len(cut) == examples  # type: ignore[arg-type]
+    inputs, targets = cut[1]
+    assert inputs["ids"].tolist() == list(range(1, LENGTH + 1))
+    assert [inputs["mask"].shape, inputs["floats"][0].shape, inputs["floats"][1].shape] == [
+        (LENGTH, LENGTH), (LENGTH, 3), (7,),
+    ]  # fmt: skip
+    assert (targets.shape, inputs["array"].shape, inputs["name"]) == ((LENGTH,), (LENGTH,), "x")
+    tensors = TensorDataset(torch.zeros(5, long, dtype=torch.int64), torch.zeros(5, long, 2))
+    assert [t.shape for t in with_short_sequences(tensors)[0]] == [(LENGTH,), (LENGTH, 2)]
+
+
+@pytest.mark.parametrize("x", [torch.zeros(5, 3, 40, 40), torch.zeros(5, 3, 40, 40, dtype=torch.uint8),
+                               torch.zeros(5, 10, dtype=torch.int64), torch.zeros(5, 400)], ids=str)  # fmt: skip
+def test_what_is_no_long_sequence_of_tokens_is_not_cut(x: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="no example has a sequence"):
+        with_short_sequences(TensorDataset(x, torch.zeros(5, dtype=torch.int64)))
 
 
 def test_a_proof_that_does_not_fit_the_memory_is_not_begun_and_says_what_it_needs(

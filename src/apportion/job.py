@@ -61,6 +61,8 @@ class Job:
     """For a proof: dropout is off and named, and what else draws is found."""
     rows: int = 0
     """For a proof: examples in a batch, in the place of the workload's; 0: its own."""
+    short: bool = False
+    """For a proof: on the beginnings of the sequences."""
     cut: int = 0
     """For a proof: so many steps are made, with the short last batch of an epoch among them; 0: as they come."""
     gradients: bool = False
@@ -86,11 +88,19 @@ class Job:
         return replace(workload, model=_Nudged(workload.model, self.nudge, self.jitter))
 
     def _as_proved(self, workload: Workload) -> Workload:
-        from apportion.proof_workload import dealt_evenly, few_rows, moving, with_plain_sgd  # a run needs none of this
+        from apportion.proof_workload import (  # a run needs none of this
+            dealt_evenly,
+            few_rows,
+            moving,
+            short_sequences,
+            with_plain_sgd,
+        )
 
         workload = moving(workload)
         if self.rows or self.cut:
             workload = few_rows(workload, self.rows or workload.batch_size, self.cut, self.workers)
+        if self.short:
+            workload = short_sequences(workload)
         if not self.strategy.exact and not self.strategy.replays(self.workers):
             workload = dealt_evenly(workload, self.workers)
         return with_plain_sgd(workload) if self.gradients else workload

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, TensorDataset
 
 from apportion.batch import own_draws
+from apportion.short_sequences import with_short_sequences
 from apportion.workload import Parameters, Workload
 
 SMALL = 1e-2
@@ -55,6 +56,11 @@ def few_rows(workload: Workload, rows: int, steps: int, workers: int) -> Workloa
         batch_size=rows,
         steps=workload.total_steps(batches),
     )
+
+
+def short_sequences(workload: Workload) -> Workload:
+    """The same on the beginnings of its sequences. Raises ValueError, as its data are opened, where it has none."""
+    return replace(workload, data=lambda: with_short_sequences(workload.open_data()))
 
 
 def dealt_evenly(workload: Workload, workers: int) -> Workload:

@@ -31,6 +31,8 @@ from apportion.trial import Candidate
 from apportion.workload import Workload
 
 STEP_SECONDS = 600.0
+WARMING = 2.0
+"""The first step of a process takes up to so many times as long as those after it."""
 GRADIENT_STEPS = 2
 """Steps of rate 1 are few, since a network would not stand many."""
 
@@ -67,6 +69,8 @@ class ProofRequest:
     """Fields of the workload that the run replaces."""
     rows: int = 0
     """Examples in a batch; 0: the workload's own."""
+    short: bool = False
+    """Is it made on the beginnings of the sequences?"""
     seconds: float | None = None
     """The proof may take so many; None: as long as it does."""
     parameters: int = 0
@@ -248,6 +252,7 @@ class _Proving:
             workers=launcher.workers or 1,
             proof=True,
             rows=asked.rows,
+            short=asked.short,
             cut=steps if steps > 1 and self._chosen.strategy.exact else 0,
             gradients=gradients,
             plain=asked.plain,
@@ -294,6 +299,16 @@ class _Proving:
             times = self._batch_size / self._asked.rows if self._asked.rows else 1.0
             run = self._asked.run_steps * self._proof_steps.run_step(times)
             self._deadline = max(self._deadline, self._began + self._asked.share * run)
+
+    def _must_end_in_time(self, took: float) -> None:
+        """Raise OutOfTimeError where the first step took so long that the others cannot end in time; those in a shorter
+        precision are not counted."""
+        if self._deadline is None:
+            return
+        steps = self._asked.steps + GRADIENT_STEPS * (not self._linear)
+        if time.monotonic() + took / WARMING * (steps - 1) > self._deadline:
+            self._progress = 1 / (steps + self._asked.steps)
+            raise self._out_of_time()
 
     def _out_of_time(self) -> OutOfTimeError:
         spent = time.monotonic() - self._began
@@ -369,6 +384,7 @@ class _Proving:
         comparison = Comparison(load_file(folder / "start"), began["weights"], eps=eps)
         disagreement, seen, coarse = None, _seen(()), set[str]()
         for number in range(1, steps + 1):
+            began_step = time.monotonic()
             for crew, name in ((reference, "reference"), (nudged, "nudged")):
                 crew.send({"kind": "next", "path": str(folder / name)})
             went = self._ask(tried, {"kind": "go", "steps": 1}, "went")
@@ -379,6 +395,8 @@ class _Proving:
             disagreement = disagreement or found
             for crew in (reference, nudged):
                 coarse |= {name for answer in self._answers(crew, "state") for name in answer["coarse"]}
+            if self._progress == 0.0:
+                self._must_end_in_time(time.monotonic() - began_step)
             self._progress += 1 / (2 * self._asked.steps + GRADIENT_STEPS)
             comparison.take(number, *(load_file(folder / name) for name in ("rank0", "reference", "nudged")))
         return replace(comparison.round(precision, steps, disagreement), coarsest=coarsest), seen, coarse

@@ -150,8 +150,11 @@ class SelfProof:
             share=SHARE,
         )
         began, given = time.monotonic(), until - time.monotonic()
+        few = replace(asked, rows=FEW_EACH * self._chosen.ranks + 1, seconds=given)
         try:
-            proof = prove(replace(asked, rows=FEW_EACH * self._chosen.ranks + 1, seconds=given))
+            proof = prove(few)
+        except OutOfTimeError as error:
+            return _on_short_sequences(few, until, error)
         except ValueError:  # rows that do not feed the ranks, or what whole batches have to say too
             proof = None
         if proof is None or proof.verdict == "undecided":
@@ -206,6 +209,18 @@ def _cut_at(strategy: Strategy, cuts: Sequence[str]) -> Strategy:
         changes = {"of": _cut_at(of, cuts)}
     found: Strategy = replace(own, **changes) if changes else strategy
     return found
+
+
+def _on_short_sequences(asked: ProofRequest, until: float, error: OutOfTimeError) -> Proof:
+    """The proof on the beginnings of the sequences, where there was no time for whole ones. Raises ``error`` where
+    there are none, where the model takes none, or where they leave the answer open."""
+    try:
+        proof = prove(replace(asked, short=True, seconds=until - time.monotonic()))
+    except (ApportionError, ValueError, OutOfTimeError):
+        raise error from None
+    if proof.verdict == "undecided":
+        raise error
+    return proof
 
 
 def _settled(proof: Proof) -> Settled:
