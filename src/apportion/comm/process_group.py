@@ -36,10 +36,8 @@ PATIENCE_SECONDS = 10.0
 CLOSE_SECONDS = 1.0
 """For messages that are under way when a group ends; who has not received them by then has gone."""
 _KEPT_WAITS = 8192
-_last_works: deque[Any] = deque(maxlen=2)
-"""The last collectives of this process, one for each of gloo's threads. Such a thread lets go of a collective's tensors
-a moment after its end is told, for which it takes the interpreter's lock: where Python ends just then, the process goes
-down with SIGABRT. As long as a work is kept here its tensors are not the thread's to let go of."""
+_lent: deque[list[Tensor]] = deque(maxlen=2)
+"""Views of what the last collectives of this process were given, one list for each of gloo's threads (``_lend``)."""
 _meetings = itertools.count()
 _parts: Counter[str] = Counter()
 
@@ -191,22 +189,23 @@ class ProcessGroup(Group):
         return self.part(range(self.size))
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        return _Pending(self._start(self._pg.allreduce, [tensor]), self)
+        return _Pending(self._start(self._pg.allreduce, _lend(tensor)), self)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
         gathered = tensor.new_empty((self.size, *tensor.shape))
         if tensor.numel():
-            self._wait(self._start(self._pg.allgather, [list(gathered.unbind(0))], [tensor]))
+            *into, own = _lend(*gathered.unbind(0), tensor)
+            self._wait(self._start(self._pg.allgather, [into], [own]))
         return gathered
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
-        self._wait(self._start(self._pg.broadcast, tensor, source))
+        self._wait(self._start(self._pg.broadcast, *_lend(tensor), source))
 
     def reduce_scatter(self, rows: Tensor, into: Tensor) -> None:
         # gloo sums in an order of its own, which need not be that of the ranks.
         theirs = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        own, got = rows.contiguous().view(-1), theirs.view(-1)
+        own, got = _lend(rows.contiguous().view(-1), theirs.view(-1))
         self._wait(self._start(self._pg.alltoall_base, got, own, [], []))
         torch.sum(theirs, 0, out=into)
 
@@ -263,7 +262,6 @@ class ProcessGroup(Group):
             ended = time.perf_counter()
             self.all_waits.seconds += ended - began
         if collective:
-            _last_works.append(work)
             self.waits.append((began, ended))
 
     def _through(self, work: Any) -> None:
@@ -296,9 +294,19 @@ class ProcessGroup(Group):
             self._pg.shutdown()
         elif self._owned and dist.is_initialized():
             dist.destroy_process_group(self._pg)
-        if self._owned:
-            self._pg = None  # with the last reference to it gloo's threads end
         self._owned = False
+
+
+def _lend(*tensors: Tensor) -> list[Tensor]:
+    """The same tensors for a collective of gloo.
+
+    Its thread lets go of them a moment after the end of the collective is told. Where it is the last in C++ to hold a
+    tensor it takes the interpreter's lock for that, and if Python ends just then the process goes down with SIGABRT. A
+    view holds its base in C++, so that what views are kept of is not the thread's to let go of.
+    """
+    lent = [tensor.detach() for tensor in tensors]
+    _lent.append([tensor.view(tensor.shape) for tensor in lent])
+    return lent
 
 
 def _follow(work: Any, over: Future[None]) -> None:
