@@ -12,6 +12,7 @@ from pathlib import Path
 import networks
 import pytest
 import torch
+from conftest import Within
 from ranks import by_value
 from torch import nn
 
@@ -19,7 +20,7 @@ from apportion.display import plan_line
 from apportion.event import Event
 from apportion.job import Job
 from apportion.launch.local import Local
-from apportion.planner import remembered
+from apportion.planner import deciding, remembered
 from apportion.planner.deciding import decide
 from apportion.planner.drift import WINDOW, Expected, Watch
 from apportion.planner.predicting import offered
@@ -130,6 +131,40 @@ def test_a_short_run_takes_one_process_and_a_long_one_what_is_found() -> None:
     assert again.expected == long.expected
     assert longer.told is not None
     assert longer.told["remembered"] is False, "what one second found is not enough for ten"
+
+
+class Heavy(Rests):
+    """A process takes half a second to start, and a step a tenth."""
+
+    def __init__(self, *sides: int) -> None:
+        import time
+
+        super().__init__(*sides)
+        time.sleep(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import time
+
+        time.sleep(0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("steps", "priced", "tried"),
+    [(60, False, False), (400, False, True), (100_000, True, True)],
+    ids=["one process", "trials", "prices and trials"],
+)
+def test_prices_and_trials_are_left_out_where_they_would_not_leave_time_for_a_proof(
+    steps: int, priced: bool, tried: bool, monkeypatch: pytest.MonkeyPatch, within: Within
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(deciding, "predicted", lambda *a, **_: asked.append(a[2]) or [])
+    heavy = replace(networks.cases["mlp"](64), model=lambda: Heavy(10, 3))
+    with within(30.0, "the decision"), by_value(networks), by_value(sys.modules[__name__]):
+        told = decide(heavy, {"steps": steps}, Local()).told
+    assert told is not None
+    assert bool(asked) == priced
+    assert bool([c for c in told["candidates"] if c["step_seconds"]]) == tried
 
 
 # What is told

@@ -1,4 +1,5 @@
-"""How long a step of a run takes, as far as the steps of its proof tell, and how long a proof takes at least."""
+"""How long may be measured, tried and proved before a run; how long a step of the run takes, as far as the steps of its
+proof tell; and how long a proof takes."""
 
 from __future__ import annotations
 
@@ -10,6 +11,10 @@ from typing import final
 import torch
 from safetensors.torch import load_file, save_file
 
+BUDGET_SECONDS, BUDGET_SHARE = 10.0, 0.05
+"""Measuring, trying and proving take at most so many seconds together, or this share of the run, whichever is more."""
+STARTED_SECONDS = 1.5
+"""What a program takes of that before it decides anything: Python, torch and the workload's own modules."""
 WIDER = 2.0
 """A proof computes in float64, which takes at least so many times as long as float32."""
 
@@ -33,6 +38,21 @@ class ProofSteps:
         (few, less), (many, more) = min(self._fastest.items()), max(self._fastest.items())
         row = max(0.0, more - less) / (many - few) if many > few else 0.0
         return (more + row * many * max(0.0, times - 1.0)) / WIDER
+
+
+def budget(run_seconds: float) -> float:
+    """Seconds that measuring, trying and proving may take together before a run of so many."""
+    return max(BUDGET_SECONDS, BUDGET_SHARE * run_seconds)
+
+
+PROOF_SECONDS, PROOF_STEPS = 3.0, 8
+"""A short proof takes about so long, and so many steps of a few rows in float64, in four processes on two cores."""
+
+
+def proving(built: float, step: float) -> float:
+    """About the seconds that a short proof takes of a workload whose processes start in ``built`` seconds, and of which
+    a step takes ``step``."""
+    return PROOF_SECONDS + built + PROOF_STEPS * step
 
 
 SAMPLE = 1 << 20

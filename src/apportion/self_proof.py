@@ -22,12 +22,11 @@ from apportion.allocator import give_back
 from apportion.errors import ApportionError, NotProved
 from apportion.job import Job
 from apportion.proof import Proof
+from apportion.proof_time import BUDGET_SHARE, budget
 from apportion.prover import OutOfMemoryError, OutOfTimeError, ProofRequest, prove
 from apportion.strategy import Strategy
 from apportion.trial import Candidate
 
-SECONDS, SHARE = 10.0, 0.05
-"""A proof may take so many seconds, or this share of the run, whichever is more."""
 LEAST_SECONDS = 3.0
 """A proof is given at least so many seconds where choosing the strategy has taken the rest."""
 FEW_EACH, ROWS_EACH = 3, 16
@@ -119,7 +118,7 @@ class SelfProof:
 
     def seconds(self, steps: int) -> float:
         """What a proof may take before a run of so many steps."""
-        return max(LEAST_SECONDS, max(SECONDS, SHARE * steps * (self._step_seconds or 0.0)) - self._spent)
+        return max(LEAST_SECONDS, budget(steps * (self._step_seconds or 0.0)) - self._spent)
 
     def _found(self, began: float, seconds: float) -> Settled:
         try:
@@ -147,7 +146,7 @@ class SelfProof:
             parameters=self._parameters,
             plain=self._job.plain if plain is None else plain,
             run_steps=self._run_steps,
-            share=SHARE,
+            share=BUDGET_SHARE,
         )
         began, given = time.monotonic(), until - time.monotonic()
         few = replace(asked, rows=FEW_EACH * self._chosen.ranks + 1, seconds=given)

@@ -1,7 +1,14 @@
 """Which strategy a run takes where none is given: what was decided for it before, or measured, predicted and tried.
 
-The measuring takes at most ``MOST_SECONDS`` or ``SHARE`` of the run, whichever is less: how long that is, one process
-finds out first. A run that is over before a second candidate is even built takes that one process.
+All of it, with the proof of what is chosen, takes at most ten seconds or 5 % of the run, whichever is more: how long
+that is, one process finds out first.
+
+::
+
+    start | one process | prices, where they fit | trials: at most MOST_SECONDS or 5 % of the run | proof
+
+A run that is over before a second candidate is even built, or that leaves no time for a trial and a proof, takes that
+one process.
 """
 
 from __future__ import annotations
@@ -19,14 +26,15 @@ from apportion.planner.drift import Expected, expected_of
 from apportion.planner.pilot import Piloted, pilot
 from apportion.planner.predicting import offered, predicted
 from apportion.planner.refine import Offer, Refined, Tried, refine
+from apportion.proof_time import BUDGET_SHARE, STARTED_SECONDS, budget, proving
 from apportion.strategy import Strategy
 from apportion.trial import LEAST_ROUNDS, Parked, candidate
 from apportion.values import parse, parse_as
 from apportion.without_core import noted
 from apportion.workload import Workload
 
-MOST_SECONDS, SHARE = 7.0, 0.05
-"""Of measuring: never longer, and never more of the run. The proof of what is chosen takes the rest of 10 s."""
+MOST_SECONDS = 7.0
+"""Trials take never longer, and never more than ``BUDGET_SHARE`` of the run."""
 LEAST_SECONDS = 0.5
 """Less is not worth beginning with: it takes as long to start a second candidate."""
 LONG_SECONDS = 1.0
@@ -34,7 +42,10 @@ LONG_SECONDS = 1.0
 SHORT_SECONDS = 0.1
 """For a few more."""
 PREDICTING, PILOT = 0.4, 0.3
-"""Shares of the time."""
+"""Shares of the time of trials that prices and a pilot are given."""
+PRICED_SECONDS, PRICED_STEPS = 5.0, 50
+"""Prices take at least about so long, for a machine that is not known yet, and so many steps of the workload: each
+layer is timed, and its parts, by one process and by several."""
 STEPS_EACH = 3 + LEAST_ROUNDS
 """That a candidate makes at least."""
 
@@ -71,7 +82,10 @@ class _Deciding:
         self._offers = list(offers)
         alone = Parked(candidate(offers[0].strategy, offers[0].launcher), workload, changes)
         try:
+            built = time.monotonic()
             alone.built()
+            self._built = time.monotonic() - built
+            """Seconds in which a candidate starts."""
             facts = alone.facts()
             self._steps = int(changes.get("steps", facts["steps"]))
             asked = {"launcher": str(launcher), "trial": planning.trial, "approximate": planning.approximate}
@@ -103,17 +117,27 @@ class _Deciding:
             remembered.keep(self._key, {**plan, "a_step": self._a_step, "measured_for": self._budget()})
 
     def _budget(self) -> float:
-        """Seconds that measuring may take."""
-        return min(MOST_SECONDS, SHARE * self._steps * self._a_step)
+        """Seconds that trials may take."""
+        return min(MOST_SECONDS, BUDGET_SHARE * self._run())
+
+    def _run(self) -> float:
+        """About the seconds that the run takes."""
+        return self._steps * self._a_step
+
+    def _left(self) -> float:
+        """Seconds of the budget that are left for measuring, beside the proof of what is chosen."""
+        return budget(self._run()) - STARTED_SECONDS - self._took() - proving(self._built, self._a_step)
 
     def decide(self) -> Decision:
         """By what the time allows."""
-        seconds = self._budget()
-        if seconds < LEAST_SECONDS:
-            why = f"the run takes about {self._steps * self._a_step:.2g} s, too short to measure others first"
+        seconds = min(self._budget(), self._left())
+        if seconds < max(LEAST_SECONDS, self._built):
+            why = f"the run takes about {self._run():.2g} s, too short to measure others first and prove what is chosen"
             return self._taken(self._offers[0], why, [])
-        priced = self._priced(PREDICTING * seconds)
-        seconds -= min(self._took(), PREDICTING * seconds)
+        priced: list[Offer] = []
+        if PRICED_SECONDS + PRICED_STEPS * self._a_step + seconds <= self._left():
+            priced = self._priced(PREDICTING * MOST_SECONDS)
+            seconds = min(seconds, max(self._left(), LEAST_SECONDS))
         most = int(seconds / (STEPS_EACH * self._a_step))
         if not self._planning.trial or most < 2:
             return self._by_prediction(priced)

@@ -20,6 +20,7 @@ from apportion.launch.env import Env
 from apportion.launch.local import Local
 from apportion.planner.decision import Decision, Planning, next_best
 from apportion.planner.drift import Watch
+from apportion.proof_time import STARTED_SECONDS
 from apportion.report import Journal
 from apportion.single_writer import single_writer
 from apportion.strategy import Strategy
@@ -116,7 +117,7 @@ def _on_processes(
     replaceable = chosen.strategy.survives and chosen.ranks > 1 and chosen.launcher.on_cpu()
     job = replace(job, replaceable=replaceable, workers=chosen.ranks, prove=job.prove and chosen.ranks > 1, plain=plain)
     step_seconds = None if decision.expected is None else decision.expected.step_seconds
-    spent = 0.0 if decision.told is None else float(decision.told["seconds"])
+    spent = 0.0 if decision.told is None else STARTED_SECONDS + float(decision.told["seconds"])
     proof = None
     if job.prove:
         from apportion.self_proof import SelfProof  # a run that is not proved needs none of this
