@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import real_models
 import torch
 from torch import Tensor, nn
 
@@ -247,27 +248,42 @@ def test_what_the_caller_gives_is_part_of_it(opened: Callable[..., Workload]) ->
     assert shapes[0] != shapes[1]
 
 
-def test_two_processes_that_order_their_sets_otherwise_find_the_same_digest(tmp_path: Path) -> None:
-    path = written(tmp_path, SOURCE, HELPER)
-    program = f"""
-import sys; sys.path.insert(0, {str(tmp_path)!r})
-from {path.stem} import workload
-from apportion.workload_digest import digested
-import torch; torch.manual_seed(int(sys.argv[1]))
-network = workload.model()
-print(digested(workload, network=network))
-"""
+def told_by_two_processes(program: str) -> list[str]:
+    """What a program prints in each of two processes that order their sets, and hash their texts, otherwise."""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", program, seed],
+            [sys.executable, "-W", "ignore", "-c", program, seed],
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
             text=True,
         )
         for seed in ("1", "2")
     ]
-    first, second = (process.communicate(timeout=60)[0] for process in processes)
+    return [process.communicate(timeout=100)[0] for process in processes]
+
+
+def test_two_processes_that_order_their_sets_otherwise_find_the_same_digest(tmp_path: Path) -> None:
+    path = written(tmp_path, SOURCE, HELPER)
+    first, second = told_by_two_processes(f"""
+import sys; sys.path.insert(0, {str(tmp_path)!r})
+from {path.stem} import workload
+from apportion.workload_digest import digested
+import torch; torch.manual_seed(int(sys.argv[1]))
+network = workload.model()
+print(digested(workload, network=network))
+""")
     assert "unhashable=None" in first
+    assert first == second
+
+
+def test_so_they_do_of_the_networks_of_model_libraries() -> None:
+    first, second = told_by_two_processes("""
+import real_models
+from apportion.workload_digest import digested
+for name, workload in real_models.MODELS.items():
+    print(name, digested(workload, network=workload.model(), batch=workload.open_data()[0]))
+""")
+    assert first.count("unhashable=None") == len(real_models.MODELS)
     assert first == second
 
 

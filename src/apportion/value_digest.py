@@ -267,6 +267,7 @@ class Digester:
         own = any(getattr(cls, name) is not getattr(object, name) for name in ("__reduce__", "__reduce_ex__"))
         solid = next(base for base in cls.__mro__ if not base.__flags__ & _CHANGEABLE)
         attributes = {**dict(_slots(value)), **getattr(value, "__dict__", {})}
+        attributes = {name: kept for name, kept in attributes.items() if not _is_kept_hash(name, kept)}
         if own or not (solid in _CONTENTS or (solid is object and (attributes or hasattr(value, "__dict__")))):
             return seal("value", kind, self._reduced(value))
         contents = (_CONTENTS[solid](self, value),) if solid in _CONTENTS else ()
@@ -283,6 +284,12 @@ class Digester:
         function, arguments, state, items, pairs = (*made, None, None, None)[:5]
         parts = (function, arguments, state, None if items is None else [*items], None if pairs is None else [*pairs])
         return seal("made", *(self("its state", part) for part in parts))
+
+
+def _is_kept_hash(name: str, value: Any) -> bool:
+    """Whether an object keeps its own ``hash()`` there, as transformers' configurations do: of texts it is another one
+    in every process, and what it is of is digested anyway."""
+    return name.startswith("_") and name.endswith("hash") and type(value) is int
 
 
 def seal(tag: str, *parts: Any) -> bytes:
