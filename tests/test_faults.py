@@ -340,6 +340,7 @@ def test_every_verb_tells_a_workers_exception_alike(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "usable_cores", lambda: 2)
+    monkeypatch.setenv("FAULT_STEP", "1")  # a slow machine makes few steps of a trial
     told = command(verb, address("raises"), *(() if verb == "train" else PARALLEL))  # train: while strategies are tried
     assert told.status == cli.FAILED
     error, at = told.err.splitlines()[-2:]
@@ -597,6 +598,7 @@ def test_ctrl_c_while_strategies_are_tried_leaves_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "usable_cores", lambda: 2)
+    monkeypatch.setenv("FAULT_STEP", "1")
     mark = tmp_path / "mark"
     monkeypatch.setenv("FAULT_MARK", str(mark))
     interrupt_when(mark)
