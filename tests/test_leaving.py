@@ -75,6 +75,7 @@ def test_leaving_at_the_end_returns_at_once_and_the_run_is_finished(
     with pytest.raises(_Own) if way == "exception" else within(60.0, "the run"):
         for event in going:
             if event.kind == "end":
+                assert (tmp_path / "run" / "report.html").exists(), "who leaves here waits for no drawing"
                 left = time.monotonic()
                 if way == "exception":
                     raise _Own

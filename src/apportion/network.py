@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from apportion import tree
 from apportion.effects import put_into
 from apportion.graph import Unfollowed, arguments, follow, names
-from apportion.torch_private import attention_on_cpu, buffers_of, parameters_of, version_of
+from apportion.torch_private import attention_on_cpu, buffers_of, forward_hook_tables, parameters_of, version_of
 from apportion.uncompiled import uncompiled
 
 Shape = tuple[int, ...]
@@ -161,16 +161,8 @@ def settle(model: nn.Module, call: Callable[[], Any]) -> None:
 
 
 def _hooks(model: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
-    """Where layers have the hooks of their forward, and which these are now."""
-    names = (
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_forward_hooks_with_kwargs",
-        "_forward_hooks_always_called",
-        "_forward_pre_hooks_with_kwargs",
-    )
-    found = [getattr(module, name, {}) for module in model.modules() for name in names]
-    return [(hooks, dict(hooks)) for hooks in found]
+    """The tables in which layers have the hooks of their forward, each with a copy of what is in it now."""
+    return [(hooks, dict(hooks)) for module in model.modules() for hooks in forward_hook_tables(module)]
 
 
 class _Kept:

@@ -22,7 +22,7 @@ ROUNDINGS = 64.0
 MULTIPLE = 1e-6
 """A change is a multiple of another where no more than this share of it is left beside the factor."""
 PIECE = 1 << 16
-"""So many elements of a tensor are compared at once, which is half a megabyte."""
+"""The number of elements of a tensor that are compared at once: half a megabyte."""
 CAP = 1e-3
 """No difference above this share of the change is called equal, however much rounding is amplified: a mistake might
 hide in it."""

@@ -56,7 +56,7 @@ def proving(built: float, step: float) -> float:
 
 
 SAMPLE = 1 << 20
-"""So many elements are written and read to see how long that takes: 8 MB."""
+"""The number of elements that are written and read to see how long that takes: 8 MB."""
 STATES = 3
 """After each step three states are written and read: the strategy's, the reference's, and the one moved by rounding."""
 

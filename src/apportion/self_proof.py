@@ -35,7 +35,7 @@ larger number, so that terms which do not count, or classes, fall unevenly on th
 QUICK_SHARE, MANY_SHARE = 0.35, 0.5
 """A first proof within the one share of the time was quick, and a second may take the other."""
 STEPS = 4
-"""So many steps are two epochs of a whole batch and a short one."""
+"""The number of steps that a proof makes: two epochs of a whole batch and a short one."""
 MOST_STEPS = 17
 """Where ranks average now and then, the proof goes on until they have; up to so many."""
 

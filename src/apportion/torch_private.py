@@ -148,6 +148,20 @@ def forward_hooks_with_kwargs_of(module: nn.Module) -> Collection[int]:
     return getattr(module, "_forward_hooks_with_kwargs", ())
 
 
+_FORWARD_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+def forward_hook_tables(module: nn.Module) -> list[dict[int, Any]]:
+    """The tables in which a module keeps the hooks of its forward, and what it knows of them, by number."""
+    return [getattr(module, name, {}) for name in _FORWARD_HOOKS]
+
+
 def hooked(module: nn.Module, *, forward_only: bool = False) -> bool:
     """Whether a module has hooks that run when it is called, or when its gradients come."""
     return any(getattr(module, name, None) for name in (_MODULE_HOOKS[:2] if forward_only else _MODULE_HOOKS))

@@ -60,7 +60,7 @@ class Measured:
     """For other ranks to arrive; with ``communicating`` and ``computing``, sums over ranks."""
     communicating: float = 0.0
     without_core: list[float] = field(default_factory=list)
-    """Of each round, the largest share of its time in which a rank could have gone on and had no core."""
+    """The largest share of each round in which a rank could have gone on and had no core, one value a round."""
     peak_bytes: int = 0
     """Of the largest worker."""
     held_bytes: int = 0
@@ -78,7 +78,7 @@ class Measured:
 
     @property
     def without_core_share(self) -> float:
-        """Of the median round."""
+        """The share of the median round in which a rank could have gone on and had no core."""
         return float(np.median(self.without_core)) if self.without_core else 0.0
 
     @property

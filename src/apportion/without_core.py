@@ -29,7 +29,7 @@ class Waited:
         self._began, self._before = time.perf_counter(), without_core()
 
     def share(self) -> float:
-        """From 0 to 1."""
+        """Return the share of the time since this was made, from 0 to 1."""
         took = time.perf_counter() - self._began
         return min(1.0, max(0.0, without_core() - self._before) / took) if took > 0 else 0.0
 

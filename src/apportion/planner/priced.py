@@ -113,7 +113,7 @@ class Priced:
 
     @property
     def spread(self) -> float:
-        """By what part of it measured steps differ."""
+        """Half the distance between slow and fast measured steps, as a share of ``step_seconds``."""
         assert self.tried is not None, "what was not tried has no spread"
         return (self.tried.high - self.tried.low) / 2 / self.tried.step_seconds
 

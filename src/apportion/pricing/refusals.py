@@ -6,11 +6,11 @@ from apportion.pricing.layout import Layout
 from apportion.profile import Profile
 
 WITHOUT_IMAGES = "data_parallel, fully_sharded, tensor_parallel, layer_placement or pipeline_parallel"
-"""What divides a network that has no images."""
+"""The strategies that divide a network which has no images."""
 
 
 def nothing_to_divide(network: str) -> str:
-    """Of a network for conv_parallel."""
+    """The refusal of a network in which conv_parallel finds nothing to divide."""
     return (
         f"{network} has no convolution (nn.Conv1d, nn.Conv2d, nn.Conv3d) and no pooling over images for conv_parallel "
         f"to divide: use {WITHOUT_IMAGES}"
@@ -18,7 +18,7 @@ def nothing_to_divide(network: str) -> str:
 
 
 def no_convolution(network: str) -> str:
-    """Of a network for hybrid_parallel."""
+    """The refusal of a network that hybrid_parallel cannot cut behind a convolution."""
     return (
         f"{network} has no convolution (nn.Conv1d, nn.Conv2d, nn.Conv3d), after which hybrid_parallel would slice the "
         f"layers: use {WITHOUT_IMAGES}, or say with data= or tensor= where it is to be cut"
