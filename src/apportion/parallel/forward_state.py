@@ -197,9 +197,13 @@ class ForwardState:
                 self._kept.append(place.tensor.detach().clone())
                 place.note()
 
-    @torch.no_grad()
     def commit(self) -> None:
         """What is there counts."""
+        if self.places:  # of a small network without any, a step is short
+            self._commit()
+
+    @torch.no_grad()
+    def _commit(self) -> None:
         if not self._looked:
             self.look()
         self._looked, self._began, self._first = False, None, {}
