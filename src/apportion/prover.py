@@ -379,15 +379,20 @@ class _Proving:
         self, crews: Sequence[Crew], steps: int, precision: str, coarsest: str | None, folder: Path
     ) -> tuple[Round, Seen, set[str]]:
         tried, reference, nudged = crews
+        began_step = time.monotonic()
+        # All of them build and make the first step at once: what a model imports as it is built may take long.
+        nudged.send({"kind": "next", "path": str(folder / "nudged")})
+        tried.send({"kind": "go", "steps": 1})
         (began,) = self._ask(reference, {"kind": "start", "path": str(folder / "start")}, "started")
         eps = eps_of(coarsest or precision)
         comparison = Comparison(load_file(folder / "start"), began["weights"], eps=eps)
         disagreement, seen, coarse = None, _seen(()), set[str]()
         for number in range(1, steps + 1):
-            began_step = time.monotonic()
-            for crew, name in ((reference, "reference"), (nudged, "nudged")):
-                crew.send({"kind": "next", "path": str(folder / name)})
-            went = self._ask(tried, {"kind": "go", "steps": 1}, "went")
+            reference.send({"kind": "next", "path": str(folder / "reference")})
+            if number > 1:
+                nudged.send({"kind": "next", "path": str(folder / "nudged")})
+                tried.send({"kind": "go", "steps": 1})
+            went = self._answers(tried, "went")
             if precision == "float64":
                 self._lengthen(went)
             seen = _seen([seen, *went])
