@@ -27,7 +27,8 @@ from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
 from apportion.errors import StateLost
 from apportion.parallel.one_device import reference
-from apportion.parallel.replica import Replica, seed_everything
+from apportion.parallel.replica import Replica
+from apportion.rng import seed_everything
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategy import State, Step, Strategy
 from apportion.world import World

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from apportion.serving.deadline import Answer, DeadlineExceeded, Gathering, NoQuorum, check_quorum
+from apportion.serving.deadline import Answer, Gathering, check_quorum
+from apportion.serving.errors import DeadlineExceeded, NoQuorum
 
 MEMBERS = ("a", "b", "c")
 AT = 10.0

@@ -671,7 +671,7 @@ def test_workers_that_crash_at_each_start_end_the_run_soon(tmp_path: Path, marks
     with Disturbed(tmp_path, DataParallel(), 2, given=surviving.crashing, policy=Policy(max_restarts=100)) as one:
         pass
     assert isinstance(one.raised, WorkerFailed)
-    assert "for the 3rd time at step 0: it is no accident" in str(one.raised)
+    assert "it has happened 3 times at step 0, which is no accident" in str(one.raised)
     assert len(one.faults()) <= 6
 
 
@@ -680,7 +680,7 @@ def test_a_crash_that_repeats_stops_the_run(tmp_path: Path, marks: Marks) -> Non
         pass
     assert isinstance(one.raised, WorkerFailed)
     assert "crashed in native code (SIGSEGV)" in str(one.raised)
-    assert re.search(r"for the 3rd time at step \d", str(one.raised))
+    assert re.search(r"it has happened 3 times at step \d", str(one.raised))
     assert len(one.faults()) == 3
 
 

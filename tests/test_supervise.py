@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apportion.happening import Began, Changed, Exited, Finished, Happening, Late, Raised
+from apportion.policy import Policy
 from apportion.supervise import (
     CAUSE_SECONDS,
     REPEATS,
     Action,
     Finish,
     GoOn,
-    Policy,
     Replace,
     Restart,
     Shrink,
@@ -247,7 +247,7 @@ def test_a_rank_that_is_lost_again_and_again_at_one_step_is_no_accident() -> Non
     history = History(Policy(max_restarts=99))
     for _ in range(REPEATS - 1):
         assert isinstance(history.happens(Exited(1, -11, step=7)), Replace)
-    assert "for the 3rd time at step 7" in _cause(history.happens(Exited(1, -11, step=7)))
+    assert "it has happened 3 times at step 7" in _cause(history.happens(Exited(1, -11, step=7)))
     history = History(Policy(max_restarts=99))
     for step in range(20):  # an update was made in between
         assert isinstance(history.happens(Exited(1, -11, step=step)), Replace)

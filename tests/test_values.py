@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from apportion.launch.env import Env
 from apportion.launch.local import Local
+from apportion.policy import Policy
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.single_device import SingleDevice
-from apportion.supervise import Policy
 from apportion.values import Value, find, names, parse, parse_as, written_name
 
 counts = st.none() | st.integers(1, 10**6)

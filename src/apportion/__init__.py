@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from apportion.launch.local import Local as local  # noqa: F401
     from apportion.planner.measure import measure as measure
     from apportion.planner.plan import Plan as Plan
+    from apportion.policy import Policy as Policy
     from apportion.profile import Profile as Profile
     from apportion.proof import Proof as Proof
     from apportion.serving.serving import Serving as Serving
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from apportion.strategy import Step as Step
     from apportion.strategy import Strategy as Strategy
     from apportion.strategy import batches as batches
-    from apportion.supervise import Policy as Policy
     from apportion.trained import load as load
     from apportion.verbs.check import check as check
     from apportion.verbs.compare import compare as compare
@@ -64,7 +64,7 @@ _HOMES = {
     "Evaluation": "workload",
     "Event": "event",
     "Plan": "planner.plan",
-    "Policy": "supervise",
+    "Policy": "policy",
     "Profile": "profile",
     "Proof": "proof",
     "Serving": "serving.serving",

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from apportion.comm.group import Group
-from apportion.supervise import Policy
+from apportion.policy import Policy
 from apportion.world import World
 
 ASK_SECONDS = 0.25

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +16,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker
 from apportion import tree
 from apportion.deal import DataShard, Deal, Draws, Index, mix, split
 from apportion.errors import ApportionError
+from apportion.rng import seed_host, seeded_rng
 from apportion.torch_private import in_own_memory
 from apportion.workload import Workload, checked, examples
 
@@ -211,25 +211,6 @@ def _aligned(rows: Tensor) -> Tensor:
     return rows if rows.data_ptr() % ALIGN == 0 else rows.clone()
 
 
-def _seed_generators(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
-
-
-@contextmanager
-def own_draws(seed: int) -> Iterator[None]:
-    """The global generators start from this seed, and go on afterwards as if nothing had been drawn."""
-    state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    _seed_generators(seed)
-    try:
-        yield
-    finally:
-        random.setstate(state[0])
-        np.random.set_state(state[1])
-        torch.default_generator.set_state(state[2])
-
-
 class Batches:
     """Every batch of a training (or of one pass over an evaluation set), by step and share.
 
@@ -272,7 +253,7 @@ class Batches:
 
     def _open(self, make: Callable[[], Dataset[Any]]) -> None:
         self._make = make
-        with own_draws(self.seed):
+        with seeded_rng(self.seed):
             self.dataset = make()
         # Indexing whole tensors gives what collating their rows gives, without a Python call an example.
         self._tensors: list[Tensor] | None = None
@@ -398,7 +379,7 @@ class Batches:
 
     def _example(self, epoch: int, i: int) -> Any:
         """One example, whose draws are its own: the same whichever rank fetches it, and beside whichever others."""
-        _seed_generators(mix(self.seed, epoch, i, 0xE7A1))
+        seed_host(mix(self.seed, epoch, i, 0xE7A1))
         return self.dataset[i]
 
     def _augmented(self, batch: Batch, pair: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -412,7 +393,7 @@ class Batches:
     def _draws_of(self, batch: Batch, key: int) -> AbstractContextManager[None]:
         """Data may draw from the global generators: its draws become a function of the step, and can be repeated."""
         place = (batch._offset,) if batch._offset else ()  # parts that are loaded apart draw apart
-        return own_draws(mix(self.seed, batch.step, self._rank, key, *place))
+        return seeded_rng(mix(self.seed, batch.step, self._rank, key, *place))
 
     def sit(self, rank: int) -> None:
         """This process has another rank."""

@@ -109,7 +109,7 @@ def train(  # noqa: PLR0913 (the flags)
         return
     with _guarded():
         from apportion.display import Display
-        from apportion.supervise import Policy
+        from apportion.policy import Policy
         from apportion.values import parse_as
         from apportion.verbs.train import run
 

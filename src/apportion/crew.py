@@ -21,12 +21,12 @@ from apportion.comm.channel import Lines, Message, SharedMemory
 from apportion.comm.membership import Membership
 from apportion.entry import PROGRESS_BYTES
 from apportion.errors import CheckpointError, NotFinite, RanksDiffer, WorkerFailed
-from apportion.gauge import Gauging
 from apportion.happening import Began, Changed, Exited, Finished, Happening, Late, Loss, Raised
-from apportion.job import Job
+from apportion.job import Job, WorkerJob
 from apportion.launch.local import Local, Process
+from apportion.policy import Policy
 from apportion.spare import Spare
-from apportion.supervise import Action, Policy, Stop, next_action
+from apportion.supervise import Action, Stop, next_action
 from apportion.watch import LOOK_SECONDS, Allowance, Silence, Watch, is_stopped, memory_kills
 
 GONE_SECONDS = 5.0
@@ -37,7 +37,7 @@ KILL_SECONDS = 30.0
 class Crew:
     """So many worker processes that run ``target`` (``module:function``) on a job."""
 
-    def __init__(self, launcher: Local, target: str, job: Job | Gauging, ranks: int) -> None:
+    def __init__(self, launcher: Local, target: str, job: WorkerJob, ranks: int) -> None:
         self._launcher, self._target, self._job, self._payload = launcher, target, job, cloudpickle.dumps(job)
         self._replaceable = isinstance(job, Job) and job.replaceable
         self._policy = job.policy if isinstance(job, Job) else Policy()

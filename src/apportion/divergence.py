@@ -19,9 +19,9 @@ from apportion import tree
 from apportion.batch import Batch
 from apportion.deal import mix
 from apportion.errors import NotFinite
-from apportion.randomness import generators_kept
+from apportion.policy import Policy
+from apportion.rng import fork_rng
 from apportion.strategy import State, Step
-from apportion.supervise import Policy
 from apportion.workload import Workload
 
 OTHERS_SECONDS = 1.0
@@ -129,7 +129,7 @@ def where_it_begins(step: Step, workload: Workload, batch: Batch) -> str | None:
             "from it (a square root of zero, a division, a logarithm)"
         )
     try:
-        with generators_kept(step.device):
+        with fork_rng([step.device.index or 0] if step.device.type == "cuda" else ()):
             return _look(step, workload, batch)
     except Exception as error:
         return f"where it begins could not be found out here ({type(error).__name__}); single_device names the layer"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from apportion.rng import RngState
 from apportion.torch_private import pytree, version_of
 
 HOLDERS = ("_parameters", "_buffers", "_modules")
@@ -116,19 +114,5 @@ def put_into(tensor: Tensor, kept: Tensor | None, pointer: int) -> None:
 
 def draws() -> tuple[Any, ...]:
     """The states of the generators."""
-    cuda = [s.numpy().tobytes() for s in torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else []
-    torchs = torch.default_generator.get_state().numpy().tobytes()
-    return torchs, cuda, random.getstate(), str(np.random.get_state())
-
-
-@contextmanager
-def drawing_later() -> Iterator[None]:
-    """What is drawn while a forward is traced is drawn again."""
-    drawn = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(list(devices)):
-        try:
-            yield
-        finally:
-            random.setstate(drawn[0])
-            np.random.set_state(drawn[1])
+    gpus = [s.numpy().tobytes() for s in torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else []
+    return *RngState.now().fingerprint(), gpus

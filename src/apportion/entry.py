@@ -17,13 +17,12 @@ import cloudpickle
 import numpy as np
 import torch
 
-from apportion import standby
 from apportion.agreement import Wish
 from apportion.allocator import keep_what_is_freed
 from apportion.comm.channel import Channel
 from apportion.errors import ApportionError, CheckpointError, NotFinite, PeerLost, RanksDiffer, StateLost
-from apportion.gauge import Gauging, serve_gauges
-from apportion.job import Job
+from apportion.job import Job, WorkerJob
+from apportion.lifetime import PACKAGE
 from apportion.parked import serve_reference, serve_steps
 from apportion.worker import work
 from apportion.world import World
@@ -34,39 +33,28 @@ PROGRESS_BYTES = 64
 
 def train(sock: socket.socket, payload: bytes) -> int:
     """Run a job to its end."""
-    return _run(sock, lambda: cloudpickle.loads(payload), _train)
-
-
-def train_opened(sock: socket.socket, payload: bytes) -> int:
-    """The same with the job that the spare, which this process was forked from, has opened."""
-    job = standby.opened
-    assert job is not None
-    return _run(sock, lambda: job, _train)
+    return run_program(sock, payload, train_job)
 
 
 def steps(sock: socket.socket, payload: bytes) -> int:
     """Make steps when told to."""
-    return _run(sock, lambda: cloudpickle.loads(payload), serve_steps)
+    return run_program(sock, payload, serve_steps)
 
 
 def reference(sock: socket.socket, payload: bytes) -> int:
     """Give the states that a strategy must compute."""
-    return _run(sock, lambda: cloudpickle.loads(payload), serve_reference)
+    return run_program(sock, payload, serve_reference)
 
 
-def gauges(sock: socket.socket, payload: bytes) -> int:
-    """Measure what the machine reaches."""
-    return _run(sock, lambda: cloudpickle.loads(payload), serve_gauges)
+def run_program(sock: socket.socket, payload: bytes, program: Callable[[Any, World, Channel], None]) -> int:
+    """Become a rank and call ``program`` with the pickled job; returns the exit status of the process."""
+    return run_loaded(sock, lambda: cloudpickle.loads(payload), program)
 
 
-def timings(sock: socket.socket, payload: bytes) -> int:
-    """Time a step and its parts when told to."""
-    from apportion.timing import serve_timings  # it brings all that cuts layers, which most runs never need
-
-    return _run(sock, lambda: cloudpickle.loads(payload), serve_timings)
-
-
-def _run(sock: socket.socket, load: Callable[[], Job | Gauging], program: Any) -> int:
+def run_loaded(
+    sock: socket.socket, load: Callable[[], WorkerJob], program: Callable[[Any, World, Channel], None]
+) -> int:
+    """The same as ``run_program`` for a job that ``load`` returns."""
     channel = Channel(sock)
     try:
         job = load()
@@ -83,7 +71,8 @@ def _run(sock: socket.socket, load: Callable[[], Job | Gauging], program: Any) -
     return 0
 
 
-def _train(job: Job, world: World, channel: Channel) -> None:
+def train_job(job: Job, world: World, channel: Channel) -> None:
+    """Train as one rank, under the supervisor's orders, and tell it every event."""
     wish = Wish()
     settled = queue.SimpleQueue[dict[str, Any]]()
     threading.Thread(target=_obey, args=(channel, wish, settled), name="orders", daemon=True).start()
@@ -190,7 +179,7 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 def _package(frame: traceback.FrameSummary) -> str | None:
     """ "apportion" or "library" for installed code, None for the user's own."""
     file = Path(frame.filename)
-    if file.is_relative_to(Path(__file__).parent):
+    if file.is_relative_to(PACKAGE):
         return "apportion"
     installed = any(part in ("site-packages", "dist-packages") for part in file.parts)
     return "library" if installed or frame.filename.startswith("<frozen") or file.is_relative_to(_STANDARD) else None

@@ -15,7 +15,7 @@ from apportion.comm.group import Group
 from apportion.deal import DataShard
 from apportion.errors import ApportionError, MembershipChanged
 from apportion.evaluate import feed, is_factory
-from apportion.randomness import generators_kept
+from apportion.rng import fork_rng
 from apportion.strategy import Step
 from apportion.workload import Evaluation
 
@@ -30,7 +30,7 @@ def try_evaluation(step: Step, evaluation: Evaluation, source: Batches, group: G
     It leaves no trace: buffers are put back, and so are the states of the generators."""
     buffers = [(b, b.detach().clone()) for b in step.model.buffers()]
     try:
-        with generators_kept(step.device):
+        with fork_rng([step.device.index or 0] if step.device.type == "cuda" else ()):
             _try(step, evaluation, source, group)
             group.barrier()  # another rank may have the outputs
     finally:

@@ -7,6 +7,7 @@ system tells how long a process wanted a core and had none.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from apportion.comm.channel import Channel
 from apportion.comm.group import Group
 from apportion.comm.message import broadcast_message
+from apportion.entry import run_program
 from apportion.parallel.passing import Inlet, Outlet
 from apportion.without_core import without_core
 from apportion.world import World
@@ -56,6 +58,11 @@ class Gauging:
     threads: int
     device: str
     replaceable: Literal[False] = False
+
+
+def main(sock: socket.socket, payload: bytes) -> int:
+    """Measure what the machine reaches, as one of the ranks that do."""
+    return run_program(sock, payload, serve_gauges)
 
 
 def serve_gauges(job: Gauging, world: World, channel: Channel) -> None:

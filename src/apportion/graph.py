@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from apportion.effects import Before, drawing_later, draws
+from apportion.effects import Before, draws
 from apportion.open_forward import Given, opened, with_names
+from apportion.rng import fork_rng, gpus_in_use
 from apportion.torch_private import hooked
 from apportion.traced_factories import factories_traced
 from apportion.uncompiled import uncompiled
@@ -100,7 +101,7 @@ class Tracer(fx.Tracer):
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         self._modes = _modes()
-        with uncompiled(), factories_traced(), drawing_later(), self._followed("", root):
+        with uncompiled(), factories_traced(), fork_rng(gpus_in_use()), self._followed("", root):
             graph = super().trace(root, concrete_args)
         self.beside += [f"changes its own {name}" for name, _ in written(graph)] if self._goes_on else []
         return graph

@@ -6,7 +6,7 @@ import copyreg
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,9 +15,13 @@ from apportion import plain_paths
 from apportion.address import load_workload
 from apportion.coarse import moved
 from apportion.parallel.fresh_model import in_precision
+from apportion.policy import Policy
 from apportion.strategy import Strategy
-from apportion.supervise import Policy
 from apportion.workload import Workload
+
+MANY_STEPS = 1_000_000
+"""The number of steps that a schedule is told where steps are only timed: it may refuse to go on where it takes the
+training to be over."""
 
 
 def _module(module: Any) -> Any:
@@ -28,6 +32,22 @@ def _module(module: Any) -> Any:
 # pickled by value, and they are modules of a type that pickle does not know.
 for _kind in (type(torch.ops), type(torch.classes)):
     copyreg.pickle(_kind, _module)
+
+
+class WorkerJob(Protocol):
+    """What a worker process has to know of its job before it becomes a rank."""
+
+    @property
+    def threads(self) -> int:
+        """The number of threads that torch computes with."""
+
+    @property
+    def device(self) -> str | None:
+        """The type of the device, such as "cpu"; None: the best that the host has."""
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether workers may be lost and replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,10 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
+PACKAGE = Path(__file__).resolve().parent
+"""The folder of this package's own code."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -7,13 +7,11 @@ that is such a module itself is followed by hooks: then its layers are known, an
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from apportion import tree
 from apportion.effects import put_into
 from apportion.graph import Unfollowed, arguments, follow, names
+from apportion.rng import fork_rng
 from apportion.torch_private import attention_on_cpu, buffers_of, forward_hook_tables, parameters_of, version_of
 from apportion.uncompiled import uncompiled
 
@@ -108,7 +107,6 @@ def undisturbed(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
     numbers = [(path, module, _numbers(module)) for path, module in modules.items()]
     hooks = _hooks(model)
     devices = sorted({t.device.index or 0 for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"})
-    drawn = random.getstate(), np.random.get_state()
 
     def changed() -> list[str]:
         found = [path for path, holder, name, _, kept in held if _differs(holder.get(name), kept)]
@@ -118,11 +116,9 @@ def undisturbed(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
         return found
 
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices), uncompiled():
+        with torch.no_grad(), fork_rng(devices), uncompiled():
             yield changed
     finally:
-        random.setstate(drawn[0])
-        np.random.set_state(drawn[1])
         with torch.no_grad():
             for _, holder, name, tensor, kept in held:
                 if tensor is not None and kept is not None:

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from apportion.lifetime import PACKAGE
+
 MARKS = ("pyproject.toml", ".git")
 """What the folder of a project holds."""
 CURE = "look at it, and say trust=True (--trust) if it may run"
@@ -64,7 +66,7 @@ def is_installed(file: Path) -> bool:
     if any(part in ("site-packages", "dist-packages") for part in file.parts):
         return True
     # Not resolved: the programs of a virtual environment lie in it, and the Python that they link to does not.
-    ours = (Path(sys.prefix).absolute(), Path(os.__file__).parent, Path(__file__).resolve().parent)
+    ours = (Path(sys.prefix).absolute(), Path(os.__file__).parent, PACKAGE)
     return any(path.is_relative_to(folder) for path in (file, file.resolve()) for folder in ours)
 
 

@@ -144,6 +144,28 @@ class Proof:
         )
 
 
+Answer = Literal["equal", "different", "undecided", "not proved"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """What a run knows of its strategy before it trains."""
+
+    verdict: Answer
+    sentence: str
+    """The answer in words."""
+    seconds: float
+    """Finding out took so many."""
+    remembered: bool = False
+    """Is it an earlier run's?"""
+    plain: tuple[str, ...] = ()
+    """Fast paths that had to be switched off."""
+
+    @property
+    def proved(self) -> bool:
+        return self.verdict == "equal"
+
+
 def verdict_of(difference: float, noise: float, bound: float) -> Verdict:
     """The verdict on one measure: ``difference``, ``noise`` and ``bound`` are shares of the change."""
     if noise == float("inf"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from apportion.batch import own_draws
+from apportion.rng import seeded_rng
 from apportion.strategy import Step
 from apportion.workload import Workload
 from apportion.workload_digest import workload_digest
@@ -11,7 +11,7 @@ from apportion.workload_digest import workload_digest
 def proof_key(workload: Workload, step: Step) -> str | None:
     """The key of this workload; None where something of it cannot be told from another. It leaves no trace in the
     generators."""
-    with own_draws(workload.seed):
+    with seeded_rng(workload.seed):
         network = workload.model()
         example = step.source.dataset[0]
     return workload_digest(workload, network=network, batch=example)

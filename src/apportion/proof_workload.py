@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, TensorDataset
 
-from apportion.batch import own_draws
+from apportion.rng import seeded_rng
 from apportion.short_sequences import with_short_sequences
 from apportion.workload import Parameters, Workload
 
@@ -39,7 +39,7 @@ def few_rows(workload: Workload, rows: int, steps: int, workers: int) -> Workloa
     """The same on so many rows a batch, taken evenly from its data, with an epoch that ends in a short batch where the
     workload's own does, and with as many steps as it has. ``steps``: that will be made of it; an epoch of whole batches
     that is no longer than that stays as it is."""
-    with own_draws(workload.seed):
+    with seeded_rng(workload.seed):
         examples: int = len(workload.open_data())  # type: ignore[arg-type]
     rows = min(rows, workload.batch_size)
     batches = -(-examples // workload.batch_size)
@@ -66,7 +66,7 @@ def short_sequences(workload: Workload) -> Workload:
 def dealt_evenly(workload: Workload, workers: int) -> Workload:
     """The same with as many batches for each worker as for the others. Where each takes whole batches, one that has
     fewer in the last round waits for the others, which a proof has told to make no more steps than it."""
-    with own_draws(workload.seed):
+    with seeded_rng(workload.seed):
         examples: int = len(workload.open_data())  # type: ignore[arg-type]
     steps = workload.total_steps(-(-examples // workload.batch_size))
     return replace(workload, steps=max(1, steps // workers) * workers)

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from apportion.rng import strategy_is_drawing
 from apportion.torch_private import DispatchMode
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-
-
-_seeding = False
-"""Is a seed being drawn for a generator of a rank's own? That is a strategy's draw, and not the network's."""
-
-
-@contextmanager
-def seeding() -> Iterator[None]:
-    """A draw of which the proof does not say that the network makes it."""
-    global _seeding
-    _seeding = True
-    try:
-        yield
-    finally:
-        _seeding = False
 
 
 @contextmanager
@@ -61,30 +47,6 @@ def without_dropout() -> Iterator[set[str]]:
     finally:
         for name, original in originals.items():
             setattr(functional, name, original)
-
-
-@contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
-    """Afterwards torch's generators, Python's and numpy's give what they would have given without it."""
-    with drawn_again(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-
-
-def drawn_again() -> AbstractContextManager[None]:
-    """Within what this gives Python's and numpy's generators give what they would give now; afterwards they go on."""
-    return _as_then(random.getstate(), np.random.get_state())
-
-
-@contextmanager
-def _as_then(python: Any, numbers: Any) -> Iterator[None]:
-    now = random.getstate(), np.random.get_state()
-    random.setstate(python)
-    np.random.set_state(numbers)
-    try:
-        yield
-    finally:
-        random.setstate(now[0])
-        np.random.set_state(now[1])
 
 
 def silence_recurrent_dropout(model: nn.Module) -> set[str]:
@@ -134,7 +96,8 @@ class Observed(DispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if torch.Tag.nondeterministic_seeded in func.tags and not _seeding and _draws(func, args, kwargs or {}):
+        drawing = torch.Tag.nondeterministic_seeded in func.tags
+        if drawing and not strategy_is_drawing() and _draws(func, args, kwargs or {}):
             self.draws.add(name)
         first = result[0] if isinstance(result, tuple | list) and result else result
         if isinstance(first, torch.Tensor) and first.dtype in (torch.float32, torch.bfloat16, torch.float16):

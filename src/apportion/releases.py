@@ -10,8 +10,9 @@ import sys
 import sysconfig
 from functools import cache
 from importlib import metadata
-from pathlib import Path
 from typing import Any
+
+from apportion.lifetime import PACKAGE
 
 _SELF = "apportion"
 
@@ -51,8 +52,7 @@ def importable(value: Any, module: str, name: str) -> bool:
 @cache
 def _own_release() -> str:
     """Of this package, whose files may be edited where they are used."""
-    folder = Path(__file__).parent
-    files = sorted(str(path) for path in folder.rglob("*.py"))
+    files = sorted(str(path) for path in PACKAGE.rglob("*.py"))
     return " ".join([_version(_SELF), *map(_stamp, files)])
 
 

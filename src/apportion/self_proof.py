@@ -13,15 +13,15 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from apportion import plain_paths
 from apportion.allocator import give_back
 from apportion.errors import ApportionError, NotProved
 from apportion.job import Job
-from apportion.proof import Proof
+from apportion.proof import Proof, Settled
 from apportion.proof_time import BUDGET_SHARE, budget
 from apportion.prover import OutOfMemoryError, OutOfTimeError, ProofRequest, prove
 from apportion.strategy import Strategy
@@ -38,27 +38,6 @@ STEPS = 4
 """The number of steps that a proof makes: two epochs of a whole batch and a short one."""
 MOST_STEPS = 17
 """Where ranks average now and then, the proof goes on until they have; up to so many."""
-
-Answer = Literal["equal", "different", "undecided", "not proved"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settled:
-    """What a run knows of its strategy before it trains."""
-
-    verdict: Answer
-    sentence: str
-    """The answer in words."""
-    seconds: float
-    """Finding out took so many."""
-    remembered: bool = False
-    """Is it an earlier run's?"""
-    plain: tuple[str, ...] = ()
-    """Fast paths that had to be switched off."""
-
-    @property
-    def proved(self) -> bool:
-        return self.verdict == "equal"
 
 
 class SelfProof:

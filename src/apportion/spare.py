@@ -27,7 +27,7 @@ class Spare:
     """A spare, from its start on."""
 
     program: ClassVar[str] = "apportion.standby:serve"
-    target: ClassVar[str] = "apportion.entry:train_opened"
+    target: ClassVar[str] = "apportion.standby:train_opened"
     """What a replacement is to call."""
 
     def __init__(self, task: Task) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
 import os
-import random
 import socket
 import sys
 from collections.abc import Iterator
@@ -19,15 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import cloudpickle
-import numpy as np
 import torch
 from torch import nn
 
 from apportion.batch import Batches
+from apportion.entry import run_loaded, train_job
 from apportion.fork_server import Server
 from apportion.job import Job
 from apportion.parallel.one_device import OneDeviceStep
-from apportion.parallel.replica import seed_everything
+from apportion.rng import RngState, seed_everything
 from apportion.spare import UNFIT
 from apportion.workload import Workload
 
@@ -35,11 +33,17 @@ opened: Job | None = None
 """What the processes forked here find."""
 
 
+def train_opened(sock: socket.socket, payload: bytes) -> int:
+    """Run the job that the spare, which this process was forked from, has opened, to its end."""
+    job = opened
+    assert job is not None
+    return run_loaded(sock, lambda: job, train_job)
+
+
 def serve(sock: socket.socket, payload: bytes) -> int:
     """Open the job, and fork what is asked for."""
     global opened
     torch.set_num_threads(1)
-    importlib.import_module("apportion.entry")
     files = _files()
     with _silent(), suppress(Exception):  # whatever it is, the workers have it too
         opened = _open(cloudpickle.loads(payload))
@@ -88,22 +92,19 @@ class _Built:
         seed_everything(workload.seed)
         self._before = _surroundings()
         self._model: nn.Module | None = self._make()
-        self._after = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+        self._after = RngState.now()
 
     def __call__(self) -> nn.Module:
         model, self._model = self._model, None
         if model is None or _surroundings() != self._before:
             return self._make()
-        random.setstate(self._after[0])
-        np.random.set_state(self._after[1])
-        torch.default_generator.set_state(self._after[2])
+        self._after.restore()
         return model
 
 
 def _surroundings() -> object:
     """What a model that is built may depend on, besides the workload."""
-    drawn = random.getstate(), repr(np.random.get_state()), torch.default_generator.get_state().tolist()
-    return drawn, torch.get_default_dtype(), torch.get_default_device()
+    return RngState.now().fingerprint(), torch.get_default_dtype(), torch.get_default_device()
 
 
 @contextmanager

@@ -8,10 +8,8 @@ update.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, final
 
 from apportion.happening import (
     Began,
@@ -26,52 +24,12 @@ from apportion.happening import (
     late_text,
     was_ended,
 )
-from apportion.values import Value
+from apportion.policy import Policy
 
 CAUSE_SECONDS = 1.0
 """After a symptom (a lost peer), how long the cause has to arrive."""
 REPEATS = 3
 """A rank that is lost so often at one step, with no update in between, will be lost there again."""
-
-
-@final
-@dataclass(frozen=True, repr=False)
-class Policy(Value):
-    """How a run is kept safe."""
-
-    checkpoint_every: str | None = None
-    """"30 s", "20 steps" or "1 epoch"; None: every 2 s, or less often where that would cost over 5 % of the time."""
-    keep: int = 2
-    """Checkpoints kept, besides the best."""
-    max_restarts: int = 10
-    """Workers that a run may lose, where its strategy survives that; the next loss ends it, with a checkpoint."""
-    on_loss: Literal["replace", "shrink"] = "replace"
-    """Seat another worker in the place of a lost one, or go on with those who are left."""
-    on_nan: Literal["stop", "warn", "ignore"] = "stop"
-    """What a loss that is not finite does: it ends the run, it is told once, or nothing looks at it. Under "stop" and
-    "warn" a state with a weight that is NaN is never written over a checkpoint."""
-
-    def __post_init__(self) -> None:
-        if self.checkpoint_every is not None:
-            self.interval()
-        if not isinstance(self.keep, int) or self.keep < 1:
-            raise ValueError(f"keep={self.keep!r} must be a whole number of at least 1 checkpoint")
-        if not isinstance(self.max_restarts, int) or self.max_restarts < 0:
-            raise ValueError(f"max_restarts={self.max_restarts!r} must be a whole number of workers, 0 or more")
-        if self.on_loss not in ("replace", "shrink"):
-            raise ValueError(f'on_loss={self.on_loss!r} must be "replace" or "shrink" (go on with fewer workers)')
-        if self.on_nan not in ("stop", "warn", "ignore"):
-            raise ValueError(f'on_nan={self.on_nan!r} must be "stop" (the run ends), "warn" or "ignore"')
-
-    def interval(self) -> tuple[float, str] | None:
-        """(number, "s" | "steps" | "epochs"), None for automatic."""
-        if self.checkpoint_every is None:
-            return None
-        match = re.fullmatch(r"\s*(\d+\.?\d*)\s*(s|steps?|epochs?)\s*", str(self.checkpoint_every))
-        if match is None or float(match[1]) <= 0:
-            raise ValueError(f'checkpoint_every={self.checkpoint_every!r} must be like "30 s", "20 steps" or "1 epoch"')
-        unit = match[2] if match[2] == "s" else match[2].rstrip("s") + "s"
-        return float(match[1]), unit
 
 
 # What to do about it
@@ -229,7 +187,8 @@ class _Seen:
 def _with_losses(seen: _Seen, policy: Policy) -> Action:
     for loss in seen.losses:
         if sum((before.rank, before.step) == (loss.rank, loss.step) for before in seen.before) + 1 >= REPEATS:
-            return Stop(loss.rank, f"{loss.cause}; for the {REPEATS}rd time at step {loss.step}: it is no accident")
+            often = f"it has happened {REPEATS} times at step {loss.step}, which is no accident"
+            return Stop(loss.rank, f"{loss.cause}; {often}")
     if len(seen.before) + len(seen.losses) > policy.max_restarts:
         first, most = seen.losses[0], policy.max_restarts
         return Stop(first.rank, f"{first.cause}; the run may lose no more workers (max_restarts={most}){_RESUME}")

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from apportion.attendant import Attendant, Fault, News, Said
 from apportion.checkpoint import RunDirectory
@@ -18,11 +18,10 @@ from apportion.event import Event
 from apportion.interrupts import Interrupts
 from apportion.job import Job
 from apportion.launch.local import Local
-from apportion.supervise import Finish, Policy, Stop
+from apportion.policy import Policy
+from apportion.proof import Settled
+from apportion.supervise import Finish, Stop
 from apportion.watch import LOOK_SECONDS, Allowance
-
-if TYPE_CHECKING:
-    from apportion.self_proof import SelfProof
 
 SAVE_SECONDS = 3.5
 """After Ctrl-C: how long writing the last update may take."""
@@ -32,10 +31,26 @@ STOP_SECONDS = 120.0
 """After ``break``: how long the step under way and its checkpoint may take."""
 
 
+class RunProof(Protocol):
+    """What proves a run before its first step (``api.run_proof``)."""
+
+    def known(self, asked: Mapping[str, Any]) -> Settled | None:
+        """Returns what an earlier proof has found, or None."""
+
+    def seconds(self, steps: int) -> float:
+        """Returns the seconds that a proof may take before a run of so many steps."""
+
+    def settle(self, asked: Mapping[str, Any]) -> Settled:
+        """Make the proof."""
+
+    def check(self, settled: Settled) -> dict[str, Any]:
+        """Returns the verdict as plain JSON. Raises NotProved where the run must not go on."""
+
+
 class Supervised:
     """One run of a job on this machine's processes."""
 
-    def __init__(self, job: Job, launcher: Local, ranks: int, proof: SelfProof | None = None) -> None:
+    def __init__(self, job: Job, launcher: Local, ranks: int, proof: RunProof | None = None) -> None:
         """``proof``: what a job is asked about that is to prove itself."""
         self._job, self._launcher, self._ranks, self._proof = job, launcher, ranks, proof
         self._crew: Crew | None = None

@@ -3,6 +3,7 @@ measured. Between commands the process sleeps."""
 
 from __future__ import annotations
 
+import socket
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, final
@@ -12,6 +13,7 @@ from torch import nn
 
 from apportion.batch import Batch
 from apportion.comm.channel import Channel, Message
+from apportion.entry import run_program
 from apportion.job import Job
 from apportion.parallel.fused import with_fused_updates
 from apportion.timed_calls import Ran, clock
@@ -39,6 +41,11 @@ CALLS = Runs(quick=3, slow=1)
 """Of layers and parts of them, of which the fastest run counts, the first with them."""
 MOST = 400
 SLOW_SECONDS = 0.1
+
+
+def main(sock: socket.socket, payload: bytes) -> int:
+    """Time a step and its parts when told to, as one of the ranks that do."""
+    return run_program(sock, payload, serve_timings)
 
 
 def serve_timings(job: Job, world: World, channel: Channel) -> None:

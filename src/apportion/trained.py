@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +20,7 @@ from apportion import ownership
 from apportion.address import load_workload
 from apportion.checkpoint import RunDirectory, model_files, read_model
 from apportion.errors import CheckpointError
+from apportion.rng import fork_rng, gpus_in_use, seed_host
 from apportion.workload import Workload
 
 _T = TypeVar("_T")
@@ -133,19 +132,11 @@ def _build(run: RunDirectory, make: Callable[[], nn.Module] | None, trust: bool)
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """torch, numpy and Python start from the seed, as in a worker; afterwards they go on where they were."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices):
-            torch.default_generator.manual_seed(seed)
-            if devices:
-                torch.cuda.manual_seed_all(seed)
-            random.seed(seed)
-            np.random.seed(seed & 0xFFFFFFFF)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+    with fork_rng(gpus_in_use()):
+        seed_host(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
+        yield
 
 
 def _workload(run: RunDirectory, about: Mapping[str, Any], trust: bool) -> Workload:

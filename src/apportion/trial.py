@@ -13,7 +13,7 @@ import numpy as np
 from apportion.comm.channel import Message
 from apportion.crew import Crew
 from apportion.errors import WorkerFailed
-from apportion.job import Job
+from apportion.job import MANY_STEPS, Job
 from apportion.launch.local import Local
 from apportion.strategy import Strategy
 from apportion.workload import Workload
@@ -26,8 +26,6 @@ ROUNDS, LEAST_ROUNDS = 20, 4
 """Of turns: in four a coin does not fall on one side by chance, at 90 %."""
 BEHIND = 1.5
 """Who takes so many times as long as the fastest is not measured to the end."""
-MANY_STEPS = 1_000_000
-"""What a schedule is told: it may refuse to go on where it takes the training to be over."""
 
 
 @dataclass(frozen=True, kw_only=True)

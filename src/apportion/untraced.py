@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from apportion.effects import HOLDERS
+from apportion.lifetime import PACKAGE
 from apportion.torch_private import pytree
 
 _TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(__file__).parent)
+_OWN = str(PACKAGE)
 
 
 def reason(error: BaseException) -> str:

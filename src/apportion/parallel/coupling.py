@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from apportion import tree
-from apportion.effects import drawing_later
 from apportion.parallel.batch_functions import by_class, own_forwards
 from apportion.parallel.coupling_run import Called, Copied, Part, Ran
+from apportion.rng import fork_rng, gpus_in_use
 from apportion.uncompiled import uncompiled
 from apportion.workload import Workload
 
@@ -68,7 +68,7 @@ def refuse_coupling(model: nn.Module, workload: Workload, rows: Rows, *, strateg
 
 def _look(model: nn.Module, workload: Workload, rows: Rows, strategy: str, *, judges: bool) -> list[str]:
     """The modules that call functions which take batch statistics."""
-    with drawing_later(), warnings.catch_warnings(), uncompiled():
+    with fork_rng(gpus_in_use()), warnings.catch_warnings(), uncompiled():
         warnings.simplefilter("ignore")
         copied, problem = _looked(model, workload, rows, judges=judges)
     if problem is not None:

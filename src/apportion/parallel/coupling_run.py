@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from apportion import tree
 from apportion.effects import Before, draws
 from apportion.parallel.batch_functions import normalisation
-from apportion.parallel.replica import seed_everything
+from apportion.rng import seed_everything
 from apportion.torch_private import DropoutBase
 from apportion.workload import Workload
 

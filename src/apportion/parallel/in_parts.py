@@ -20,7 +20,7 @@ from apportion.parallel.part import Part
 from apportion.parallel.pieces import Piece
 from apportion.parallel.replica import Replica
 from apportion.parallel.whole_batch import normalises, refuse_coupled
-from apportion.randomness import drawn_again
+from apportion.rng import RngState, plain_rng_from
 
 
 @final
@@ -70,7 +70,7 @@ def checkpointed(run: Callable[..., Any], *values: Any, **named: Any) -> Any:
         values, named = tree.map_tensors(Tensor.clone, (values, named))
         return run(*values, **named)
 
-    drawn = drawn_again()
+    drawn = plain_rng_from(RngState.now())
     return checkpoint(again, *values, use_reentrant=False, context_fn=lambda: (nullcontext(), drawn), **named)
 
 

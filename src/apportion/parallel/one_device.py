@@ -11,7 +11,8 @@ from torch import Tensor
 from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
 from apportion.parallel.closure import Closure
-from apportion.parallel.replica import Replica, seed_everything
+from apportion.parallel.replica import Replica
+from apportion.rng import seed_everything
 from apportion.strategy import State, Step, batches
 from apportion.workload import Workload
 

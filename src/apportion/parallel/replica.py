@@ -23,6 +23,7 @@ from apportion.parallel.carry import Carry
 from apportion.parallel.forward_state import ForwardState
 from apportion.parallel.fresh_model import fresh_model
 from apportion.plain import from_plain, to_plain
+from apportion.rng import seed_everything
 from apportion.strategy import State
 from apportion.torch_private import mark_stepped
 from apportion.workload import Workload
@@ -30,13 +31,6 @@ from apportion.workload import Workload
 SETTLE_SECONDS = 2.0
 """How long a state that is asked for in the middle of an update waits for its end."""
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def seed_everything(seed: int) -> None:
-    """torch, numpy and Python start from the workload's seed, the same on every rank."""
-    torch.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)
 
 
 class Replica:

@@ -34,9 +34,9 @@ from apportion.parallel.fresh_model import refuse_renormalising
 from apportion.parallel.gradients import GradientSum
 from apportion.parallel.kept_parts import KeptParts, whole
 from apportion.parallel.places import Place, how_many, how_many_are_left, whole_network
-from apportion.parallel.replica import seed_everything
 from apportion.parallel.split import SplitStep
 from apportion.replica_digest import Replicated
+from apportion.rng import seed_everything
 from apportion.strategy import State, Step, Strategy
 from apportion.torch_private import BatchNormBase
 from apportion.workload import Workload, examples

@@ -27,7 +27,7 @@ from apportion.comm.group import Group
 from apportion.deal import mix
 from apportion.parallel.products import linear_form
 from apportion.parallel.slices import Slicer, shares
-from apportion.randomness import seeding
+from apportion.rng import strategy_draws
 
 
 class _SumInPlace(Function):
@@ -134,7 +134,7 @@ class OwnDraws:
         return self
 
     def __enter__(self) -> None:
-        with seeding():
+        with strategy_draws():
             drawn = torch.randint(2**62, (), generator=self._generator, device=self._generator.device)
         self._state = self._generator.get_state()
         self._generator.manual_seed(mix(int(drawn), self._rank, self._number))

@@ -39,10 +39,11 @@ from apportion.parallel.kept_parts import KeptParts, whole
 from apportion.parallel.part import MakePart
 from apportion.parallel.pieces import Layout, Piece
 from apportion.parallel.plain_model import PlainModel
-from apportion.parallel.replica import Replica, seed_everything
+from apportion.parallel.replica import Replica
 from apportion.parallel.splittable import refuse_optimizers, refuse_workload
 from apportion.parallel.spread import Spread
 from apportion.replica_digest import Replicated
+from apportion.rng import seed_everything
 from apportion.strategy import State, Step
 from apportion.uncompiled import as_written, uncompiled
 from apportion.workload import Workload

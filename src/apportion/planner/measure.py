@@ -79,7 +79,7 @@ def _awaiting(chosen: list[Place]) -> Iterator[dict[Place, Crew]]:
         for place in chosen:
             launcher = Local(workers=place.workers, threads=place.threads, device=place.kind)
             job = Gauging(threads=place.threads, device=place.kind)
-            crews[place] = Crew(launcher, "apportion.entry:gauges", job, place.workers)
+            crews[place] = Crew(launcher, "apportion.gauge:main", job, place.workers)
             crews[place].answers("ready", _ANSWER_SECONDS)
         yield crews
     finally:

@@ -11,8 +11,8 @@ from statistics import quantiles
 import torch
 
 from apportion.comm.message import gather_messages
+from apportion.job import MANY_STEPS
 from apportion.strategy import Step, Strategy, batches
-from apportion.trial import MANY_STEPS
 from apportion.values import parse
 from apportion.workload import Workload
 from apportion.world import World

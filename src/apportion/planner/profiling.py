@@ -26,12 +26,11 @@ from typing import Any
 from apportion.cluster import Cluster, Device
 from apportion.comm.channel import Message
 from apportion.crew import Crew
-from apportion.job import Job
+from apportion.job import MANY_STEPS, Job
 from apportion.launch.local import Local
 from apportion.planner.profiled import Found, made, mean, scaled
 from apportion.pricing.layout import Layout
 from apportion.profile import Pass, Profile, Timing
-from apportion.trial import MANY_STEPS
 from apportion.values import find
 from apportion.workload import Workload
 
@@ -139,7 +138,7 @@ class _Measuring:
             device=here.kind,
             changes={"steps": MANY_STEPS},
         )
-        self._crew = Crew(launcher, "apportion.entry:timings", job, setting.together)
+        self._crew = Crew(launcher, "apportion.timing:main", job, setting.together)
 
     def __enter__(self) -> _Measuring:
         self._crew.answers("ready", ANSWER_SECONDS)

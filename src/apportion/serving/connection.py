@@ -19,7 +19,7 @@ from typing import Literal, Protocol, cast
 
 from apportion.serving.arena import Lease
 from apportion.serving.chunks import Chunks
-from apportion.serving.deadline import Overloaded
+from apportion.serving.errors import Overloaded
 from apportion.serving.head import END, MOST_BYTES, Head, HeadReader
 from apportion.serving.reply import Reply, Wrong
 from apportion.serving.unread import LEAST_RATE, Unread

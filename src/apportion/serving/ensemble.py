@@ -13,7 +13,8 @@ from statistics import median
 from apportion.serving.aggregation import Aggregation, combined
 from apportion.serving.arena import Lease
 from apportion.serving.datatypes import Array
-from apportion.serving.deadline import Answer, DeadlineExceeded, Gathering, NoQuorum, Overloaded
+from apportion.serving.deadline import Answer, Gathering
+from apportion.serving.errors import DeadlineExceeded, NoQuorum, Overloaded
 from apportion.serving.frames import Placed
 from apportion.serving.seat import Seat
 from apportion.serving.work import Lost, Outcome, Refused, Work

@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 
 from apportion.serving.arena import Arena
-from apportion.serving.deadline import Overloaded
 from apportion.serving.ensemble import Ensemble, Result
+from apportion.serving.errors import Overloaded
 from apportion.serving.head import Head
 from apportion.serving.hosts import Hosts
 from apportion.serving.inference import VERSION, Inference, defect, reply_to

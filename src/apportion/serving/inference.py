@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from apportion.serving.arena import ALIGNED, Lease
-from apportion.serving.deadline import DeadlineExceeded, NoQuorum, Overloaded, expires
-from apportion.serving.ensemble import Asking, Question, Result
+from apportion.serving.arena import ALIGNED, Arena, Lease
+from apportion.serving.deadline import expires
+from apportion.serving.ensemble import Asking, Ensemble, Question, Result
+from apportion.serving.errors import DeadlineExceeded, NoQuorum, Overloaded
 from apportion.serving.frames import INLINE_BYTES, placed
 from apportion.serving.head import Head, number
 from apportion.serving.log import log
@@ -25,9 +26,8 @@ from apportion.serving.protocol import (
     write_response,
 )
 from apportion.serving.reply import Reply, Wrong
-
-if TYPE_CHECKING:
-    from apportion.serving.http import App
+from apportion.serving.serving import Serving
+from apportion.serving.unread import Unread
 
 VERSION = "1"
 BINARY = b"application/octet-stream"
@@ -38,10 +38,42 @@ LEFT = 499
 _HEADER = HEADER.lower().encode()
 
 
+class InferServer(Protocol):
+    """What a request for inference needs of the server that has taken it."""
+
+    @property
+    def ensemble(self) -> Ensemble:
+        """The members that compute the answer."""
+
+    @property
+    def serving(self) -> Serving:
+        """The server's settings: its limits and deadlines."""
+
+    @property
+    def inbox(self) -> Arena:
+        """The shared memory that bodies are read into."""
+
+    @property
+    def unread(self) -> Unread:
+        """The answers that clients have not read yet."""
+
+    busy: int
+    """The number of requests for inference that are being answered."""
+
+    def specs(self, model: str) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
+        """Returns the inputs and the outputs of a model."""
+
+    def noted(self, reply: Reply, model: str, began: float, result: Result | None = None) -> Reply:
+        """Returns the response, which is counted once it is sent."""
+
+    def note(self, model: str, status: int, seconds: float, result: Result | None) -> None:
+        """Count a request that has been answered."""
+
+
 class Inference:
     """It takes a place among those that are answered, until it is over."""
 
-    def __init__(self, app: App, head: Head, model: str, names: tuple[str, ...], began: float) -> None:
+    def __init__(self, app: InferServer, head: Head, model: str, names: tuple[str, ...], began: float) -> None:
         if head.encoding != b"identity":
             raise Wrong(415, f"content-encoding {head.encoding[:40].decode('latin-1')!r} is not read: send it as it is")
         self._json_bytes = None if head.json_bytes is None else number(_HEADER, head.json_bytes)

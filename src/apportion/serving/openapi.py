@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Any
 
-import apportion
 from apportion.serving.datatypes import DATATYPES
 from apportion.serving.ensemble import Ensemble
 from apportion.serving.protocol import HEADER, MOST_DIMS, MOST_TIMEOUT
@@ -34,7 +34,11 @@ def document(ensemble: Ensemble, serving: Serving) -> dict[str, Any]:
         paths[f"{base}/infer"] = {"parameters": where, "post": _infer()}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "apportion serve", "version": apportion.__version__, "summary": "Open Inference Protocol V2"},
+        "info": {
+            "title": "apportion serve",
+            "version": metadata.version("apportion"),
+            "summary": "Open Inference Protocol V2",
+        },
         "paths": paths,
         "components": {"schemas": _schemas(serving)},
     }

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from apportion.serving.batching import Pace, together
 from apportion.serving.breaker import Breaker
 from apportion.serving.child import Child
-from apportion.serving.deadline import Overloaded
+from apportion.serving.errors import Overloaded
 from apportion.serving.frames import Frame, Kind, Placed, encode
 from apportion.serving.program import Expired, Spec
 from apportion.serving.source import Source

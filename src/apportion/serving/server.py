@@ -13,10 +13,10 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import apportion
 from apportion.allocator import return_large
 from apportion.errors import ApportionError
 from apportion.serving.arena import Arena
@@ -130,7 +130,8 @@ async def _serve(sources: Sequence[Source], serving: Serving, folder: Path, sock
     try:
         shown = pages(staffed, serving, inbox, metrics)
         hosts = Hosts(serving.host, sock.getsockname()[0], serving.names)
-        app = App(staffed.ensemble, serving, inbox, metrics, version=apportion.__version__, pages=shown, hosts=hosts)
+        version = metadata.version("apportion")
+        app = App(staffed.ensemble, serving, inbox, metrics, version=version, pages=shown, hosts=hosts)
         return await _answer(app, staffed, sock)
     finally:
         await staffed.staff.close()

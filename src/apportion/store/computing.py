@@ -17,9 +17,10 @@ from apportion.batch import Batch, Batches
 from apportion.deal import DataShard
 from apportion.parallel.forward_state import Place, moved
 from apportion.parallel.fresh_model import refuse_renormalising, refuse_tied_by_memory
-from apportion.parallel.replica import Replica, called, seed_everything
+from apportion.parallel.replica import Replica, called
 from apportion.parallel.split import SplitStep
 from apportion.plain import from_plain, to_plain
+from apportion.rng import seed_everything
 from apportion.store.flat import FlatModel, HyperTable
 from apportion.store.layout import Layout
 from apportion.store.memory import Array

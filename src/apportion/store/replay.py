@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from apportion.batch import Batches
-from apportion.parallel.replica import Replica, seed_everything
+from apportion.parallel.replica import Replica
+from apportion.rng import seed_everything
 from apportion.store.computing import WHOLE, Worker, refuse
 from apportion.store.downpour import Rhythm
 from apportion.store.log import Log, Pushed

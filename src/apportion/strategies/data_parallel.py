@@ -51,11 +51,12 @@ from apportion.parallel.gradients import LARGE_BYTES, GradientSum, early_bytes
 from apportion.parallel.one_device import reference
 from apportion.parallel.places import check_of, check_replicas
 from apportion.parallel.recovery import agree
-from apportion.parallel.replica import Replica, seed_everything
+from apportion.parallel.replica import Replica
 from apportion.parallel.replicas import ReplicatedStep
 from apportion.parallel.shared_update import SharedUpdate, unsuited
 from apportion.parallel.shares import MeasuredShares
 from apportion.replica_digest import Replicated, apart_from
+from apportion.rng import seed_everything
 from apportion.strategy import Held, State, Step, Strategy, held
 from apportion.workload import Workload, examples
 from apportion.world import World

@@ -41,7 +41,7 @@ from apportion.parallel.coupling import refuse_coupling, whole_batch_functions
 from apportion.parallel.forward_state import moved
 from apportion.parallel.loss_share import LossShare
 from apportion.parallel.one_device import reference
-from apportion.parallel.replica import Replica, called, seed_everything
+from apportion.parallel.replica import Replica, called
 from apportion.parallel.shardable import NOT_ELEMENTWISE, WHOLE_KERNEL, refuse_layers, refuse_optimizer
 from apportion.pricing import sharded
 from apportion.pricing.collectives import all_reduce
@@ -52,6 +52,7 @@ from apportion.pricing.refusals import must_be_whole, must_feed
 from apportion.pricing.shares import call_seconds, computed, dealt, layer_seconds, updating
 from apportion.profile import Profile
 from apportion.replica_digest import Replicated
+from apportion.rng import seed_everything
 from apportion.strategy import Held, State, Step, Strategy
 from apportion.workload import Workload
 from apportion.world import World

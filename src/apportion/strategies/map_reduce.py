@@ -46,7 +46,7 @@ from apportion.parallel.gradient_hooks import GradientHooks
 from apportion.parallel.gradients import LARGE_BYTES, GradientSum
 from apportion.parallel.kept import Kept
 from apportion.parallel.one_device import reference
-from apportion.parallel.replica import Replica, seed_everything
+from apportion.parallel.replica import Replica
 from apportion.pricing.collectives import all_reduce
 from apportion.pricing.cost import Cost
 from apportion.pricing.layout import Layout
@@ -55,6 +55,7 @@ from apportion.pricing.refusals import must_feed
 from apportion.pricing.shares import computed, dealt
 from apportion.profile import Profile
 from apportion.replica_digest import Replicated
+from apportion.rng import seed_everything
 from apportion.strategy import State, Step, Strategy
 from apportion.workload import Workload, examples
 from apportion.world import World

@@ -20,11 +20,11 @@ from apportion.launch.env import Env
 from apportion.launch.local import Local
 from apportion.planner.decision import Decision, Planning, next_best
 from apportion.planner.drift import Watch
+from apportion.policy import Policy
 from apportion.proof_time import STARTED_SECONDS
 from apportion.report import Journal
 from apportion.single_writer import single_writer
 from apportion.strategy import Strategy
-from apportion.supervise import Policy
 from apportion.supervisor import Supervised
 from apportion.trial import candidate
 from apportion.worker import work

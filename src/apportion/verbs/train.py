@@ -16,8 +16,8 @@ from apportion.values import parse
 
 if TYPE_CHECKING:
     from apportion.event import Event
+    from apportion.policy import Policy
     from apportion.strategy import Strategy
-    from apportion.supervise import Policy
     from apportion.workload import Workload
 
 Launcher = Local | Env
@@ -69,7 +69,7 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
         raise ValueError("resume=True needs run_dir: the directory of the run to go on with")
     # What a run needs, who only imports this package does without.
     from apportion.planner.decision import Planning
-    from apportion.supervise import Policy
+    from apportion.policy import Policy
     from apportion.verbs import running
 
     if strategy is None and resume and run_dir is not None:
