@@ -38,9 +38,9 @@ from parked import DEADLINE, Side, SideFailed
 from table import main, measured
 
 import apportion
-from apportion import trial
-from apportion.planner.predicting import offered
-from apportion.planner.refine import refine
+from apportion.planner.predict import offered
+from apportion.planner.trials import trial
+from apportion.planner.trials.tune import refine
 
 HERE = Path(__file__).resolve().parent
 DIGITS, CIFAR10 = (str(HERE.parent / "examples" / f"{name}.py:workload") for name in ("digits", "cifar10"))

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from apportion.address import load_workload
+from apportion.core.address import load_workload
 
 STEPS = 10**9
 IN_MEMORY = 1

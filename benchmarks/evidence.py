@@ -36,9 +36,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from apportion import Evaluation, Policy, Workload, run
+from apportion.core.value import find
 from apportion.errors import ApportionError
-from apportion.launch.local import Local
-from apportion.values import find
+from apportion.runtime.launch.local import Local
 
 STRATEGIES = (
     "single_device", "data_parallel", "fully_sharded", "map_reduce", "local_sgd", "parameter_server", "hogwild",

@@ -7,8 +7,8 @@ from statistics import mean, median
 from parked import SideFailed
 
 from apportion.errors import WorkerFailed
-from apportion.launch.local import Local
-from apportion.trial import candidate, parked
+from apportion.planner.trials.trial import candidate, parked
+from apportion.runtime.launch.local import Local
 
 AT_ONCE = 5
 """Candidates whose processes wait side by side: memory is for no more."""
@@ -37,7 +37,8 @@ class Point:
 
 
 def here(found):
-    """Candidates (see `apportion.trial`) of those that were priced for this machine, with the price of each."""
+    """Candidates (see `apportion.planner.trials.trial`) of those that were priced for this machine, with the price of
+    each."""
     chosen = {}
     for p in found:
         if p.cost is not None and isinstance(p.launcher, Local):

@@ -1,7 +1,7 @@
 """A network of 200 different layers, and 64 devices of two kinds, for the time that a plan takes. All made up."""
 
-from apportion.cluster import Cluster, Device, Link, Rate
-from apportion.profile import LayerProfile, Profile
+from apportion.cost_model.cluster import Cluster, Device, Link, Rate
+from apportion.cost_model.profile import LayerProfile, Profile
 
 LAYERS, HOSTS = 200, 8
 

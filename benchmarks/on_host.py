@@ -21,10 +21,10 @@ from endless import endless
 from parked import settle
 
 from apportion import World
-from apportion.address import load_workload
-from apportion.allocator import keep_what_is_freed
+from apportion.core.address import load_workload
+from apportion.core.value import parse
 from apportion.errors import ApportionError
-from apportion.values import parse
+from apportion.process import keep_what_is_freed
 
 SLOWEST, FASTEST = 1e5, 1e10
 """Bytes/s of the cables that are looked at."""
@@ -60,7 +60,7 @@ class Rank:
         return time.perf_counter() - start
 
     def planned(self, *, trial):
-        from apportion.planner.launch_plan import plan_launched  # what only makes steps needs no planner
+        from apportion.planner.launched_plan import plan_launched  # what only makes steps needs no planner
 
         return plan_launched(load_workload(self.address), self.world, trial=trial)
 

@@ -12,9 +12,9 @@ from endless import endless, in_memory
 from parked import serve, settle
 
 from apportion import World, batches
-from apportion.allocator import keep_what_is_freed
-from apportion.parallel import pages, shared_update
-from apportion.values import parse
+from apportion.core.value import parse
+from apportion.parallel.shared_weights import layout, update
+from apportion.process import keep_what_is_freed
 
 
 def slowed(step):
@@ -34,7 +34,7 @@ def main(address, strategy, batch_size=None, *options):
     settle()
     keep_what_is_freed()  # as its workers do
     if "one_version" in options:
-        pages.VERSIONS = shared_update.VERSIONS = 1
+        layout.VERSIONS = update.VERSIONS = 1
     workload, world = endless(address, batch_size), World.from_env(device="cpu")
     step = parse(strategy, "apportion.strategies").build(workload, world)
     if "slowed" in options and world.rank == 1:

@@ -10,9 +10,9 @@ have them.
 
 import re
 
-from apportion.cluster import Cluster, Device, Link, Rate
-from apportion.pricing.partition import Work
-from apportion.profile import LayerProfile, Profile, Timing
+from apportion.cost_model.cluster import Cluster, Device, Link, Rate
+from apportion.cost_model.partitioning import Work
+from apportion.cost_model.profile import LayerProfile, Profile, Timing
 
 BATCH_SIZE = 128
 """Of a worker, in the profiles of VGG-16 and ResNet-50."""

@@ -34,12 +34,12 @@ from parked import SideFailed
 from table import main, result
 
 import apportion
-from apportion.address import load_workload
+from apportion.core.address import load_workload
 from apportion.errors import ApportionError
-from apportion.planner.measure import measure
-from apportion.planner.profiling import profile
 from apportion.planner.search import places_of
-from apportion.trial import candidate
+from apportion.planner.trials.trial import candidate
+from apportion.profiler.measure_cluster import measure
+from apportion.profiler.measure_workload import profile
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent / "examples"

@@ -68,7 +68,7 @@ def within(limit, figure):
 
 def stages(name, published):
     """Replicas of the first stage; the ratio is 1 where all stages have as many as published, else 0."""
-    from apportion.pricing.partition import replicated
+    from apportion.cost_model.partitioning import replicated
 
     profile = pipedream.read(file(f"pipedream-{name}-graph.txt"))
     replicas = [stage.replicas for stage in replicated(pipedream.works(profile), WORKERS, BITS_PER_SECOND / 8)[0]]

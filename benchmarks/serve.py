@@ -46,8 +46,8 @@ from table import main, measured
 from torch import nn
 
 import apportion
-from apportion.ort import session
-from apportion.serving.protocol import HEADER, Named, read_response, write_request
+from apportion.exporting.onnxruntime_session import session
+from apportion.serving.protocol.v2 import HEADER, Named, read_response, write_request
 
 EXAMPLES = HERE.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))

@@ -27,7 +27,7 @@ from parked import SideFailed, free_port
 from serve_sides import HERE, START_SECONDS, Row, chosen, client, image, nets, result, served, small_cnn
 
 import apportion
-from apportion.ort import session
+from apportion.exporting.onnxruntime_session import session
 
 PATH = "/v2/models/net/infer"
 HEADERS = {"content-type": "application/json"}

@@ -17,7 +17,7 @@ import torch
 from parked import SideFailed
 from torch import nn
 
-from apportion.serving.protocol import HEADER, Named, write_request
+from apportion.serving.protocol.v2 import HEADER, Named, write_request
 
 HERE = Path(__file__).resolve().parent
 START_SECONDS = 120.0

@@ -15,10 +15,10 @@ from parked import serve, settle
 from torch import nn
 
 from apportion import World
-from apportion.store.layout import Layout
-from apportion.store.memory import Extent, Memory
-from apportion.store.session import Server, Sessions
-from apportion.store.store import Contents, Store
+from apportion.parallel.parameter_store.protocol import Server, Sessions
+from apportion.parallel.parameter_store.shard_layout import Layout
+from apportion.parallel.parameter_store.store import Contents, Store
+from apportion.parallel.parameter_store.store_memory import Extent, Memory
 
 
 def shared_store(nbytes, world, *, shards=None, lock_free=False, servers=0):

@@ -14,7 +14,7 @@ from parked import serve, settle
 from torch.autograd.profiler import profile
 
 from apportion import World, batches
-from apportion.values import parse
+from apportion.core.value import parse
 
 
 class Meter:

@@ -13,11 +13,11 @@ from functools import cache
 from random import Random
 from statistics import mean
 
-from apportion.cluster import Cluster, Device, Link, Rate
-from apportion.pricing.fit import fitted
-from apportion.pricing.layout import Layout
-from apportion.pricing.mesh import Mesh
-from apportion.pricing.transformer import Transformer
+from apportion.cost_model.cluster import Cluster, Device, Link, Rate
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.published.fit import fitted
+from apportion.cost_model.published.mesh import Mesh
+from apportion.cost_model.published.transformer import Transformer
 
 VOCABULARY = 51_200
 DATA_SHEET = {

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from apportion.cluster import Cluster, Device, Link, Port, Rate
-from apportion.pricing.layout import Layout
-from apportion.profile import LayerProfile, Profile, Timing
-from apportion.strategy import Strategy
+from apportion.core.strategy import Strategy
+from apportion.cost_model.cluster import Cluster, Device, Link, Port, Rate
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import LayerProfile, Profile, Timing
 
 GB = 10**9
 ROWS = 100

@@ -18,7 +18,7 @@ import torch
 from browsers import BROWSER, Browser
 from leaks import Watch
 
-from apportion.template import Template
+from apportion.runtime.spawn.template import Template
 
 Within = Callable[[float, str], AbstractContextManager[None]]
 Eventually = Callable[..., None]
@@ -55,7 +55,7 @@ def one_thread() -> None:
 def no_proof_before_a_run() -> Iterator[None]:
     """What a run computes is proved by the tests of its strategy: a run in a test does not prove itself as well, unless
     the test says ``check=True``."""
-    from apportion.verbs.train import run
+    from apportion.api.train import run
 
     defaults = run.__kwdefaults__
     assert defaults["check"] is True

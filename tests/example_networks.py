@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from apportion import Workload
-from apportion.address import load_workload
+from apportion.core.address import load_workload
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 examples: dict[str, Callable[[int], Workload]] = {}

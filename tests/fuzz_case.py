@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from apportion.serving.datatypes import objects
-from apportion.serving.protocol import HEADER, Named, write_request
+from apportion.serving.protocol.datatypes import objects
+from apportion.serving.protocol.v2 import HEADER, Named, write_request
 
 CLOSED = 0
 """The connection was closed, and nothing answered."""

@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import apportion
-from apportion import Workload, supervisor
-from apportion.crew import Crew
-from apportion.launch.local import Local
-from apportion.strategy import Strategy
-from apportion.verbs import running as verb
+from apportion import Workload
+from apportion.api import running as verb
+from apportion.core.strategy import Strategy
+from apportion.runtime.launch.local import Local
+from apportion.runtime.supervisor import run as supervisor
+from apportion.runtime.supervisor.worker_pool import Crew
 
 
 def faults_of(

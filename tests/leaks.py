@@ -22,7 +22,7 @@ GRACE_SECONDS = 2.0
 
 SHARED_MEMORY = Path("/dev/shm")
 HELPERS = (
-    "apportion.template",
+    "apportion.runtime.spawn.template",
     "warm_template.py",
     "model_template.py",
     "multiprocessing.resource_tracker",

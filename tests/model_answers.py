@@ -19,10 +19,10 @@ from ranks import by_value
 
 import apportion
 from apportion import Workload
+from apportion.core.value import find, names
 from apportion.errors import ApportionError
-from apportion.proof import FLOOR
-from apportion.template import Template, close_template
-from apportion.values import find, names
+from apportion.runtime.proof.proof import FLOOR
+from apportion.runtime.spawn.template import Template, close_template
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 STRATEGIES = tuple(

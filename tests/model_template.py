@@ -9,7 +9,7 @@ import warm_template
 
 
 def main() -> None:
-    """``python model_template.py FD DRIVER_PID``, as ``apportion.template`` is called."""
+    """``python model_template.py FD DRIVER_PID``, as ``apportion.runtime.spawn.template`` is called."""
     warnings.simplefilter("ignore", FutureWarning)  # of transformers, when it is asked about itself by peft
     for workload in real_models.MODELS.values():
         workload.model()

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from apportion import Workload
-from apportion.deal import DataShard
-from apportion.parallel.one_device import OneDeviceStep
+from apportion.comm.world import World
+from apportion.core.sampler import DataShard
+from apportion.core.strategy import State, Step, Strategy
+from apportion.parallel.replica.single_process import OneDeviceStep
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.parameter_server import ParameterServer
-from apportion.strategy import State, Step, Strategy
-from apportion.world import World
 
 
 @dataclass(frozen=True, repr=False)

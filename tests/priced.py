@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from apportion.cluster import Cluster, Device, Link, Rate
-from apportion.pricing.layout import Layout
-from apportion.profile import LayerProfile, Profile, Timing
+from apportion.cost_model.cluster import Cluster, Device, Link, Rate
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import LayerProfile, Profile, Timing
 
 
 def layer(name: str, parameters: int, rows: int, **other: Any) -> LayerProfile:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from apportion.proof import Proof, Round
+from apportion.runtime.proof.proof import Proof, Round
 
 EXACT = 1e-10
 

@@ -15,9 +15,9 @@ import cloudpickle
 import torch
 
 from apportion.comm.channel import Channel
-from apportion.crew import Crew
-from apportion.launch.local import Local
-from apportion.world import World
+from apportion.comm.world import World
+from apportion.runtime.launch.local import Local
+from apportion.runtime.supervisor.worker_pool import Crew
 
 SECONDS = 60.0
 
@@ -44,7 +44,7 @@ def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[
 
 def run(sock: socket.socket, payload: bytes) -> int:
     """A rank's side."""
-    from apportion.entry import _report
+    from apportion.runtime.worker.entry import _report
 
     channel = Channel(sock)
     try:

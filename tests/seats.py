@@ -22,10 +22,10 @@ import torch
 from apportion import Strategy, Workload, batches
 from apportion.comm.channel import Channel, Lines, SharedMemory
 from apportion.comm.membership import Membership
+from apportion.comm.world import World
+from apportion.core.strategy import State, Step
 from apportion.errors import MembershipChanged
-from apportion.lifetime import die_with_parent
-from apportion.strategy import State, Step
-from apportion.world import World
+from apportion.process import die_with_parent
 
 DEADLINE_SECONDS = 100.0
 

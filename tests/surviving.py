@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from apportion import Evaluation, Workload
-from apportion.batch import Batch, Batches
-from apportion.deal import DataShard
+from apportion.comm.world import World
+from apportion.core.data.batch import Batch, Batches
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
+from apportion.core.strategy import State, Step, Strategy
 from apportion.errors import StateLost
-from apportion.parallel.one_device import reference
-from apportion.parallel.replica import Replica
-from apportion.rng import seed_everything
+from apportion.parallel.replica.replica import Replica
+from apportion.parallel.replica.single_process import reference
 from apportion.strategies.data_parallel import DataParallel
-from apportion.strategy import State, Step, Strategy
-from apportion.world import World
 
 VERSION_BYTES = 1 << 20
 

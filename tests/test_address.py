@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import apportion
-from apportion.address import check_place, load_workload
+from apportion.core.address import check_place, load_workload
 
 DIGITS = str(Path(__file__).parent.parent / "examples" / "digits.py")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from apportion.serving.aggregation import check_aggregation, check_outputs, combined
+from apportion.serving.ensemble.aggregation import check_aggregation, check_outputs, combined
 
 A, B, C = (np.array([row], dtype=np.float32) for row in ([1, 2, 9], [3, 8, 1], [5, 5.5, 2]))
 

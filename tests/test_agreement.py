@@ -7,9 +7,10 @@ import itertools
 import pytest
 import torch
 
-from apportion import Policy, agreement
-from apportion.agreement import Agreement, Wish
+from apportion import Policy
 from apportion.comm.group import Alone
+from apportion.runtime.worker import coordination
+from apportion.runtime.worker.coordination import Agreement, Wish
 
 
 class Clock:
@@ -28,7 +29,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(agreement, "time", clock)
+    monkeypatch.setattr(coordination, "time", clock)
     return clock
 
 

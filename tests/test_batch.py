@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-import apportion.batch
+import apportion.core.data.batch
 from apportion import Workload
-from apportion.batch import Batches
-from apportion.deal import DataShard
+from apportion.core.data.batch import Batches
+from apportion.core.sampler import DataShard
 
 
 def source(
@@ -78,7 +78,7 @@ def test_the_shards_of_a_batch_are_the_batch(n: int, batch: int, workers: int, s
 def test_gathered_blocks_give_what_indexing_gives(n: int, batch: int, block: int, seed: int) -> None:
     data = tensors(n)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(apportion.batch, "BLOCK_BYTES", block)
+        patch.setattr(apportion.core.data.batch, "BLOCK_BYTES", block)
         made = source(data, batch, epochs=3, seed=seed)
         order = random.Random(seed).choices(range(made.total), k=6)
         for step in [*range(made.total), *order]:

@@ -9,8 +9,8 @@ import torch
 from ranks import on_ranks
 from torch import Tensor, nn
 
-from apportion.parallel.batch_norm import Attendance, use_whole_batch
-from apportion.world import World
+from apportion.comm.world import World
+from apportion.parallel.ops.sync_batch_norm import Attendance, use_whole_batch
 
 CHANNELS = 5
 Answer = dict[str, Tensor]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from apportion.serving.breaker import Breaker, Patience
+from apportion.serving.pool.circuit_breaker import Breaker, Patience
 
 PATIENCE = Patience(misses=3, rest=1.0, longest=4.0, proven=10.0)
 

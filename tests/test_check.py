@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 
 import apportion
 from apportion import Workload
-from apportion.cli import app
-from apportion.proof import CAP, FLOOR, Proof, verdict_of
+from apportion.cli.app import app
+from apportion.runtime.proof.proof import CAP, FLOOR, Proof, verdict_of
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -114,7 +114,7 @@ def test_a_count_that_disagrees_with_the_loss_is_caught() -> None:
         )
 
     assert prove(workload(networks.real_tokens)).holds
-    proof = prove(workload(apportion.workload.examples))
+    proof = prove(workload(apportion.core.workload.examples))
     assert not proof.holds
     assert proof.rounds[0].worst.relative > 1e-5
 

@@ -27,13 +27,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from apportion import checkpoint
-from apportion.checkpoint import RunDirectory
+from apportion.core.fingerprint import check_fingerprint, fingerprint
+from apportion.core.strategy import State
+from apportion.core.workload import Workload
 from apportion.errors import CheckpointError
-from apportion.fingerprint import check_fingerprint, fingerprint
-from apportion.strategy import State
-from apportion.trained import load
-from apportion.workload import Workload
+from apportion.runtime.checkpoint import run_directory
+from apportion.runtime.checkpoint.load import load
+from apportion.runtime.checkpoint.run_directory import RunDirectory
 
 torch.set_num_threads(1)
 
@@ -60,7 +60,7 @@ def values(found: State) -> set[float]:
     return {v for _, t in found.tensors() for v in t.unique().tolist()} | {found.settings["value"]}
 
 
-def save(run: RunDirectory, given: State, *, keep: int = 100, best: bool = False) -> checkpoint.Saved:
+def save(run: RunDirectory, given: State, *, keep: int = 100, best: bool = False) -> run_directory.Saved:
     return run.save(given, epoch=given.step / 10, strategy="single_device", keep=keep, best=best)
 
 
@@ -297,7 +297,7 @@ def child_dies_before_call(path: str, version: str, number: str) -> None:
 
     for name in ("mkdir", "rename", "replace", "symlink", "unlink", "rmdir", "fsync"):
         setattr(os, name, deadly(getattr(os, name)))
-    checkpoint.save_file = deadly(checkpoint.save_file)
+    run_directory.save_file = deadly(run_directory.save_file)
     save(RunDirectory(path), state(int(version) // 2, value=int(version)), keep=1, best=True)
     print("survived", flush=True)
 
@@ -404,7 +404,7 @@ def test_an_interrupt_leaves_no_temporary_folder(run: RunDirectory, monkeypatch:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "save_file", interrupted)
+    monkeypatch.setattr(run_directory, "save_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(run, state(2))
     assert listing(run) == ["latest", "step-00000001"]
@@ -420,7 +420,7 @@ def test_the_only_copy_is_not_cleared_away_by_a_save_that_fails(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(run_directory, "save_file", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         save(run, state(1, value=2), keep=1)
     assert values(run.resume({"seed": 0})) == {1.0}
@@ -460,7 +460,7 @@ def test_a_second_writer_waits_and_is_refused_after_the_deadline(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(run, state(1))
-    monkeypatch.setattr(checkpoint, "_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(run_directory, "_LOCK_SECONDS", 0.05)
     with open(run.checkpoints / ".lock", "ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(CheckpointError, match=r"another process has been writing in .* its own --run-dir"):
@@ -720,7 +720,7 @@ import random
 import numpy
 import torch
 from torch import nn
-from apportion.workload import Workload
+from apportion.core.workload import Workload
 
 class Net(nn.Module):
     def __init__(self):

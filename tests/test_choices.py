@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 from by_hand import GB, ROWS, chain, conv, machine, network
 
-from apportion.cluster import Cluster
-from apportion.launch.env import Env
-from apportion.launch.local import Local
-from apportion.planner.figures import gibibytes
-from apportion.planner.priced import MEASURED_BAND, TIE, Priced, Tried, folded, misfit, ranked, tied
+from apportion.core.strategy import Strategy
+from apportion.cost_model.cluster import Cluster
+from apportion.cost_model.cost import Cost
+from apportion.cost_model.placement import Layout
+from apportion.planner.candidate import MEASURED_BAND, TIE, Priced, Tried, folded, misfit, ranked, tied
 from apportion.planner.search import group_sizes, places_of, search
-from apportion.pricing.cost import Cost
-from apportion.pricing.layout import Layout
+from apportion.planner.units import gibibytes
+from apportion.runtime.launch.env import Env
+from apportion.runtime.launch.local import Local
 from apportion.strategies.conv_parallel import ConvParallel
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.parameter_server import ParameterServer
 from apportion.strategies.pipeline_parallel import PipelineParallel
 from apportion.strategies.single_device import SingleDevice
 from apportion.strategies.tensor_parallel import TensorParallel
-from apportion.strategy import Strategy
 
 COMPOSITE = DataParallel(of=PipelineParallel(), replicas=2)
 

@@ -21,14 +21,14 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from apportion.cli import app
-from apportion.display import plan_line, show_rows
-from apportion.event import Event
-from apportion.report import read_events
-from apportion.verbs.compare import Row
-from apportion.verbs.train import run
+from apportion.api.compare import Row
+from apportion.api.train import run
+from apportion.cli.app import app
+from apportion.cli.run_display import plan_line, show_rows
+from apportion.core.event import Event
+from apportion.reporting.journal import read_events
 
-APPORTION = (sys.executable, "-c", "from apportion.cli import main; main()")
+APPORTION = (sys.executable, "-c", "from apportion.cli.app import main; main()")
 FLAGS = {
     "train": [
         "--allow-approximate", "--help", "--launcher", "--members", "--no-check", "--no-trial", "--policy",

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from apportion import catalogue
-from apportion.cluster import Cluster, Device, Link, Moved, Rate
-from apportion.pricing import collectives
-from apportion.pricing.layout import Layout, layouts
+from apportion.cost_model import catalogue, collectives
+from apportion.cost_model.cluster import Cluster, Device, Link, Moved, Rate
+from apportion.cost_model.placement import Layout, layouts
 
 
 def rate(threads: int, together: int, flops: float, memory: float = 1e10) -> Rate:

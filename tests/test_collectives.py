@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from apportion.cluster import Cluster, Device, Link, Moved, Port, Rate
-from apportion.pricing.collectives import all_gather, all_reduce, broadcast, message, reduce_scatter
-from apportion.pricing.cost import Span
-from apportion.pricing.layout import Layout
-from apportion.pricing.simulate import Task, makespan, simulate, terms
+from apportion.cost_model.cluster import Cluster, Device, Link, Moved, Port, Rate
+from apportion.cost_model.collectives import all_gather, all_reduce, broadcast, message, reduce_scatter
+from apportion.cost_model.cost import Span
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.simulator import Task, makespan, simulate, terms
 
 RATE = Rate(threads=1, together=1, flops=1e9, bytes_per_second=1e9)
 GB = 1e9

@@ -13,9 +13,9 @@ from ranks import by_value
 from torch.utils.data import TensorDataset
 
 import apportion
-from apportion.pricing.cost import Cost
-from apportion.verbs import compare as verb
-from apportion.verbs.compare import Row
+from apportion.api import compare as verb
+from apportion.api.compare import Row
+from apportion.cost_model.cost import Cost
 
 
 def whole_batches() -> TensorDataset:

@@ -14,7 +14,7 @@ from ranks import by_value
 from torch import Tensor, nn
 
 import apportion
-from apportion.graph import follow
+from apportion.parallel.tracing.tracer import follow
 
 
 def state(model: type[nn.Module], strategy: str, workers: int, folder: Path) -> dict[str, Tensor]:

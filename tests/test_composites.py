@@ -22,9 +22,12 @@ from torch.utils.data import Dataset, TensorDataset
 
 import apportion
 from apportion import Evaluation, Policy, Workload, accuracy
-from apportion.deal import DataShard
-from apportion.launch.local import Local
-from apportion.parallel.places import how_many, how_many_are_left
+from apportion.comm.world import World
+from apportion.core.sampler import DataShard
+from apportion.core.strategy import State, Strategy
+from apportion.core.value import parse
+from apportion.parallel.partition.replica_groups import how_many, how_many_are_left
+from apportion.runtime.launch.local import Local
 from apportion.strategies.conv_parallel import ConvParallel
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.hybrid_parallel import HybridParallel
@@ -34,9 +37,6 @@ from apportion.strategies.pipeline_parallel import PipelineParallel
 from apportion.strategies.single_device import SingleDevice
 from apportion.strategies.tensor_parallel import TensorParallel
 from apportion.strategies.wavefront_parallel import WavefrontParallel
-from apportion.strategy import State, Strategy
-from apportion.values import parse
-from apportion.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
 

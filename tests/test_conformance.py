@@ -17,14 +17,14 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Evaluation, Workload, accuracy
-from apportion.address import load_workload
-from apportion.batch import Batches
-from apportion.evaluate import evaluate
-from apportion.proof import Proof
+from apportion.comm.world import World
+from apportion.core.address import load_workload
+from apportion.core.data.batch import Batches
+from apportion.core.strategy import State, Strategy
+from apportion.core.value import find, names
+from apportion.runtime.proof.proof import Proof
+from apportion.runtime.worker.evaluation import evaluate
 from apportion.strategies.data_parallel import DataParallel
-from apportion.strategy import State, Strategy
-from apportion.values import find, names
-from apportion.world import World
 
 SPLITS = (
     "conv_parallel", "hybrid_parallel", "layer_placement", "pipeline_parallel", "tensor_parallel", "wavefront_parallel",

@@ -19,8 +19,8 @@ from torch.optim import SGD, Adam, Optimizer
 
 import apportion
 from apportion import Workload
-from apportion.proof import Proof
-from apportion.values import find, names, parse
+from apportion.core.value import find, names, parse
+from apportion.runtime.proof.proof import Proof
 
 STEPS = networks.STEPS
 EXACT = 1e-10

@@ -22,19 +22,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from served import SECONDS, Server, eventually, net, serving
 
-from apportion.exporting import export
-from apportion.serving import connection as connections
+from apportion.exporting.exporter import export
 from apportion.serving.batching import Pace
-from apportion.serving.breaker import Breaker
-from apportion.serving.chunks import Chunks
-from apportion.serving.connection import Connection
-from apportion.serving.frames import Frame, Kind, Placed, decode
-from apportion.serving.head import Head
-from apportion.serving.protocol import HEADER, Named, read_response, write_request
-from apportion.serving.reply import Reply, Wrong
-from apportion.serving.seat import AT_ONCE, Seat
-from apportion.serving.source import Source
-from apportion.serving.work import Work
+from apportion.serving.http import connection as connections
+from apportion.serving.http.chunked_body import Chunks
+from apportion.serving.http.connection import Connection
+from apportion.serving.http.request_head import Head
+from apportion.serving.http.response import Reply, Wrong
+from apportion.serving.pool.circuit_breaker import Breaker
+from apportion.serving.pool.frames import Frame, Kind, Placed, decode
+from apportion.serving.pool.member import AT_ONCE, Seat
+from apportion.serving.pool.task import Work
+from apportion.serving.protocol.v2 import HEADER, Named, read_response, write_request
+from apportion.serving.runtimes.source import Source
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(1, 8)
 JSON = json.dumps({"inputs": [{"name": "input", "shape": [1, 8], "datatype": "FP32", "data": X[0].tolist()}]}).encode()

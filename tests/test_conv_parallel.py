@@ -21,10 +21,10 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Workload
-from apportion.address import load_workload
-from apportion.parallel.one_device import OneDeviceStep
+from apportion.comm.world import World
+from apportion.core.address import load_workload
+from apportion.parallel.replica.single_process import OneDeviceStep
 from apportion.strategies.conv_parallel import ConvParallel
-from apportion.world import World
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -392,7 +392,7 @@ def dtensor_and_ours(world: World, path: str) -> tuple[float, float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
-    from apportion.parallel.strips_forward import cut_network
+    from apportion.parallel.spatial.forward import cut_network
 
     image = torch.randn(1, 2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)

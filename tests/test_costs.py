@@ -14,13 +14,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from apportion import Workload
-from apportion.planner.priced import misfit
-from apportion.pricing import exchange, shared_pages
-from apportion.pricing.cost import Cost
-from apportion.pricing.layout import Layout
-from apportion.pricing.memory import Holding
-from apportion.pricing.shares import computed, dealt, of_rows
-from apportion.profile import Profile
+from apportion.core.strategy import Strategy
+from apportion.cost_model.compute import computed, dealt, of_rows
+from apportion.cost_model.cost import Cost
+from apportion.cost_model.memory import Holding
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import Profile
+from apportion.cost_model.strategies import data_parallel as exchange
+from apportion.cost_model.strategies import shared_weights
+from apportion.planner.candidate import misfit
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.fully_sharded import FullySharded
 from apportion.strategies.hogwild import Hogwild
@@ -28,7 +30,6 @@ from apportion.strategies.local_sgd import LocalSgd
 from apportion.strategies.map_reduce import MapReduce
 from apportion.strategies.parameter_server import ParameterServer
 from apportion.strategies.single_device import SingleDevice
-from apportion.strategy import Strategy
 
 EXACT: list[Strategy] = [DataParallel(), FullySharded(), MapReduce()]
 APPROXIMATE: list[Strategy] = [LocalSgd(every=4), Hogwild(), ParameterServer(), ParameterServer(mode="ordered")]
@@ -181,7 +182,7 @@ def test_linear_layers_of_few_rows_exchange_what_their_gradient_is_made_of() -> 
         sizes = {"activation_bytes": 4 * 2048 * rows, "flops": 2 * 3072 * 2048 * rows, "kind": "Linear"}
         return profile(rows=rows, layers=(layer("fc", 3072 * 2048 + 2048, rows, **sizes),))
 
-    few, many = shared_pages.exchanged(linear(128)), shared_pages.exchanged(linear(4096))
+    few, many = shared_weights.exchanged(linear(128)), shared_weights.exchanged(linear(4096))
     assert few.factors == 128 * (3072 + 2048) * 4
     assert few.dense == 2048 * 4
     assert many.factors == 0

@@ -10,23 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apportion.cluster import Cluster, Device, Link, Rate
-from apportion.parallel.turns import Turn, turns
-from apportion.pricing import pipeline, wavefront
-from apportion.pricing.collectives import all_gather, all_reduce, reduce_scatter
-from apportion.pricing.cost import Cost
-from apportion.pricing.layout import Layout
-from apportion.pricing.partition import Work, balanced, chain, replicated
-from apportion.pricing.passes import Passes, Stage
-from apportion.pricing.simulate import Task, simulate, terms
-from apportion.profile import LayerProfile, Profile, Timing
+from apportion.core.strategy import Strategy
+from apportion.cost_model.cluster import Cluster, Device, Link, Rate
+from apportion.cost_model.collectives import all_gather, all_reduce, reduce_scatter
+from apportion.cost_model.cost import Cost
+from apportion.cost_model.partitioning import Work, balanced, chain, replicated
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import LayerProfile, Profile, Timing
+from apportion.cost_model.simulator import Task, simulate, terms
+from apportion.cost_model.strategies import pipeline, wavefront
+from apportion.cost_model.strategies.pipeline_timeline import Passes, Stage
+from apportion.parallel.pipeline.schedules import Turn, turns
 from apportion.strategies.conv_parallel import ConvParallel
 from apportion.strategies.hybrid_parallel import HybridParallel
 from apportion.strategies.layer_placement import LayerPlacement
 from apportion.strategies.pipeline_parallel import PipelineParallel
 from apportion.strategies.tensor_parallel import TensorParallel
 from apportion.strategies.wavefront_parallel import WavefrontParallel
-from apportion.strategy import Strategy
 
 GIGABIT = 1e9 / 8
 EVERY = (

@@ -21,14 +21,14 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Workload
-from apportion.batch import Batches
-from apportion.parallel.coupling import refuse_coupling, whole_batch_functions
+from apportion.core.data.batch import Batches
+from apportion.core.strategy import Strategy
+from apportion.parallel.batch_coupling.analysis import refuse_coupling, whole_batch_functions
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.fully_sharded import FullySharded
 from apportion.strategies.hybrid_parallel import HybridParallel
 from apportion.strategies.map_reduce import MapReduce
 from apportion.strategies.pipeline_parallel import PipelineParallel
-from apportion.strategy import Strategy
 
 ROWS = 13
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from apportion.serving.deadline import Answer, Gathering, check_quorum
+from apportion.serving.ensemble.deadline import Answer, Gathering, check_quorum
 from apportion.serving.errors import DeadlineExceeded, NoQuorum
 
 MEMBERS = ("a", "b", "c")

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from by_hand import machine
 
-from apportion.launch.local import Local
-from apportion.planner.apart import SURE
-from apportion.planner.deciding import _few, _told_priced, _told_tried, _why
-from apportion.planner.predicting import _layout
-from apportion.planner.profiled import Found, made, mean, scaled
-from apportion.planner.refine import Offer, Refined, Tried, choose, surprising
-from apportion.planner.refit import Correction, Trial, correction, divided
-from apportion.pricing.cost import Cost
-from apportion.profile import Pass
-from apportion.strategy import Strategy
-from apportion.trial import Measured, candidate
-from apportion.values import parse
+from apportion.core.strategy import Strategy
+from apportion.core.value import parse
+from apportion.cost_model.cost import Cost
+from apportion.cost_model.profile import Pass
+from apportion.planner.auto import _few, _told_priced, _told_tried, _why
+from apportion.planner.calibration import Correction, Trial, correction, divided
+from apportion.planner.predict import _layout
+from apportion.planner.trials.significance import SURE
+from apportion.planner.trials.trial import Measured, candidate
+from apportion.planner.trials.tune import Offer, Refined, Tried, choose, surprising
+from apportion.profiler.measure_workload import Found, made, mean, scaled
+from apportion.runtime.launch.local import Local
 
 
 def cost(computing: float, examples: float = 64, **terms: float) -> Cost:

@@ -16,18 +16,18 @@ from conftest import Within
 from ranks import by_value
 from torch import nn
 
-from apportion.display import plan_line
-from apportion.event import Event
-from apportion.job import Job
-from apportion.launch.local import Local
-from apportion.planner import deciding, remembered
-from apportion.planner.deciding import decide
-from apportion.planner.drift import WINDOW, Expected, Watch
-from apportion.planner.predicting import offered
-from apportion.report import read_events
+from apportion.api.running import journaled
+from apportion.cli.run_display import plan_line
+from apportion.core.event import Event
+from apportion.core.workload import Workload
+from apportion.planner import auto, decision_cache
+from apportion.planner.auto import decide
+from apportion.planner.performance_monitor import WINDOW, Expected, Watch
+from apportion.planner.predict import offered
+from apportion.reporting.journal import read_events
+from apportion.runtime.launch.local import Local
+from apportion.runtime.worker.job import Job
 from apportion.strategies.single_device import SingleDevice
-from apportion.verbs.running import journaled
-from apportion.workload import Workload
 
 MARK = {"batch_size": 64, "parameters": {"elements": 10}, "batch": [[[64, 3], "torch.float32"]]}
 PLAN = {"told": {}, "expected": None, "a_step": 0.1, "measured_for": 2.0}
@@ -43,41 +43,41 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_plan_is_found_again_for_the_same_workload_asked_for_in_the_same_way() -> None:
-    key = remembered.key(MARK, {"launcher": "local"})
-    assert remembered.recall(key) is None
-    remembered.keep(key, PLAN)
-    assert remembered.recall(remembered.key(dict(MARK), {"launcher": "local"})) == PLAN
+    key = decision_cache.key(MARK, {"launcher": "local"})
+    assert decision_cache.recall(key) is None
+    decision_cache.keep(key, PLAN)
+    assert decision_cache.recall(decision_cache.key(dict(MARK), {"launcher": "local"})) == PLAN
     for other in ({**MARK, "batch_size": 32}, {**MARK, "batch": [[[64, 4], "torch.float32"]]}):
-        assert remembered.recall(remembered.key(other, {"launcher": "local"})) is None
-    assert remembered.recall(remembered.key(MARK, {"launcher": "local(threads=1)"})) is None
+        assert decision_cache.recall(decision_cache.key(other, {"launcher": "local"})) is None
+    assert decision_cache.recall(decision_cache.key(MARK, {"launcher": "local(threads=1)"})) is None
 
 
 def test_a_plan_that_cannot_be_kept_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    there = remembered.folder() / "x.json"
+    there = decision_cache.folder() / "x.json"
     there.mkdir(parents=True)  # nothing can be put in its place
-    remembered.keep("x", PLAN)
-    assert list(remembered.folder().iterdir()) == [there]
+    decision_cache.keep("x", PLAN)
+    assert list(decision_cache.folder().iterdir()) == [there]
 
 
 def test_another_machine_or_another_torch_has_plans_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = remembered.key(MARK, {})
+    here = decision_cache.key(MARK, {})
     monkeypatch.setattr(torch, "__version__", "9.9")
-    assert remembered.key(MARK, {}) != here
+    assert decision_cache.key(MARK, {}) != here
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"told": {}}'])
 def test_what_is_damaged_counts_as_nothing(text: str) -> None:
-    key = remembered.key(MARK, {})
-    remembered.keep(key, PLAN)
-    (remembered.folder() / f"{key}.json").write_text(text)
-    assert remembered.recall(key) is None
+    key = decision_cache.key(MARK, {})
+    decision_cache.keep(key, PLAN)
+    (decision_cache.folder() / f"{key}.json").write_text(text)
+    assert decision_cache.recall(key) is None
 
 
 def test_where_nothing_can_be_kept_nothing_is(cache: Path) -> None:
     cache.write_text("a file")
-    remembered.keep("name", PLAN)
-    assert remembered.recall("name") is None
+    decision_cache.keep("name", PLAN)
+    assert decision_cache.recall("name") is None
 
 
 # What is tried
@@ -114,7 +114,7 @@ def test_a_short_run_takes_one_process_and_a_long_one_what_is_found() -> None:
         short = decide(resting(), {"steps": 100}, Local())
         long = decide(resting(), {"steps": 3_000}, Local())
         again = decide(resting(), {"steps": 2_900}, Local())
-        (kept,) = remembered.folder().glob("*.json")
+        (kept,) = decision_cache.folder().glob("*.json")
         kept.write_text(json.dumps({**json.loads(kept.read_text()), "measured_for": 1.0}))
         longer = decide(resting(), {"steps": 90_000}, Local())
     assert short.chosen.strategy == SingleDevice()
@@ -158,7 +158,7 @@ def test_prices_and_trials_are_left_out_where_they_would_not_leave_time_for_a_pr
     steps: int, priced: bool, tried: bool, monkeypatch: pytest.MonkeyPatch, within: Within
 ) -> None:
     asked: list[float] = []
-    monkeypatch.setattr(deciding, "predicted", lambda *a, **_: asked.append(a[2]) or [])
+    monkeypatch.setattr(auto, "predicted", lambda *a, **_: asked.append(a[2]) or [])
     heavy = replace(networks.cases["mlp"](64), model=lambda: Heavy(10, 3))
     with within(30.0, "the decision"), by_value(networks), by_value(sys.modules[__name__]):
         told = decide(heavy, {"steps": steps}, Local()).told

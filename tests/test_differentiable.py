@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ranks import on_ranks
 from torch import Tensor
 
-from apportion.comm.differentiable import (
+from apportion.comm.differentiable import (  # fmt: skip
     all_gather,
     copy_to,
     gather_from,
@@ -25,9 +25,9 @@ from apportion.comm.differentiable import (
     reduce_scatter,
     scatter_to,
     sent,
-)  # fmt: skip
-from apportion.comm.message import broadcast_message, broadcast_tensors
-from apportion.world import World
+)
+from apportion.comm.objects import broadcast_message, broadcast_tensors
+from apportion.comm.world import World
 
 
 def function(rows: Tensor) -> Tensor:

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 
 import apportion
 from apportion import Policy, Workload
-from apportion.checkpoint import RunDirectory
-from apportion.cli import app
-from apportion.divergence import FirstNotFinite
+from apportion.cli.app import app
+from apportion.core.event import Event
 from apportion.errors import NotFinite
-from apportion.event import Event
-from apportion.report import read_events
+from apportion.reporting.journal import read_events
+from apportion.runtime.checkpoint.run_directory import RunDirectory
+from apportion.runtime.worker.nonfinite_loss import FirstNotFinite
 
 ROWS, BATCH, BAD = 40, 8, 27
 """Example 27 is the one that cannot be computed: of an epoch in order, it is in step 4."""

@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 
 import apportion
 from apportion import Workload
-from apportion.cli import app
-from apportion.cluster import Cluster
-from apportion.launch.local import Local
-from apportion.planner.measure import measure
-from apportion.planner.profiling import profile
+from apportion.cli.app import app
+from apportion.core.strategy import Strategy
+from apportion.core.value import names, parse
+from apportion.cost_model.cluster import Cluster
 from apportion.planner.search import places_of, search
-from apportion.strategy import Strategy
-from apportion.values import names, parse
+from apportion.profiler.measure_cluster import measure
+from apportion.profiler.measure_workload import profile
+from apportion.runtime.launch.local import Local
 
 CUT = [s for s in names("apportion.strategies") if parse(s, "apportion.strategies").splits]
 

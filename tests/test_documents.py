@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from torch import nn
 
 import apportion
-from apportion.values import names
+from apportion.core.value import names
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -61,18 +61,13 @@ def test_the_pins_are_within_what_the_package_asks_for() -> None:
             assert versions[canonicalize_name(requirement.name)] in requirement.specifier, text
 
 
-def test_the_tree_in_the_readme_has_a_line_for_every_file() -> None:
+def test_the_tree_in_the_readme_has_a_line_for_every_package() -> None:
     tree = README.partition("src/apportion/\n")[2].partition("examples/")[0]
-    listed, folder = set(), ""
-    for indent, name in re.findall(r"^( +)(\w+(?:\.py|/))  +\S", tree, re.MULTILINE):
-        folder = name if name.endswith("/") else folder if len(indent) > 2 else ""
-        listed.add(name if name == folder else folder + name)
+    listed = set(re.findall(r"^  (\w+(?:\.py|/))  +\S", tree, re.MULTILINE))
     package = ROOT / "src" / "apportion"
-    files = {p.name for p in package.glob("*.py") if not p.name.startswith("__")}
-    folders = {p.name + "/" for p in package.iterdir() if (p / "__init__.py").exists()}
-    described = {f for f in folders if any(name.startswith(f) and name != f for name in listed)}
-    inside = {f + p.name for f in described for p in (package / f).glob("*.py") if not p.name.startswith("__")}
-    assert listed == files | folders | inside
+    modules = {p.name for p in package.glob("*.py") if not p.name.startswith("__")}
+    packages = {p.name + "/" for p in package.iterdir() if (p / "__init__.py").exists()}
+    assert listed == modules | packages
 
 
 def test_the_workload_in_the_readme_is_one() -> None:

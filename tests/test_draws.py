@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apportion.deal import Draws
+from apportion.core.sampler import Draws
 
 
 def draws(index: object, *, seed: int = 1, epoch: int = 0, dtype: torch.dtype = torch.float64) -> Draws:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from apportion.event import Event
-from apportion.planner.drift import WINDOW, Expected, Watch, drift, expected_of
-from apportion.planner.pressure import cores_wanted
-from apportion.pricing.cost import Cost
+from apportion.core.event import Event
+from apportion.cost_model.cost import Cost
+from apportion.planner.performance_monitor import WINDOW, Expected, Watch, cores_wanted, drift, expected_of
 
 EXPECTED = Expected(
     step_seconds=0.010,

@@ -19,13 +19,13 @@ from typer.testing import CliRunner
 
 import apportion
 from apportion import Evaluation, Workload
-from apportion.batch import Batches
-from apportion.cli import app
+from apportion.cli.app import app
 from apportion.comm.group import Alone
-from apportion.evaluation_trial import try_evaluation
-from apportion.report import read_events
+from apportion.comm.world import World
+from apportion.core.data.batch import Batches
+from apportion.reporting.journal import read_events
+from apportion.runtime.worker.evaluation_trial import try_evaluation
 from apportion.strategies.single_device import SingleDevice
-from apportion.world import World
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from apportion import DataShard, Step, Workload, World, batches, single_device
-from apportion.address import load_workload
-from apportion.batch import Batches
+from apportion.core.address import load_workload
+from apportion.core.data.batch import Batches
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NAMES = (

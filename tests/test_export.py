@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import apportion
 from apportion.errors import ApportionError
-from apportion.exporting import export
-from apportion.ort import session
-from apportion.targets.onnx import Onnx
+from apportion.exporting.exporter import export
+from apportion.exporting.onnxruntime_session import session
+from apportion.exporting.targets.onnx import Onnx
 
 
 class Recurrent(nn.Module):

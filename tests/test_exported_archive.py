@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apportion.serving.torch_program import opened
+from apportion.serving.runtimes.torch_runtime import opened
 
 ROWS = {0: torch.export.Dim.DYNAMIC}
 

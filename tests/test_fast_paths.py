@@ -17,10 +17,12 @@ from torch.nn import functional
 from torch.nn.utils import parametrize, prune
 from torch.utils.data import TensorDataset
 
-from apportion import Strategy, Workload, batches, plain_paths, torch_private
-from apportion.job import Job
-from apportion.parallel.linear import Products, plain_layers
-from apportion.parallel.one_device import OneDeviceStep
+from apportion import Strategy, Workload, batches
+from apportion.comm.world import World
+from apportion.core import fast_paths, torch_private
+from apportion.parallel.ops.factored_linear import Products, plain_layers
+from apportion.parallel.replica.single_process import OneDeviceStep
+from apportion.runtime.worker.job import Job
 from apportion.strategies.data_parallel import DataParallel, DataParallelStep
 from apportion.strategies.fully_sharded import FullySharded
 from apportion.strategies.layer_placement import LayerPlacement
@@ -28,7 +30,6 @@ from apportion.strategies.local_sgd import LocalSgd
 from apportion.strategies.map_reduce import MapReduce
 from apportion.strategies.pipeline_parallel import PipelineParallel
 from apportion.strategies.tensor_parallel import TensorParallel
-from apportion.world import World
 
 EXACT = 1e-10
 STEPS, ROWS, WIDTH, KINDS = 5, 12, 6, 3
@@ -278,7 +279,7 @@ def trained(world: World, strategy: Strategy, made: list[Workload], plain: tuple
     found: list[State | str] = []
     for one in made:
         try:
-            with plain_paths.switched_off(*plain):
+            with fast_paths.switched_off(*plain):
                 step = strategy.build(one, world)
             for batch in batches(step):
                 step(batch)
@@ -367,7 +368,7 @@ def test_replicas_that_are_averaged_are_those_of_their_reference() -> None:
             assert (result[name] - value).abs().max() <= EXACT, f"{net}: {name}"
 
 
-@pytest.mark.parametrize("plain", [*[(path,) for path in plain_paths.ALL], plain_paths.ALL], ids=",".join)
+@pytest.mark.parametrize("plain", [*[(path,) for path in fast_paths.ALL], fast_paths.ALL], ids=",".join)
 @pytest.mark.parametrize("optimizer", [sgd, adam])
 def test_the_plain_paths_train_the_same_network(plain: tuple[str, ...], optimizer: Callable[[Any], Any]) -> None:
     prove(DataParallel(), 2, {}, ["slope", "freezing", "half"], plain=plain, optimizer=optimizer)
@@ -375,12 +376,12 @@ def test_the_plain_paths_train_the_same_network(plain: tuple[str, ...], optimize
 
 @pytest.mark.parametrize("strategy", [PipelineParallel(microbatches=3), TensorParallel()], ids=str)
 def test_a_network_in_parts_trains_the_same_by_plain_paths(strategy: Strategy) -> None:
-    prove(strategy, 2, {}, ["pruned", "parametrised"], plain=plain_paths.ALL, optimizer=adam)
+    prove(strategy, 2, {}, ["pruned", "parametrised"], plain=fast_paths.ALL, optimizer=adam)
 
 
 def chosen_paths(world: World, plain: tuple[str, ...]) -> tuple[bool, int]:
     """Do the weights lie in shared pages, and how many layers are redirected?"""
-    with plain_paths.switched_off(*plain):
+    with fast_paths.switched_off(*plain):
         step = DataParallelStep(workload("slope"), world, 1)
     step.close()
     return step._shared is not None, sum(type(m).__name__ == "_Redirected" for m in step.model.modules())
@@ -393,24 +394,24 @@ def test_a_path_that_is_switched_off_is_not_taken() -> None:
 
 
 def test_paths_are_named_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plain_paths.chosen() == ()
-    monkeypatch.setenv(plain_paths.VARIABLE, "fused, linear")
-    assert plain_paths.chosen() == ("linear", "fused")
-    monkeypatch.setenv(plain_paths.VARIABLE, "linear,pagse")
+    assert fast_paths.chosen() == ()
+    monkeypatch.setenv(fast_paths.VARIABLE, "fused, linear")
+    assert fast_paths.chosen() == ("linear", "fused")
+    monkeypatch.setenv(fast_paths.VARIABLE, "linear,pagse")
     with pytest.raises(ValueError, match="'pagse' is not a fast path; name some of linear, pages, fused, early"):
-        plain_paths.chosen()
+        fast_paths.chosen()
 
 
 def test_a_job_takes_along_what_is_switched_off() -> None:
-    with plain_paths.switched_off("pages"):
+    with fast_paths.switched_off("pages"):
         job = Job(workload=workload("slope"), strategy=DataParallel())
     assert job.plain == ("pages",)
-    assert plain_paths.chosen() == ()
+    assert fast_paths.chosen() == ()
     try:
         job.open()
-        assert plain_paths.chosen() == ("pages",)
+        assert fast_paths.chosen() == ("pages",)
     finally:
-        plain_paths.switch_off(())
+        fast_paths.switch_off(())
 
 
 def test_weights_in_one_memory_stay_in_it() -> None:

@@ -32,14 +32,17 @@ from conftest import Eventually, Within
 from safetensors.torch import load_file
 
 import apportion
-from apportion import Policy, cli, crew, supervisor, watch
+from apportion import Policy
+from apportion.api import running as verb
+from apportion.api.train import run, train
+from apportion.cli import app
 from apportion.errors import ApportionError, CheckpointError, WorkerFailed
-from apportion.launch import local as launch
-from apportion.launch.local import Local
-from apportion.report import read_events
-from apportion.template import close_template, template
-from apportion.verbs import running as verb
-from apportion.verbs.train import run, train
+from apportion.reporting.journal import read_events
+from apportion.runtime.launch import local as launch
+from apportion.runtime.launch.local import Local
+from apportion.runtime.spawn.template import close_template, template
+from apportion.runtime.supervisor import run as supervisor
+from apportion.runtime.supervisor import watchdog, worker_pool
 
 HERE = Path(__file__).parent
 PROGRAM = Path(sys.executable).with_name("apportion")
@@ -94,7 +97,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
         capfd.readouterr()
         warnings.simplefilter("always")
         with pytest.raises(SystemExit) as left:
-            cli.main()
+            app.main()
         assert left.value.code is None or isinstance(left.value.code, int)
         return Outcome(left.value.code or 0, *capfd.readouterr())
 
@@ -205,7 +208,7 @@ def test_an_exception_on_rank_1_of_3_shows_the_users_line_and_leaves_nothing(
     )
     status = one.ended(START_SECONDS)
     took = time.time() - float(mark.read_text())
-    assert status == cli.FAILED, one.err
+    assert status == app.FAILED, one.err
     assert took < SECONDS, f"{took:.2f} s from the raise to the end of the driver"
     print(f"{took:.2f} s from the raise to the end of the driver")
     lines = one.err.splitlines()
@@ -237,7 +240,7 @@ def test_whatever_of_the_users_raises_is_told_with_its_line(
         told = command(
             "train", address(name), "--strategy", "data_parallel", "--workers", 2, "--run-dir", tmp_path / "r"
         )
-    assert told.status == cli.FAILED
+    assert told.status == app.FAILED
     error, at = told.err.splitlines()[-2:]
     assert error.startswith("error: rank ")
     assert cause in error
@@ -260,7 +263,7 @@ def test_a_file_that_cannot_be_imported_shows_its_line(
     file.write_text(text)
     with within(SECONDS, "the end of the run"):
         told = command("train", f"{file}:workload", "--strategy", "single_device", "--run-dir", tmp_path / "run")
-    assert told.status == cli.FAILED
+    assert told.status == app.FAILED
     assert where.format(file=file) in told.err.splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
@@ -295,7 +298,7 @@ def test_a_worker_that_dies_is_told_with_the_cause(
 ) -> None:
     with within(SECONDS, "the end of the run"):
         told = command("train", address(name), *PARALLEL, "--workers", 2, "--run-dir", tmp_path / "r", *STOPS)
-    assert told.status == cli.FAILED
+    assert told.status == app.FAILED
     assert cause in told.err.splitlines()[-1]
 
 
@@ -330,7 +333,7 @@ def test_a_worker_that_the_kernel_kills_for_memory_is_told_as_that(
     monkeypatch.setenv("FAULT_CONTAINER", str(container))
     with within(SECONDS, "the end of the run"):
         told = command("train", address("container"), *PARALLEL, "--workers", 2, "--run-dir", tmp_path, *STOPS)
-    assert told.status == cli.FAILED
+    assert told.status == app.FAILED
     assert "rank 1 was killed for want of memory (SIGKILL): use fewer workers" in told.err.splitlines()[-1]
 
 
@@ -342,7 +345,7 @@ def test_every_verb_tells_a_workers_exception_alike(
     monkeypatch.setattr(launch, "usable_cores", lambda: 2)
     monkeypatch.setenv("FAULT_STEP", "1")  # a slow machine makes few steps of a trial
     told = command(verb, address("raises"), *(() if verb == "train" else PARALLEL))  # train: while strategies are tried
-    assert told.status == cli.FAILED
+    assert told.status == app.FAILED
     error, at = told.err.splitlines()[-2:]
     assert re.fullmatch(r"error: rank [01]: RuntimeError: boom in the model", error)
     assert at.startswith(f"  at {WORKLOADS}:")
@@ -353,9 +356,9 @@ def test_every_verb_tells_a_workers_exception_alike(
 def test_a_rank_that_others_wait_for_in_vain_is_named(
     name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: Within
 ) -> None:
-    monkeypatch.setattr(watch, "LATE_SECONDS", 1.0)
-    monkeypatch.setattr(watch, "LATE_STEPS", 1)
-    monkeypatch.setattr(watch, "LATE_FIRST", 1)
+    monkeypatch.setattr(watchdog, "LATE_SECONDS", 1.0)
+    monkeypatch.setattr(watchdog, "LATE_STEPS", 1)
+    monkeypatch.setattr(watchdog, "LATE_FIRST", 1)
     template().wait_ready()
     stops = Policy(max_restarts=0)
     with within(SECONDS, "finding the late rank"), pytest.raises(WorkerFailed, match=r"rank 1 ") as failed:
@@ -365,14 +368,14 @@ def test_a_rank_that_others_wait_for_in_vain_is_named(
 
 
 def test_a_long_wait_in_an_evaluation_is_not_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "LATE_SECONDS", 1.0)
-    monkeypatch.setattr(watch, "LATE_STEPS", 1)
+    monkeypatch.setattr(watchdog, "LATE_SECONDS", 1.0)
+    monkeypatch.setattr(watchdog, "LATE_STEPS", 1)
     end = train(address("slow_evaluation"), "data_parallel", launcher=local(2), run_dir=tmp_path / "run")
     assert end.data["reason"] == "finished"
 
 
 def test_a_long_stay_in_the_body_of_the_loop_makes_nobody_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "LATE_SECONDS", 0.5)
+    monkeypatch.setattr(watchdog, "LATE_SECONDS", 0.5)
     monkeypatch.setenv("FAULT_PACE", "0.02")
     for event in run(address("good"), "data_parallel", launcher=local(2), run_dir=tmp_path / "run"):
         if event.kind == "step" and event.step < 20:
@@ -419,7 +422,7 @@ def test_a_template_that_cannot_import_torch_says_so(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     close_template()
     told = command("train", address("good"), "--strategy", "single_device")
-    assert told.status == cli.FAILED
+    assert told.status == app.FAILED
     assert "check that `python -c 'import torch'` works" in told.err.splitlines()[-1]
     close_template()
 
@@ -492,7 +495,7 @@ def test_ctrl_c_saves_the_last_update_without_waiting_and_says_how_to_go_on(
     one.interrupt()
     status = one.ended(2 * SECONDS)
     took = time.monotonic() - began
-    assert status == cli.INTERRUPTED, one.err
+    assert status == app.INTERRUPTED, one.err
     assert took < SECONDS, f"{took:.2f} s from Ctrl-C to the end of the driver"
     print(f"{took:.2f} s from Ctrl-C to the end of the driver")
     eventually(lambda: gone(workers_of_it), within=SECONDS, what="all processes are gone")
@@ -564,14 +567,14 @@ def test_a_second_ctrl_c_does_not_wait_for_the_save(
     monkeypatch.setattr(supervisor, "SAVE_SECONDS", 60.0)
     template().wait_ready()
     interrupt_when(tmp_path / "mark")
-    original = crew.Crew.send
+    original = worker_pool.Crew.send
 
-    def send(self: crew.Crew, order: Any, ranks: Any = None) -> None:
+    def send(self: worker_pool.Crew, order: Any, ranks: Any = None) -> None:
         original(self, order, ranks)
         if order["kind"] == "save":
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(crew.Crew, "send", send)
+    monkeypatch.setattr(worker_pool.Crew, "send", send)
     every = Policy(checkpoint_every="2 steps")
     with within(SECONDS, "two interrupts"), pytest.raises(KeyboardInterrupt) as interrupt:
         train(address("stopped"), "data_parallel", launcher=local(2), run_dir=tmp_path / "run", policy=every)
@@ -587,7 +590,7 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(
     eventually(one.children, within=START_SECONDS, what="the template")
     started = one.children()
     one.interrupt()
-    assert one.ended(SECONDS) == cli.INTERRUPTED, one.err
+    assert one.ended(SECONDS) == app.INTERRUPTED, one.err
     assert one.err in ("interrupted\n", "interrupted before anything was saved\n")
     eventually(lambda: gone(started), within=SECONDS, what="all processes are gone")
     assert not (tmp_path / "run").exists()
@@ -604,7 +607,7 @@ def test_ctrl_c_while_strategies_are_tried_leaves_nothing(
     interrupt_when(mark)
     with within(SECONDS, "the interrupt"):
         told = command("train", address("hangs"))
-    assert (told.status, told.err) == (cli.INTERRUPTED, "interrupted\n")
+    assert (told.status, told.err) == (app.INTERRUPTED, "interrupted\n")
     assert list(tmp_path.iterdir()) == [mark]
 
 
@@ -627,7 +630,7 @@ def test_ctrl_c_typed_at_a_terminal_ends_with_the_words_on_how_to_go_on(tmp_path
                 except OSError:  # its last process is gone
                     break
     _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == cli.INTERRUPTED
+    assert os.waitstatus_to_exitcode(status) == app.INTERRUPTED
     told = seen.decode()
     assert "interrupted; step 3 is saved\r\ngo on with: apportion train" in told
     assert told.endswith("\r\n")
@@ -776,7 +779,7 @@ def test_a_full_disk_is_told_while_it_trains_and_fails_the_run_at_its_end(
         *("train", address("disk"), "--strategy", "data_parallel", "--workers", 2),
         *("--run-dir", tmp_path / "run", "--policy", "policy(checkpoint_every='3 steps')"),
     )
-    assert told.status == cli.FAILED
+    assert told.status == app.FAILED
     error = told.err.splitlines()[-1]
     assert error.startswith("error: ")
     assert "step-00000060" in error
@@ -811,7 +814,7 @@ def test_a_journal_that_cannot_be_written_ends_the_run(
 def test_a_run_directory_that_cannot_be_made_is_told(command: Command, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     told = command("train", address("good"), "--strategy", "single_device", "--run-dir", tmp_path / "file" / "run")
-    assert told.status == cli.FAILED
+    assert told.status == app.FAILED
     assert str(tmp_path / "file" / "run") in told.err.splitlines()[-1]
     assert "Traceback" not in told.err
 
@@ -824,19 +827,19 @@ def test_resuming_refuses_what_is_not_this_run(command: Command, tmp_path: Path)
     train(address("good"), "single_device", launcher=local(1), run_dir=there, steps=10)
 
     told = resume("good", there, "--strategy", "single_device")
-    assert (told.status, "already holds a run, at step 10: use --resume" in told.err) == (cli.WRONG_USE, True)
+    assert (told.status, "already holds a run, at step 10: use --resume" in told.err) == (app.WRONG_USE, True)
 
     told = resume("good", tmp_path / "nowhere", "--resume")
-    assert (told.status, "holds no run" in told.err) == (cli.WRONG_USE, True)
+    assert (told.status, "holds no run" in told.err) == (app.WRONG_USE, True)
     assert not (tmp_path / "nowhere").exists()
 
     told = resume("changed", there, "--resume")
-    assert (told.status, "batch_size was 16 and is 8" in told.err) == (cli.WRONG_USE, True)
+    assert (told.status, "batch_size was 16 and is 8" in told.err) == (app.WRONG_USE, True)
 
     model = there / "checkpoints" / "latest" / "model.safetensors"
     os.truncate(model, model.stat().st_size - 8)
     told = resume("good", there, "--resume")
-    assert told.status == cli.FAILED
+    assert told.status == app.FAILED
     assert str(model.resolve()) in told.err
     for line in told.err.splitlines():
         assert "Traceback" not in line
@@ -867,7 +870,7 @@ def test_wrong_use_is_told_with_the_cure(
     monkeypatch.chdir(tmp_path)
     with within(SECONDS, "the answer"):
         told = command("train", *arguments, "--strategy", "data_parallel", "--workers", 1)
-    assert told.status == cli.WRONG_USE
+    assert told.status == app.WRONG_USE
     assert told.err.startswith("error: ")
     assert words in told.err
     assert told.err.count("\n") == 1
@@ -889,7 +892,7 @@ def test_a_strategy_that_cannot_be_is_told_with_the_cure(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     told = command("train", address(name), "--strategy", written, "--workers", 3)
-    assert told.status == cli.WRONG_USE
+    assert told.status == app.WRONG_USE
     assert words in told.err
     errors = [line for line in told.err.splitlines() if not line.startswith("warning: ")]
     assert len(errors) == 1
@@ -915,7 +918,7 @@ def test_nobody_reading_the_output_ends_the_run_without_a_storm(tmp_path: Path) 
         timeout=START_SECONDS,
         env={**os.environ, "FAULT_PACE": "0.1"},
     )
-    assert done.returncode == cli.FAILED, done.stderr
+    assert done.returncode == app.FAILED, done.stderr
     assert done.stdout.count("\n") == 1
     assert done.stderr == "error: nobody reads what is written on standard output: the run was stopped\n"
     assert latest_step(tmp_path / "run") > 0

@@ -22,14 +22,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import apportion
-from apportion import Evaluation, Policy, Workload, self_proof, supervisor
-from apportion.crew import Crew
+from apportion import Evaluation, Policy, Workload
+from apportion.api import run_proof
+from apportion.api import running as verb
+from apportion.comm.world import World
+from apportion.core.strategy import State, Strategy, batches
 from apportion.errors import StateLost, WorkerFailed
-from apportion.graph import Unfollowed, follow
-from apportion.launch.local import Local
-from apportion.network import undisturbed
-from apportion.parallel.forward_state import ForwardState
-from apportion.parallel.one_device import OneDeviceStep, reference
+from apportion.parallel.replica.forward_state import ForwardState
+from apportion.parallel.replica.single_process import OneDeviceStep, reference
+from apportion.parallel.tracing.network import undisturbed
+from apportion.parallel.tracing.tracer import Unfollowed, follow
+from apportion.runtime.launch.local import Local
+from apportion.runtime.supervisor import run as supervisor
+from apportion.runtime.supervisor.worker_pool import Crew
 from apportion.strategies.conv_parallel import ConvParallel
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.fully_sharded import FullySharded
@@ -42,9 +47,6 @@ from apportion.strategies.pipeline_parallel import PipelineParallel
 from apportion.strategies.single_device import SingleDevice
 from apportion.strategies.tensor_parallel import TensorParallel
 from apportion.strategies.wavefront_parallel import WavefrontParallel
-from apportion.strategy import State, Strategy, batches
-from apportion.verbs import running as verb
-from apportion.world import World
 
 EXACT = 1e-10
 pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
@@ -240,9 +242,9 @@ def test_elsewhere_they_are_one_devices(strategy: Strategy) -> None:
 def test_a_run_is_proved_with_its_stages_cut_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are cut is a matter of times, which are others for the few rows of a proof."""
     asked: list[Any] = []
-    prove = self_proof.prove
+    prove = run_proof.prove
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(self_proof, "prove", lambda request: asked.append(request) or prove(request))
+    monkeypatch.setattr(run_proof, "prove", lambda request: asked.append(request) or prove(request))
     with crews():
         given, run_dir = workload(moving.Gates), tmp_path / "run"
         launcher = Local(workers=2, threads=1)

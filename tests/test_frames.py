@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apportion.serving.arena import ALIGNED, Arena
-from apportion.serving.datatypes import objects
-from apportion.serving.frames import INLINE_BYTES, ROOM, Kind, Placed, Reader, decode, encode, placed
+from apportion.serving.pool.frames import INLINE_BYTES, ROOM, Kind, Placed, Reader, decode, encode, placed
+from apportion.serving.pool.shared_arena import ALIGNED, Arena
+from apportion.serving.protocol.datatypes import objects
 
 NOTHING = memoryview(b"")
 FRAMES = [

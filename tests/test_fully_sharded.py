@@ -23,14 +23,14 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Policy, Workload
+from apportion.api import running as verb
+from apportion.comm.world import World
+from apportion.core.strategy import Held, State, Strategy
 from apportion.errors import ApportionError, WorkerFailed
-from apportion.launch.local import Local
+from apportion.runtime.launch.local import Local
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.fully_sharded import FullySharded
 from apportion.strategies.single_device import SingleDevice
-from apportion.strategy import Held, State, Strategy
-from apportion.verbs import running as verb
-from apportion.world import World
 
 EACH = FullySharded(min_num_params=1)
 """Every layer travels by itself."""
@@ -242,7 +242,7 @@ def test_what_a_worker_holds_falls_with_the_number_of_workers(strategy: FullySha
 
 
 def test_a_transformer_is_gathered_layer_by_layer_and_shared_weights_together() -> None:
-    from apportion.parallel.sharded import units
+    from apportion.parallel.replica.fsdp import units
 
     model = Attending()
     assert units(model, 1) == [model.embed, *model.encoder.layers, model.out, model]
@@ -423,7 +423,7 @@ def test_single_device_makes_the_fused_updates_that_a_workload_asks_for_itself(k
 def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp import FSDPModule
 
-    from apportion.parallel.sharded import Sharded
+    from apportion.parallel.replica.fsdp import Sharded
 
     monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
     with pytest.raises(ValueError, match=r"torch 2.*needs a newer torch"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apportion.parallel.fused import with_fused_updates
+from apportion.parallel.optim.fused import with_fused_updates
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),

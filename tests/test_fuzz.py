@@ -23,7 +23,7 @@ from fuzz_http import case as fuzzed
 from onnx import TensorProto, helper
 from served import Server, children, descriptors, eventually, serving
 
-from apportion.serving.protocol import read_response
+from apportion.serving.protocol.v2 import read_response
 
 REQUESTS, WARM = 10_000, 2_000
 CLIENTS = 12

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import apportion
 from apportion import Workload, World
 from apportion.errors import ApportionError
-from apportion.parallel.gradients import GradientSum
+from apportion.parallel.replica.gradient_buckets import GradientSum
 from apportion.strategies.data_parallel import DataParallel
 
 WIDE = 480

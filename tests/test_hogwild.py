@@ -17,11 +17,11 @@ from ranks import by_value, on_ranks
 
 import apportion
 from apportion import Workload
-from apportion.parallel.one_device import reference
+from apportion.comm.world import World
+from apportion.core.strategy import State, batches
+from apportion.parallel.replica.single_process import reference
 from apportion.strategies.hogwild import Hogwild
 from apportion.strategies.single_device import SingleDevice
-from apportion.strategy import State, batches
-from apportion.world import World
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 EXACT = 1e-10
@@ -48,12 +48,12 @@ def test_several_workers_are_not_checked_and_it_says_what_can_be() -> None:
 
 
 def test_check_exits_2_with_several_workers(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from apportion import cli
+    from apportion.cli import app
 
     address = f"{EXAMPLES / 'digits.py'}:workload"
     monkeypatch.setattr(sys, "argv", ["apportion", "check", address, "--strategy", "hogwild", "--workers", "2"])
     with pytest.raises(SystemExit) as left:
-        cli.main()
+        app.main()
     assert left.value.code == 2
     assert 'parameter_server(mode="ordered")' in " ".join(capfd.readouterr().err.split())
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import apportion
-from apportion.comm import hook as hook_file
-from apportion.comm.shared_memory import SharedMemory
-from apportion.world import World
+from apportion.comm import ddp_hook as hook_file
+from apportion.comm.shared_memory_group import SharedMemory
+from apportion.comm.world import World
 
 EXACT = 1e-12
 Weights = dict[str, Tensor]
@@ -215,7 +215,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
 model.register_comm_hook(None, apportion.comm.shared_memory_hook)
-import apportion.comm.hook as hook
+import apportion.comm.ddp_hook as hook
 hook.is_faster = lambda memory, group: True
 for step in range(3):
     model(torch.ones(3, 4)).sum().backward()

@@ -22,14 +22,14 @@ from torch.utils.data import TensorDataset
 import apportion
 from apportion import Evaluation, Workload, accuracy
 from apportion.comm.group import Group
-from apportion.deal import DataShard
-from apportion.launch.local import Local
-from apportion.parallel.rotation import rotation
-from apportion.proof import Proof
+from apportion.comm.world import World
+from apportion.core.sampler import DataShard
+from apportion.core.strategy import State
+from apportion.parallel.tensor.hybrid_model import rotation
+from apportion.runtime.launch.local import Local
+from apportion.runtime.proof.proof import Proof
 from apportion.strategies.hybrid_parallel import HybridParallel
 from apportion.strategies.single_device import SingleDevice
-from apportion.strategy import State
-from apportion.world import World
 
 WAYS = ["all", "rotate"]
 

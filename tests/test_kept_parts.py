@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from ranks import on_ranks
 
-from apportion.parallel.kept_parts import KeptParts, whole
-from apportion.strategy import State
-from apportion.world import World
+from apportion.comm.world import World
+from apportion.core.strategy import State
+from apportion.parallel.partition.committed_shards import KeptParts, whole
 
 
 def state(step: int, rank: int, *, grown: bool = False) -> State:

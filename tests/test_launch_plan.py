@@ -16,9 +16,9 @@ from commands import finish, free_port, start
 from ranks import by_value, on_ranks
 from typer.testing import CliRunner
 
-from apportion.cli import app
-from apportion.planner.on_ranks import LEAST_ROUNDS, MOST_ROUNDS, Bench, Taken
-from apportion.world import World
+from apportion.cli.app import app
+from apportion.comm.world import World
+from apportion.planner.trials.launched_trials import LEAST_ROUNDS, MOST_ROUNDS, Bench, Taken
 
 MEASURING = 8.0
 """Seconds that a slow cable needs for messages large enough to tell its bandwidth."""
@@ -53,7 +53,7 @@ import json
 import sys
 
 import apportion
-from apportion.planner.launch_plan import plan_launched
+from apportion.planner.launched_plan import plan_launched
 
 world = apportion.World.from_env(device="cpu")
 try:

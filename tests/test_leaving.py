@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from apportion import Workload
+from apportion.api import running as verb
+from apportion.api.train import run
+from apportion.core.event import Event
 from apportion.errors import WorkerFailed
-from apportion.event import Event
-from apportion.launch.local import Local
-from apportion.report import read_events
-from apportion.template import template
-from apportion.verbs import running as verb
-from apportion.verbs.train import run
+from apportion.reporting.journal import read_events
+from apportion.runtime.launch.local import Local
+from apportion.runtime.spawn.template import template
 
 SECONDS = 1.0
 pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")

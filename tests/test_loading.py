@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import apportion
-from apportion.batch import Batch, Batches
-from apportion.deal import DataShard, Draws
-from apportion.loading import _Shelf
-from apportion.strategy import batches
+from apportion.core.data.batch import Batch, Batches
+from apportion.core.data.loader import _Shelf
+from apportion.core.sampler import DataShard, Draws
+from apportion.core.strategy import batches
 
 
 class Log:
@@ -182,7 +182,7 @@ def test_tensors_come_with_their_strides_and_types() -> None:
 
 
 def test_a_batch_larger_than_its_place_comes_all_the_same(monkeypatch: pytest.MonkeyPatch, loaded_ahead: Any) -> None:
-    monkeypatch.setattr("apportion.loading.PLACE_BYTES", 128)
+    monkeypatch.setattr("apportion.core.data.loader.PLACE_BYTES", 128)
     job = workload(batch_size=16)
     assert same(seen(loaded_ahead(job, 2), range(12)), seen(Batches(job), range(12)))
 

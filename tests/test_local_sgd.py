@@ -23,14 +23,15 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import apportion
-from apportion import Evaluation, Workload, supervisor
-from apportion.crew import Crew
-from apportion.parallel.exchange import LATE_SECONDS, dealt, is_late
+from apportion import Evaluation, Workload
+from apportion.api import running as verb
+from apportion.comm.world import World
+from apportion.core.strategy import State, batches
+from apportion.parallel.averaging.rounds import LATE_SECONDS, dealt, is_late
+from apportion.runtime.supervisor import run as supervisor
+from apportion.runtime.supervisor.worker_pool import Crew
 from apportion.strategies.local_sgd import LocalSgd
 from apportion.strategies.single_device import SingleDevice
-from apportion.strategy import State, batches
-from apportion.verbs import running as verb
-from apportion.world import World
 
 EXACT = 1e-10
 BATCH, EVERY = 4, 3

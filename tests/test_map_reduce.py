@@ -24,16 +24,17 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 import apportion
-from apportion import Workload, supervisor
-from apportion.address import load_workload
-from apportion.crew import Crew
+from apportion import Workload
+from apportion.api import running as verb
+from apportion.comm.world import World
+from apportion.core.address import load_workload
+from apportion.core.strategy import State, Strategy, batches
 from apportion.errors import MembershipChanged
-from apportion.parallel.kept import Kept
+from apportion.parallel.replica.committed_state import Kept
+from apportion.runtime.supervisor import run as supervisor
+from apportion.runtime.supervisor.worker_pool import Crew
 from apportion.strategies.map_reduce import MapReduce
 from apportion.strategies.single_device import SingleDevice
-from apportion.strategy import State, Strategy, batches
-from apportion.verbs import running as verb
-from apportion.world import World
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "lbfgs.py"
 EXACT = 1e-10

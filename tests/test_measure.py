@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from ranks import on_ranks
 
-from apportion.cluster import Cluster
-from apportion.cores import usable_cores
-from apportion.gauge import LEAST, SIZES, undisturbed
-from apportion.planner import discover, kept, measure, samples
-from apportion.planner.launched import measure_here
-from apportion.world import World
+from apportion.comm.world import World
+from apportion.cost_model.cluster import Cluster
+from apportion.process import usable_cores
+from apportion.profiler import cluster_cache, discover, measure_cluster, samples
+from apportion.profiler.cluster_worker import LEAST, SIZES, undisturbed
+from apportion.profiler.launched_cluster import measure_here
 
 TINY = 0.4
 """Seconds of measuring: each number from a few samples."""
@@ -32,7 +32,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def measured(cache: Path) -> Cluster:
-    return measure.measure(seconds=TINY, cache=cache)
+    return measure_cluster.measure(seconds=TINY, cache=cache)
 
 
 # What there is
@@ -63,7 +63,7 @@ def test_two_gpus_are_joined_by_the_fewest_nvlinks_of_any_two() -> None:
 def test_every_layout_worth_a_look_is_measured(measured: Cluster) -> None:
     assert measured.measured
     device = next(d for d in measured.devices if d.kind == "cpu")
-    chosen = measure.places(measured)
+    chosen = measure_cluster.places(measured)
     on_cpu = {(place.threads, place.workers) for place in chosen if place.kind == "cpu"}
     assert {(r.threads, r.together) for r in device.rates} == on_cpu
     assert (usable_cores(), 1) in on_cpu
@@ -83,7 +83,7 @@ def test_every_number_of_ranks_has_its_table(measured: Cluster) -> None:
     for moved in link.measured:
         assert moved.seconds > 0.0
         sizes[moved.what, moved.ranks].append(moved.nbytes)
-    workers = {place.workers for place in measure.places(measured) if place.workers > 1}
+    workers = {place.workers for place in measure_cluster.places(measured) if place.workers > 1}
     assert set(sizes) == {("message", 2)} | {("all_reduce", many) for many in workers}
     for known in sizes.values():
         assert known == list(SIZES[: len(known)])
@@ -98,69 +98,69 @@ def test_every_number_of_ranks_has_its_table(measured: Cluster) -> None:
 
 
 def test_what_was_measured_is_not_measured_again(measured: Cluster, cache: Path) -> None:
-    assert measure.measure(seconds=TINY, cache=cache) == measured
-    assert kept.read(TINY, cache) == measured
-    assert kept.read(2 * TINY, cache) is None, "less time than is asked for"
+    assert measure_cluster.measure(seconds=TINY, cache=cache) == measured
+    assert cluster_cache.read(TINY, cache) == measured
+    assert cluster_cache.read(2 * TINY, cache) is None, "less time than is asked for"
 
 
 def test_a_cache_of_another_machine_or_none_is_left_alone(
     measured: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert kept.read(TINY, tmp_path) is None
-    kept.write(measured, TINY, tmp_path)
+    assert cluster_cache.read(TINY, tmp_path) is None
+    cluster_cache.write(measured, TINY, tmp_path)
     (file,) = tmp_path.iterdir()
-    assert kept.read(TINY, tmp_path) == measured
+    assert cluster_cache.read(TINY, tmp_path) == measured
     data = json.loads(file.read_text())
     for broken in ("", "{", "[]", "{}", json.dumps({**data, "cluster": {}}), json.dumps({**data, "fingerprint": {}})):
         file.write_text(broken)
-        assert kept.read(TINY, tmp_path) is None
-    monkeypatch.setattr(kept, "usable_cores", lambda: 77)
-    kept.write(measured, TINY, tmp_path)
+        assert cluster_cache.read(TINY, tmp_path) is None
+    monkeypatch.setattr(cluster_cache, "usable_cores", lambda: 77)
+    cluster_cache.write(measured, TINY, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(measured: Cluster, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    kept.write(measured, TINY, tmp_path / "file")
-    assert kept.read(TINY, tmp_path / "file") is None
+    cluster_cache.write(measured, TINY, tmp_path / "file")
+    assert cluster_cache.read(TINY, tmp_path / "file") is None
 
 
 def test_what_cannot_be_kept_whole_leaves_nothing(measured: Cluster, tmp_path: Path) -> None:
-    kept.write(measured, TINY, tmp_path)
+    cluster_cache.write(measured, TINY, tmp_path)
     (kept_in,) = tmp_path.iterdir()
     kept_in.unlink()
     kept_in.mkdir()  # nothing can be put in its place
-    kept.write(measured, TINY, tmp_path)
+    cluster_cache.write(measured, TINY, tmp_path)
     assert list(tmp_path.iterdir()) == [kept_in]
 
 
 def test_the_cache_is_where_the_system_wants_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert kept.folder() == tmp_path / "apportion" / "clusters"
+    assert cluster_cache.folder() == tmp_path / "apportion" / "clusters"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert kept.folder() == tmp_path / ".cache" / "apportion" / "clusters"
+    assert cluster_cache.folder() == tmp_path / ".cache" / "apportion" / "clusters"
 
 
 def test_measuring_anew_replaces_what_was_kept(measured: Cluster, tmp_path: Path) -> None:
     made_up = Cluster.from_json({**measured.to_json(), "name": "made up"})
-    kept.write(made_up, TINY, tmp_path)
-    assert measure.measure(seconds=TINY, cache=tmp_path).name == "made up"
-    again = measure.measure(seconds=TINY, cache=tmp_path, remeasure=True)
+    cluster_cache.write(made_up, TINY, tmp_path)
+    assert measure_cluster.measure(seconds=TINY, cache=tmp_path).name == "made up"
+    again = measure_cluster.measure(seconds=TINY, cache=tmp_path, remeasure=True)
     assert again.name == "local"
-    assert kept.read(TINY, tmp_path) == again
+    assert cluster_cache.read(TINY, tmp_path) == again
 
 
 def test_no_time_is_refused() -> None:
     with pytest.raises(ValueError, match=r"seconds=0\.0 must be positive"):
-        measure.measure(seconds=0.0)
+        measure_cluster.measure(seconds=0.0)
     with pytest.raises(ValueError, match="seconds=-1"):
         measure_here(World(), seconds=-1)
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     """The leak check of every test looks for what is left."""
-    code = "import sys; from pathlib import Path; from apportion.planner.measure import measure;"
+    code = "import sys; from pathlib import Path; from apportion.profiler.measure_cluster import measure;"
     code += "print('begun', flush=True); measure(seconds=60.0, cache=Path(sys.argv[1]))"
     with subprocess.Popen(
         [sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -13,7 +13,7 @@ import torch
 from commands import SECONDS, start
 
 import apportion
-from apportion.verbs.members import Group, divided
+from apportion.api.train_ensemble import Group, divided
 
 WORK = """
 import torch

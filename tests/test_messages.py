@@ -21,15 +21,16 @@ from hypothesis import strategies as st
 from ranks import on_ranks
 from torch import Tensor
 
-from apportion.comm import meeting, shared_memory
+from apportion.comm import barrier as meeting
+from apportion.comm import shared_memory_group
 from apportion.comm.group import DONE, Alone, Group, Waits
 from apportion.comm.host_memory import host_memory
-from apportion.comm.link import LINE, PIECE, RING, Receiver, Sender, nbytes
 from apportion.comm.membership import Membership
+from apportion.comm.p2p import LINE, PIECE, RING, Receiver, Sender, nbytes
 from apportion.comm.process_group import ProcessGroup, _Buffered
-from apportion.comm.shared_memory import SharedMemory, links_in
+from apportion.comm.shared_memory_group import SharedMemory, links_in
+from apportion.comm.world import World
 from apportion.errors import MembershipChanged, PeerLost
-from apportion.world import World
 
 
 def made(seed: int, nbytes: int) -> Tensor:
@@ -372,10 +373,10 @@ def test_who_waits_for_a_message_sleeps() -> None:
 
 def after_a_death(world: World, sends: bool) -> list[Any]:
     """This process and a child of it exchange messages; the child sends one more, and is killed."""
-    memory = memoryview(mmap.mmap(-1, shared_memory.nbytes(2) + 4 * nbytes))
-    links = links_in(memory[shared_memory.nbytes(2) :], 2)
+    memory = memoryview(mmap.mmap(-1, shared_memory_group.nbytes(2) + 4 * nbytes))
+    links = links_in(memory[shared_memory_group.nbytes(2) :], 2)
     child = os.fork()
-    group = SharedMemory(memory[: shared_memory.nbytes(2)], int(child == 0), 2, links=links)
+    group = SharedMemory(memory[: shared_memory_group.nbytes(2)], int(child == 0), 2, links=links)
     other, small = 1 - group.rank, torch.zeros(1)
     group.send(small, other)
     group.receive(small, other).wait()
@@ -407,7 +408,7 @@ def test_a_killed_rank_ends_a_wait_for_a_message_in_about_a_second_and_is_named(
 
 def with_deadline(world: World) -> SharedMemory:
     links = links_in(world.shared("links", 4 * nbytes), 2)
-    return SharedMemory(world.shared("meet", shared_memory.nbytes(2)), world.rank, 2, links=links, deadline=0.5)
+    return SharedMemory(world.shared("meet", shared_memory_group.nbytes(2)), world.rank, 2, links=links, deadline=0.5)
 
 
 def waits_in_vain(world: World) -> list[float]:

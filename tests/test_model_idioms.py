@@ -19,10 +19,10 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Workload
-from apportion.graph import follow
-from apportion.network import evaluating
-from apportion.parallel.cuts import Places, balanced, calls, named
-from apportion.parallel.stage_graph import trained_alone
+from apportion.parallel.pipeline.cut_points import Places, balanced, calls, named
+from apportion.parallel.pipeline.stage_graph import trained_alone
+from apportion.parallel.tracing.network import evaluating
+from apportion.parallel.tracing.tracer import follow
 
 SIZE, CLASSES, ROWS, BATCH = 8, 5, 13, 6
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apportion import tree
-from apportion.graph import Tracer, Unfollowed, arguments, follow, written
-from apportion.network import Network, recurrent_flops, trace
+from apportion.core import tree
+from apportion.parallel.tracing.network import Network, recurrent_flops, trace
+from apportion.parallel.tracing.tracer import Tracer, Unfollowed, arguments, follow, written
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -20,16 +20,16 @@ import pytest
 import torch
 from served import Server, children, descriptors, eventually, net, serving
 
-from apportion.exporting import export
-from apportion.serving import protocol
-from apportion.serving.datatypes import MOST_TEXTS
-from apportion.serving.head import Head
-from apportion.serving.hosts import Hosts
-from apportion.serving.json_numbers import MOST_OBJECTS
-from apportion.serving.listener import MOST_CONNECTIONS, most_connections
-from apportion.serving.protocol import HEADER, Named, Unfit, read_request, write_request
-from apportion.serving.reply import Wrong
-from apportion.serving.unread import STUCK_SECONDS, Unread
+from apportion.exporting.exporter import export
+from apportion.serving.http.host_names import Hosts
+from apportion.serving.http.listener import MOST_CONNECTIONS, most_connections
+from apportion.serving.http.request_head import Head
+from apportion.serving.http.response import Wrong
+from apportion.serving.http.unread_responses import STUCK_SECONDS, Unread
+from apportion.serving.protocol import v2
+from apportion.serving.protocol.datatypes import MOST_TEXTS
+from apportion.serving.protocol.json_numbers import MOST_OBJECTS
+from apportion.serving.protocol.v2 import HEADER, Named, Unfit, read_request, write_request
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(1, 8)
 DESCRIPTORS = 256
@@ -225,7 +225,7 @@ def test_a_tensor_of_bytes_has_a_limited_number_of_values() -> None:
         {"inputs": [tensor(datatype="BYTES", shape=[many], data=None, parameters={"binary_data_size": 4 * many})]}
     )
     with pytest.raises(ValueError, match="values of BYTES, of"):
-        protocol.read_request(text.encode() + bytes(4 * many), len(text))
+        v2.read_request(text.encode() + bytes(4 * many), len(text))
 
 
 def test_heads_that_announce_all_memory_and_send_nothing_give_way(server: Server) -> None:

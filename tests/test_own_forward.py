@@ -18,9 +18,9 @@ from torch.utils.data import TensorDataset, default_collate
 
 import apportion
 from apportion import Workload
-from apportion.graph import Unfollowed, follow
-from apportion.parallel.own_stages import opened, prove
-from apportion.proof import Proof
+from apportion.parallel.pipeline.eager_stages import opened, prove
+from apportion.parallel.tracing.tracer import Unfollowed, follow
+from apportion.runtime.proof.proof import Proof
 
 
 def check(workload: Workload, strategy: Any, workers: int = 2) -> Proof:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import apportion
 from apportion import Workload
-from apportion.network import settle, undisturbed
-from apportion.proof import Proof
+from apportion.parallel.tracing.network import settle, undisturbed
+from apportion.runtime.proof.proof import Proof
 
 
 def sparse(*, balanced: bool) -> Workload:

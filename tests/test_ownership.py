@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from torch import nn
 
-from apportion import cli, ownership
-from apportion.checkpoint import RunDirectory
-from apportion.serving.prepared import prepared
-from apportion.serving.serving import Serving
-from apportion.strategy import State
-from apportion.trained import load
-from apportion.verbs.export import export_run
+from apportion.api.export import export_run
+from apportion.cli import app
+from apportion.core.strategy import State
+from apportion.runtime.checkpoint import code_ownership
+from apportion.runtime.checkpoint.load import load
+from apportion.runtime.checkpoint.run_directory import RunDirectory
+from apportion.serving.config import Serving
+from apportion.serving.model_preparation import prepared
 
 CODE = """
 import pathlib, torch
@@ -118,7 +119,11 @@ def a_module_outside(project: Path, run: str) -> tuple[Path, Path]:
 
 def a_factory_outside(project: Path, run: str) -> tuple[Path, Path]:
     mark = code(project.parent / "elsewhere" / "their_factory.py")
-    factory = {"name": "their_factory:net", "file": "x", "sha256": ownership.digest(mark.parent / "their_factory.py")}
+    factory = {
+        "name": "their_factory:net",
+        "file": "x",
+        "sha256": code_ownership.digest(mark.parent / "their_factory.py"),
+    }
     return trained(project / run, "mine.py:workload", mark.parent, factory=factory), mark
 
 
@@ -192,9 +197,9 @@ def test_the_command_line_says_it_in_one_sentence_with_status_2(
     run, mark = outside(project, "run")
     monkeypatch.setattr(sys, "argv", ["apportion", verb, str(run), *(["--port", "0"] if verb == "serve" else [])])
     with pytest.raises(SystemExit) as left:
-        cli.main()
+        app.main()
     error = [line for line in capsys.readouterr().err.splitlines() if line]
-    assert (left.value.code, len(error), mark.exists()) == (cli.WRONG_USE, 1, False)
+    assert (left.value.code, len(error), mark.exists()) == (app.WRONG_USE, 1, False)
     assert error[0].startswith("error: ")
     assert "--trust" in error[0]
 

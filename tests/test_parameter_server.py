@@ -20,16 +20,16 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Workload
-from apportion.deal import DataShard
-from apportion.parallel.one_device import reference
-from apportion.proof import Proof
-from apportion.store.log import Log
-from apportion.store.replay import replay
+from apportion.comm.world import World
+from apportion.core.sampler import DataShard
+from apportion.core.strategy import State, batches
+from apportion.core.value import parse
+from apportion.parallel.parameter_store.push_log import Log
+from apportion.parallel.parameter_store.replay import replay
+from apportion.parallel.replica.single_process import reference
+from apportion.runtime.proof.proof import Proof
 from apportion.strategies.parameter_server import ParameterServer
 from apportion.strategies.single_device import SingleDevice
-from apportion.strategy import State, batches
-from apportion.values import parse
-from apportion.world import World
 
 REFUSED = {
     "two_optimizers": "update=",

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ranks import on_ranks
 from seats import Kill, kills, on_seats
 
+from apportion.comm.world import World
 from apportion.errors import MembershipChanged
-from apportion.world import World
 
 
 def in_parts(world: World) -> list[Any]:

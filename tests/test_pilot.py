@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from apportion.launch.local import Local
-from apportion.planner.pilot import TURNS, Piloted, lower, pilot
-from apportion.trial import Candidate, candidate
-from apportion.values import parse
-from apportion.workload import Evaluation, Workload
+from apportion.core.value import parse
+from apportion.core.workload import Evaluation, Workload
+from apportion.planner.trials.pilot import TURNS, Piloted, lower, pilot
+from apportion.planner.trials.trial import Candidate, candidate
+from apportion.runtime.launch.local import Local
 
 
 def of(strategy: str, workers: int) -> Candidate:

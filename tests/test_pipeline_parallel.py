@@ -25,13 +25,13 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Workload
-from apportion.batch import Batches
+from apportion.comm.world import World
+from apportion.core.data.batch import Batches
+from apportion.core.strategy import State, Strategy
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.layer_placement import LayerPlacement
 from apportion.strategies.pipeline_parallel import PipelineParallel
 from apportion.strategies.single_device import SingleDevice
-from apportion.strategy import State, Strategy
-from apportion.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
 

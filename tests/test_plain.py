@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apportion.plain import from_plain, to_plain
+from apportion.core.json_data import from_plain, to_plain
 
 words = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 keys = st.integers() | st.text() | st.booleans() | st.none() | st.tuples(st.integers(), st.text())

@@ -21,32 +21,33 @@ from ranks import by_value
 from typer.testing import CliRunner, Result
 
 import apportion
-from apportion.cli import app
-from apportion.cluster import Cluster, Device, Link, Moved, Rate
-from apportion.display_plan import show_plan
-from apportion.planner import elsewhere, kept
-from apportion.planner.changed import of_hosts, one_gpu_more, one_host_more, with_bandwidth
-from apportion.planner.commands import commands
-from apportion.planner.crossing import crossings
-from apportion.planner.elsewhere import Elsewhere
+from apportion.cli.app import app
+from apportion.cli.plan_display import show_plan
+from apportion.core.strategy import Strategy
+from apportion.core.value import find, names
+from apportion.cost_model.cluster import Cluster, Device, Link, Moved, Rate
+from apportion.cost_model.collectives import all_reduce
+from apportion.cost_model.compute import of_rows
+from apportion.cost_model.cost import TERMS, Cost, Span
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import LayerProfile, Profile
+from apportion.planner.build import hosts_to_match, make
+from apportion.planner.candidate import TIE, Priced, Tried, folded, misfit, ranked
 from apportion.planner.explain import why_not
-from apportion.planner.figures import gibibytes, milliseconds, rate
-from apportion.planner.make import hosts_to_match, make
-from apportion.planner.priced import TIE, Priced, Tried, folded, misfit, ranked
+from apportion.planner.plan import commands
 from apportion.planner.search import MOST_PRICED, group_sizes, places_of, search
-from apportion.planner.sensitivity import sensitivities
-from apportion.pricing.collectives import all_reduce
-from apportion.pricing.cost import TERMS, Cost, Span
-from apportion.pricing.layout import Layout
-from apportion.pricing.shares import of_rows
-from apportion.profile import LayerProfile, Profile
-from apportion.report_html import write_plan_html
+from apportion.planner.units import gibibytes, milliseconds, rate
+from apportion.planner.what_if import hypothetical
+from apportion.planner.what_if.cluster_variants import of_hosts, one_gpu_more, one_host_more, with_bandwidth
+from apportion.planner.what_if.crossover import crossings
+from apportion.planner.what_if.hypothetical import Elsewhere
+from apportion.planner.what_if.sensitivity import sensitivities
+from apportion.profiler import cluster_cache
+from apportion.reporting.html import write_plan_html
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.local_sgd import LocalSgd
 from apportion.strategies.pipeline_parallel import PipelineParallel
 from apportion.strategies.single_device import SingleDevice
-from apportion.strategy import Strategy
-from apportion.values import find, names
 
 GB = 2**30
 
@@ -600,12 +601,12 @@ def test_a_winner_from_outside_of_the_short_list_is_found(monkeypatch: pytest.Mo
 
 def test_of_many_layers_on_many_devices_the_few_best_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole search takes too long to be made again and again."""
-    monkeypatch.setattr(elsewhere, "MOST_WORK", 0)
+    monkeypatch.setattr(hypothetical, "MOST_WORK", 0)
     profile, cluster = network(), hosts()
     found = search(profile, cluster)
     model = Elsewhere(found, found[0], profile, cluster)
     assert model.narrow
-    monkeypatch.setattr(elsewhere, "among", None)
+    monkeypatch.setattr(hypothetical, "among", None)
     (crossing,) = (c for c in crossings(model) if c.kind == "ethernet")
     assert crossing.bandwidth == pytest.approx(crossing_by_hand(profile, cluster), rel=0.01)
 
@@ -771,7 +772,7 @@ def test_a_file_of_a_measured_cluster_is_not_thought_to_be_this_machine(
 ) -> None:
     """It was measured where it was saved: the layers are timed on this machine, under its own name."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept.write(replace(host(), measured=True), 1e9)
+    cluster_cache.write(replace(host(), measured=True), 1e9)
     another = host(32, model="a larger cpu")
     replace(another, measured=True).save(tmp_path / "server.json")
     with by_value(networks):
@@ -786,7 +787,7 @@ def test_a_cluster_that_was_measured_elsewhere_is_not_thought_to_be_this_machine
 ) -> None:
     """Nor is it when it is given as a value: nothing is tried on it, and the layers are timed on this machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept.write(replace(host(), measured=True), 1e9)
+    cluster_cache.write(replace(host(), measured=True), 1e9)
     another = replace(host(32, model="a larger cpu"), measured=True)
     with by_value(networks):
         workload = networks.workload(networks.perceptron, networks.tabular(16, 10), 16)
@@ -934,9 +935,9 @@ def test_what_a_text_in_a_plan_holds_is_no_html(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_the_page_holds_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("apportion.report_html.pictures", "apportion.report_html.plan_pictures"):
+    for name in ("apportion.reporting.html.run_charts", "apportion.reporting.html.plan_charts"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.delattr(sys.modules["apportion.report_html"], "pictures", raising=False)
+    monkeypatch.delattr(sys.modules["apportion.reporting.html"], "run_charts", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     text = write_plan_html(planned().to_json(), tmp_path / "plan.html").read_text()
     assert "<svg" not in text

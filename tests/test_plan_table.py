@@ -10,19 +10,19 @@ from html import unescape
 import pytest
 from by_hand import ROWS, chain, machine
 
-from apportion.display_plan import MOST_ROWS, cells, rows, show_plan
-from apportion.planner.make import make
+from apportion.cli.plan_display import MOST_ROWS, cells, rows, show_plan
+from apportion.core.strategy import Strategy
+from apportion.core.value import find, names
+from apportion.cost_model.cost import Cost
+from apportion.planner.build import make
+from apportion.planner.candidate import Priced, Tried
 from apportion.planner.plan import Matched, Plan
-from apportion.planner.priced import Priced, Tried
-from apportion.pricing.cost import Cost
-from apportion.report_html.plan_page import plan_page
+from apportion.reporting.html.plan_page import plan_page
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.fully_sharded import FullySharded
 from apportion.strategies.local_sgd import LocalSgd
 from apportion.strategies.pipeline_parallel import PipelineParallel
 from apportion.strategies.tensor_parallel import TensorParallel
-from apportion.strategy import Strategy
-from apportion.values import find, names
 
 
 def row(strategy: Strategy, computing: float = 1.0, **more: float) -> Priced:

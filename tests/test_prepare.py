@@ -11,10 +11,10 @@ import pytest
 import torch
 from commands import SECONDS, start
 
-from apportion.checkpoint import RunDirectory
+from apportion.core.strategy import State
+from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.serving.prepare import prepare
-from apportion.serving.source import Source
-from apportion.strategy import State
+from apportion.serving.runtimes.source import Source
 
 WORK = """
 import torch

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from by_hand import GB, ROWS, bookkeeping, chain, layer, machine, network, timed
 
-from apportion.pricing import shares
-from apportion.pricing.few_rows import saved, suited
-from apportion.pricing.shared_pages import exchanged
-from apportion.pricing.shares import computed
-from apportion.pricing.slowest import slowest
-from apportion.pricing.store import push
-from apportion.profile import Pass, Profile, Seconds
+from apportion.core.strategy import Strategy
+from apportion.cost_model import compute
+from apportion.cost_model.compute import computed, saved, slowest, suited
+from apportion.cost_model.profile import Pass, Profile, Seconds
+from apportion.cost_model.strategies.parameter_store import push
+from apportion.cost_model.strategies.shared_weights import exchanged
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.fully_sharded import FullySharded
 from apportion.strategies.hogwild import Hogwild
@@ -22,7 +21,6 @@ from apportion.strategies.local_sgd import LocalSgd
 from apportion.strategies.map_reduce import MapReduce
 from apportion.strategies.parameter_server import ParameterServer
 from apportion.strategies.single_device import SingleDevice
-from apportion.strategy import Strategy
 
 ONE = chain(8.0, parameter_bytes=GB)
 """A layer of 1 GB that takes 24 s, and one slot: an update moves 5 GB."""
@@ -65,13 +63,13 @@ def test_what_a_gradient_is_made_of_is_exchanged_where_that_is_less() -> None:
 def test_products_of_few_rows_have_a_faster_form() -> None:
     wide, rows = linear(10_000, 10_000), (30, 60, 100, 200)
     shares = [suited(wide.layers[0], n) for n in rows]
-    assert [s.forward for s in shares] == sorted(s.forward for s in shares)
+    assert [s.forward for s in shares] == sorted(s.forward for s in compute)
     assert shares[0].forward < 1.0 == shares[0].backward, "of so few rows only the forward product gains"
-    assert shares[2].backward < 1.0 == shares[2].forward
-    assert shares[3] == Seconds(1.0, 1.0)
+    assert compute[2].backward < 1.0 == compute[2].forward
+    assert compute[3] == Seconds(1.0, 1.0)
     for other in (linear(100, 100).layers[0], replace(wide.layers[0], kind="Conv2d")):
         assert suited(other, 30) == Seconds(1.0, 1.0)
-    (share,) = shares[1:2]
+    (share,) = compute[1:2]
     found = saved(wide.layers, [10.0], [20.0], 60)
     assert found == pytest.approx((10 * (1 - share.forward), 20 * (1 - share.backward)))
     usual = replace(wide, layers=(replace(wide.layers[0], kind="Conv2d"),))
@@ -129,9 +127,9 @@ def test_of_unequal_devices_the_slowest_counts(turn: int) -> None:
     rate = replace(slow.rates[0], bytes_per_second=0.5e9)
     slow = replace(slow, model="slow", rates=(rate,), call_seconds=1.0, spread=0.5)
     mixed = replace(layout, cluster=replace(layout.cluster, devices=(quick, slow)), devices=layout.devices[::turn])
-    assert shares.memory_rate(mixed) == 0.5e9
-    assert shares.call_seconds(mixed) == 1.0
-    assert shares.updating(ONE, mixed) == pytest.approx(10.0 + 1.0)
+    assert compute.memory_rate(mixed) == 0.5e9
+    assert compute.call_seconds(mixed) == 1.0
+    assert compute.updating(ONE, mixed) == pytest.approx(10.0 + 1.0)
     seen = replace(ONE, layers=(replace(ONE.layers[0], flops=2e9, timings=()),))
     certain = replace(mixed, cluster=replace(mixed.cluster, devices=(quick, replace(slow, spread=0.0))))
     late, usual = (computed(seen, layout_, [50, 50]).waiting for layout_ in (mixed, certain))
@@ -147,14 +145,14 @@ def test_who_shares_a_device_takes_longer_than_who_has_one() -> None:
 
 def test_another_batch_has_as_many_products_and_bytes_more() -> None:
     seen = network(layer("a", "x", flops=8.0, activation_bytes=80, kept_bytes=40))
-    (half,) = shares.of_rows(seen, ROWS / 2).layers
+    (half,) = compute.of_rows(seen, ROWS / 2).layers
     assert (half.flops, half.activation_bytes, half.kept_bytes) == (4.0, 40, 20)
 
 
 def test_layers_share_a_time_by_what_they_take_alone() -> None:
-    forward, backward = shares.layer_seconds(chain(1.0, 3.0), machine(), ROWS, 8.0, 2.0)
+    forward, backward = compute.layer_seconds(chain(1.0, 3.0), machine(), ROWS, 8.0, 2.0)
     assert (forward, backward) == (pytest.approx([2.0, 6.0]), pytest.approx([0.5, 1.5]))
-    assert shares.layer_seconds(chain(0.0, 0.0), machine(), ROWS, 8.0, 2.0) == ([4.0, 4.0], [1.0, 1.0])
+    assert compute.layer_seconds(chain(0.0, 0.0), machine(), ROWS, 8.0, 2.0) == ([4.0, 4.0], [1.0, 1.0])
 
 
 @pytest.mark.parametrize(("n", "expected"), [(1, 0.0), (2, 0.564), (10, 1.539), (100, 2.508)])

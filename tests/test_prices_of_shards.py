@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from by_hand import GB, chain, layer, machine, network, terms
 
-from apportion.profile import Profile
+from apportion.cost_model.profile import Profile
 from apportion.strategies.fully_sharded import FullySharded
 
 

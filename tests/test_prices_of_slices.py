@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from by_hand import GB, ROWS, bookkeeping, conv, layer, machine, network, terms, timed
 
-from apportion.pricing import one_weird_trick, slices
-from apportion.pricing.slowest import slowest
-from apportion.profile import LayerProfile, Profile
+from apportion.cost_model.compute import slowest
+from apportion.cost_model.profile import LayerProfile, Profile
+from apportion.cost_model.strategies import hybrid, tensor
 from apportion.strategies.hybrid_parallel import HybridParallel
 from apportion.strategies.tensor_parallel import TensorParallel
 
@@ -73,7 +73,7 @@ def test_what_mixes_features_is_no_part_of_a_pair() -> None:
 
 def test_the_features_of_a_layer_are_known_by_its_weights_and_products() -> None:
     wide = replace(dense("fc", "x"), parameter_bytes=4 * (2000 * 1000 + 1000), flops=2.0 * ROWS * 2000 * 1000)
-    assert slices.width(network(wide), wide) == pytest.approx((2000, 1000))
+    assert tensor.width(network(wide), wide) == pytest.approx((2000, 1000))
 
 
 def test_embeddings_attention_blocks_and_recurrent_layers_send_what_they_have_to() -> None:
@@ -162,8 +162,8 @@ def test_rows_in_front_and_slices_behind_exchange_what_crosses() -> None:
 def begins_at(least: int, *layers: LayerProfile) -> int | None:
     """The wire carries outputs in a second, and the 4 MB of weights in ten."""
     seen = network(*layers)
-    how = slices.sliced(seen, min_width=1)
-    return one_weird_trick.begins(seen, machine(memory_rate=1e15, **SLOW), how, least=least)
+    how = tensor.sliced(seen, min_width=1)
+    return hybrid.begins(seen, machine(memory_rate=1e15, **SLOW), how, least=least)
 
 
 def test_slices_begin_where_weights_are_many_and_nothing_goes_back_to_rows_behind_them() -> None:

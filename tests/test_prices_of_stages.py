@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 from by_hand import GB, ROWS, bookkeeping, chain, layer, machine, network, seconds, terms, timed
 
-from apportion.cluster import Cluster, Device, Link, Rate
-from apportion.pricing import partition
-from apportion.pricing.layout import Layout
-from apportion.pricing.slowest import slowest
-from apportion.profile import Pass
+from apportion.core.strategy import Strategy
+from apportion.cost_model import partitioning
+from apportion.cost_model.cluster import Cluster, Device, Link, Rate
+from apportion.cost_model.compute import slowest
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import Pass
 from apportion.strategies.layer_placement import LayerPlacement
 from apportion.strategies.pipeline_parallel import PipelineParallel
 from apportion.strategies.tensor_parallel import TensorParallel
-from apportion.strategy import Strategy
 
 # The whole and its layers
 
@@ -193,4 +193,4 @@ def test_a_pipeline_too_long_to_be_simulated_takes_what_a_formula_says() -> None
 def test_a_chain_changes_where_that_costs_least() -> None:
     price = {1: 1.0, 2: 5.0}
     costs = [[0.0, 9.0], [0.0, 0.0], [9.0, 0.0]]
-    assert partition.chain(costs, lambda i, a, b: 0.0 if a == b else price.get(i, 0.0)) == (1.0, [0, 1, 1])
+    assert partitioning.chain(costs, lambda i, a, b: 0.0 if a == b else price.get(i, 0.0)) == (1.0, [0, 1, 1])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from by_hand import GB, bookkeeping, conv, layer, machine, network, terms
 
-from apportion.pricing import strips
-from apportion.profile import LayerProfile
+from apportion.cost_model.profile import LayerProfile
+from apportion.cost_model.strategies import spatial
 from apportion.strategies.conv_parallel import ConvParallel
 
 
@@ -91,11 +91,11 @@ def test_channels_are_summed_after_every_second_convolution() -> None:
 
 def test_only_what_moves_over_an_image_in_that_way_is_cut() -> None:
     only_height = network(conv("a", "x", ways=("height",)))
-    assert strips.images(only_height, "height") is not None
-    assert strips.images(only_height, "units") is None
+    assert spatial.images(only_height, "height") is not None
+    assert spatial.images(only_height, "units") is None
     seen = network(
         conv("a", "x"), layer("act", "a", kind="ReLU"), conv("b", "act"), layer("v", "b", kind="view"), fc("v")
     )
-    found = strips.images(seen, "height")
+    found = spatial.images(seen, "height")
     assert found is not None
     assert (found.cut, found.first, found.joined) == (4, 0, 4)

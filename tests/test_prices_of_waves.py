@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from by_hand import GB, ROWS, bookkeeping, layer, machine, network, seconds, terms, timed
 
-from apportion.pricing.slowest import slowest
-from apportion.profile import Profile, Timing
+from apportion.cost_model.compute import slowest
+from apportion.cost_model.profile import Profile, Timing
 from apportion.strategies.wavefront_parallel import WavefrontParallel
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from apportion.parallel import products
-from apportion.parallel.linear import Products, plain_layers
+from apportion.parallel.ops import matmul
+from apportion.parallel.ops.factored_linear import Products, plain_layers
 
 ROWS = (1, 2, 47, 48, 64, 96, 97, 128, 191, 192)
 SHAPES = ((256, 256), (700, 300), (1025, 2048), (2048, 1024))
@@ -24,20 +24,20 @@ def given(rows: int, out: int, into: int) -> tuple[torch.Tensor, torch.Tensor, t
 def test_every_form_gives_the_same_product(rows: int, out: int, into: int) -> None:
     x, weight, dy = given(rows, out, into)
     bias = torch.randn(out, dtype=torch.float64)
-    torch.testing.assert_close(products.outputs(x, weight, bias), functional.linear(x, weight, bias))
-    torch.testing.assert_close(products.outputs(x, weight, None), functional.linear(x, weight))
-    torch.testing.assert_close(products.input_gradient(dy, weight), dy @ weight)
-    torch.testing.assert_close(products.weight_gradient(dy, x), dy.t() @ x)
+    torch.testing.assert_close(matmul.outputs(x, weight, bias), functional.linear(x, weight, bias))
+    torch.testing.assert_close(matmul.outputs(x, weight, None), functional.linear(x, weight))
+    torch.testing.assert_close(matmul.input_gradient(dy, weight), dy @ weight)
+    torch.testing.assert_close(matmul.weight_gradient(dy, x), dy.t() @ x)
     gradient = torch.ones_like(weight)
-    products.add_weight_gradient(gradient, dy, x)
+    matmul.add_weight_gradient(gradient, dy, x)
     torch.testing.assert_close(gradient, dy.t() @ x + 1)
 
 
 def test_the_form_is_another_one_where_rows_are_few() -> None:
     x, weight, dy = given(64, 1024, 2048)
     x, weight, dy = x.float(), weight.float(), dy.float()
-    assert products._suits(x, weight)
-    assert not torch.equal(products.input_gradient(dy, weight), dy @ weight), "it is the usual form, to the bit"
+    assert matmul._suits(x, weight)
+    assert not torch.equal(matmul.input_gradient(dy, weight), dy @ weight), "it is the usual form, to the bit"
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -46,7 +46,7 @@ def test_linear_has_the_gradients_of_torch_s(shape: tuple[int, ...], bias: bool)
     layer = nn.Linear(300, 256, bias=bias).double()
     x = torch.randn(*shape, dtype=torch.float64)
     found = []
-    for function in (products.linear, functional.linear):
+    for function in (matmul.linear, functional.linear):
         leaf = x.clone().requires_grad_()
         y = function(leaf, layer.weight, layer.bias)
         y.mul_(2.0)  # what comes after may write to it in place
@@ -59,7 +59,7 @@ def test_a_gradient_of_the_gradient_is_torch_s() -> None:
     layer = nn.Linear(300, 256).double()
     x = torch.randn(7, 300, dtype=torch.float64)
     found = []
-    for function in (products.linear, functional.linear):
+    for function in (matmul.linear, functional.linear):
         leaf = x.clone().requires_grad_()
         (slope,) = torch.autograd.grad(function(leaf, layer.weight, layer.bias).pow(3).sum(), leaf, create_graph=True)
         found.append(torch.autograd.grad(slope.square().sum(), (leaf, *layer.parameters())))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from apportion.cluster import Device, Rate
-from apportion.profile import LayerProfile, Pass, Profile, Timing, interpolated
+from apportion.cost_model.cluster import Device, Rate
+from apportion.cost_model.profile import LayerProfile, Pass, Profile, Timing, interpolated
 
 RATES = (
     Rate(threads=1, together=1, flops=1e9, bytes_per_second=1e9),

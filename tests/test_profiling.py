@@ -15,13 +15,13 @@ from ranks import by_value
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from apportion import Workload, timing
-from apportion.cluster import Cluster, Device, Link, Rate
-from apportion.planner import profiling
-from apportion.planner.profiling import _few_rows, profile
-from apportion.pricing.layout import Layout
-from apportion.profile import LayerProfile, Pass, Profile
-from apportion.world import World
+from apportion import Workload
+from apportion.comm.world import World
+from apportion.cost_model.cluster import Cluster, Device, Link, Rate
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import LayerProfile, Pass, Profile
+from apportion.profiler import measure_workload, workload_worker
+from apportion.profiler.measure_workload import _few_rows, profile
 
 RATES = (Rate(threads=1, together=1, flops=1e10, bytes_per_second=1e10),)
 HERE = Device(name="a/cpu", host="a", kind="cpu", model="here", memory_bytes=1 << 30, rates=RATES, cores=2)
@@ -212,18 +212,18 @@ def test_what_strategies_ask_of_a_workload(change: dict[str, object], says: Call
 def test_runs_are_repeated_by_how_long_they_take(
     slow_seconds: float, steps: int, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "SLOW_SECONDS", slow_seconds)
-    monkeypatch.setattr(timing, "clock", lambda device: next(times))
+    monkeypatch.setattr(workload_worker, "SLOW_SECONDS", slow_seconds)
+    monkeypatch.setattr(workload_worker, "clock", lambda device: next(times))
     times = (float(second) for second in itertools.count())
-    timed = timing.Timed(networks.cases["mlp"](16), World.from_env(device="cpu"))
-    for least, expected in ((timing.STEPS, steps), (timing.CALLS, calls)):
+    timed = workload_worker.Timed(networks.cases["mlp"](16), World.from_env(device="cpu"))
+    for least, expected in ((workload_worker.STEPS, steps), (workload_worker.CALLS, calls)):
         assert len(list(timed._timed(0.5, least))) == expected, "the time is up before"
 
 
 def test_every_other_step_has_a_fused_update_and_the_first_counts_for_neither(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    timed = timing.Timed(networks.cases["mlp"](16), World.from_env(device="cpu"))
+    timed = workload_worker.Timed(networks.cases["mlp"](16), World.from_env(device="cpu"))
     own, before = timed._own.step, timed._own.replica.step
     updates = list[str]()
     plain, fused = own.update, timed._fused
@@ -244,7 +244,7 @@ def test_parts_are_timed_on_the_fewest_rows_that_take_long_enough(seconds: tuple
 
 
 def test_parts_on_fewer_rows_are_told_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "PARTS_STEP_SECONDS", 0.0)
+    monkeypatch.setattr(measure_workload, "PARTS_STEP_SECONDS", 0.0)
     found = measured(networks.cases["mlp"](16))
     first = found.layers[0]
     parts = [t for t in first.timings if t.way]

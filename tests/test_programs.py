@@ -13,10 +13,10 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor, nn
 
-from apportion.exporting import export
-from apportion.serving.onnx_program import OnnxProgram
-from apportion.serving.program import Expired, Program, rows_by_themselves, timed
-from apportion.serving.torch_program import TorchProgram, opened
+from apportion.exporting.exporter import export
+from apportion.serving.runtimes.onnx_runtime import OnnxProgram
+from apportion.serving.runtimes.runtime import Expired, Program, rows_by_themselves, timed
+from apportion.serving.runtimes.torch_runtime import TorchProgram, opened
 
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(3, 8)
 

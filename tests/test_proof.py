@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from apportion.proof import CAP, FLOOR, Comparison, Difference, Proof, Round, Verdict
+from apportion.runtime.proof.proof import CAP, FLOOR, Comparison, Difference, Proof, Round, Verdict
 
 Tensors = Mapping[str, Tensor]
 WEIGHT, BIAS, MEAN, SLOT = "model/w", "model/b", "model/mean", "optimizer/w/exp_avg"

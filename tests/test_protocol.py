@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from apportion.serving import json_numbers
-from apportion.serving.datatypes import DATATYPES, from_bf16, objects, to_bf16, to_bytes
-from apportion.serving.protocol import Named, Request, read_request, read_response, write_request, write_response
+from apportion.serving.protocol import json_numbers
+from apportion.serving.protocol.datatypes import DATATYPES, from_bf16, objects, to_bf16, to_bytes
+from apportion.serving.protocol.v2 import Named, Request, read_request, read_response, write_request, write_response
 
 NUMBERS = [name for name in DATATYPES if name not in ("BYTES", "BF16")]
 

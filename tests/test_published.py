@@ -11,14 +11,14 @@ from types import ModuleType
 import pytest
 from conftest import data_folder
 
-from apportion.cluster import Cluster, Device, Link, Rate
-from apportion.pricing.fit import fitted
-from apportion.pricing.layout import Layout
-from apportion.pricing.mesh import Mesh
-from apportion.pricing.partition import replicated
-from apportion.pricing.simulate import Task, makespan, simulate
-from apportion.pricing.transformer import Transformer
-from apportion.profile import LayerProfile, Profile, Timing
+from apportion.cost_model.cluster import Cluster, Device, Link, Rate
+from apportion.cost_model.partitioning import replicated
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import LayerProfile, Profile, Timing
+from apportion.cost_model.published.fit import fitted
+from apportion.cost_model.published.mesh import Mesh
+from apportion.cost_model.published.transformer import Transformer
+from apportion.cost_model.simulator import Task, makespan, simulate
 
 TEN_GIGABIT = 10e9 / 8
 GPT = Transformer(hidden=1024, heads=16, blocks=12, length=1024, vocabulary=51_200)

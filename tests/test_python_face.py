@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import apportion
-from apportion.report import read_events
+from apportion.reporting.journal import read_events
 
 SECONDS = 90
 DEFINITIONS = """

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from apportion.cluster import Cluster, Device, Link, Rate
-from apportion.pricing.layout import Layout, layouts
-from apportion.pricing.memory import activations, of_replica, parts_that_fit
-from apportion.profile import LayerProfile, Pass, Profile, Timing
+from apportion.cost_model.cluster import Cluster, Device, Link, Rate
+from apportion.cost_model.memory import activations, of_replica, parts_that_fit
+from apportion.cost_model.placement import Layout, layouts
+from apportion.cost_model.profile import LayerProfile, Pass, Profile, Timing
 
 RATES = (
     Rate(threads=1, together=1, flops=1e9, bytes_per_second=1e9),

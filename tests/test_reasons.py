@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 from by_hand import GB, ROWS, chain, machine
 
-from apportion.planner.commands import commands
+from apportion.core.strategy import Strategy
+from apportion.cost_model.cost import Cost
+from apportion.cost_model.placement import Layout
+from apportion.planner.build import MOST_HOSTS, make, match
+from apportion.planner.candidate import Priced, Tried, priced
 from apportion.planner.explain import approximate, differences, milliseconds, per_batch, size, why_first, why_not
-from apportion.planner.make import MOST_HOSTS, make, match
-from apportion.planner.priced import Priced, Tried, priced
-from apportion.pricing.cost import Cost
-from apportion.pricing.layout import Layout
+from apportion.planner.plan import commands
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.fully_sharded import FullySharded
 from apportion.strategies.local_sgd import LocalSgd
 from apportion.strategies.map_reduce import MapReduce
 from apportion.strategies.pipeline_parallel import PipelineParallel
 from apportion.strategies.single_device import SingleDevice
-from apportion.strategy import Strategy
 
 PROFILE = chain(1.0, parameter_bytes=GB)
 ALONE = machine(1)

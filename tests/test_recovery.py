@@ -26,18 +26,20 @@ import torch
 from safetensors.torch import load_file
 from surviving import Forgetful, Mortal, Surviving, workload
 
-from apportion import Event, Policy, attendant, supervisor
-from apportion.crew import Crew
+from apportion import Event, Policy
+from apportion.api import running as verb
+from apportion.api.train import run, train
+from apportion.core.strategy import Strategy
+from apportion.core.value import find, names
+from apportion.core.workload import Workload
 from apportion.errors import WorkerFailed
-from apportion.launch.local import Local
-from apportion.report import read_events
+from apportion.reporting.journal import read_events
+from apportion.runtime.launch.local import Local
+from apportion.runtime.spawn.template import template
+from apportion.runtime.supervisor import recovery
+from apportion.runtime.supervisor import run as supervisor
+from apportion.runtime.supervisor.worker_pool import Crew
 from apportion.strategies.data_parallel import DataParallel
-from apportion.strategy import Strategy
-from apportion.template import template
-from apportion.values import find, names
-from apportion.verbs import running as verb
-from apportion.verbs.train import run, train
-from apportion.workload import Workload
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
 SECONDS, RUN_SECONDS = 20.0, 100.0
@@ -106,7 +108,7 @@ def final_state(run_dir: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def without_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replacements come from the template, and build everything themselves."""
-    monkeypatch.setattr(attendant, "SPARES", 0)
+    monkeypatch.setattr(recovery, "SPARES", 0)
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,15 @@ import pytest
 from ranks import by_value
 
 import apportion
-from apportion.launch.local import Local
-from apportion.planner.apart import SURE, told_apart
-from apportion.planner.refine import Offer, Tried, choose, refine, surprising, worth_trying
-from apportion.planner.refit import MOST, Correction, Trial, correction
-from apportion.pricing.cost import Cost
+from apportion.core.strategy import Strategy
+from apportion.core.value import parse
+from apportion.cost_model.cost import Cost
+from apportion.planner.calibration import MOST, Correction, Trial, correction
+from apportion.planner.trials.significance import SURE, told_apart
+from apportion.planner.trials.trial import Measured, candidate
+from apportion.planner.trials.tune import Offer, Tried, choose, refine, surprising, worth_trying
+from apportion.runtime.launch.local import Local
 from apportion.strategies.single_device import SingleDevice
-from apportion.strategy import Strategy
-from apportion.trial import Measured, candidate
-from apportion.values import parse
 
 
 def cost(computing: float, communicating: float = 0.0, examples: float = 64) -> Cost:
@@ -27,7 +27,7 @@ def cost(computing: float, communicating: float = 0.0, examples: float = 64) -> 
 
 
 def offer(strategy: str, launcher: str, price: Cost | None = None) -> Offer:
-    where: Local = parse(launcher, "apportion.launch")
+    where: Local = parse(launcher, "apportion.runtime.launch")
     return Offer(strategy=parse(strategy, "apportion.strategies"), launcher=where, cost=price)
 
 

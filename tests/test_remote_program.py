@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from apportion.serving import remote_program
-from apportion.serving.program import Expired
-from apportion.serving.remote_program import RemoteProgram, Unreachable
+from apportion.serving.runtimes import remote_runtime
+from apportion.serving.runtimes.remote_runtime import RemoteProgram, Unreachable
+from apportion.serving.runtimes.runtime import Expired
 
 X = np.zeros((1, 8), dtype=np.float32)
 ABOUT = json.dumps(
@@ -138,13 +138,13 @@ def test_an_answer_that_comes_in_drops_is_not_waited_for_past_the_deadline(head:
     ids=["length", "chunks"],
 )
 def test_an_answer_that_is_too_large_is_not_read(head: bytes, piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_program, "MOST_BYTES", 4096)
+    monkeypatch.setattr(remote_runtime, "MOST_BYTES", 4096)
     refused = pytest.raises(Unreachable, match="answers with more than 4096 bytes")
     with answering(about, slowly(head, piece)) as address, opened(address) as program, refused:
         program.run([X], time.monotonic() + 10)
 
 
 def test_a_server_that_says_nothing_is_said_not_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_program, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(remote_runtime, "CONNECT_SECONDS", 0.2)
     with answering() as address, pytest.raises(Unreachable, match=r"does not answer within 0.2 s"):
         RemoteProgram(address)

@@ -19,10 +19,10 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Event, Policy, Workload
-from apportion.checkpoint import RunDirectory
+from apportion.api import running as verb
+from apportion.core.replica_digest import difference, tensor_digest
 from apportion.errors import RanksDiffer
-from apportion.replica_digest import difference, tensor_digest
-from apportion.verbs import running as verb
+from apportion.runtime.checkpoint.run_directory import RunDirectory
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*workers x .* cores")
 
@@ -227,7 +227,7 @@ workload = Workload(
 def test_the_command_ends_with_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from typer.testing import CliRunner
 
-    from apportion.cli import app
+    from apportion.cli.app import app
 
     (tmp_path / "net.py").write_text(NET)
     arguments = [f"{tmp_path}/net.py:workload", "--strategy", "data_parallel", "--workers", "2"]

@@ -14,12 +14,12 @@ import pytest
 import torch
 from served import children, eventually, net
 
-from apportion.exporting import export
-from apportion.serving.arena import Arena
+from apportion.exporting.exporter import export
+from apportion.serving.config import Serving
 from apportion.serving.log import log
-from apportion.serving.replication import Means, replicated
-from apportion.serving.serving import Serving
-from apportion.serving.source import Source
+from apportion.serving.pool.shared_arena import Arena
+from apportion.serving.replication.choose import Means, replicated
+from apportion.serving.runtimes.source import Source
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def inbox() -> Iterator[Arena]:
 
 def programs() -> list[int]:
     """Processes that run nets for this one."""
-    command = b"apportion.serving.process"
+    command = b"apportion.serving.pool.worker_main"
     return [pid for pid in children(os.getpid()) if command in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 

@@ -21,13 +21,13 @@ import numpy as np
 import pytest
 from browsers import Browser
 
-from apportion import appended
+from apportion.core.event import Event
 from apportion.errors import CheckpointError
-from apportion.event import Event
-from apportion.report import Journal, duration, entries, measure, number, read_events, summary
-from apportion.report_html import write_html
-from apportion.report_html.curves import on_log_scale, smoothed, thinned
-from apportion.report_html.history import Curve, read_history
+from apportion.reporting.html import write_html
+from apportion.reporting.html.curves import on_log_scale, smoothed, thinned
+from apportion.reporting.html.history import Curve, read_history
+from apportion.reporting.journal import Journal, duration, entries, measure, number, read_events, summary
+from apportion.runtime.checkpoint import append_only_file
 
 HOSTILE = '</pre></table></svg><script>alert("1")</script><img src="http://host.invalid/x.png">$x_1$ & é'
 
@@ -172,8 +172,8 @@ def test_a_torn_line_longer_than_what_is_read_at_once_is_cut_off_whole(tmp_path:
 def test_a_driver_that_is_killed_loses_at_most_the_line_it_was_writing(tmp_path: Path) -> None:
     code = """
         import sys
-        from apportion.event import Event
-        from apportion.report import Journal
+        from apportion.core.event import Event
+        from apportion.reporting.journal import Journal
         journal = Journal(sys.argv[1])
         for step in range(1, 10**9):
             journal.write(Event(kind="step", step=step, epoch=0.0, seconds=0.0, data={"values": {"loss": [0.5] * 300}}))
@@ -241,7 +241,7 @@ def test_a_full_disk_is_told_once_and_what_waited_is_written_when_there_is_room(
 def test_events_that_never_find_room_are_counted_and_what_is_there_can_be_read(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(appended, "MOST_WAITING", 20_000)
+    monkeypatch.setattr(append_only_file, "MOST_WAITING", 20_000)
     journal = Journal(small_disk / "run")
     journal.write(start())
     fill(small_disk / "filler")
@@ -318,8 +318,8 @@ def test_without_tensorboard_events_are_kept_all_the_same(tmp_path: Path) -> Non
     code = """
         import sys
         sys.modules["tensorboard"] = None
-        from apportion.event import Event
-        from apportion.report import Journal
+        from apportion.core.event import Event
+        from apportion.reporting.journal import Journal
         with Journal(sys.argv[1]) as journal:
             journal.write(Event(kind="step", step=1, epoch=0.1, seconds=0.1, data={"values": {"loss": [2.5]}}))
     """
@@ -344,7 +344,7 @@ def test_importing_the_report_imports_nothing_heavy() -> None:
     code = """
         import sys, apportion
         before = set(sys.modules)
-        import apportion.report, apportion.report_html
+        import apportion.reporting.journal, apportion.reporting.html
         print(*{name.partition(".")[0] for name in set(sys.modules) - before})
     """
     assert not {"torch", "matplotlib", "tensorboard", "rich"} & set(python(code).split())
@@ -644,7 +644,7 @@ def test_without_matplotlib_the_page_has_the_tables_and_says_how_to_get_the_pict
     code = """
         import sys
         sys.modules["matplotlib"] = None
-        from apportion.report_html import write_html
+        from apportion.reporting.html import write_html
         print(write_html(sys.argv[1]))
     """
     page = Page(Path(python(code, tmp_path).strip()))
@@ -661,7 +661,7 @@ def test_a_report_changes_nothing_of_the_users_own_plots(tmp_path: Path) -> None
     keep(tmp_path, resumed())
     code = """
         import sys, matplotlib
-        from apportion.report_html import write_html
+        from apportion.reporting.html import write_html
         matplotlib.rcParams["font.size"] = 33
         matplotlib.rcParams["svg.fonttype"] = "path"
         matplotlib.rcParams["axes.facecolor"] = "#ff0000"

@@ -17,15 +17,15 @@ import torch
 from conftest import Eventually
 from torch import nn
 
-from apportion import checkpoint
-from apportion.checkpoint import RunDirectory
+from apportion.api.train import train
+from apportion.core.strategy import State
 from apportion.errors import CheckpointError
-from apportion.launch.local import Local
-from apportion.report import read_events
-from apportion.single_writer import LOCK, single_writer
-from apportion.strategy import State
-from apportion.trained import load
-from apportion.verbs.train import train
+from apportion.reporting.journal import read_events
+from apportion.runtime.checkpoint import run_directory
+from apportion.runtime.checkpoint.load import load
+from apportion.runtime.checkpoint.run_directory import RunDirectory
+from apportion.runtime.checkpoint.single_writer import LOCK, single_writer
+from apportion.runtime.launch.local import Local
 
 PROGRAM = Path(sys.executable).with_name("apportion")
 WORKLOADS = Path(__file__).with_name("fault_workloads.py")
@@ -162,7 +162,7 @@ def reseal(run: RunDirectory, change: Callable[[dict[str, Any]], object]) -> Non
     manifest = json.loads(path.read_text())
     del manifest["sha256"]
     change(manifest)
-    path.write_text(json.dumps(checkpoint._sealed(manifest)))
+    path.write_text(json.dumps(run_directory._sealed(manifest)))
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -214,7 +214,7 @@ def test_tensors_with_notes_of_somebody_else_are_refused_by_a_sentence(kept: Run
 
     file = kept.checkpoints / "latest" / "model.safetensors"
     save_file(dict(nn.Linear(3, 2).state_dict()), file, notes)
-    reseal(kept, lambda m: m["files"].update({"model.safetensors": checkpoint._describe(file)}))
+    reseal(kept, lambda m: m["files"].update({"model.safetensors": run_directory._describe(file)}))
     asked(kept)
 
 

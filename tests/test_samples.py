@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from apportion.gauge import SIZES
-from apportion.planner import samples
+from apportion.profiler import samples
+from apportion.profiler.cluster_worker import SIZES
 
 
 def test_only_large_messages_tell_the_bandwidth_and_only_small_ones_the_latency() -> None:

@@ -14,8 +14,8 @@ from torch.optim import lr_scheduler as schedules
 from torch.utils.data import TensorDataset
 
 import apportion
-from apportion.report import read_events
-from apportion.schedule_ahead import rates_ahead, warning_of
+from apportion.reporting.journal import read_events
+from apportion.runtime.worker.schedule_lookahead import rates_ahead, warning_of
 
 EPOCH, TOTAL = 500, 5_000
 

@@ -22,18 +22,20 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import apportion
-from apportion import Disproved, Event, Workload, proof_workload, prover, self_proof
-from apportion.checkpoint import RunDirectory
-from apportion.launch.local import Local
-from apportion.planner.decision import Decision, next_best
-from apportion.proof import Difference, Round
-from apportion.proof_time import ProofSteps
-from apportion.proof_workload import few_rows, with_plain_sgd
-from apportion.prover import OutOfTimeError, ProofRequest, _Proving, likely_causes
-from apportion.report import read_events
-from apportion.short_sequences import LENGTH, with_short_sequences
-from apportion.trial import candidate
-from apportion.values import parse
+from apportion import Disproved, Event, Workload
+from apportion.api import prover, run_proof
+from apportion.api.prover import OutOfTimeError, ProofRequest, _Proving, likely_causes
+from apportion.core.value import parse
+from apportion.planner.auto import Decision, next_best
+from apportion.planner.trials.trial import candidate
+from apportion.reporting.journal import read_events
+from apportion.runtime.checkpoint.run_directory import RunDirectory
+from apportion.runtime.launch.local import Local
+from apportion.runtime.proof import proof_workload
+from apportion.runtime.proof.budget import ProofSteps
+from apportion.runtime.proof.proof import Difference, Round
+from apportion.runtime.proof.proof_workload import few_rows, with_plain_sgd
+from apportion.runtime.proof.short_sequences import LENGTH, with_short_sequences
 
 PLACE = Local(workers=2, threads=1)
 
@@ -274,7 +276,7 @@ def test_where_there_is_no_time_for_whole_sequences_their_beginnings_are_proved(
             raise OutOfTimeError("it needs about 100 s")
         return prover.prove(request)
 
-    monkeypatch.setattr(self_proof, "prove", impatient)
+    monkeypatch.setattr(run_proof, "prove", impatient)
     given = replace(net(lambda: Words(length)), data=texts, loss=nn.CrossEntropyLoss())
     found = next(e for e in events(given, run_dir=tmp_path / "run") if e.kind == "start").data["proof"]
     assert found["verdict"] == verdict, found["sentence"]

@@ -8,20 +8,27 @@ from typing import Any
 import pytest
 from by_hand import GB, ROWS, chain, machine
 
-from apportion.cluster import Cluster, Link, Moved
-from apportion.planner.changed import ASSUMED, across_hosts, of_hosts, one_gpu_more, one_host_more, with_bandwidth
-from apportion.planner.crossing import Crossing, crossings
-from apportion.planner.elsewhere import Elsewhere
-from apportion.planner.figures import rate
-from apportion.planner.priced import TIE, Priced, priced, ranked
-from apportion.planner.sensitivity import sensitivities
-from apportion.pricing.cost import Cost
-from apportion.pricing.layout import Layout
-from apportion.profile import Profile
+from apportion.core.strategy import Strategy
+from apportion.cost_model.cluster import Cluster, Link, Moved
+from apportion.cost_model.cost import Cost
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import Profile
+from apportion.planner.candidate import TIE, Priced, priced, ranked
+from apportion.planner.units import rate
+from apportion.planner.what_if.cluster_variants import (
+    ASSUMED,
+    across_hosts,
+    of_hosts,
+    one_gpu_more,
+    one_host_more,
+    with_bandwidth,
+)
+from apportion.planner.what_if.crossover import Crossing, crossings
+from apportion.planner.what_if.hypothetical import Elsewhere
+from apportion.planner.what_if.sensitivity import sensitivities
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.hogwild import Hogwild
 from apportion.strategies.single_device import SingleDevice
-from apportion.strategy import Strategy
 
 ALONE, SPLIT = SingleDevice(), DataParallel()
 

@@ -9,10 +9,10 @@ import pytest
 from test_plan import hosts, network
 
 import apportion
-from apportion.cluster import Cluster
-from apportion.planner.changed import with_bandwidth
+from apportion.cost_model.cluster import Cluster
+from apportion.cost_model.compute import of_rows
 from apportion.planner.search import search
-from apportion.pricing.shares import of_rows
+from apportion.planner.what_if.cluster_variants import with_bandwidth
 
 EIGHT = network(8)
 """Equal Linear layers."""

@@ -24,8 +24,8 @@ from commands import SECONDS, start
 from onnx import helper
 from served import Server, alive, children, descriptors, eventually, net, serving
 
-from apportion.exporting import export
-from apportion.serving.protocol import HEADER, Named, read_response, write_request
+from apportion.exporting.exporter import export
+from apportion.serving.protocol.v2 import HEADER, Named, read_response, write_request
 
 X = np.linspace(-1, 1, 16, dtype=np.float32).reshape(2, 8)
 

@@ -22,16 +22,16 @@ from hypothesis import strategies as st
 from ranks import on_ranks
 from torch import Tensor
 
-from apportion.comm import meeting as meeting_file
-from apportion.comm.futex import Word, sleep_on
+from apportion.comm import barrier as meeting_file
+from apportion.comm.barrier import Meeting
 from apportion.comm.group import Group, Work
 from apportion.comm.host_memory import host_memory, is_faster
-from apportion.comm.meeting import Meeting
 from apportion.comm.membership import Membership
 from apportion.comm.process_group import ProcessGroup
-from apportion.comm.shared_memory import PIECE, SharedMemory, nbytes
+from apportion.comm.shared_memory_group import PIECE, SharedMemory, nbytes
+from apportion.comm.sync import Word, sleep_on
+from apportion.comm.world import World
 from apportion.errors import MembershipChanged, PeerLost
-from apportion.world import World
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,

@@ -16,13 +16,13 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.data import TensorDataset
 
 from apportion import Workload
-from apportion.parallel.one_device import OneDeviceStep
-from apportion.parallel.pages import Layout, is_dense, regions_of
-from apportion.parallel.rules import Piece, rule_of
-from apportion.parallel.shared_update import _stretches
+from apportion.comm.world import World
+from apportion.core.strategy import State
+from apportion.parallel.optim.elementwise import Piece, rule_of
+from apportion.parallel.replica.single_process import OneDeviceStep
+from apportion.parallel.shared_weights.layout import Layout, is_dense, regions_of
+from apportion.parallel.shared_weights.update import _stretches
 from apportion.strategies.data_parallel import DataParallel, DataParallelStep
-from apportion.strategy import State
-from apportion.world import World
 
 EXACT = 1e-11
 """Relative to a tensor's largest value, at least 1."""

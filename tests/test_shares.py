@@ -16,10 +16,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from apportion import Workload
-from apportion.parallel.one_device import OneDeviceStep
-from apportion.parallel.shares import TOLERANCE, new_shares
+from apportion.comm.world import World
+from apportion.parallel.replica.load_balancing import TOLERANCE, new_shares
+from apportion.parallel.replica.single_process import OneDeviceStep
 from apportion.strategies.data_parallel import DataParallel
-from apportion.world import World
 
 speed = st.floats(0.1, 1e6)
 

@@ -18,10 +18,10 @@ from torch.utils.data import TensorDataset, default_collate
 
 import apportion
 from apportion import Workload
-from apportion.deal import Deal
+from apportion.comm.world import World
+from apportion.core.sampler import Deal
+from apportion.core.strategy import batches
 from apportion.strategies.single_device import SingleDevice
-from apportion.strategy import batches
-from apportion.world import World
 
 EXAMPLES, BATCH, STEPS, SEED = 101, 20, 14, 3
 Options = dict[str, Any]

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from apportion import Workload, tree
+from apportion import Workload
+from apportion.comm.world import World
+from apportion.core import tree
 from apportion.errors import WorkerFailed
-from apportion.parallel.pieces import Layout, Piece
-from apportion.parallel.sliced import Plan, SlicedModel, plan
-from apportion.parallel.sliced_graph import Pair
-from apportion.parallel.sliced_loss import cross_entropy_of, sliced_cross_entropy
-from apportion.parallel.slices import shares
-from apportion.world import World
+from apportion.parallel.partition.tensor_shards import Layout, Piece
+from apportion.parallel.tensor.cross_entropy import cross_entropy_of, sliced_cross_entropy
+from apportion.parallel.tensor.patterns import Pair
+from apportion.parallel.tensor.sharding_plan import Plan, SlicedModel, plan
+from apportion.parallel.tensor.slicing import shares
 
 EXACT = 1e-10
 Make = Callable[[], tuple[nn.Module, Any]]

@@ -18,9 +18,9 @@ from torch.utils.data import Dataset
 
 import apportion
 from apportion import Workload
+from apportion.core.strategy import Strategy
 from apportion.strategies.hybrid_parallel import HybridParallel
 from apportion.strategies.tensor_parallel import TensorParallel
-from apportion.strategy import Strategy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
 

@@ -25,18 +25,18 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Evaluation, Policy, Workload, accuracy
-from apportion.batch import Batch
 from apportion.comm.group import Group
-from apportion.launch.local import Local
-from apportion.parallel.one_device import reference
-from apportion.parallel.part import Alike, Part
-from apportion.parallel.pieces import Layout, Piece
-from apportion.parallel.replica import Replica
-from apportion.parallel.split import SplitStep
+from apportion.comm.world import World
+from apportion.core.data.batch import Batch
+from apportion.core.strategy import State, Step, Strategy
+from apportion.parallel.partition.part import Alike, Part
+from apportion.parallel.partition.partitioned_step import SplitStep
+from apportion.parallel.partition.tensor_shards import Layout, Piece
+from apportion.parallel.replica.replica import Replica
+from apportion.parallel.replica.single_process import reference
+from apportion.runtime.launch.local import Local
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.single_device import SingleDevice
-from apportion.strategy import State, Step, Strategy
-from apportion.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
 

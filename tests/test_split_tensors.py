@@ -15,11 +15,11 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Workload
-from apportion.comm.message import broadcast_tensors
-from apportion.parallel.passing import Inlet, Outlet
-from apportion.parallel.products import LARGE, SMALL, linear
-from apportion.parallel.sliced_transposed import is_transposed
-from apportion.world import World
+from apportion.comm.objects import broadcast_tensors
+from apportion.comm.world import World
+from apportion.parallel.ops.matmul import LARGE, SMALL, linear
+from apportion.parallel.pipeline.transfer import Inlet, Outlet
+from apportion.parallel.tensor.transposed_linear import is_transposed
 
 WIDTH = 256
 assert SMALL <= WIDTH * WIDTH < LARGE

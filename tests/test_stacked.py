@@ -11,11 +11,12 @@ import torch
 from served import net
 from torch import Tensor, nn
 
-from apportion.serving import in_graph, stacked
-from apportion.serving.program import Expired
-from apportion.serving.source import Source, save_rows
-from apportion.serving.stacked import InTurn, Stacked, called, together
-from apportion.serving.torch_program import TorchProgram
+from apportion.serving.replication import in_graph
+from apportion.serving.runtimes import stacked_modules
+from apportion.serving.runtimes.runtime import Expired
+from apportion.serving.runtimes.source import Source, save_rows
+from apportion.serving.runtimes.stacked_modules import InTurn, Stacked, called, together
+from apportion.serving.runtimes.torch_runtime import TorchProgram
 
 
 def convolutional(seed: int) -> nn.Module:
@@ -73,8 +74,8 @@ def test_the_faster_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         clock[0] += seconds[type(module)]  # type: ignore[index]
         return module(sample)
 
-    monkeypatch.setattr(stacked, "called", timed)
-    monkeypatch.setattr(stacked.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(stacked_modules, "called", timed)
+    monkeypatch.setattr(stacked_modules.time, "perf_counter", lambda: clock[0])
     assert isinstance(together(modules, torch.zeros(2, 8)), Stacked)
     seconds[Stacked] = 3.0
     assert isinstance(together(modules, torch.zeros(2, 8)), InTurn)

@@ -17,7 +17,7 @@ import torch
 from onnx import TensorProto, helper
 from served import Server, alive, eventually, net, serving
 
-from apportion.exporting import export
+from apportion.exporting.exporter import export
 
 X = np.zeros((1, 8), dtype=np.float32)
 FILES = ("1.onnx", "2.onnx")

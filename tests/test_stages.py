@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from ranks import by_value, on_ranks
 from torch import Tensor, nn
 
-from apportion import tree
-from apportion.graph import follow
-from apportion.parallel.cuts import (
+from apportion.comm.world import World
+from apportion.core import tree
+from apportion.cost_model.strategies.pipeline import most_in_flight
+from apportion.parallel.partition.committed_shards import Version, whole
+from apportion.parallel.pipeline.cut_points import (
     SECONDS_PER_BYTE,
     SECONDS_PER_MESSAGE,
     Places,
@@ -27,13 +29,18 @@ from apportion.parallel.cuts import (
     measured,
     named,
 )
-from apportion.parallel.kept_parts import Version, whole
-from apportion.parallel.passing import Inlet, Outlet
-from apportion.parallel.stage_graph import StageGraph, prove, terms
-from apportion.parallel.turns import turns
-from apportion.parallel.whole_batch import Rows, joined, needs_whole_batch, refuse_coupled_stage, rows_at, taken_apart
-from apportion.pricing.pipeline import most_in_flight
-from apportion.world import World
+from apportion.parallel.pipeline.schedules import turns
+from apportion.parallel.pipeline.stage_graph import StageGraph, prove, terms
+from apportion.parallel.pipeline.transfer import Inlet, Outlet
+from apportion.parallel.pipeline.whole_batch import (
+    Rows,
+    joined,
+    needs_whole_batch,
+    refuse_coupled_stage,
+    rows_at,
+    taken_apart,
+)
+from apportion.parallel.tracing.tracer import follow
 
 # Where to cut
 

@@ -17,13 +17,13 @@ import torch
 from ranks import on_ranks
 from torch import Tensor, nn
 
+from apportion.comm.world import World
 from apportion.errors import MembershipChanged
-from apportion.lifetime import die_with_parent
-from apportion.store.layout import Layout
-from apportion.store.memory import DEALT, STATE, Extent, Memory
-from apportion.store.session import Server, Sessions
-from apportion.store.store import Contents, Store
-from apportion.world import World
+from apportion.parallel.parameter_store.protocol import Server, Sessions
+from apportion.parallel.parameter_store.shard_layout import Layout
+from apportion.parallel.parameter_store.store import Contents, Store
+from apportion.parallel.parameter_store.store_memory import DEALT, STATE, Extent, Memory
+from apportion.process import die_with_parent
 
 FOLDER = f"{os.sep}store{os.sep}"
 SHARDS, WIDTH = 4, 64

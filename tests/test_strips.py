@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from apportion.parallel.strips import (
+from apportion.parallel.spatial.geometry import (
     Bounds,
     Rows,
     Transposed,

@@ -13,8 +13,8 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from apportion.parallel.strips_forward import cut_network
-from apportion.world import World
+from apportion.comm.world import World
+from apportion.parallel.spatial.forward import cut_network
 
 EXACT = 1e-10
 RANKS = 3

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from ranks import on_ranks
 from torch import Tensor, nn
 
-from apportion.parallel.strips import Bounds, strip
-from apportion.parallel.strips_holding import Holding
-from apportion.parallel.strips_layers import LAYERS
-from apportion.parallel.strips_norm import ask_all_ranks
-from apportion.parallel.strips_tensor import Strip, cut, gathered
-from apportion.world import World
+from apportion.comm.world import World
+from apportion.parallel.spatial.geometry import Bounds, strip
+from apportion.parallel.spatial.layers import LAYERS
+from apportion.parallel.spatial.norm import ask_all_ranks
+from apportion.parallel.spatial.placements import Holding
+from apportion.parallel.spatial.strip import Strip, cut, gathered
 
 EXACT = 1e-10
 CASES = 12

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from apportion.serving import subsets
-from apportion.serving.subsets import accuracy, statement
+from apportion.serving import offline_evaluation
+from apportion.serving.offline_evaluation import accuracy, statement
 
 TARGETS = np.array([0, 1, 1, 0])
 SCORES = {
@@ -39,7 +39,7 @@ def test_one_member_has_nothing_to_be_without() -> None:
 
 
 def test_of_very_many_subsets_some_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subsets, "MOST_SUBSETS", 2)
+    monkeypatch.setattr(offline_evaluation, "MOST_SUBSETS", 2)
     assert [size.subsets for size in statement(SCORES, TARGETS, "mean").sizes] == [2, 2]
 
 

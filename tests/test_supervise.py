@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apportion.happening import Began, Changed, Exited, Finished, Happening, Late, Raised
-from apportion.policy import Policy
-from apportion.supervise import (
+from apportion.core.policy import Policy
+from apportion.core.value import parse_as
+from apportion.runtime.supervisor.decisions import (
     CAUSE_SECONDS,
     REPEATS,
     Action,
@@ -24,8 +24,8 @@ from apportion.supervise import (
     Stop,
     next_action,
 )
-from apportion.values import parse_as
-from apportion.watch import LOOK_SECONDS, Watch
+from apportion.runtime.supervisor.failures import Began, Changed, Exited, Finished, Happening, Late, Raised
+from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Watch
 
 WORKERS = 3
 ranks = st.integers(0, WORKERS - 1)

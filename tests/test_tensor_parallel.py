@@ -19,13 +19,13 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Evaluation, Workload, accuracy
-from apportion.deal import DataShard
-from apportion.launch.local import Local
-from apportion.proof import Proof
+from apportion.comm.world import World
+from apportion.core.sampler import DataShard
+from apportion.core.strategy import State
+from apportion.runtime.launch.local import Local
+from apportion.runtime.proof.proof import Proof
 from apportion.strategies.single_device import SingleDevice
 from apportion.strategies.tensor_parallel import TensorParallel
-from apportion.strategy import State
-from apportion.world import World
 
 EVERYTHING = TensorParallel(min_width=1)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from apportion.timed_cuts import part_of, window
+from apportion.profiler.layer_splits import part_of, window
 
 IMAGE = (2, 4, 8, 6)
 """Rows, channels, height, width."""

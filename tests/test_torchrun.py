@@ -15,7 +15,7 @@ import pytest
 from commands import SECONDS, finish, free_port, start
 
 import apportion
-from apportion.world import hosts as hosts_of
+from apportion.comm.world import hosts as hosts_of
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 WORK = """

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from apportion import tree
+from apportion.core import tree
 
 NEST = {"a": torch.arange(4.0), "b": (torch.arange(8).view(4, 2), [3, "text", None])}
 

@@ -17,20 +17,20 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from apportion.launch.local import Local
-from apportion.planner.make import make
+from apportion.core.workload import Workload
+from apportion.cost_model.profile import Profile
+from apportion.planner.build import make
+from apportion.planner.calibration import Correction
+from apportion.planner.candidate import Priced
 from apportion.planner.plan import Plan
-from apportion.planner.priced import Priced
-from apportion.planner.refine import Refined, Tried
-from apportion.planner.refit import Correction
 from apportion.planner.search import search
-from apportion.planner.trying import after, tried
-from apportion.profile import Profile
+from apportion.planner.trials.measured_plan import after, tried
+from apportion.planner.trials.trial import Measured, candidate
+from apportion.planner.trials.tune import Refined, Tried
+from apportion.runtime.launch.local import Local
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.hogwild import Hogwild
 from apportion.strategies.single_device import SingleDevice
-from apportion.trial import Measured, candidate
-from apportion.workload import Workload
 
 
 class Rests(nn.Linear):

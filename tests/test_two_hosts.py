@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from apportion.cluster import Cluster
+from apportion.cost_model.cluster import Cluster
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 FAST, SLOW = 1e9, 1e7
@@ -94,7 +94,7 @@ def test_the_ranks_of_two_hosts_share_no_memory_and_every_message_takes_the_cabl
 MEASURE = """
 import json, sys, time
 from apportion import World
-from apportion.planner.launched import measure_here
+from apportion.profiler.launched_cluster import measure_here
 world = World.from_env(device="cpu")
 began = time.perf_counter()
 cluster = measure_here(world, seconds=float(sys.argv[1]))

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apportion.launch.env import Env
-from apportion.launch.local import Local
-from apportion.policy import Policy
+from apportion.core.policy import Policy
+from apportion.core.value import Value, find, names, parse, parse_as, written_name
+from apportion.runtime.launch.env import Env
+from apportion.runtime.launch.local import Local
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.single_device import SingleDevice
-from apportion.values import Value, find, names, parse, parse_as, written_name
 
 counts = st.none() | st.integers(1, 10**6)
 launchers = st.builds(
@@ -32,8 +32,8 @@ def test_a_strategy_reads_as_it_is_written(value: Value) -> None:
 
 @given(launchers | st.builds(Env))
 def test_a_launcher_reads_as_it_is_written(value: Value) -> None:
-    assert parse(str(value), "apportion.launch") == value
-    assert parse(repr(value), "apportion.launch") == value
+    assert parse(str(value), "apportion.runtime.launch") == value
+    assert parse(repr(value), "apportion.runtime.launch") == value
 
 
 @given(policies)
@@ -65,7 +65,7 @@ def test_values_of_values_are_written_inside_each_other() -> None:
 
 
 def test_every_file_of_a_folder_is_found_by_its_name() -> None:
-    for package in ("apportion.strategies", "apportion.launch"):
+    for package in ("apportion.strategies", "apportion.runtime.launch"):
         for name in names(package):
             assert written_name(find(name, package)) == name
             assert find(name, package).__module__ == f"{package}.{name}"

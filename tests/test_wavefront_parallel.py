@@ -26,16 +26,16 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Workload
-from apportion.batch import Batches
-from apportion.deal import DataShard
-from apportion.launch.local import Local
-from apportion.parallel.recurrent_cut import cut
-from apportion.parallel.recurrent_layer import Layer, LSTMLayer, TorchLayer, chunk_length, chunks, layer
-from apportion.report import read_events
+from apportion.comm.world import World
+from apportion.core.data.batch import Batches
+from apportion.core.sampler import DataShard
+from apportion.core.strategy import State
+from apportion.parallel.recurrent.cut import cut
+from apportion.parallel.recurrent.layer import Layer, LSTMLayer, TorchLayer, chunk_length, chunks, layer
+from apportion.reporting.journal import read_events
+from apportion.runtime.launch.local import Local
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.wavefront_parallel import WavefrontParallel
-from apportion.strategy import State
-from apportion.world import World
 
 WORDS = 9
 

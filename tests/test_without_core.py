@@ -18,18 +18,17 @@ from ranks import by_value
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from apportion.launch.local import Local
-from apportion.planner.deciding import _Deciding
-from apportion.planner.decision import Planning
+from apportion.core.workload import Workload
+from apportion.cost_model.profile import Pass
+from apportion.planner.auto import Planning, _Deciding
+from apportion.planner.candidate import Priced, Tried, tied
 from apportion.planner.explain import why_first
-from apportion.planner.predicting import offered
-from apportion.planner.priced import Priced, Tried, tied
-from apportion.profile import Pass
+from apportion.planner.predict import offered
+from apportion.planner.trials.trial import Measured, parked
+from apportion.planner.trials.trial import candidate as made
+from apportion.runtime.launch.local import Local
+from apportion.runtime.worker.cpu_wait import NOTED, Waited, noted
 from apportion.strategies.single_device import SingleDevice
-from apportion.trial import Measured, parked
-from apportion.trial import candidate as made
-from apportion.without_core import NOTED, Waited, noted
-from apportion.workload import Workload
 
 needs_schedstat = pytest.mark.skipif(
     not os.path.exists("/proc/self/schedstat"), reason="only Linux tells how long a process waits for a core"

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from apportion import Workload
-from apportion.value_digest import Digester, UnhashableError
-from apportion.workload_digest import digested, workload_digest
+from apportion.runtime.proof.value_digest import Digester, UnhashableError
+from apportion.runtime.proof.workload_digest import digested, workload_digest
 
 HELPER = '''
 """Layers of one's own."""
@@ -267,7 +267,7 @@ def test_two_processes_that_order_their_sets_otherwise_find_the_same_digest(tmp_
     first, second = told_by_two_processes(f"""
 import sys; sys.path.insert(0, {str(tmp_path)!r})
 from {path.stem} import workload
-from apportion.workload_digest import digested
+from apportion.runtime.proof.workload_digest import digested
 import torch; torch.manual_seed(int(sys.argv[1]))
 network = workload.model()
 print(digested(workload, network=network))
@@ -279,7 +279,7 @@ print(digested(workload, network=network))
 def test_so_they_do_of_the_networks_of_model_libraries() -> None:
     first, second = told_by_two_processes("""
 import real_models
-from apportion.workload_digest import digested
+from apportion.runtime.proof.workload_digest import digested
 for name, workload in real_models.MODELS.items():
     print(name, digested(workload, network=workload.model(), batch=workload.open_data()[0]))
 """)

@@ -7,7 +7,7 @@ import warm_template
 
 
 def main() -> None:
-    """``python vision_template.py FD DRIVER_PID``, as ``apportion.template`` is called."""
+    """``python vision_template.py FD DRIVER_PID``, as ``apportion.runtime.spawn.template`` is called."""
     for workload in vision_models.MODELS.values():
         workload.model()
     warm_template.main()

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import importlib
 
-from apportion import template
-from apportion.values import names
+from apportion.core.value import names
+from apportion.runtime.spawn import template
 
 
 def main() -> None:
-    """``python warm_template.py FD DRIVER_PID``, as ``apportion.template`` is called."""
+    """``python warm_template.py FD DRIVER_PID``, as ``apportion.runtime.spawn.template`` is called."""
     for name in names("apportion.strategies"):
         importlib.import_module(f"apportion.strategies.{name}")
-    importlib.import_module("apportion.timing")
+    importlib.import_module("apportion.profiler.workload_worker")
     template.main()
 
 

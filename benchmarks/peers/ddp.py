@@ -19,7 +19,7 @@ from parked import serve, settle
 
 import apportion
 from apportion import DataShard
-from apportion.batch import Batches
+from apportion.core.data.batch import Batches
 
 
 def main(address, batch_size=None, *options):

@@ -20,7 +20,7 @@ from noted import cifar10
 from parked import settle
 
 from apportion import DataShard
-from apportion.batch import Batches
+from apportion.core.data.batch import Batches
 
 EVERY = 20
 

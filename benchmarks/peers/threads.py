@@ -15,8 +15,8 @@ from endless import STEPS, endless, fused, in_memory
 from parked import serve, settle
 
 from apportion import DataShard
-from apportion.batch import Batches
-from apportion.cores import usable_cores
+from apportion.core.data.batch import Batches
+from apportion.process import usable_cores
 
 
 def main(address, batch_size, threads=None):

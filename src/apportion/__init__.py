@@ -10,23 +10,39 @@ from typing import TYPE_CHECKING, Any
 from apportion import comm as comm  # apportion.comm.shared_memory_hook; it imports nothing by itself
 
 if TYPE_CHECKING:
-    from apportion.batch import Batch as Batch
-    from apportion.cluster import Cluster as Cluster
-    from apportion.deal import DataShard as DataShard
-    from apportion.deal import Draws as Draws
+    from apportion.api.check import check as check
+    from apportion.api.compare import compare as compare
+    from apportion.api.export import export as export
+    from apportion.api.plan import plan as plan
+    from apportion.api.serve import serve as serve
+    from apportion.api.train import run as run
+    from apportion.api.train import train as train
+    from apportion.comm.world import World as World
+    from apportion.core.data.batch import Batch as Batch
+    from apportion.core.event import Event as Event
+    from apportion.core.policy import Policy as Policy
+    from apportion.core.sampler import DataShard as DataShard
+    from apportion.core.sampler import Draws as Draws
+    from apportion.core.strategy import State as State
+    from apportion.core.strategy import Step as Step
+    from apportion.core.strategy import Strategy as Strategy
+    from apportion.core.strategy import batches as batches
+    from apportion.core.workload import Evaluation as Evaluation
+    from apportion.core.workload import Workload as Workload
+    from apportion.core.workload import accuracy as accuracy
+    from apportion.cost_model.cluster import Cluster as Cluster
+    from apportion.cost_model.profile import Profile as Profile
     from apportion.errors import ApportionError as ApportionError
     from apportion.errors import CheckpointError as CheckpointError
     from apportion.errors import Disproved as Disproved
     from apportion.errors import WorkerFailed as WorkerFailed
-    from apportion.event import Event as Event
-    from apportion.launch.env import Env as env  # noqa: F401
-    from apportion.launch.local import Local as local  # noqa: F401
-    from apportion.planner.measure import measure as measure
     from apportion.planner.plan import Plan as Plan
-    from apportion.policy import Policy as Policy
-    from apportion.profile import Profile as Profile
-    from apportion.proof import Proof as Proof
-    from apportion.serving.serving import Serving as Serving
+    from apportion.profiler.measure_cluster import measure as measure
+    from apportion.runtime.checkpoint.load import load as load
+    from apportion.runtime.launch.env import Env as env  # noqa: F401
+    from apportion.runtime.launch.local import Local as local  # noqa: F401
+    from apportion.runtime.proof.proof import Proof as Proof
+    from apportion.serving.config import Serving as Serving
     from apportion.strategies.data_parallel import DataParallel as data_parallel  # noqa: F401
     from apportion.strategies.fully_sharded import FullySharded as fully_sharded  # noqa: F401
     from apportion.strategies.hogwild import Hogwild as hogwild  # noqa: F401
@@ -34,65 +50,49 @@ if TYPE_CHECKING:
     from apportion.strategies.map_reduce import MapReduce as map_reduce  # noqa: F401
     from apportion.strategies.parameter_server import ParameterServer as parameter_server  # noqa: F401
     from apportion.strategies.single_device import SingleDevice as single_device  # noqa: F401
-    from apportion.strategy import State as State
-    from apportion.strategy import Step as Step
-    from apportion.strategy import Strategy as Strategy
-    from apportion.strategy import batches as batches
-    from apportion.trained import load as load
-    from apportion.verbs.check import check as check
-    from apportion.verbs.compare import compare as compare
-    from apportion.verbs.export import export as export
-    from apportion.verbs.plan import plan as plan
-    from apportion.verbs.serve import serve as serve
-    from apportion.verbs.train import run as run
-    from apportion.verbs.train import train as train
-    from apportion.workload import Evaluation as Evaluation
-    from apportion.workload import Workload as Workload
-    from apportion.workload import accuracy as accuracy
-    from apportion.world import World as World
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "ApportionError": "errors",
-    "Batch": "batch",
+    "Batch": "core.data.batch",
     "CheckpointError": "errors",
-    "Cluster": "cluster",
-    "DataShard": "deal",
+    "Cluster": "cost_model.cluster",
+    "DataShard": "core.sampler",
     "Disproved": "errors",
-    "Draws": "deal",
-    "Evaluation": "workload",
-    "Event": "event",
+    "Draws": "core.sampler",
+    "Evaluation": "core.workload",
+    "Event": "core.event",
     "Plan": "planner.plan",
-    "Policy": "policy",
-    "Profile": "profile",
-    "Proof": "proof",
-    "Serving": "serving.serving",
-    "State": "strategy",
-    "Step": "strategy",
-    "Strategy": "strategy",
+    "Policy": "core.policy",
+    "Profile": "cost_model.profile",
+    "Proof": "runtime.proof.proof",
+    "Serving": "serving.config",
+    "State": "core.strategy",
+    "Step": "core.strategy",
+    "Strategy": "core.strategy",
     "WorkerFailed": "errors",
-    "Workload": "workload",
-    "World": "world",
-    "accuracy": "workload",
-    "batches": "strategy",
-    "check": "verbs.check",
-    "compare": "verbs.compare",
-    "export": "verbs.export",
-    "load": "trained",
-    "measure": "planner.measure",
-    "plan": "verbs.plan",
-    "run": "verbs.train",
-    "serve": "verbs.serve",
-    "train": "verbs.train",
+    "Workload": "core.workload",
+    "World": "comm.world",
+    "accuracy": "core.workload",
+    "batches": "core.strategy",
+    "check": "api.check",
+    "compare": "api.compare",
+    "export": "api.export",
+    "load": "runtime.checkpoint.load",
+    "measure": "profiler.measure_cluster",
+    "plan": "api.plan",
+    "run": "api.train",
+    "serve": "api.serve",
+    "train": "api.train",
 }
-_FOLDERS = ("apportion.strategies", "apportion.launch")
+_FOLDERS = ("apportion.strategies", "apportion.runtime.launch")
 
 __all__ = sorted(_HOMES)
 
 
 def _values() -> dict[str, str]:
-    from apportion.values import names
+    from apportion.core.value import names
 
     return {name: folder for folder in _FOLDERS for name in names(folder)}
 
@@ -101,7 +101,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         found = getattr(importlib.import_module(f"apportion.{_HOMES[name]}"), name)
     elif not name.startswith("_") and name in (values := _values()):
-        from apportion.values import find
+        from apportion.core.value import find
 
         found = find(name, values[name])
     else:

@@ -1,6 +1,6 @@
 """``python -m apportion`` is the program ``apportion``."""
 
-from apportion.cli import main
+from apportion.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -20,12 +20,12 @@ import time
 import numpy as np
 import torch
 
-from apportion.comm import link
+from apportion.comm import p2p
+from apportion.comm.barrier import DEADLINE_SECONDS
 from apportion.comm.channel import memory_file
 from apportion.comm.group import Group
-from apportion.comm.meeting import DEADLINE_SECONDS
-from apportion.comm.message import broadcast_message
-from apportion.comm.shared_memory import SharedMemory, links_in, nbytes
+from apportion.comm.objects import broadcast_message
+from apportion.comm.shared_memory_group import SharedMemory, links_in, nbytes
 
 MEASURED_BYTES = 64 << 10, 1 << 20
 """Of the messages that two groups are compared with."""
@@ -39,7 +39,7 @@ def host_memory(group: Group, *, spins: bool = True, deadline: float = DEADLINE_
     ``spins``: has every rank a core of its own? ``deadline``: seconds that a rank may keep the others waiting.
     """
     size = nbytes(group.size)
-    memory = shared_memory(group, size + group.size**2 * link.nbytes)
+    memory = shared_memory(group, size + group.size**2 * p2p.nbytes)
     if memory is None:
         return None
     return SharedMemory(

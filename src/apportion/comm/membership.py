@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from apportion.comm.futex import Word, fence, sleep_on, wake
+from apportion.comm.sync import Word, fence, sleep_on, wake
 from apportion.errors import MembershipChanged, PeerLost
 
 LINE = 64

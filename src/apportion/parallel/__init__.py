@@ -1,1 +1,1 @@
-"""What several strategies share."""
+"""What strategies are built from, one package for each way to divide the work."""

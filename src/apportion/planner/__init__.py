@@ -1,1 +1,1 @@
-"""Which way to split the work on the machines there are: measured, predicted, chosen, explained."""
+"""The choice of a strategy for a workload and its machines: searched, measured, predicted, explained."""

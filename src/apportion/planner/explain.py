@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from apportion.planner.figures import milliseconds, size
-from apportion.planner.priced import Priced, family, tied
-from apportion.pricing.cost import TERMS
-from apportion.profile import Profile
-from apportion.without_core import noted
+from apportion.cost_model.cost import TERMS
+from apportion.cost_model.profile import Profile
+from apportion.planner.candidate import Priced, family, tied
+from apportion.planner.units import milliseconds, size
+from apportion.runtime.worker.cpu_wait import noted
 
 _SAVES = {
     "computing": "of computing",

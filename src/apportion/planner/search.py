@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
-from apportion.cluster import Cluster
-from apportion.planner.figures import label
-from apportion.planner.priced import Priced, family, priced, ranked
-from apportion.pricing.layout import Layout, layouts
-from apportion.profile import Profile
-from apportion.strategy import Strategy
-from apportion.values import find, names, parse
+from apportion.core.strategy import Strategy
+from apportion.core.value import find, names, parse
+from apportion.cost_model.cluster import Cluster
+from apportion.cost_model.placement import Layout, layouts
+from apportion.cost_model.profile import Profile
+from apportion.planner.candidate import Priced, family, priced, ranked
+from apportion.planner.units import label
 
 STRATEGIES = "apportion.strategies"
 MOST_PRICED = 400

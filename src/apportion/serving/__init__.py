@@ -1,1 +1,1 @@
-"""Trained nets behind the Open Inference Protocol, that answer by a deadline though one of them has died or is slow."""
+"""Trained networks behind the Open Inference Protocol, which answer by a deadline whatever happens."""

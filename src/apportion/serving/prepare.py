@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from apportion.errors import ApportionError
-from apportion.lifetime import die_with_parent
-from apportion.serving.datatypes import Array
-from apportion.serving.program import Program
-from apportion.serving.remote_program import check_address
-from apportion.serving.source import Source, save_rows
+from apportion.process import die_with_parent
+from apportion.serving.protocol.datatypes import Array
+from apportion.serving.runtimes.remote_runtime import check_address
+from apportion.serving.runtimes.runtime import Program
+from apportion.serving.runtimes.source import Source, save_rows
 
 TIMES, SECONDS = 30, 0.5
 """Of one row, in turns with the other runtimes: so often, for so long in all."""
@@ -71,14 +71,14 @@ def prepare(
 
 def pinned_for(run: Path, folder: Path, trust: bool, projects: Sequence[Path] | None) -> Path:
     """The checkpoint that every process loads, whatever the run does meanwhile."""
-    from apportion.trained import pinned
+    from apportion.runtime.checkpoint.load import pinned
 
     return pinned(run, folder, trust=trust, projects=projects)
 
 
 def _of_torch(name: str, path: Path, folder: Path, said: list[str]) -> list[Source]:
-    from apportion.exporting import export
-    from apportion.serving.torch_program import leaves_of, opened
+    from apportion.exporting.exporter import export
+    from apportion.serving.runtimes.torch_runtime import leaves_of, opened
 
     module, sample = opened(path)
     rows = save_rows(folder / f"{name}.npz", leaves_of(sample))

@@ -17,19 +17,19 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from apportion.allocator import return_large
 from apportion.errors import ApportionError
-from apportion.serving.arena import Arena
-from apportion.serving.hosts import Hosts
-from apportion.serving.http import App
-from apportion.serving.listener import Listener
+from apportion.process import return_large
+from apportion.serving.config import Serving
+from apportion.serving.http.host_names import Hosts
+from apportion.serving.http.listener import Listener
+from apportion.serving.http.page import pages
+from apportion.serving.http.routes import App
 from apportion.serving.log import log
 from apportion.serving.metrics import Metrics
-from apportion.serving.page import pages
-from apportion.serving.prepared import prepared
-from apportion.serving.replication import Means, Staffed, replicated
-from apportion.serving.serving import Serving
-from apportion.serving.source import Source
+from apportion.serving.model_preparation import prepared
+from apportion.serving.pool.shared_arena import Arena
+from apportion.serving.replication.choose import Means, Staffed, replicated
+from apportion.serving.runtimes.source import Source
 
 PREFIX = "apportion-serve-"
 """Of the folder that holds what was exported; the process's number follows."""

@@ -40,19 +40,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Self, final
 
-from apportion.parallel.one_device import reference
-from apportion.parallel.part import Alike, MakePart
-from apportion.parallel.split import SplitStep
-from apportion.parallel.strips_forward import cut_network
-from apportion.pricing import strips
-from apportion.pricing.cost import Cost
-from apportion.pricing.layer_times import chance, held, times
-from apportion.pricing.layout import Layout
-from apportion.pricing.refusals import nothing_to_divide
-from apportion.profile import Profile
-from apportion.strategy import State, Step, Strategy
-from apportion.workload import Workload
-from apportion.world import World
+from apportion.comm.world import World
+from apportion.core.strategy import State, Step, Strategy
+from apportion.core.workload import Workload
+from apportion.cost_model.compute import chance, held, times
+from apportion.cost_model.constraints import nothing_to_divide
+from apportion.cost_model.cost import Cost
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import Profile
+from apportion.cost_model.strategies import spatial as strips
+from apportion.parallel.partition.part import Alike, MakePart
+from apportion.parallel.partition.partitioned_step import SplitStep
+from apportion.parallel.replica.single_process import reference
+from apportion.parallel.spatial.forward import cut_network
 
 SPLITS = ("height", "width", "channel", "group")
 

@@ -13,9 +13,9 @@ Exact: each rank's mean loss is weighted by its share of the loss terms, so 61 e
 of 61 examples. Batch normalisation takes its statistics over all ranks; a rank without rows in a short batch takes
 part with weight 0; losses that couple examples (``count=None``) see the outputs of all ranks.
 
-On one host the weights lie in shared pages in two versions (``parallel/shared_update.py``): each rank reduces and
-updates its own slice. Elsewhere, and for what is not updated element by element, every rank has a copy, and the sum
-of a layer's gradients begins as soon as the backward pass has them (``parallel/gradients.py``).
+On one host the weights lie in shared pages in two versions (``parallel/shared_weights/update.py``): each rank reduces
+and updates its own slice. Elsewhere, and for what is not updated element by element, every rank has a copy, and the sum
+of a layer's gradients begins as soon as the backward pass has them (``parallel/replica/gradient_buckets.py``).
 
 Price, on one host: ``t = t_compute(B / n) + 2 bytes(gradient) / memory bandwidth + t_update / n + 2 meetings``; on
 several hosts and on GPUs the gradients of the last layers leave while those before them are computed, and
@@ -26,7 +26,8 @@ Wins when the compute of a share outweighs the gradient's way: convolutions, lar
 larger than what it is made of: fully connected layers at a small batch. ``microbatches`` trades time for memory: the
 share is computed in so many parts, one after the other. ``shares="measured"``: ranks that are found to be slower take
 fewer rows. ``of=pipeline_parallel(...)``: each of so many ``replicas`` is a group of workers that hold the network in
-parts, as that strategy cuts it (``parallel/replicas.py``); the gradients of a part are summed over the replicas.
+parts, as that strategy cuts it (``parallel/partition/replicated_step.py``); the gradients of a part are summed over the
+replicas.
 
 A worker's death loses nothing: the others and its replacement make the step under way again, with the same draws.
 """
@@ -40,31 +41,31 @@ from typing import TYPE_CHECKING, Any, Self, final
 import torch
 from torch import Tensor, nn
 
-from apportion import tree
-from apportion.batch import Batch, Batches
 from apportion.comm.differentiable import gather_rows
-from apportion.deal import DataShard
-from apportion.parallel.batch_norm import Attendance, use_whole_batch
-from apportion.parallel.fresh_model import refuse_renormalising
-from apportion.parallel.gradient_hooks import GradientHooks
-from apportion.parallel.gradients import LARGE_BYTES, GradientSum, early_bytes
-from apportion.parallel.one_device import reference
-from apportion.parallel.places import check_of, check_replicas
-from apportion.parallel.recovery import agree
-from apportion.parallel.replica import Replica
-from apportion.parallel.replicas import ReplicatedStep
-from apportion.parallel.shared_update import SharedUpdate, unsuited
-from apportion.parallel.shares import MeasuredShares
-from apportion.replica_digest import Replicated, apart_from
-from apportion.rng import seed_everything
-from apportion.strategy import Held, State, Step, Strategy, held
-from apportion.workload import Workload, examples
-from apportion.world import World
+from apportion.comm.world import World
+from apportion.core import tree
+from apportion.core.data.batch import Batch, Batches
+from apportion.core.replica_digest import Replicated, apart_from
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
+from apportion.core.strategy import Held, State, Step, Strategy, held
+from apportion.core.workload import Workload, examples
+from apportion.parallel.ops.sync_batch_norm import Attendance, use_whole_batch
+from apportion.parallel.partition.replica_groups import check_of, check_replicas
+from apportion.parallel.partition.replicated_step import ReplicatedStep
+from apportion.parallel.replica.gradient_buckets import LARGE_BYTES, GradientSum, early_bytes
+from apportion.parallel.replica.gradient_hooks import GradientHooks
+from apportion.parallel.replica.initial_model import refuse_renormalising
+from apportion.parallel.replica.load_balancing import MeasuredShares
+from apportion.parallel.replica.replica import Replica
+from apportion.parallel.replica.resync import agree
+from apportion.parallel.replica.single_process import reference
+from apportion.parallel.shared_weights.update import SharedUpdate, unsuited
 
 if TYPE_CHECKING:
-    from apportion.pricing.cost import Cost
-    from apportion.pricing.layout import Layout
-    from apportion.profile import Profile
+    from apportion.cost_model.cost import Cost
+    from apportion.cost_model.placement import Layout
+    from apportion.cost_model.profile import Profile
 
 
 @final
@@ -106,7 +107,7 @@ class DataParallel(Strategy):
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
-        from apportion.pricing.memory import parts_that_fit
+        from apportion.cost_model.memory import parts_that_fit
 
         if layout.ranks < 2:
             return
@@ -117,10 +118,12 @@ class DataParallel(Strategy):
             yield cls(microbatches=parts)
 
     def cost(self, profile: Profile, layout: Layout) -> Cost:
-        from apportion.parallel import replica_costs  # these here: a run needs no prices, and begins sooner without
-        from apportion.pricing import shared_pages, towers
-        from apportion.pricing.refusals import must_be_whole, must_feed
-        from apportion.pricing.shares import by_speed, computed, dealt
+        from apportion.cost_model.compute import by_speed, computed, dealt
+        from apportion.cost_model.constraints import must_be_whole, must_feed
+        from apportion.cost_model.strategies import data_parallel, shared_weights
+        from apportion.parallel.partition import (
+            replica_costs,  # these here: a run needs no prices, and begins sooner without
+        )
 
         if self.of is not None:
             return replica_costs.cost(self.of, self.replicas, profile, layout)
@@ -135,12 +138,12 @@ class DataParallel(Strategy):
         rows = by_speed(profile, layout) if self.shares == "measured" else even
         found = computed(profile, layout, rows, parts=self.microbatches)
         at_once = max(rows) / self.microbatches
-        if shared_pages.suits(profile, layout):
-            cost = shared_pages.cost(profile, layout, found, at_once)
+        if shared_weights.suits(profile, layout):
+            cost = shared_weights.cost(profile, layout, found, at_once)
         else:
             sizes = LARGE_BYTES, early_bytes(layout.ranks)
-            cost = towers.cost(profile, layout, found, at_once, sizes, parts=self.microbatches)
-        asked = towers.asked_while_computing(profile, layout)
+            cost = data_parallel.cost(profile, layout, found, at_once, sizes, parts=self.microbatches)
+        asked = data_parallel.asked_while_computing(profile, layout)
         return replace(cost, terms={**cost.terms, "communicating": cost.terms["communicating"] + asked})
 
     def build(self, workload: Workload, world: World) -> Step:
@@ -225,8 +228,10 @@ class DataParallelStep(Step):
                 f"microbatches={self._microbatches} would give {normalised[0]} the statistics of a part of the batch: "
                 "use microbatches=1, or a normalisation that looks at one example (GroupNorm, LayerNorm)"
             )
-        from apportion.parallel.batch_functions import use_whole_functions  # here: a driver need not import them
-        from apportion.parallel.coupling import refuse_coupling, whole_batch_functions
+        from apportion.parallel.batch_coupling.analysis import refuse_coupling, whole_batch_functions
+        from apportion.parallel.batch_coupling.sync_batch_functions import (
+            use_whole_functions,  # here: a driver need not import them
+        )
 
         if self._microbatches > 1:
             strategy = f"data_parallel(microbatches={self._microbatches})"

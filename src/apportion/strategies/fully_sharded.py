@@ -33,32 +33,32 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from apportion.batch import Batch, Batches
-from apportion.deal import DataShard
-from apportion.parallel.batch_functions import use_whole_functions
-from apportion.parallel.batch_norm import Attendance, use_whole_batch
-from apportion.parallel.coupling import refuse_coupling, whole_batch_functions
-from apportion.parallel.forward_state import moved
-from apportion.parallel.loss_share import LossShare
-from apportion.parallel.one_device import reference
-from apportion.parallel.replica import Replica, called
-from apportion.parallel.shardable import NOT_ELEMENTWISE, WHOLE_KERNEL, refuse_layers, refuse_optimizer
-from apportion.pricing import sharded
-from apportion.pricing.collectives import all_reduce
-from apportion.pricing.cost import Cost, Span
-from apportion.pricing.layout import Layout
-from apportion.pricing.memory import Holding, activations, copies
-from apportion.pricing.refusals import must_be_whole, must_feed
-from apportion.pricing.shares import call_seconds, computed, dealt, layer_seconds, updating
-from apportion.profile import Profile
-from apportion.replica_digest import Replicated
-from apportion.rng import seed_everything
-from apportion.strategy import Held, State, Step, Strategy
-from apportion.workload import Workload
-from apportion.world import World
+from apportion.comm.world import World
+from apportion.core.data.batch import Batch, Batches
+from apportion.core.replica_digest import Replicated
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
+from apportion.core.strategy import Held, State, Step, Strategy
+from apportion.core.workload import Workload
+from apportion.cost_model.collectives import all_reduce
+from apportion.cost_model.compute import call_seconds, computed, dealt, layer_seconds, updating
+from apportion.cost_model.constraints import must_be_whole, must_feed
+from apportion.cost_model.cost import Cost, Span
+from apportion.cost_model.memory import Holding, activations, copies
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import Profile
+from apportion.cost_model.strategies import fully_sharded
+from apportion.parallel.batch_coupling.analysis import refuse_coupling, whole_batch_functions
+from apportion.parallel.batch_coupling.sync_batch_functions import use_whole_functions
+from apportion.parallel.ops.sync_batch_norm import Attendance, use_whole_batch
+from apportion.parallel.replica.forward_state import moved
+from apportion.parallel.replica.fsdp import NOT_ELEMENTWISE, WHOLE_KERNEL, refuse_layers, refuse_optimizer
+from apportion.parallel.replica.loss_weighting import LossShare
+from apportion.parallel.replica.replica import Replica, called
+from apportion.parallel.replica.single_process import reference
 
 if TYPE_CHECKING:
-    from apportion.parallel.sharded import Sharded
+    from apportion.parallel.replica.fsdp import Sharded
 
 STEP_CALLS, UNIT_CALLS, LAYER_CALLS = 100.0, 30.0, 30.0
 """Of torch's Python, in ``Device.call_seconds``: of a step; of a unit each time that it is gathered or summed; of a
@@ -91,15 +91,15 @@ class FullySharded(Strategy):
         rows = dealt(profile.batch_size, n)
         found = computed(profile, layout, rows, parts=parts)
         ahead, back = layer_seconds(profile, layout, rows[0] / parts, found.forward / parts, found.backward / parts)
-        root, units = sharded.units(profile, self.min_num_params, ahead, back)
+        root, units = fully_sharded.units(profile, self.min_num_params, ahead, back)
         own_gpus = all(layout.device(r).kind == "cuda" for r in layout.kinds)
         timeline: tuple[Span, ...] = ()
         if n == 1:
             moving = 0.0
         elif own_gpus:
-            moving, timeline = sharded.overlapped(layout, root, units)
+            moving, timeline = fully_sharded.overlapped(layout, root, units)
         else:
-            moving = sharded.in_turn(layout, root, units)
+            moving = fully_sharded.in_turn(layout, root, units)
         told = all_reduce(layout, range(n), 8.0 * (len(profile.layers) + 1))
         calls = STEP_CALLS + 3 * UNIT_CALLS * parts * len(units) + LAYER_CALLS * len(profile.layers)
         largest = max(unit.nbytes for unit in units)
@@ -204,7 +204,7 @@ class FullyShardedStep(Step):
         refuse_layers(model, self._settings.microbatches)
         functions = self._functions(model)
         if self._world.size > 1:
-            from apportion.parallel.sharded import Sharded  # FSDP takes over a second to import
+            from apportion.parallel.replica.fsdp import Sharded  # FSDP takes over a second to import
 
             use_whole_batch(model, self._attendance)
             use_whole_functions(model, functions, self._attendance)

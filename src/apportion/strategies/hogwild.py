@@ -36,21 +36,21 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from apportion.batch import Batch
-from apportion.parallel.one_device import reference
-from apportion.pricing.cost import Cost
-from apportion.pricing.layout import Layout
-from apportion.pricing.memory import Holding, activations, copies
-from apportion.pricing.refusals import must_have_store
-from apportion.pricing.shares import call_seconds, computed, memory_rate, updating
-from apportion.profile import Profile
-from apportion.store.computing import WHOLE, Worker
-from apportion.store.downpour import extent_of
-from apportion.store.memory import Memory
-from apportion.store.store import Store
-from apportion.strategy import Held, State, Step, Strategy
-from apportion.workload import Workload
-from apportion.world import World
+from apportion.comm.world import World
+from apportion.core.data.batch import Batch
+from apportion.core.strategy import Held, State, Step, Strategy
+from apportion.core.workload import Workload
+from apportion.cost_model.compute import call_seconds, computed, memory_rate, updating
+from apportion.cost_model.constraints import must_have_store
+from apportion.cost_model.cost import Cost
+from apportion.cost_model.memory import Holding, activations, copies
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import Profile
+from apportion.parallel.parameter_store.store import Store
+from apportion.parallel.parameter_store.store_memory import Memory
+from apportion.parallel.parameter_store.worker_model import WHOLE, Worker
+from apportion.parallel.parameter_store.worker_step import extent_of
+from apportion.parallel.replica.single_process import reference
 
 STEP_CALLS, LAYER_CALLS = 80.0, 3.0
 """Of Python, in ``Device.call_seconds``: of a step, in which a batch is dealt and counted under a lock, and for each

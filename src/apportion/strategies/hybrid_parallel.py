@@ -36,29 +36,29 @@ from typing import Any, Literal, Self, final
 import torch
 from torch import Tensor, fx, nn
 
-from apportion import tree
-from apportion.batch import Batches
-from apportion.network import evaluating
-from apportion.open_forward import opened
-from apportion.parallel.coupling import whole_batch_functions
-from apportion.parallel.exchanging import Exchanging
-from apportion.parallel.fused import with_fused_updates
-from apportion.parallel.memory_format import takes_channels_last
-from apportion.parallel.one_device import reference
-from apportion.parallel.part import MakePart
-from apportion.parallel.sliced import Plan, plan
-from apportion.parallel.sliced_graph import trace
-from apportion.parallel.split import SplitStep
-from apportion.parallel.two_parts import Parts, cut, unfollowed, what_crosses
-from apportion.pricing import one_weird_trick, slices
-from apportion.pricing.cost import Cost
-from apportion.pricing.layout import Layout
-from apportion.pricing.refusals import no_convolution
-from apportion.profile import Profile
-from apportion.strategy import State, Step, Strategy
-from apportion.torch_private import BatchNormBase, ConvBase
-from apportion.workload import Workload, examples
-from apportion.world import World
+from apportion.comm.world import World
+from apportion.core import tree
+from apportion.core.data.batch import Batches
+from apportion.core.strategy import State, Step, Strategy
+from apportion.core.torch_private import BatchNormBase, ConvBase
+from apportion.core.workload import Workload, examples
+from apportion.cost_model.constraints import no_convolution
+from apportion.cost_model.cost import Cost
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import Profile
+from apportion.cost_model.strategies import hybrid
+from apportion.cost_model.strategies import tensor as slices
+from apportion.parallel.batch_coupling.analysis import whole_batch_functions
+from apportion.parallel.ops.channels_last import takes_channels_last
+from apportion.parallel.optim.fused import with_fused_updates
+from apportion.parallel.partition.part import MakePart
+from apportion.parallel.partition.partitioned_step import SplitStep
+from apportion.parallel.replica.single_process import reference
+from apportion.parallel.tensor.hybrid_model import Exchanging, Parts, cut, unfollowed, what_crosses
+from apportion.parallel.tensor.patterns import trace
+from apportion.parallel.tensor.sharding_plan import Plan, plan
+from apportion.parallel.tracing.forward_signature import opened
+from apportion.parallel.tracing.network import evaluating
 
 _SLICED = (nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.RNNBase)
 _CONVOLUTIONS = tuple(f"{kind}{n}d" for kind in ("Conv", "ConvTranspose") for n in (1, 2, 3))
@@ -101,7 +101,7 @@ class HybridParallel(Strategy):
             return
         yield cls()
         how = slices.sliced(profile, min_width=cls.min_width, among=profile.layers[usual:])
-        at = one_weird_trick.begins(profile, layout, how, least=usual)
+        at = hybrid.begins(profile, layout, how, least=usual)
         later = [i for i, layer in enumerate(profile.layers) if at is not None and i >= at and layer.name in how]
         if later and later[0] > usual:
             yield cls(tensor=_prefix(profile, later[0]))
@@ -126,7 +126,7 @@ class HybridParallel(Strategy):
         how = slices.sliced(profile, min_width=self.min_width, among=among)
         if not how:
             raise ValueError(f"there is no layer that can be sliced under {back[0].name}: use data_parallel")
-        return one_weird_trick.exchanging(profile, layout, at, how, rotates=self.exchange == "rotate")
+        return hybrid.exchanging(profile, layout, at, how, rotates=self.exchange == "rotate")
 
     @property
     def _by_convolutions(self) -> bool:

@@ -28,18 +28,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-from apportion.parallel.one_device import reference
-from apportion.parallel.part import MakePart
-from apportion.parallel.split import SplitStep
-from apportion.parallel.stages import refuse_stages, staged
-from apportion.parallel.turns import turns
-from apportion.pricing.cost import Cost
-from apportion.pricing.layout import Layout
-from apportion.pricing.pipeline import Pipeline, cut
-from apportion.profile import Profile
-from apportion.strategy import State, Step, Strategy
-from apportion.workload import Workload
-from apportion.world import World
+from apportion.comm.world import World
+from apportion.core.strategy import State, Step, Strategy
+from apportion.core.workload import Workload
+from apportion.cost_model.cost import Cost
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import Profile
+from apportion.cost_model.strategies.pipeline import Pipeline, cut
+from apportion.parallel.partition.part import MakePart
+from apportion.parallel.partition.partitioned_step import SplitStep
+from apportion.parallel.pipeline.schedules import turns
+from apportion.parallel.pipeline.stage import refuse_stages, staged
+from apportion.parallel.replica.single_process import reference
 
 
 @final

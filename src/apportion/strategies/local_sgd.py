@@ -35,24 +35,24 @@ from typing import Any, ClassVar, Literal, Self, final
 
 from torch import Tensor
 
-from apportion.batch import Batch
-from apportion.deal import DataShard
+from apportion.comm.world import World
+from apportion.core.data.batch import Batch
+from apportion.core.sampler import DataShard
+from apportion.core.strategy import State, Step, Strategy
+from apportion.core.torch_private import mark_stepped
+from apportion.core.workload import Workload
+from apportion.cost_model.cost import Cost
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import Profile
+from apportion.cost_model.strategies import local_sgd
 from apportion.errors import StateLost
-from apportion.parallel.average import Frame, Outer, Parts
-from apportion.parallel.exchange import Exchange, Round, Together
-from apportion.parallel.forward_state import moved
-from apportion.parallel.one_device import OneDeviceStep
-from apportion.parallel.replica import called
-from apportion.parallel.simulated import simulated
-from apportion.pricing import rounds
-from apportion.pricing.cost import Cost
-from apportion.pricing.layout import Layout
-from apportion.profile import Profile
-from apportion.store.shared_average import SharedAverage, can_share
-from apportion.strategy import State, Step, Strategy
-from apportion.torch_private import mark_stepped
-from apportion.workload import Workload
-from apportion.world import World
+from apportion.parallel.averaging.contribution import Frame, Outer, Parts
+from apportion.parallel.averaging.reference import simulated
+from apportion.parallel.averaging.rounds import Exchange, Round, Together
+from apportion.parallel.averaging.shared import SharedAverage, can_share
+from apportion.parallel.replica.forward_state import moved
+from apportion.parallel.replica.replica import called
+from apportion.parallel.replica.single_process import OneDeviceStep
 
 
 @final
@@ -102,8 +102,8 @@ class LocalSgd(Strategy):
                 "local_sgd deals out whole batches in turn, and a recurrent state that is carried along needs the one "
                 "before: use data_parallel"
             )
-        kind = rounds.Kind(outer=self.outer == "nesterov", slots=self.slots == "averaged")
-        return rounds.cost(profile, layout, kind, every=self.every)
+        kind = local_sgd.Kind(outer=self.outer == "nesterov", slots=self.slots == "averaged")
+        return local_sgd.cost(profile, layout, kind, every=self.every)
 
     def build(self, workload: Workload, world: World) -> Step:
         if workload.carry is not None:

@@ -22,7 +22,7 @@ Wins for full-batch methods on data that do not fit the memory. Loses where a sm
 learn far more from a pass over the data.
 
 A worker's death, or that of all of them, loses the passes of the update under way. They are made again from the last
-update, which lies in shared memory (``parallel/kept.py``).
+update, which lies in shared memory (``parallel/replica/committed_state.py``).
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from typing import Any, ClassVar, Self, final
 import torch
 from torch import Tensor, nn
 
-from apportion import tree
-from apportion.batch import Batch, Batches
-from apportion.deal import DataShard
+from apportion.comm.world import World
+from apportion.core import tree
+from apportion.core.data.batch import Batch, Batches
+from apportion.core.replica_digest import Replicated
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
+from apportion.core.strategy import State, Step, Strategy
+from apportion.core.workload import Workload, examples
+from apportion.cost_model.collectives import all_reduce
+from apportion.cost_model.compute import computed, dealt
+from apportion.cost_model.constraints import must_feed
+from apportion.cost_model.cost import Cost
+from apportion.cost_model.memory import Holding, copies, of_replica
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import Profile
 from apportion.errors import StateLost
-from apportion.parallel.closure import Closure
-from apportion.parallel.coupling import refuse_coupling
-from apportion.parallel.fresh_model import refuse_renormalising
-from apportion.parallel.gradient_hooks import GradientHooks
-from apportion.parallel.gradients import LARGE_BYTES, GradientSum
-from apportion.parallel.kept import Kept
-from apportion.parallel.one_device import reference
-from apportion.parallel.replica import Replica
-from apportion.pricing.collectives import all_reduce
-from apportion.pricing.cost import Cost
-from apportion.pricing.layout import Layout
-from apportion.pricing.memory import Holding, copies, of_replica
-from apportion.pricing.refusals import must_feed
-from apportion.pricing.shares import computed, dealt
-from apportion.profile import Profile
-from apportion.replica_digest import Replicated
-from apportion.rng import seed_everything
-from apportion.strategy import State, Step, Strategy
-from apportion.workload import Workload, examples
-from apportion.world import World
+from apportion.parallel.batch_coupling.analysis import refuse_coupling
+from apportion.parallel.optim.closure import Closure
+from apportion.parallel.replica.committed_state import Kept
+from apportion.parallel.replica.gradient_buckets import LARGE_BYTES, GradientSum
+from apportion.parallel.replica.gradient_hooks import GradientHooks
+from apportion.parallel.replica.initial_model import refuse_renormalising
+from apportion.parallel.replica.replica import Replica
+from apportion.parallel.replica.single_process import reference
 
 STEP_CALLS, PART_CALLS, LAYER_CALLS = 10.0, 5.0, 2.0
 """Of Python, in ``Device.call_seconds``: of a step (the state is kept, and its tensors are found by name), of a part of

@@ -17,7 +17,8 @@ the last bit. ``mode="ordered"``: of each round of as many batches as there are 
 weights the round begins with, and they are applied in rank order; worker i's is i updates old, always. ``mode=
 "hogwild"``: no locks. With one worker each of them is the one-device step. ``servers=n``: so many processes more, which
 take no batches, hold the shards and answer each worker by a group of two. ``of=tensor_parallel()``: each of so many
-``replicas`` is a group of processes that hold the network in parts, with a store for each place (``store/groups.py``).
+``replicas`` is a group of processes that hold the network in parts, with a store for each place
+(``parallel/parameter_store/grouped_step.py``).
 
 Price: ``t = max(t_compute(B) / n, t_push)`` a batch, ``t_push = (5 + 3 slots) bytes(weights) / bandwidth(memory)``;
 with servers ``t_push = 2 bytes(weights) / bandwidth(link) + 4 latencies``.
@@ -37,24 +38,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final, get_args
 
-from apportion.parallel.one_device import reference
-from apportion.parallel.places import check_of, check_replicas, how_many
-from apportion.parallel.replica_costs import slowest_group
-from apportion.pricing.cost import Cost
-from apportion.pricing.layout import Layout
-from apportion.pricing.memory import Holding, copies, of_replica
-from apportion.pricing.refusals import must_have_store
-from apportion.pricing.shares import Computed, computed
-from apportion.pricing.store import Push, push
-from apportion.profile import Profile
-from apportion.store.downpour import DownpourStep, Mode, Rhythm
-from apportion.store.groups import GroupsStep
-from apportion.store.replay import ordered_reference, replay
-from apportion.store.rules import named
-from apportion.store.serving import ServerStep
-from apportion.strategy import State, Step, Strategy
-from apportion.workload import Workload
-from apportion.world import World
+from apportion.comm.world import World
+from apportion.core.strategy import State, Step, Strategy
+from apportion.core.workload import Workload
+from apportion.cost_model.compute import Computed, computed
+from apportion.cost_model.constraints import must_have_store
+from apportion.cost_model.cost import Cost
+from apportion.cost_model.memory import Holding, copies, of_replica
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import Profile
+from apportion.cost_model.strategies.parameter_store import Push, push
+from apportion.parallel.optim.hyperparameters import named
+from apportion.parallel.parameter_store.grouped_step import GroupsStep
+from apportion.parallel.parameter_store.replay import ordered_reference, replay
+from apportion.parallel.parameter_store.server_step import ServerStep
+from apportion.parallel.parameter_store.worker_step import DownpourStep, Mode, Rhythm
+from apportion.parallel.partition.replica_costs import slowest_group
+from apportion.parallel.partition.replica_groups import check_of, check_replicas, how_many
+from apportion.parallel.replica.single_process import reference
 
 
 def _in_order(found: Computed, once: Push, workers: int) -> dict[str, float]:

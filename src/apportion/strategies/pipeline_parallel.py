@@ -13,10 +13,11 @@ Pipeline-Parallel DNN Training", ICML 2021 (1F1B with a flush, which is the one 
 
 Exact: gradients of the micro-batches are added up, each loss weighted by its share of the terms, and there is one
 update a batch. Layers are divided so that the slowest stage is as fast as can be, by times measured once
-(``parallel/cuts.py``); ``cuts`` names the layers that workers begin with.
+(``parallel/pipeline/cut_points.py``); ``cuts`` names the layers that workers begin with.
 
 Batch normalisation would see micro-batches, and is refused; with ``batch_norm="whole"`` a stage that has one puts the
-micro-batches together, computes the batch at once, and hands it on in micro-batches (``parallel/whole_batch.py``).
+micro-batches together, computes the batch at once, and hands it on in micro-batches
+(``parallel/pipeline/whole_batch.py``).
 
 Price, with m micro-batches and n stages: ``t = (m + n - 1) * (max t_stage(B / m) + messages) + max t_update``: the
 share (n - 1) / (m + n - 1) of the time is waiting. Memory for each worker: its layers' weights, gradients and slots,
@@ -40,21 +41,21 @@ from typing import Any, Self, final
 
 from torch import nn
 
-from apportion.batch import Batches
-from apportion.parallel.coupling import refuse_coupling
-from apportion.parallel.fused import with_fused_updates
-from apportion.parallel.one_device import reference
-from apportion.parallel.part import MakePart
-from apportion.parallel.split import SplitStep
-from apportion.parallel.stages import refuse_stages, staged
-from apportion.parallel.turns import SCHEDULES, turns
-from apportion.pricing.cost import Cost
-from apportion.pricing.layout import Layout
-from apportion.pricing.pipeline import Pipeline, cut
-from apportion.profile import Profile
-from apportion.strategy import State, Step, Strategy
-from apportion.workload import Workload
-from apportion.world import World
+from apportion.comm.world import World
+from apportion.core.data.batch import Batches
+from apportion.core.strategy import State, Step, Strategy
+from apportion.core.workload import Workload
+from apportion.cost_model.cost import Cost
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import Profile
+from apportion.cost_model.strategies.pipeline import Pipeline, cut
+from apportion.parallel.batch_coupling.analysis import refuse_coupling
+from apportion.parallel.optim.fused import with_fused_updates
+from apportion.parallel.partition.part import MakePart
+from apportion.parallel.partition.partitioned_step import SplitStep
+from apportion.parallel.pipeline.schedules import SCHEDULES, turns
+from apportion.parallel.pipeline.stage import refuse_stages, staged
+from apportion.parallel.replica.single_process import reference
 
 TRIED = (4, 8, 16, 32)
 """Micro-batches that are worth a price; more than one is what this strategy is for."""

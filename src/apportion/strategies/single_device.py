@@ -23,15 +23,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
-from apportion.parallel.fused import with_fused_updates
-from apportion.parallel.one_device import OneDeviceStep, reference
-from apportion.pricing.cost import Cost
-from apportion.pricing.layout import Layout
-from apportion.pricing.memory import Holding, of_replica
-from apportion.profile import Profile
-from apportion.strategy import State, Step, Strategy
-from apportion.workload import Workload
-from apportion.world import World
+from apportion.comm.world import World
+from apportion.core.strategy import State, Step, Strategy
+from apportion.core.workload import Workload
+from apportion.cost_model.cost import Cost
+from apportion.cost_model.memory import Holding, of_replica
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import Profile
+from apportion.parallel.optim.fused import with_fused_updates
+from apportion.parallel.replica.single_process import OneDeviceStep, reference
 
 STEP_CALLS = 20.0
 """Of a step's own Python, in ``Device.call_seconds``: chosen so that the measured step of a small

@@ -37,19 +37,19 @@ from typing import Any, Self, final
 from torch import nn
 
 from apportion.comm.group import Group
-from apportion.parallel.fused import with_fused_updates
-from apportion.parallel.one_device import reference
-from apportion.parallel.part import MakePart
-from apportion.parallel.sliced import Plan, SlicedModel, plan
-from apportion.parallel.split import SplitStep
-from apportion.pricing import slices
-from apportion.pricing.cost import Cost
-from apportion.pricing.layer_times import chance, held, times, worst
-from apportion.pricing.layout import Layout
-from apportion.profile import Profile
-from apportion.strategy import State, Step, Strategy
-from apportion.workload import Workload
-from apportion.world import World
+from apportion.comm.world import World
+from apportion.core.strategy import State, Step, Strategy
+from apportion.core.workload import Workload
+from apportion.cost_model.compute import chance, held, times, worst
+from apportion.cost_model.cost import Cost
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import Profile
+from apportion.cost_model.strategies import tensor
+from apportion.parallel.optim.fused import with_fused_updates
+from apportion.parallel.partition.part import MakePart
+from apportion.parallel.partition.partitioned_step import SplitStep
+from apportion.parallel.replica.single_process import reference
+from apportion.parallel.tensor.sharding_plan import Plan, SlicedModel, plan
 
 OWN_UPDATE = (
     "update= calls the network as it likes, which shows only as it runs, and slices are found before: use loss=, or "
@@ -79,18 +79,18 @@ class TensorParallel(Strategy):
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
-        if layout.ranks > 1 and slices.sliced(profile, min_width=1):
+        if layout.ranks > 1 and tensor.sliced(profile, min_width=1):
             yield cls()
 
     def cost(self, profile: Profile, layout: Layout) -> Cost:
         if profile.own_update:
             raise ValueError(OWN_UPDATE)
-        how = slices.sliced(profile, min_width=self.min_width)
+        how = tensor.sliced(profile, min_width=self.min_width)
         if not how:
             kinds = dict.fromkeys(layer.kind for layer in profile.layers if layer.parameter_bytes)
             raise ValueError(_nothing(list(kinds)))
         each, rows = list(dict.fromkeys(times(profile, layout))), profile.batch_size
-        ranks = [slices.Slices(profile, layout, own, how).price(profile.layers, rows=rows) for own in each]
+        ranks = [tensor.Slices(profile, layout, own, how).price(profile.layers, rows=rows) for own in each]
         slowest = max(ranks, key=lambda rank: rank.computing)
         mean = sum(rank.computing for rank in ranks) / len(ranks)
         update = max(own.update(slowest.weights, fused=True) for own in each)

@@ -35,20 +35,20 @@ from typing import Any, Self, final
 
 from torch import nn
 
-from apportion.parallel.carry import Carry
-from apportion.parallel.one_device import reference
-from apportion.parallel.part import Alike, MakePart, Part
-from apportion.parallel.recurrent_cut import cut
-from apportion.parallel.recurrent_layer import chunk_length
-from apportion.parallel.split import SplitStep
-from apportion.parallel.wavefront import WavefrontPart
-from apportion.pricing.cost import Cost
-from apportion.pricing.layout import Layout
-from apportion.pricing.wavefront import Waves, wavefront
-from apportion.profile import LayerProfile, Profile
-from apportion.strategy import State, Step, Strategy
-from apportion.workload import Workload
-from apportion.world import World
+from apportion.comm.world import World
+from apportion.core.strategy import State, Step, Strategy
+from apportion.core.workload import Workload
+from apportion.cost_model.cost import Cost
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import LayerProfile, Profile
+from apportion.cost_model.strategies.wavefront import Waves, wavefront
+from apportion.parallel.partition.part import Alike, MakePart, Part
+from apportion.parallel.partition.partitioned_step import SplitStep
+from apportion.parallel.recurrent.cut import cut
+from apportion.parallel.recurrent.layer import chunk_length
+from apportion.parallel.recurrent.wavefront import WavefrontPart
+from apportion.parallel.replica.carried_state import Carry
+from apportion.parallel.replica.single_process import reference
 
 
 @final

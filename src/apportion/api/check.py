@@ -1,0 +1,44 @@
+"""Prove that a strategy computes what it must, when somebody asks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from apportion.api.prover import ProofRequest, prove
+from apportion.core.address import check_place
+from apportion.core.strategy import Strategy
+from apportion.core.value import parse
+from apportion.core.workload import Workload
+from apportion.planner.trials.trial import candidate
+from apportion.runtime.launch.local import Local
+from apportion.runtime.proof.proof import Proof
+
+
+def check(
+    workload: Workload | str,
+    strategy: Strategy | str,
+    *,
+    workers: int | None = None,
+    steps: int = 8,
+    launcher: Local | None = None,
+) -> Proof:
+    """Run a strategy and its reference side by side, and compare what both have changed after every step.
+
+    First in float64 (floating inputs, weights and buffers), where nothing but rounding may differ: at most 1e-10 of
+    the largest change, or 100 times the rounding noise measured; then the gradients, by plain SGD of rate 1 in the
+    place of each optimizer; then in the run's own precision, against its noise. A model that fixes float32 is
+    reported, and checked in float32. Dropout is turned off for it, and named. A schedule that begins at next to
+    nothing is begun where weights move. Where a network amplifies rounding so much that its bound would be above 1e-3
+    of the change, nothing above that is called equal; where too little moves to tell, the answer is undecided.
+
+    Where workers go their own ways, and the strategy writes down which (``Strategy.replays``), all make so many steps
+    with nobody waiting, and one process makes the same updates again: to the last bit, in both precisions.
+    """
+    if isinstance(workload, str):
+        check_place(workload)
+    value: Strategy = parse(strategy, "apportion.strategies") if isinstance(strategy, str) else strategy
+    if steps < 1:
+        raise ValueError(f"steps={steps} must be at least 1")
+    launcher = launcher or Local()
+    chosen = candidate(value, replace(launcher, workers=workers) if workers is not None else launcher)
+    return prove(ProofRequest(workload=workload, chosen=chosen, steps=steps))

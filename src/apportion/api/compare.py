@@ -1,0 +1,153 @@
+"""Measure strategies against each other on this machine: in turns, medians, one running at a time."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from apportion.core.address import check_place
+from apportion.core.strategy import Strategy
+from apportion.core.value import names, parse
+from apportion.core.workload import Workload
+from apportion.errors import ApportionError
+from apportion.planner.predict import prices
+from apportion.planner.trials.trial import Candidate, Measured, candidate, parked
+from apportion.runtime.launch.local import Local
+
+ROUNDS = 5
+"""Turns that each strategy's steps are divided in."""
+WARM_UP = 3
+PROFILE_SECONDS = 8.0
+"""Of measuring this machine, where it has not been, and the workload."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One strategy's line in the table."""
+
+    strategy: str
+    launcher: str
+    workers: int
+    threads: int
+    """Of each worker."""
+    step_seconds: float
+    """Median, of the slowest rank."""
+    examples_per_second: float
+    times_one_device: float
+    """Its examples/s over those of single_device with all threads."""
+    computing: float
+    """Share of the workers' time; with ``waiting`` (for other ranks) and ``communicating``, 1 in all."""
+    waiting: float
+    communicating: float
+    exact: bool
+    held_bytes: int
+    """Weights, optimizer slots and buffers of all workers; what they share is counted once."""
+    peak_bytes: int
+    """Resident memory of the largest worker, with Python and torch."""
+    steps: int
+    predicted_seconds: float | None = None
+    """A step, by the strategy's price on this machine as it was measured, before any step was made; None: it has no
+    price for this network, or there."""
+
+    @property
+    def error(self) -> float | None:
+        """Of the prediction: 0.1 says that the step takes 10 % longer than predicted."""
+        return None if self.predicted_seconds is None else self.step_seconds / self.predicted_seconds - 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: the fields, and the ``error``."""
+        return {**asdict(self), "error": self.error}
+
+
+def compare(  # noqa: PLR0913 (all of it by name)
+    workload: Workload | str,
+    strategies: Sequence[Strategy | str] | None = None,
+    *,
+    workers: int | None = None,
+    steps: int = 50,
+    launcher: Local | None = None,
+    path: str | Path | None = None,
+    predict: bool = True,
+) -> list[Row]:
+    """So many steps of each strategy after a warm-up, in ``ROUNDS`` turns; the rows, fastest first,
+    and after the exact strategies the approximate ones: as many examples teach them less.
+
+    ``strategies``: None takes all there are that can run this workload. ``workers``: of each strategy that divides its
+    work. single_device with all threads is always among them, to compare with. ``path``: where to save the rows as
+    JSON. ``predict``: first measure this machine and the workload for some seconds, and say what each step should take.
+    """
+    if isinstance(workload, str):
+        check_place(workload)
+    if steps < 1:
+        raise ValueError(f"steps={steps} must be at least 1")
+    candidates = _candidates(strategies, workers, launcher or Local())
+    predicted = _predicted(workload, candidates) if predict else dict.fromkeys(candidates)
+    rounds = min(ROUNDS, steps)
+    refused: list[tuple[Candidate, str]] | None = [] if strategies is None else None
+    with parked(candidates, workload, {}, refused) as groups:
+        for group in groups:
+            group.go(WARM_UP, measure=False)
+        for turn in range(rounds):
+            for group in groups:
+                group.go(steps // rounds + (turn < steps % rounds))
+        measured = [g.measured for g in groups]
+    for left_out, why in refused or ():
+        warnings.warn(f"{left_out.strategy} is left out: {why}", stacklevel=2)
+    alone = next(m for m in measured if m.candidate.strategy.one_process)
+    rows = sorted(
+        (_row(m, alone, predicted[m.candidate]) for m in measured),
+        key=lambda row: (not row.exact, -row.examples_per_second),
+    )
+    if path is not None:
+        Path(path).write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
+    return rows
+
+
+def _predicted(workload: Workload | str, candidates: Sequence[Candidate]) -> dict[Candidate, float | None]:
+    """Seconds a step of each; none where the workload cannot be profiled, which says nothing about running it."""
+    try:
+        costs = prices(workload, candidates, PROFILE_SECONDS)
+    except (ValueError, ApportionError):
+        costs = [None] * len(candidates)
+    return {c: None if cost is None else cost.step_seconds for c, cost in zip(candidates, costs, strict=True)}
+
+
+def _candidates(strategies: Sequence[Strategy | str] | None, workers: int | None, launcher: Local) -> list[Candidate]:
+    values = [
+        parse(s, "apportion.strategies") if isinstance(s, str) else s
+        for s in strategies or names("apportion.strategies")
+    ]
+    if not any(s.one_process for s in values):
+        values.insert(0, parse("single_device", "apportion.strategies"))
+    chosen = []
+    for strategy in sorted(values, key=lambda s: not s.one_process):
+        own = 1 if strategy.one_process else workers or launcher.workers
+        where = Local(workers=own, threads=launcher.threads, device=launcher.device, loaders=launcher.loaders)
+        chosen.append(candidate(strategy, where))
+    return chosen
+
+
+def _row(measured: Measured, alone: Measured, predicted: float | None) -> Row:
+    total = measured.computing + measured.waiting + measured.communicating or 1.0
+    chosen = measured.candidate
+    return Row(
+        strategy=str(chosen.strategy),
+        launcher=str(chosen.launcher),
+        workers=chosen.ranks,
+        threads=chosen.launcher.threads_each(chosen.ranks),
+        step_seconds=measured.step_seconds,
+        examples_per_second=measured.examples_per_second,
+        times_one_device=measured.examples_per_second / alone.examples_per_second,
+        computing=measured.computing / total,
+        waiting=measured.waiting / total,
+        communicating=measured.communicating / total,
+        exact=chosen.strategy.exact,
+        held_bytes=measured.held_bytes,
+        peak_bytes=measured.peak_bytes,
+        steps=len(measured.seconds),
+        predicted_seconds=predicted,
+    )

@@ -1,0 +1,34 @@
+"""Carry a trained net to other hardware."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from apportion.core.value import parse
+from apportion.exporting.exporter import PACKAGE, export
+from apportion.exporting.target import Exported, Target
+from apportion.runtime.checkpoint.load import load, workload_of
+
+__all__ = ["export", "export_run"]
+
+EXAMPLES = 64
+"""Of a run's data, that its export is held against."""
+
+
+def export_run(
+    run: str | os.PathLike[str],
+    *,
+    target: str | Target = "onnx",
+    path: str | os.PathLike[str] | None = None,
+    trust: bool = False,
+) -> Exported:
+    """The net of a run, or of one of its checkpoints, held against itself on examples of its own data. ``path``: None
+    writes it there, as ``model`` with the target's ending. ``trust``: the file that the run names may run whosever it
+    is (see ``load``)."""
+    chosen: Target = parse(target, PACKAGE) if isinstance(target, str) else target
+    workload = workload_of(run, trust=trust)
+    data = workload.data()
+    inputs, _ = workload.collate([data[n] for n in range(min(EXAMPLES, len(data)))])  # type: ignore[arg-type]
+    to = Path(path) if path is not None else Path(run) / f"model{chosen.suffix}"
+    return export(load(run, trust=trust), inputs, to, target=chosen)

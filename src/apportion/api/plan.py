@@ -1,0 +1,119 @@
+"""Say how to split the work: from a workload and this machine, or from two files of JSON."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from apportion.core.address import check_place
+from apportion.core.workload import Workload
+from apportion.cost_model.cluster import Cluster
+from apportion.cost_model.profile import Profile
+from apportion.planner.build import make
+from apportion.planner.plan import Plan
+from apportion.planner.search import places_of, search
+
+
+def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
+    workload: Workload | str | None = None,
+    cluster: Cluster | str | Path | None = None,
+    *,
+    network: Profile | str | Path | None = None,
+    against: Cluster | str | Path | None = None,
+    workers: int | None = None,
+    trial: bool = True,
+    allow_approximate: bool = False,
+    remeasure: bool = False,
+) -> Plan:
+    """Which way to split a workload, with the price of every alternative and when the answer would change.
+
+    ``cluster``: the machines; a file of JSON, or a name of the catalogue (``"4-hosts-10gbit"``). None measures this
+    machine, which is kept: ``remeasure`` does it again. ``network``: a profile, or a file of it; None times the
+    workload's layers here. With ``network`` neither a model nor its machines are needed: a ``workload`` beside it is
+    what the commands name. ``against``: another cluster,
+    to say how many of its hosts match this one.
+
+    ``workers``: only layouts of so many. ``trial``: the best few are tried, where the machines are those that this
+    runs on; else all is predicted. ``allow_approximate``: an approximate strategy may be chosen, after a pilot.
+
+    Raises ValueError for what was asked wrongly, and where nothing can run.
+    """
+    if workload is None and network is None:
+        raise ValueError("plan needs a workload (FILE:NAME), or network=: a profile of one; give either")
+    if network is not None and cluster is None:
+        raise ValueError("network= is a profile from elsewhere: say which machines with cluster=, a file or a name")
+    if network is not None and (remeasure or allow_approximate):
+        raise ValueError(
+            "network= is a profile from elsewhere: nothing is measured or tried with it; leave remeasure and "
+            "allow_approximate out"
+        )
+    if isinstance(workload, str) and (network is None or cluster is None):
+        check_place(workload)
+    machines = _here(remeasure) if cluster is None else cluster_of(cluster)
+    here = cluster is None or (isinstance(cluster, Cluster) and _is_this_machine(cluster))
+    if allow_approximate and not (trial and here):
+        why = "without trials" if here else f"on {machines.name}, which is elsewhere,"
+        raise ValueError(f"allow_approximate needs a pilot on these machines, and {why} there is none: leave it out")
+    other = None if against is None else cluster_of(against)
+    if network is not None:
+        profile = profile_of(network)
+    else:
+        assert workload is not None
+        profile = _profiled(workload, machines, workers) if here else _profiled(workload, _here(remeasure), None)
+    found = search(profile, machines, workers=workers)
+    name = workload if isinstance(workload, str) else None
+    given = network is not None
+    planned = make(found, profile, machines, workload=None if given else name, against=other, workers=workers)
+    if given:  # the numbers are the profile's, whatever the commands name
+        planned = replace(planned, address=name)
+    if not (trial and here) or workload is None or network is not None:
+        return planned
+    from apportion.planner.trials.measured_plan import tried  # with it come processes
+
+    return tried(planned, workload, allow_approximate=allow_approximate)
+
+
+def cluster_of(given: Cluster | str | Path) -> Cluster:
+    """Itself, from its file, or from the catalogue by its name. ValueError where there is no such cluster."""
+    if isinstance(given, Cluster):
+        return given
+    if isinstance(given, Path) or given.endswith(".json"):
+        return Cluster.load(_file(given, "cluster"))
+    from apportion.cost_model.catalogue import named
+
+    return named(given)
+
+
+def profile_of(given: Profile | str | Path) -> Profile:
+    """Itself, or from its file. ValueError where it holds none."""
+    return given if isinstance(given, Profile) else Profile.load(_file(given, "profile"))
+
+
+def _file(given: str | Path, what: str) -> Path:
+    path = Path(given)
+    if not path.is_file():
+        raise ValueError(f"there is no file {given} (in {Path.cwd()}): a {what} is a file of JSON, see docs/planner.md")
+    return path
+
+
+def _is_this_machine(cluster: Cluster) -> bool:
+    """Was it measured, and has it the devices that are found here? One that was measured elsewhere has others."""
+    if not cluster.measured:
+        return False
+    from apportion.profiler.discover import discover
+
+    own, found = ([(d.kind, d.model, d.cores) for d in some.devices] for some in (cluster, discover()))
+    return own == found
+
+
+def _here(remeasure: bool) -> Cluster:
+    from apportion.profiler.measure_cluster import measure
+
+    return measure(remeasure=remeasure)
+
+
+def _profiled(workload: Workload | str, here: Cluster, workers: int | None) -> Profile:
+    """Timed on this machine, whichever the plan is for: elsewhere the times are worked out from its rates."""
+    from apportion.profiler.measure_workload import profile
+
+    return profile(workload, here, places_of(here, workers))

@@ -1,0 +1,229 @@
+"""A run's own proof: what is known of it from an earlier run, or found out before the first step, within its time.
+
+The proof trains the run's workload for a few steps on a few rows, which are uneven between the ranks; where they do
+not feed them, or leave it open, on whole batches. A strategy that differs is tried once more with every fast path
+switched off, so that a fast path that is wrong costs speed and not the strategy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from apportion.api.prover import OutOfMemoryError, OutOfTimeError, ProofRequest, prove
+from apportion.core import fast_paths
+from apportion.core.strategy import Strategy
+from apportion.errors import ApportionError, NotProved
+from apportion.planner.trials.trial import Candidate
+from apportion.process import give_back
+from apportion.runtime.proof.budget import BUDGET_SHARE, budget
+from apportion.runtime.proof.proof import Proof, Settled
+from apportion.runtime.worker.job import Job
+
+LEAST_SECONDS = 3.0
+"""A proof is given at least so many seconds where choosing the strategy has taken the rest."""
+FEW_EACH, ROWS_EACH = 3, 16
+"""The proof gives each rank so many rows, and the first one more. Where that was quick it is made once more on the
+larger number, so that terms which do not count, or classes, fall unevenly on the ranks."""
+QUICK_SHARE, MANY_SHARE = 0.35, 0.5
+"""A first proof within the one share of the time was quick, and a second may take the other."""
+STEPS = 4
+"""The number of steps that a proof makes: two epochs of a whole batch and a short one."""
+MOST_STEPS = 17
+"""Where ranks average now and then, the proof goes on until they have; up to so many."""
+
+
+class SelfProof:
+    """The proof of one run."""
+
+    def __init__(
+        self,
+        job: Job,
+        chosen: Candidate,
+        *,
+        step_seconds: float | None = None,
+        spent: float = 0.0,
+        required: bool = False,
+    ) -> None:
+        """``step_seconds``: what a step of the run takes, where it was measured. ``spent``: seconds of the same budget
+        that choosing the strategy took. ``required``: the run must not go on where nothing was shown."""
+        self._job, self._chosen, self._step_seconds, self._required = job, chosen, step_seconds, required
+        self._spent, self._parameters, self._run_steps = spent, 0, 0
+        self._proved = chosen
+        """With its stages cut as the run's are."""
+        self._known: Settled | None = None
+
+    def known(self, asked: Mapping[str, Any]) -> Settled | None:
+        """What was found before, in this run or an earlier one. ``asked`` has the ``key`` that the ranks have made of
+        the workload (None: it cannot be remembered), the ``steps`` of the whole run, its ``parameters``, a number, and
+        the ``cuts`` of its stages, as the times of its layers have decided them: the proof cuts there too."""
+        self._cut(asked["cuts"])
+        if self._known is None and asked["key"] is not None:
+            self._known = _recall(self._name(asked["key"]))
+        return self._known
+
+    def settle(self, asked: Mapping[str, Any]) -> Settled:
+        """Make the proof, and keep its answer for the next run."""
+        began = time.monotonic()
+        self._parameters, self._run_steps = int(asked["parameters"]), int(asked["steps"])
+        found = self._found(began, self.seconds(asked["steps"]))
+        give_back()  # the states that were compared: the run goes on in this process
+        self._known = replace(found, seconds=time.monotonic() - began)
+        if asked["key"] is not None and found.verdict in ("equal", "different"):
+            _keep(self._name(asked["key"]), self._known)
+        return self._known
+
+    def _cut(self, cuts: Sequence[str] | None) -> None:
+        self._proved = replace(self._chosen, strategy=_cut_at(self._chosen.strategy, cuts or ()))
+
+    def too_many(self) -> Settled:
+        """The answer for ranks that one host cannot imitate."""
+        return self._unproved(f"one host cannot start {self._chosen.ranks} processes to show it")
+
+    def check(self, settled: Settled) -> dict[str, Any]:
+        """What the run writes down of it; NotProved where it must not go on as it is."""
+        if settled.plain != self._job.plain or settled.verdict == "different":
+            raise NotProved(settled.sentence, proved=settled.proved, plain=settled.plain)
+        if self._required and not settled.proved:
+            raise NotProved(settled.sentence, proved=settled.proved, plain=settled.plain)
+        return asdict(settled)
+
+    def seconds(self, steps: int) -> float:
+        """What a proof may take before a run of so many steps."""
+        return max(LEAST_SECONDS, budget(steps * (self._step_seconds or 0.0)) - self._spent)
+
+    def _found(self, began: float, seconds: float) -> Settled:
+        try:
+            settled = replace(_settled(self._proof(began + seconds)), plain=self._job.plain)
+            if settled.verdict != "different" or self._job.plain:
+                return settled
+            plain = _settled(self._proof(began + seconds, fast_paths.ALL))
+            return replace(plain, plain=fast_paths.ALL) if plain.proved else settled
+        except OutOfTimeError as error:
+            share = max(seconds, time.monotonic() - began)
+            return self._unproved(f"{error}, and {share:.0f} s are its share")
+        except OutOfMemoryError as error:
+            return self._unproved(str(error))
+        except (ApportionError, ValueError, OSError) as error:
+            return self._unproved(str(error).partition("\n")[0])
+
+    def _proof(self, until: float, plain: tuple[str, ...] | None = None) -> Proof:
+        """The proof on a few rows, and on more where that was quick; on whole batches where a few say nothing."""
+        asked = ProofRequest(
+            workload=self._job.workload,
+            chosen=self._proved,
+            steps=self._steps(),
+            changes=self._job.changes,
+            brief=True,
+            parameters=self._parameters,
+            plain=self._job.plain if plain is None else plain,
+            run_steps=self._run_steps,
+            share=BUDGET_SHARE,
+        )
+        began, given = time.monotonic(), until - time.monotonic()
+        few = replace(asked, rows=FEW_EACH * self._chosen.ranks + 1, seconds=given)
+        try:
+            proof = prove(few)
+        except OutOfTimeError as error:
+            return _on_short_sequences(few, until, error)
+        except ValueError:  # rows that do not feed the ranks, or what whole batches have to say too
+            proof = None
+        if proof is None or proof.verdict == "undecided":
+            return prove(replace(asked, rows=0, seconds=until - time.monotonic()))
+        if proof.verdict == "equal" and time.monotonic() - began < QUICK_SHARE * given:
+            try:
+                more = replace(asked, rows=ROWS_EACH * self._chosen.ranks + 1, seconds=MANY_SHARE * given)
+                return prove(replace(more, run_steps=0))
+            except OutOfTimeError:
+                pass
+        return proof
+
+    def _steps(self) -> int:
+        strategy = self._chosen.strategy
+        every = getattr(strategy, "every", None)
+        return max(STEPS, every + 1) if isinstance(every, int) and every < MOST_STEPS else STEPS
+
+    def _unproved(self, why: str) -> Settled:
+        strategy = self._chosen.strategy
+        sentence = (
+            f"it is not proved that {strategy} on {self._chosen.ranks} workers trains the same network as one device: "
+            f"{why}; to prove it: {self._command()}"
+        )
+        return Settled(verdict="not proved", sentence=sentence, seconds=0.0)
+
+    def _command(self) -> str:
+        place = self._job.address or "FILE:NAME"
+        return f"apportion check {place} --strategy {str(self._chosen.strategy)!r} --workers {self._chosen.ranks}"
+
+    def _name(self, key: str) -> str:
+        """The name under which it is kept: of the workload's key, and of where and how it is trained."""
+        launcher = self._chosen.launcher
+        told = {
+            "workload": key,
+            "strategy": str(self._proved.strategy),
+            "ranks": self._chosen.ranks,
+            "workers": launcher.workers,
+            "threads": launcher.threads_each(self._chosen.ranks),
+            "device": launcher.device,
+            "plain": list(self._job.plain),
+        }
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _cut_at(strategy: Strategy, cuts: Sequence[str]) -> Strategy:
+    """Returns the same strategy with its stages cut before these layers, unless the user has cut it."""
+    own: Any = strategy
+    changes: dict[str, Any] = {}
+    if cuts and getattr(own, "cuts", ()) is None:
+        changes = {"cuts": tuple(cuts)}
+    elif (of := getattr(own, "of", None)) is not None:
+        changes = {"of": _cut_at(of, cuts)}
+    found: Strategy = replace(own, **changes) if changes else strategy
+    return found
+
+
+def _on_short_sequences(asked: ProofRequest, until: float, error: OutOfTimeError) -> Proof:
+    """The proof on the beginnings of the sequences, where there was no time for whole ones. Raises ``error`` where
+    there are none, where the model takes none, or where they leave the answer open."""
+    try:
+        proof = prove(replace(asked, short=True, seconds=until - time.monotonic()))
+    except (ApportionError, ValueError, OutOfTimeError):
+        raise error from None
+    if proof.verdict == "undecided":
+        raise error
+    return proof
+
+
+def _settled(proof: Proof) -> Settled:
+    return Settled(verdict=proof.verdict, sentence=proof.sentence, seconds=0.0)
+
+
+def _folder() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "apportion" / "proofs"
+
+
+def _recall(name: str) -> Settled | None:
+    try:
+        found = json.loads((_folder() / f"{name}.json").read_text())
+        return replace(Settled(**{**found, "plain": tuple(found["plain"])}), remembered=True, seconds=0.0)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _keep(name: str, settled: Settled) -> None:
+    """Keep it for the next run; where nothing can be written, that run proves again."""
+    try:
+        _folder().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_folder(), suffix=".new") as draft:
+            (Path(draft) / name).write_text(json.dumps(asdict(settled)))
+            os.replace(Path(draft) / name, _folder() / f"{name}.json")
+    except OSError:
+        pass

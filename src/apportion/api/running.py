@@ -1,0 +1,260 @@
+"""A run under way: on this machine's processes, or as one of the ranks that are running already."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from apportion.comm.objects import broadcast_message
+from apportion.comm.world import World
+from apportion.core.event import Event
+from apportion.core.policy import Policy
+from apportion.core.strategy import Strategy
+from apportion.core.workload import Workload
+from apportion.errors import CheckpointError, Disproved, NotProved
+from apportion.planner.auto import Decision, Planning, next_best
+from apportion.planner.performance_monitor import Watch
+from apportion.planner.trials.trial import candidate
+from apportion.reporting.journal import Journal
+from apportion.runtime.checkpoint.run_directory import RunDirectory
+from apportion.runtime.checkpoint.single_writer import single_writer
+from apportion.runtime.launch.env import Env
+from apportion.runtime.launch.local import Local
+from apportion.runtime.proof.budget import STARTED_SECONDS
+from apportion.runtime.supervisor.run import Supervised
+from apportion.runtime.worker.coordination import Wish
+from apportion.runtime.worker.job import Job
+from apportion.runtime.worker.loop import work
+
+Launcher = Local | Env
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """A job of which the strategy is still open."""
+
+    workload: Workload | str
+    address: str | None
+    run_dir: str
+    resume: bool
+    policy: Policy
+    prove: bool
+    require_proof: bool
+    changes: dict[str, Any]
+
+    def job(self, strategy: Strategy, launcher: Launcher, threads: int) -> Job:
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "require_proof"}
+        return Job(
+            **given,
+            strategy=strategy,
+            launcher=str(launcher),
+            threads=threads,
+            device=launcher.device,
+            loaders=launcher.loaders,
+        )
+
+
+def started(
+    asked: RunRequest, strategy: Strategy | None, launcher: Local, planning: Planning
+) -> Generator[Event, None, None]:
+    """On processes of this machine."""
+    with single_writer(asked.run_dir):
+        yield from _run_here(asked, strategy, launcher, planning)
+
+
+def _run_here(
+    asked: RunRequest, strategy: Strategy | None, launcher: Local, planning: Planning
+) -> Generator[Event, None, None]:
+    if strategy is None:
+        from apportion.planner.auto import decide  # a strategy that is given needs none of this
+
+        decision = decide(asked.workload, asked.changes, launcher, planning)
+    else:
+        decision = Decision(chosen=candidate(strategy, launcher), told=None, expected=None)
+    refused = set[str]()
+    before = list[Event]()
+    plain: tuple[str, ...] = ()
+    while True:
+        if decision.told is not None and not plain:
+            before.append(Event(kind="plan", step=0, epoch=0.0, seconds=0.0, data=decision.told))
+            yield before[-1]
+        try:
+            yield from _on_processes(asked, decision, before, plain)
+            return
+        except NotProved as error:
+            if error.proved:  # with these fast paths switched off
+                plain = error.plain
+            elif decision.told is None or not decision.chosen.strategy.exact:
+                raise Disproved(f"{error}; {_CURE}") from None
+            else:
+                refused.add(str(decision.chosen))
+                plain = ()
+                decision = next_best(decision, refused, launcher, str(error))
+
+
+_CURE = "give another strategy, or none; or mend the workload; check=False (--no-check) trains it all the same"
+
+
+def _on_processes(
+    asked: RunRequest, decision: Decision, before: list[Event], plain: tuple[str, ...]
+) -> Generator[Event, None, None]:
+    """Under one strategy. NotProved before the first step, where it must not be."""
+    chosen = decision.chosen
+    warning = chosen.launcher.overload(chosen.ranks)
+    if warning is not None:
+        warnings.warn(warning, stacklevel=5)
+    from apportion.core.torch_private import unfamiliar  # torch is imported by now, or is about to be
+
+    said = unfamiliar()
+    if said is not None:
+        warnings.warn(said, stacklevel=5)
+    job = asked.job(chosen.strategy, chosen.launcher, chosen.launcher.threads_each(chosen.ranks))
+    replaceable = chosen.strategy.survives and chosen.ranks > 1 and chosen.launcher.on_cpu()
+    job = replace(job, replaceable=replaceable, workers=chosen.ranks, prove=job.prove and chosen.ranks > 1, plain=plain)
+    step_seconds = None if decision.expected is None else decision.expected.step_seconds
+    spent = 0.0 if decision.told is None else STARTED_SECONDS + float(decision.told["seconds"])
+    proof = None
+    if job.prove:
+        from apportion.api.run_proof import SelfProof  # a run that is not proved needs none of this
+
+        proof = SelfProof(job, chosen, step_seconds=step_seconds, spent=spent, required=asked.require_proof)
+    supervised = Supervised(job, chosen.launcher, chosen.ranks, proof)
+    watch = None if decision.expected is None else Watch(decision.expected)
+    try:
+        yield from journaled(job, supervised.events(), before, supervised.rest, watch)
+    except ValueError as error:
+        if decision.told is None or supervised.started or chosen.ranks == 1:
+            raise
+        # What an earlier run has chosen, or a prediction, cannot run this workload: others may.
+        raise NotProved(str(error), proved=False, plain=()) from error
+
+
+def joined(asked: RunRequest, strategy: Strategy | None, launcher: Env) -> Generator[Event, None, None]:
+    """As one of the ranks that are running already."""
+    if strategy is None:
+        raise ValueError(
+            "env() cannot try strategies: its processes are running already; give strategy=data_parallel()"
+        )
+    world = World.from_env(device=launcher.device)
+    job = asked.job(strategy, launcher, torch.get_num_threads())
+    wish = Wish()
+    if job.prove and world.size > 1:
+        wish.settle = lambda told: _settled_together(job, world, told, required=asked.require_proof)
+    events = work(job, world, wish)
+    if world.rank != 0:
+        yield from events
+        return
+    with single_writer(asked.run_dir):
+        yield from journaled(job, events, [], [])
+
+
+PROCESSES = 16
+"""That rank 0 starts to prove a run of ranks that others have started: more would not fit a host."""
+
+
+def _settled_together(job: Job, world: World, told: dict[str, Any], *, required: bool) -> dict[str, Any]:
+    """Rank 0 proves with as many processes of its own, on the CPU; all ranks are told. Disproved on all of them."""
+    answer: dict[str, Any] | None = None
+    if world.rank == 0:
+        from apportion.api.run_proof import SelfProof
+
+        workers = next(n for n in range(1, world.size + 1) if job.strategy.ranks(n) == world.size)
+        alike = candidate(job.strategy, Local(workers=workers, threads=1, device="cpu"))
+        proof = SelfProof(job, alike, required=required)
+        settled = proof.known(told) or (proof.settle(told) if world.size <= PROCESSES else proof.too_many())
+        try:
+            answer = {"proof": proof.check(settled)}
+        except NotProved as error:
+            cure = f"it does with APPORTION_PLAIN={','.join(error.plain)}" if error.proved else _CURE
+            answer = {"refused": f"{error}; {cure}"}
+    answer = broadcast_message(answer, world.group(), device=world.device)
+    if "refused" in answer:
+        raise Disproved(answer["refused"])
+    settled_proof: dict[str, Any] = answer["proof"]
+    return settled_proof
+
+
+def journaled(
+    job: Job,
+    events: Generator[Event, None, None],
+    before: list[Event],
+    rest: Sequence[Event],
+    watch: Watch | None = None,
+) -> Iterator[Event]:
+    """The same events, each written into the run directory on its way; the report before the last, so that the loop may
+    be left there at once. ``before``: what happened before the first; ``rest``: what happens after the loop was left;
+    ``watch``: holds them against what was expected, and adds what there is to tell."""
+    assert job.run_dir is not None
+    record = _Record(job.run_dir, before)
+    try:
+        for event in events:
+            record.take(event)
+            yield event
+            drifted = watch.take(event) if watch is not None else None
+            if drifted is not None:
+                record.take(drifted)
+                yield drifted
+    except CheckpointError as error:
+        events.throw(error)  # a run that cannot be written down is not to be saved either
+    finally:
+        events.close()
+        record.close(rest)
+
+
+class _Record:
+    """What a run writes down in its directory: its events, and the report."""
+
+    def __init__(self, run_dir: str, before: list[Event]) -> None:
+        """``before``: what happened before the first event."""
+        self._run_dir, self._before = run_dir, before
+        self._journal: Journal | None = None
+        self._drawn = False
+
+    def take(self, event: Event) -> None:
+        """Write an event; the last one is followed by the report."""
+        if self._journal is None and event.kind == "proof":
+            self._before.append(event)
+        elif self._journal is None and event.kind not in ("fault", "end"):  # what never started leaves no directory
+            self._journal = Journal(self._run_dir)
+            for earlier in self._before:
+                self._journal.write(earlier)
+        if self._journal is not None:
+            self._journal.write(event)
+            if event.kind == "end":
+                _report(self._run_dir)
+                self._drawn = True
+
+    def close(self, rest: Sequence[Event]) -> None:
+        """Write what has happened after the loop was left, and the report where that is not drawn yet."""
+        if self._journal is None:
+            return
+        try:
+            for event in rest:
+                self._journal.write(event)
+        except CheckpointError as error:
+            warnings.warn(str(error), stacklevel=2)
+        finally:
+            self._journal.close()
+        if rest or not self._drawn:
+            _report(self._run_dir)
+
+
+def _report(run_dir: str) -> None:
+    try:
+        from apportion.reporting.html import write_html  # at the end: it draws
+
+        write_html(run_dir)
+    except CheckpointError as error:  # the run itself is whole, or its own error is on its way
+        warnings.warn(f"no report: {error}", stacklevel=2)
+    except Exception as error:  # events that someone has changed: no reason to end a run that is whole
+        warnings.warn(f"no report, drawing it failed: {type(error).__name__}: {error}", stacklevel=2)
+
+
+def strategy_of(run_dir: str | Path) -> str:
+    """Of a run that is gone on with, as it is written."""
+    return str(RunDirectory(run_dir).read_run()["strategy"])

@@ -1,0 +1,130 @@
+"""Train a workload: what may be asked of a run, and what cannot be. ``running`` does it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from apportion.core.address import check_place
+from apportion.core.value import parse
+from apportion.runtime.checkpoint.code_ownership import loading
+from apportion.runtime.launch.env import Env
+from apportion.runtime.launch.local import Local
+
+if TYPE_CHECKING:
+    from apportion.core.event import Event
+    from apportion.core.policy import Policy
+    from apportion.core.strategy import Strategy
+    from apportion.core.workload import Workload
+
+Launcher = Local | Env
+
+
+def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
+    workload: Workload | str,
+    strategy: Strategy | str | None = None,
+    *,
+    launcher: Launcher | None = None,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    policy: Policy | None = None,
+    steps: int | None = None,
+    seed: int | None = None,
+    trial: bool = True,
+    remeasure: bool = False,
+    allow_approximate: bool = False,
+    check: bool = True,
+    require_proof: bool = False,
+) -> Generator[Event, None, None]:
+    """Train, and yield what happens: steps, evaluations, checkpoints, faults, and the end.
+
+    ``workload``: itself, or its address (``path/to/file.py:name``). ``strategy``: None predicts what each
+    would take here, tries the best for at most 10 s or 5 % of the run, and takes the fastest; the next run like it
+    takes the same. ``run_dir``: None makes one under ``runs/``. ``steps`` and ``seed`` replace the workload's.
+
+    Where no strategy is given: ``trial=False`` takes the one that is predicted to be the fastest; ``remeasure``
+    forgets earlier runs; ``allow_approximate`` also takes an approximate one, if it learns more in the same time.
+
+    Before its first step a run on several ranks is proved on its own workload (see docs/proof.md), for at most 10 s or
+    5 % of the run; the next run like it remembers that. ``check=False`` goes on without; ``require_proof`` ends the
+    run where nothing could be shown.
+
+    ``break`` checkpoints and stops every rank at the same step. Raises WorkerFailed where a worker fails,
+    CheckpointError where the state cannot be kept, Disproved where the strategy does not train the network that it
+    must, ValueError for what was asked wrongly.
+    """
+    if loading:
+        raise ValueError(
+            f"{loading[-1]} trains while load() imports it: put what trains under if __name__ == '__main__':, or give "
+            "load(..., model=...)"
+        )
+    launcher = launcher or Local()
+    address = workload if isinstance(workload, str) else _address(workload)
+    if isinstance(workload, str):
+        check_place(workload)
+    if resume and run_dir is None:
+        raise ValueError("resume=True needs run_dir: the directory of the run to go on with")
+    # What a run needs, who only imports this package does without.
+    from apportion.api import running
+    from apportion.core.policy import Policy
+    from apportion.planner.auto import Planning
+
+    if strategy is None and resume and run_dir is not None:
+        strategy = running.strategy_of(run_dir)
+    asked = running.RunRequest(
+        workload=workload,
+        address=address,
+        run_dir=str(Path(run_dir) if run_dir is not None else fresh_run_dir(address)),
+        resume=resume,
+        policy=policy or Policy(),
+        prove=check,
+        require_proof=require_proof,
+        changes={name: value for name, value in (("steps", steps), ("seed", seed)) if value is not None},
+    )
+    chosen: Strategy | None = parse(strategy, "apportion.strategies") if isinstance(strategy, str) else strategy
+    planning = Planning(trial=trial, remeasure=remeasure, approximate=allow_approximate)
+    if chosen is not None and planning != Planning():
+        raise ValueError(
+            f"trial=, remeasure= and allow_approximate= say how a strategy is chosen, and {chosen} is given: leave "
+            "either out"
+        )
+    if require_proof and not check:
+        raise ValueError(
+            "require_proof=True (--require-proof) and check=False (--no-check) contradict each other: leave either out"
+        )
+    if isinstance(launcher, Env):
+        return running.joined(asked, chosen, launcher)
+    return running.started(asked, chosen, launcher, planning)
+
+
+def train(workload: Workload | str, strategy: Strategy | str | None = None, **options: Any) -> Event:
+    """``run`` to its end, with its options; the ``end`` event: ``metrics``, ``run_dir``, ``examples_per_second``."""
+    last = None
+    for event in run(workload, strategy, **options):
+        last = event
+    assert last is not None, "a run ends with an event"
+    return last
+
+
+def fresh_run_dir(address: str | None) -> Path:
+    """``runs/<name>-<date>-<time>``, not there yet."""
+    name = "run" if address is None else Path(address.rpartition(":")[0]).stem.rpartition(".")[2]
+    stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, number = stem, 1
+    while path.exists():
+        number += 1
+        path = stem.with_name(f"{stem.name}-{number}")
+    return path
+
+
+def _address(workload: Workload) -> str | None:
+    """Where the running script has this workload, for loading and resuming the run later; None in a notebook."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    for name, value in vars(main).items():
+        if value is workload and file is not None:
+            return f"{file}:{name}"
+    return None

@@ -1,0 +1,1 @@
+"""The command line: arguments in, text for a terminal out."""

@@ -1,0 +1,412 @@
+"""The command line: one function a verb. Exit status: 0 done; 1 the answer is no; 2 wrong use; 3 could not be done;
+130 interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from apportion.errors import ApportionError, Disproved, NotFinite, RanksDiffer, WorkerFailed
+from apportion.runtime.spawn.template import template
+
+if TYPE_CHECKING:
+    from apportion.planner.plan import Plan
+
+NO, WRONG_USE, FAILED, INTERRUPTED = 1, 2, 3, 130
+_EXTRAS = {
+    **dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "onnx"),
+    **dict.fromkeys(("httptools", "orjson", "prometheus_client", "simdjson"), "serve"),
+}
+"""What brings a package that is missing."""
+_START_WORKERS = ("train", "check", "compare", "plan")
+
+app = typer.Typer(
+    help="Train one network on all the devices you have, and prove that it is the same network.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Address = Annotated[
+    str, typer.Argument(metavar="FILE:NAME", help="the workload: path/to/file.py:name or package.module:name")
+]
+Workers = Annotated[int | None, typer.Option(min=1, help="processes that take batches (default: one a core or GPU)")]
+Steps = Annotated[int | None, typer.Option(min=1, help="updates")]
+Launcher = Annotated[str | None, typer.Option(metavar="L", help='"local(workers=4, threads=8)" or env')]
+NoTrial = Annotated[bool, typer.Option("--no-trial", help="choose by prediction alone")]
+Remeasure = Annotated[bool, typer.Option("--remeasure", help="forget what earlier runs have measured")]
+AllowApproximate = Annotated[
+    bool, typer.Option("--allow-approximate", help="choose an approximate strategy where it learns more in a pilot")
+]
+Trust = Annotated[bool, typer.Option("--trust", help="run the code that a run names, whosever it is")]
+Json = Annotated[bool, typer.Option("--json", help="the answer as JSON, on standard output")]
+
+
+def main() -> None:
+    """The program ``apportion``."""
+    signal.signal(signal.SIGINT, _interrupted_early)
+    if len(sys.argv) > 1 and sys.argv[1] in _START_WORKERS and "--help" not in sys.argv:
+        template()  # what workers are forked from imports torch while this process does
+    app()
+
+
+def _interrupted_early(number: int, frame: Any) -> None:
+    """Ctrl-C before there is anything to end but this process; what it has started ends with it."""
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+@app.command()
+def train(  # noqa: PLR0913 (the flags)
+    workload: Address,
+    strategy: Annotated[
+        str | None,
+        typer.Option(metavar="S", help='for example "data_parallel(microbatches=2)"; without it the best is found'),
+    ] = None,
+    workers: Workers = None,
+    steps: Steps = None,
+    seed: Annotated[int | None, typer.Option(help="instead of the workload's")] = None,
+    members: Annotated[
+        int | None, typer.Option(min=2, help="train so many, from different seeds, in parallel: runs m1, m2, ...")
+    ] = None,
+    run_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="where everything is written (default: runs/...)")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --run-dir")] = False,
+    launcher: Launcher = None,
+    policy: Annotated[
+        str | None, typer.Option(metavar="P", help="for example \"policy(checkpoint_every='30 s', keep=3)\"")
+    ] = None,
+    no_trial: NoTrial = False,
+    remeasure: Remeasure = False,
+    allow_approximate: AllowApproximate = False,
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="train without proving first that it is the same network")
+    ] = False,
+    require_proof: Annotated[
+        bool, typer.Option("--require-proof", help="end with status 1 where that could not be proved")
+    ] = False,
+) -> None:
+    """Train a workload, and say how well it does."""
+    if members is not None:
+        given = {
+            "--strategy": strategy, "--workers": workers, "--steps": steps, "--seed": seed, "--launcher": launcher,
+            "--policy": policy,
+        }  # fmt: skip
+        said = {"--resume": resume, "--no-trial": no_trial, "--remeasure": remeasure}
+        said |= {"--allow-approximate": allow_approximate, "--no-check": no_check, "--require-proof": require_proof}
+        flags = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+        _train_members(workload, members, run_dir, [*flags, *(name for name, on in said.items() if on)])
+        return
+    with _guarded():
+        from apportion.api.train import run
+        from apportion.cli.run_display import Display
+        from apportion.core.policy import Policy
+        from apportion.core.value import parse_as
+
+        events = run(
+            workload,
+            strategy,
+            launcher=_launcher(launcher, workers),
+            run_dir=run_dir,
+            resume=resume,
+            policy=parse_as(policy, Policy) if policy is not None else None,
+            steps=steps,
+            seed=seed,
+            trial=not no_trial,
+            remeasure=remeasure,
+            allow_approximate=allow_approximate,
+            check=not no_check,
+            require_proof=require_proof,
+        )
+        with closing(events), Display() as display:
+            if strategy is None and workers is None and launcher is None and not resume:
+                display.say("finding out which strategy is fastest here")
+            for event in events:
+                display.show(event)
+        display.summarize()
+
+
+def _train_members(workload: str, members: int, run_dir: str | None, flags: list[str]) -> None:
+    """Each by this same command, with these flags."""
+    with _guarded():
+        from apportion.api.train import fresh_run_dir
+        from apportion.api.train_ensemble import train_members
+
+        if "--seed" in flags:
+            raise ValueError("--members counts on from the workload's seed: leave --seed out")
+        folder = run_dir or str(fresh_run_dir(workload))
+        trained = train_members(workload, members, folder, flags, typer.echo)
+        if done := [str(one.run_dir) for one in trained if one.status == 0]:
+            typer.echo(f"apportion serve {' '.join(done)}")
+        if len(done) < members:
+            failed = ", ".join(f"{one.name} (exit status {one.status})" for one in trained if one.status != 0)
+            raise ApportionError(f"{members - len(done)} of {members} members were not trained: {failed}")
+
+
+@app.command()
+def check(
+    workload: Address,
+    strategy: Annotated[str, typer.Option(metavar="S", help="the strategy to prove")],
+    workers: Workers = None,
+    steps: Annotated[int, typer.Option(min=1, help="updates to compare after")] = 8,
+    as_json: Json = False,
+) -> None:
+    """Prove that a strategy computes what one device does, after every step, tensor by tensor."""
+    with _guarded():
+        from apportion.api.check import check as prove
+        from apportion.cli.run_display import show_proof
+
+        proof = prove(workload, strategy, workers=workers, steps=steps)
+        if as_json:
+            _print_json({"holds": proof.holds, **asdict(proof)})
+        else:
+            show_proof(proof)
+    if not proof.holds:
+        raise typer.Exit(NO)
+
+
+@app.command()
+def compare(
+    workload: Address,
+    strategy: Annotated[list[str] | None, typer.Option(metavar="S", help="again for each one; without it all")] = None,
+    workers: Workers = None,
+    steps: Annotated[int, typer.Option(min=1, help="updates of each, after a warm-up")] = 50,
+    out: Annotated[str | None, typer.Option(metavar="FILE", help="save the table there, as JSON")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure strategies against each other on this machine."""
+    with _guarded():
+        from apportion.api.compare import compare as measure
+        from apportion.cli.run_display import show_rows
+
+        rows = measure(workload, strategy, workers=workers, steps=steps, path=out)
+        if as_json:
+            _print_json([row.to_json() for row in rows])
+        else:
+            show_rows(rows)
+
+
+@app.command()
+def plan(  # noqa: PLR0913 (the flags)
+    workload: Annotated[
+        str | None, typer.Argument(metavar="FILE:NAME", help="the workload; with --network only the commands name it")
+    ] = None,
+    network: Annotated[str | None, typer.Option(metavar="FILE", help="instead of it, its profile")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="FILE|NAME", help="which machines (default: this one, measured)")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="FILE|NAME", help="other machines: how many of them match these?")
+    ] = None,
+    workers: Workers = None,
+    no_trial: Annotated[bool, typer.Option("--no-trial", help="stop at the prediction")] = False,
+    allow_approximate: Annotated[
+        bool, typer.Option("--allow-approximate", help="choose an approximate one if a pilot speaks for it")
+    ] = False,
+    remeasure: Annotated[bool, typer.Option("--remeasure", help="measure this machine again")] = False,
+    launcher: Annotated[
+        str | None, typer.Option(metavar="L", help="env: for the ranks that run this, on their hosts")
+    ] = None,
+    out: Annotated[str | None, typer.Option(metavar="FILE.html", help="write the plan there, with pictures")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say which way to split a workload, why, and when the answer would change."""
+    with _guarded():
+        decided: Plan | None
+        if launcher is not None:
+            if any((network, cluster, against, workers, allow_approximate, remeasure)):
+                raise ValueError(
+                    "--launcher env plans for the ranks that run it: it goes with --no-trial, --out, --json"
+                )
+            decided = _plan_launched(workload, launcher, trial=not no_trial)
+        else:
+            from apportion.api.plan import plan as decide
+
+            decided = decide(
+                workload,
+                cluster,
+                network=network,
+                against=against,
+                workers=workers,
+                trial=not no_trial,
+                allow_approximate=allow_approximate,
+                remeasure=remeasure,
+            )
+        if decided is not None:
+            _show_plan(decided, out, as_json)
+
+
+def _plan_launched(workload: str | None, launcher: str, *, trial: bool) -> Plan | None:
+    """On rank 0; None on the others, which have helped to measure."""
+    from apportion.comm.world import World
+    from apportion.core.value import parse
+    from apportion.planner.launched_plan import plan_launched
+    from apportion.runtime.launch.env import Env
+
+    given = parse(launcher, "apportion.runtime.launch")
+    if not isinstance(given, Env) or workload is None:
+        raise ValueError(
+            f"--launcher {launcher} with {workload}: plan looks at every layout of this machine by itself; --launcher "
+            "env, with FILE:NAME, is for ranks that torchrun or Slurm have started"
+        )
+    world = World.from_env(device=given.device)
+    if world.size == 1:
+        raise ValueError(
+            f"--launcher {launcher} plans for ranks that torchrun or Slurm have started, and here is one alone: start "
+            f"torchrun --nproc-per-node=2 --no-python apportion plan {workload} --launcher env, or leave --launcher "
+            "out, and it is planned for this machine"
+        )
+    try:
+        return plan_launched(workload, world, trial=trial)
+    finally:
+        world.close()
+
+
+def _show_plan(decided: Plan, out: str | None, as_json: bool) -> None:
+    if out is not None:
+        from apportion.reporting.html import write_plan_html
+
+        write_plan_html(decided.to_json(), out)
+    if as_json:
+        _print_json(decided.to_json())
+    else:
+        from apportion.cli.plan_display import show_plan
+
+        show_plan(decided)
+
+
+def _launcher(text: str | None, workers: int | None) -> Any:
+    from apportion.core.value import parse
+    from apportion.runtime.launch.local import Local
+
+    launcher = parse(text, "apportion.runtime.launch") if text is not None else Local()
+    if workers is None:
+        return launcher
+    if not isinstance(launcher, Local):
+        raise ValueError(f"--workers goes with local(): {launcher} finds its workers running already")
+    return replace(launcher, workers=workers)
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=1, default=str))
+
+
+@app.command()
+def serve(  # noqa: PLR0913 (the flags)
+    members: Annotated[
+        list[str],
+        typer.Argument(metavar="MEMBER...", help="FILE.onnx, FILE.pt2, a run or checkpoint, http://...; or NAME=that"),
+    ],
+    deadline: Annotated[
+        str | None, typer.Option(metavar="T", help='of a request that names none: 50ms, "2 s" (default: 1s)')
+    ] = None,
+    quorum: Annotated[int | None, typer.Option(min=1, help="members that an answer needs (default: 1)")] = None,
+    replication: Annotated[
+        str | None, typer.Option(metavar="R", help="auto (default), in_graph or between_graph")
+    ] = None,
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="address to listen at (default: 127.0.0.1); again for each name that clients use for it"),
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="0: any that is free (default: 8000)")] = None,
+    evaluate: Annotated[
+        str | None,
+        typer.Option(metavar="DATA", help="FILE:NAME or FILE.npz: say what answers without a member cost, and end"),
+    ] = None,
+    trust: Trust = False,
+) -> None:
+    """Answer with one net or an ensemble by a deadline, over the Open Inference Protocol."""
+    with _guarded():
+        from apportion.api.serve import serve as answer
+        from apportion.serving.config import Serving, named, seconds_of
+
+        given = {"quorum": quorum, "replication": replication, "port": port} | {
+            "deadline": None if deadline is None else seconds_of(deadline),
+            "host": host[0] if host else None,
+            "names": tuple(host[1:]) if host else None,
+        }
+        given["trust"] = trust
+        serving = Serving(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        if evaluate is not None:
+            from apportion.serving.offline_evaluation import evaluate as judge
+
+            typer.echo("\n".join(judge(named(members), evaluate, serving).lines()))
+            return
+        number = answer(named(members), serving=serving)
+    if number == signal.SIGINT:
+        raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="a run's folder, or one of its checkpoints")],
+    target: Annotated[str, typer.Option(metavar="T", help='"onnx", "onnx(opset=20)"')] = "onnx",
+    out: Annotated[str | None, typer.Option(metavar="FILE", help="default: model.onnx and the like, in RUN")] = None,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Carry a trained net to other hardware, and hold what the file computes against the net."""
+    with _guarded():
+        from apportion.api.export import export_run
+
+        made = export_run(run, target=target, path=out, trust=trust)
+        if as_json:
+            typer.echo(json.dumps({**asdict(made), "path": str(made.path)}))
+        else:
+            typer.echo(
+                f"{made.path}: {made.nbytes:,} bytes, {made.target}; on {made.examples} examples its outputs differ "
+                f"from the net's by {made.difference:.1e} of their largest number, of {made.limit:.0e} at most"
+            )
+
+
+@contextmanager
+def _guarded() -> Iterator[None]:
+    """What goes wrong, as one message with the cause and the cure, and the exit status that says whose it is."""
+    warnings.showwarning = lambda message, *_: typer.echo(f"warning: {message}", err=True)
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(WRONG_USE) from None
+    except (Disproved, NotFinite) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(NO) from None
+    except WorkerFailed as error:
+        if error.traceback is not None:
+            typer.echo(f"rank {error.rank}'s traceback:\n{error.traceback}", err=True)
+        typer.echo(f"error: {error}", err=True)
+        if error.where is not None:
+            typer.echo(f"  at {error.where}", err=True)
+        raise typer.Exit(FAILED) from None
+    except RanksDiffer as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(NO) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has to go somewhere
+        typer.echo("error: nobody reads what is written on standard output: the run was stopped", err=True)
+        raise typer.Exit(FAILED) from None
+    except (ApportionError, ImportError, OSError) as error:
+        extra = _EXTRAS.get(error.name or "") if isinstance(error, ModuleNotFoundError) else None
+        cure = f": pip install 'apportion[{extra}]'" if extra else ""
+        typer.echo(f"error: {error}{cure}", err=True)
+        raise typer.Exit(FAILED) from None
+    except KeyboardInterrupt as interrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done but the last words
+        typer.echo("\n".join(_notes(interrupt) or ["interrupted"]), err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _notes(error: BaseException | None) -> list[str]:
+    """What an interrupted run has told, also where a second Ctrl-C came while it did."""
+    return [] if error is None else getattr(error, "__notes__", []) or _notes(error.__context__)

@@ -1,0 +1,120 @@
+"""A plan on the terminal: the table, why, when it would change, and what to type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from apportion.planner.candidate import Priced, family
+from apportion.planner.plan import Plan
+from apportion.planner.units import gibibytes, number
+
+MOST_ROWS = 12
+"""Of the table: the best value of each strategy, and of the first one the runners-up."""
+_WIDE = 110
+"""Columns, where nobody reads along."""
+
+_PREDICTED = ("step: ms, predicted; compute, send, bubble and wait are its parts:",)
+_LEARNED = (
+    "step: ms, measured where it was tried (*), else predicted with what the trials have taught;",
+    "predicted: before any trial; compute, send, bubble and wait are the parts of that:",
+)
+
+
+def show_plan(plan: Plan) -> None:
+    """All of it."""
+    console = Console(highlight=False, markup=False)
+    console = console if console.is_terminal else Console(width=_WIDE, highlight=False, markup=False)
+    say = _Say(console)
+    say.line(f"{plan.workload}, batches of {plan.profile.batch_size:,}, on {plan.cluster.name}")
+    shown, left = rows(plan)
+    learned = any(p.cost is not None and p.step_seconds != p.cost.step_seconds for p in shown)
+    console.print(_table(shown, learned=learned))
+    for text in _LEARNED if learned else _PREDICTED:
+        say.dim(text)
+    say.dim("send: communication that nothing hides; wait: for the slowest worker; memory: of the largest worker")
+    if left:
+        say.dim(f"{left} more that are slower are left out; --json has them")
+    say.list("why", plan.why)
+    lost = list(zip(plan.candidates, plan.reasons, strict=True))[1:]
+    say.list("why not", [f"{p.strategy}: {why}" for p, why in _of_each(lost)])
+    say.list("when it would change", plan.sensitivities)
+    if plan.matched is not None:
+        say.list("side by side", [plan.matched.text])
+    ours, torchrun = plan.commands
+    say.list("to run it", [ours] if ours is not None else ["on each host, with its own NODE_RANK from 0 up:"])
+    say.list("", [torchrun] if ours is None else [f"or under torchrun: {torchrun}"])
+
+
+class _Say:
+    """Lines, and lists with a heading; nothing in them is wrapped, so that a command can be copied."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def line(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def dim(self, text: str) -> None:
+        self._console.print(text, style="dim", soft_wrap=True)
+
+    def list(self, title: str, lines: Sequence[str]) -> None:
+        if title and lines:
+            self.line(f"\n{title}")
+        for text in lines:
+            self.line(f"  {text}")
+
+
+def rows(plan: Plan) -> tuple[list[Priced], int]:
+    """(what stands in the table, how many priced ones do not): the chosen one, and the best of each strategy."""
+    able = [p for p in plan.candidates if p.cost is not None]
+    best = [p for p in able if p is next(q for q in able if family(q.strategy) == family(p.strategy))]
+    shown = best[:MOST_ROWS]
+    return shown, len(able) - len(shown)
+
+
+def _of_each(lost: Sequence[tuple[Priced, str]]) -> list[tuple[Priced, str]]:
+    """The first of each strategy: what can be read."""
+    seen, kept = set[str](), []
+    for p, why in lost:
+        if family(p.strategy) not in seen:
+            seen.add(family(p.strategy))
+            kept.append((p, why))
+    return kept
+
+
+def _table(shown: Sequence[Priced], *, learned: bool) -> Table:
+    """``learned``: with what was predicted before the trials, which the parts are of."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("strategy and launcher", overflow="fold", min_width=20)
+    predicted = ("predicted",) if learned else ()
+    for name in ("step ms", *predicted, "compute", "send", "bubble", "wait", "memory", "examples/s", "exact"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for p in shown:
+        table.add_row(*cells(p, learned=learned))
+    return table
+
+
+def cells(p: Priced, *, learned: bool) -> list[str]:
+    """A line of the table."""
+    assert p.cost is not None
+    terms = p.cost.terms
+
+    def ms(*names: str) -> str:
+        seconds = sum(terms.get(name, 0.0) for name in names)
+        return number(seconds * 1e3) if seconds else "-"
+
+    return [
+        f"{p.strategy}\n  {p.launcher}",
+        f"{number(p.step_seconds * 1e3)}{'*' if p.tried is not None else ''}",
+        *([number(p.cost.step_seconds * 1e3)] if learned else []),
+        ms("computing", "updating", "loading"),
+        ms("communicating"),
+        ms("bubble"),
+        ms("waiting"),
+        gibibytes(p.cost.memory_bytes),
+        f"{p.examples_per_second:,.0f}\n±{p.error:.0%}",
+        "yes" if p.strategy.exact else "no",
+    ]

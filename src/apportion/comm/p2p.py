@@ -1,0 +1,231 @@
+"""Messages from one process of a host to another, in memory that both map: a ring for each pair and direction.
+
+::
+
+    sender    tensor -> | header | piece | piece | ... |   the head goes on, with each piece
+    receiver            | header | piece -> tensor         the tail follows
+
+A message is written as far as there is room, without waiting for whoever receives it; a large one streams through in
+pieces that stay in cache. Where the receiver has taken everything, the sender begins at the ring's start again, so
+no more memory is touched than was ever under way. Both ends count lines of 64 bytes; each belongs to a generation, and
+what the ends of an older one have left is nobody's message.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from typing import final
+
+from torch import Tensor
+
+from apportion.comm.group import DONE, Waits, Work
+from apportion.comm.sync import Word, fence, full_fence, wake
+
+LINE = 64
+RING = 8 << 20
+"""Bytes that may be under way from one rank to another: a power of two."""
+PIECE = 256 << 10
+"""Bytes that are published at once: with the receiver's it fits a core's second-level cache."""
+_LINES = RING // LINE
+_MASK = (1 << 32) - 1
+_HOT = PIECE // LINE
+"""Lines that small messages go through before they begin again."""
+_COUNT, _GENERATION, _ASLEEP, _BASE = 0, 1, 2, 3
+_HEADS = 2 * LINE
+
+nbytes = _HEADS + RING
+"""Of the memory of a pair, one way."""
+Wait = Callable[[Word, Word, Callable[[], bool]], None]
+"""Until the condition holds, which may happen when the first word changes; the second says that this process sleeps."""
+
+
+class _End:
+    """One of the two: its own count of lines, which it alone writes, and the other's."""
+
+    def __init__(self, memory: memoryview, own: int, generation: int) -> None:
+        words = [[Word.from_buffer(memory, at * LINE + 4 * word) for word in range(3)] for at in range(2)]
+        self._own, mark, self.asleep = words[own]
+        self.word, self._others_mark, self._other_sleeps = words[1 - own]
+        self._memory, self._generation = memory, generation
+        self._ring = ctypes.addressof(ctypes.c_char.from_buffer(memory, _HEADS))
+        self._begins = Word.from_buffer(memory, 4 * _BASE)
+        """The count at which the ring was last begun anew; the sender writes it."""
+        self._lines = self._base = 0
+        mark.value = -1  # whoever still looks for the count of an older generation does not find one
+        fence()
+        self._own.value = 0
+        self.asleep.value = 0
+        fence()
+        mark.value = generation
+
+    def _others(self) -> int:
+        """The other end's count; 0 until it has begun this generation."""
+        if self._others_mark.value != self._generation:
+            return 0
+        fence()
+        return self.word.value
+
+    def _span(self, most: int, lines: int) -> tuple[int, int]:
+        """(address, bytes) of what is next, of so many bytes and lines."""
+        at = (self._lines - self._base) % _LINES
+        return self._ring + at * LINE, min(most, PIECE, lines * LINE, (_LINES - at) * LINE)
+
+    def _publish(self) -> None:
+        fence()
+        self._own.value = self._lines
+        full_fence()
+        if self._other_sleeps.value:
+            wake(self._own)
+
+
+@final
+class Sender(_End):
+    """The end that writes."""
+
+    def __init__(self, memory: memoryview, generation: int, waits: Waits, wait: Wait) -> None:
+        super().__init__(memory, 0, generation)
+        self._waits, self._wait = waits, wait
+        self._queue: deque[Tensor] = deque()
+        self._written = -1  # bytes of the first in the queue; -1: not even its header
+        self._started = self._through = 0
+
+    def send(self, tensor: Tensor) -> Work:
+        """See ``Group.send``."""
+        assert tensor.is_contiguous(), "what is sent is contiguous"
+        self._queue.append(tensor.detach())
+        self._started += 1
+        if self._push() == 0:
+            return DONE
+        self._waits.moving[id(self)] = self._moves
+        return _UnderWay(self, self._started)
+
+    def _moves(self) -> bool:
+        return self._push() > 0
+
+    def is_through(self, number: int) -> bool:
+        self._push()
+        return self._through >= number
+
+    def wait(self, number: int) -> None:
+        if not self.is_through(number):
+            self._wait(self.word, self.asleep, lambda: self.is_through(number))
+        if not self._queue:
+            self._waits.moving.pop(id(self), None)
+
+    def _push(self) -> int:
+        """Write what there is room for; the number of messages that are left."""
+        while self._queue:
+            tensor = self._queue[0]
+            size = tensor.nbytes
+            room = _LINES - ((self._lines - self._others()) & _MASK)
+            if room == 0:
+                break
+            if self._written < 0:
+                self._begin(size, is_empty=room == _LINES)
+                room -= 1
+            at, n = self._span(size - self._written, room)
+            if n:
+                ctypes.memmove(at, tensor.data_ptr() + self._written, n)
+                self._written += n
+                self._lines += -(-n // LINE)
+            self._publish()
+            if self._written == size:
+                self._queue.popleft()
+                self._written = -1
+                self._through += 1
+        return len(self._queue)
+
+    def _begin(self, size: int, *, is_empty: bool) -> None:
+        if is_empty and self._lines - self._base >= _HOT:
+            self._base = self._lines
+            self._begins.value = self._lines
+        elif self._begins.value & _MASK == self._lines & _MASK:  # of a ring begun long ago
+            self._begins.value = self._lines - 1
+        at, _ = self._span(LINE, 1)
+        ctypes.c_int64.from_address(at).value = size
+        self._lines += 1
+        self._written = 0
+
+
+@final
+class Receiver(_End):
+    """The end that reads."""
+
+    def __init__(self, memory: memoryview, generation: int, waits: Waits, wait: Wait) -> None:
+        super().__init__(memory, 1, generation)
+        self._waits, self._wait = waits, wait
+        self._queue: deque[Tensor] = deque()
+        self._read = -1  # bytes of the first in the queue; -1: not even its header
+        self._started = self._through = 0
+
+    def receive(self, into: Tensor) -> Work:
+        """See ``Group.receive``."""
+        assert into.is_contiguous(), "what is received into is contiguous"
+        self._queue.append(into.detach())
+        self._started += 1
+        self._waits.moving[id(self)] = self._moves
+        return _UnderWay(self, self._started)
+
+    def _moves(self) -> bool:
+        self._pull()
+        return bool(self._queue)
+
+    def is_through(self, number: int) -> bool:
+        if self._through < number:
+            self._pull()
+        return self._through >= number
+
+    def wait(self, number: int) -> None:
+        if not self.is_through(number):
+            self._wait(self.word, self.asleep, lambda: self.is_through(number))
+        if not self._queue:
+            self._waits.moving.pop(id(self), None)
+
+    def _pull(self) -> None:
+        """Read what there is."""
+        while self._queue:
+            there = (self._others() - self._lines) & _MASK
+            if there == 0:
+                break
+            fence()
+            into = self._queue[0]
+            size = into.nbytes
+            if self._read < 0:
+                self._begin(size)
+                there -= 1
+            at, n = self._span(size - self._read, there)
+            if n:
+                ctypes.memmove(into.data_ptr() + self._read, at, n)
+                self._read += n
+                self._lines += -(-n // LINE)
+            self._publish()
+            if self._read == size:
+                self._queue.popleft()
+                self._read = -1
+                self._through += 1
+
+    def _begin(self, size: int) -> None:
+        if self._begins.value & _MASK == self._lines & _MASK:
+            self._base = self._lines
+        at, _ = self._span(LINE, 1)
+        sent = ctypes.c_int64.from_address(at).value
+        if sent != size:
+            raise AssertionError(
+                f"a message of {sent} bytes was sent and one of {size} bytes is received: the ranks do not agree on "
+                "the order of their messages, or on a shape or type"
+            )
+        self._lines += 1
+        self._read = 0
+
+
+@final
+class _UnderWay(Work):
+    __slots__ = ("_end", "_number")
+
+    def __init__(self, end: Sender | Receiver, number: int) -> None:
+        self._end, self._number = end, number
+
+    def wait(self) -> None:
+        self._end.wait(self._number)

@@ -1,0 +1,218 @@
+"""The collectives of the processes of one host, in memory that all of them map.
+
+::
+
+    rank 0   tensor -> slot 0 \\                  / slot 0 + slot 1 -> tensor
+                               arrive, wait for all
+    rank 1   tensor -> slot 1 /                  \\ slot 0 + slot 1 -> tensor
+
+A tensor goes through in pieces that stay in a core's cache. Each rank writes its piece once and reads the others'
+where they lie; sums are taken in rank order, so they have the same bits on every rank and in every run. The slots are
+doubled, so that one meeting a piece is enough: whoever writes a slot again has met everyone after they had read it.
+
+gloo sends the same through TCP, also on one host.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor
+
+from apportion.comm import p2p
+from apportion.comm.barrier import DEADLINE_SECONDS, LINE, Meeting
+from apportion.comm.group import DONE, Group, Waits, Work
+from apportion.comm.p2p import Receiver, Sender
+
+PIECE = 512 << 10
+"""Bytes of a rank's slot: with the others' it fits a core's second-level cache."""
+_KEPT_VIEWS = 1024
+
+
+def nbytes(ranks: int) -> int:
+    """Of the memory of a group, for its collectives."""
+    return ranks * LINE + 2 * ranks * PIECE
+
+
+Links = Callable[[int, int], memoryview]
+"""The memory of the messages of one rank to another."""
+
+
+def links_in(memory: memoryview, ranks: int) -> Links:
+    """One memory divided among all pairs: ``ranks * ranks * link.nbytes``, of which only those that are used are
+    touched."""
+
+    def part(source: int, to: int) -> memoryview:
+        start = (source * ranks + to) * p2p.nbytes
+        return memory[start : start + p2p.nbytes]
+
+    return part
+
+
+@final
+class SharedMemory(Group):
+    """The collectives over ``memory``, which has ``nbytes(size)`` or more and belongs to this group alone."""
+
+    under: Group | None = None
+    """What it was set up through, where that is closed with it."""
+
+    def __init__(  # noqa: PLR0913 (what a meeting is of)
+        self,
+        memory: memoryview,
+        rank: int,
+        size: int,
+        *,
+        generation: int = 0,
+        check: Callable[[], None] | None = None,
+        spins: bool = True,
+        deadline: float = DEADLINE_SECONDS,
+        all_waits: Waits | None = None,
+        links: Links | None = None,
+    ) -> None:
+        self.rank, self.size, self._generation, self._links = rank, size, generation, links
+        self.all_waits = Waits() if all_waits is None else all_waits
+        self.meeting = Meeting(
+            memory, rank, size,
+            generation=generation, check=check, spins=spins, deadline=deadline, all_waits=self.all_waits,
+        )  # fmt: skip
+        # The lines have a place of their own in every generation, also of a smaller group: no slot was ever there.
+        lines = memory.nbytes // nbytes(1) * LINE
+        slots = torch.frombuffer(memory, dtype=torch.uint8, count=2 * size * PIECE, offset=lines)
+        self._slots = slots.view(2, size, PIECE)
+        self._turn = 0
+        self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
+        self._senders: dict[int, Sender] = {}
+        self._receivers: dict[int, Receiver] = {}
+
+    @property
+    def waits(self) -> deque[tuple[float, float]]:  # type: ignore[override]
+        return self.meeting.waits
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        flat = tensor.detach().view(-1)
+        self._sum(flat, flat)
+        return DONE
+
+    def total(self, tensor: Tensor) -> Tensor:
+        total = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        self._sum(tensor.detach().reshape(-1), total.view(-1))
+        return total
+
+    def mean(self, tensor: Tensor) -> None:
+        """``all_reduce`` with the mean instead of the sum, at the same price. Blocks."""
+        flat = tensor.detach().view(-1)
+        self._sum(flat, flat, 1.0 / self.size)
+
+    def _sum(self, flat: Tensor, into: Tensor, weight: float | None = None) -> None:
+        n = PIECE // flat.element_size()
+        for start in range(0, flat.numel(), n) if flat.numel() > n else (0,):
+            whole = flat.numel() <= n
+            piece, sums = (flat, into) if whole else (flat[start : start + n], into[start : start + n])
+            slots = self._put(piece, weight)
+            if self.size == 1:
+                sums.copy_(slots[0])
+                continue
+            torch.add(slots[0], slots[1], out=sums)
+            for slot in slots[2:]:
+                sums.add_(slot)
+
+    def _put(self, piece: Tensor, weight: float | None = None) -> list[Tensor]:
+        """Every rank's piece, weighted, in rank order, once all have written theirs."""
+        slots = self._of(piece.dtype, piece.numel())
+        if weight is None:
+            slots[self.rank].view(piece.shape).copy_(piece)
+        else:
+            torch.mul(piece, weight, out=slots[self.rank])
+        self.meeting()
+        return slots
+
+    def _of(self, dtype: torch.dtype, n: int) -> list[Tensor]:
+        """The slots of this turn, as so many numbers of this type."""
+        self._turn ^= 1
+        key = (self._turn, dtype, n)
+        if key not in self._views:
+            if len(self._views) >= _KEPT_VIEWS:  # rows in numbers that always differ
+                self._views.clear()
+            self._views[key] = [slot.view(dtype)[:n] for slot in self._slots[self._turn]]
+        return self._views[key]
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        own = tensor.detach().contiguous().view(-1)
+        self.gather_into(gathered.view(self.size, own.numel()), own)
+        return gathered
+
+    def gather_into(self, rows: Tensor, own: Tensor) -> None:
+        """Into (size, n): every rank's ``own`` (n), in rank order; it may be a row of them. Blocks."""
+        n = PIECE // own.element_size()
+        for start in range(0, own.numel(), n):
+            piece = own[start : start + n]
+            for row, slot in zip(rows, self._put(piece), strict=True):
+                row[start : start + n].copy_(slot)
+
+    def reduce_scatter(self, rows: Tensor, into: Tensor) -> None:
+        """Of every rank's ``rows`` (size, n): the sum of those with this rank's number, into (n). Blocks."""
+        n = PIECE // (rows.element_size() * self.size)
+        for start in range(0, into.numel(), n):
+            sums = into[start : start + n]
+            slots = [slot.view(self.size, -1)[self.rank] for slot in self._put(rows[:, start : start + n])]
+            sums.copy_(slots[0])
+            for slot in slots[1:]:
+                sums.add_(slot)
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
+        flat = tensor.detach().view(-1)
+        n = PIECE // flat.element_size()
+        for start in range(0, flat.numel(), n):
+            piece = flat[start : start + n]
+            slots = self._of(piece.dtype, piece.numel())
+            if self.rank == source:
+                slots[source].copy_(piece)
+            self.meeting()
+            if self.rank != source:
+                piece.copy_(slots[source])
+
+    def gather_parts(self, own: Tensor, parts: Sequence[Tensor]) -> None:
+        flat, flats = own.detach().view(-1), [part.view(-1) for part in parts]
+        n = PIECE // flat.element_size()
+        for start in range(0, max(part.numel() for part in flats), n):
+            slots = self._of(flat.dtype, n)
+            piece = flat[start : start + n]
+            slots[self.rank][: piece.numel()].copy_(piece)
+            self.meeting()
+            for part, slot in zip(flats, slots, strict=True):
+                piece = part[start : start + n]
+                if piece.numel():
+                    piece.copy_(slot[: piece.numel()])
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        if to not in self._senders:
+            wait = partial(self.meeting.until, self._other(to))
+            self._senders[to] = Sender(self._link(self.rank, to), self._generation, self.all_waits, wait)
+        return self._senders[to].send(tensor)
+
+    def receive(self, into: Tensor, source: int) -> Work:
+        if source not in self._receivers:
+            wait = partial(self.meeting.until, self._other(source))
+            self._receivers[source] = Receiver(self._link(source, self.rank), self._generation, self.all_waits, wait)
+        return self._receivers[source].receive(into)
+
+    def _link(self, source: int, to: int) -> memoryview:
+        assert self._links is not None, "this group was made without memory for messages"
+        return self._links(source, to)
+
+    def barrier(self) -> None:
+        self.meeting()
+
+    def close(self) -> None:
+        for end in (*self._senders.values(), *self._receivers.values()):
+            self.all_waits.moving.pop(id(end), None)
+        self._senders.clear()
+        self._receivers.clear()
+        self._views.clear()
+        if self.under is not None:
+            self.under.close()

@@ -1,0 +1,334 @@
+"""Where a process stands among the others. Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, alone; and
+what srun and mpirun say instead of the first three."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from apportion.comm import p2p
+from apportion.comm.channel import Channel
+from apportion.comm.group import Alone, Group, Waits
+from apportion.comm.host_memory import host_memory, is_faster, shared_memory
+from apportion.comm.membership import Membership
+from apportion.comm.objects import gather_messages
+from apportion.comm.shared_memory_group import SharedMemory, nbytes
+from apportion.errors import ApportionError
+from apportion.process import usable_cores
+
+if TYPE_CHECKING:
+    from apportion.comm.process_group import ProcessGroup
+
+REJOIN_SECONDS = 120.0
+"""For a supervisor to seat a replacement."""
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OTHER_NAMES = (
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+)
+"""RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as srun and mpirun call them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The processes of a run, seen from one of them."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
+    generation: int = 0
+    """Grows with every change of the membership; what waits for an older one is told so."""
+    channel: Channel | None = field(default=None, repr=False, compare=False)
+    """To this host's supervisor, where there is one."""
+    seat: int = 0
+    """This process's line in what the host's processes share, for as long as it lives; its rank may change."""
+    seats: int = 1
+    """How many there are."""
+    members: Membership | None = field(default=None, repr=False, compare=False)
+    """Who is in the run, where workers may be replaced."""
+    outer: World | None = field(default=None, repr=False, compare=False)
+    """The world that this is a part of, made by ``split``."""
+    name: str = ""
+    """Of a part: its axis and its ranks in the outer world, as ``pipe/0,2``."""
+    all_waits: Waits = field(default_factory=Waits, repr=False, compare=False)
+    _parts: dict[str, World] = field(default_factory=dict, repr=False, compare=False)
+    _axes: dict[str, World] = field(default_factory=dict, repr=False, compare=False)
+    _groups: dict[str, Group] = field(default_factory=dict, repr=False, compare=False)
+    _memories: dict[str, memoryview] = field(default_factory=dict, repr=False, compare=False)
+    _asked: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
+    _known_hosts: list[int] = field(default_factory=list, repr=False, compare=False)
+
+    @classmethod
+    def from_env(cls, *, device: str | None = None, channel: Channel | None = None) -> World:
+        """The world that torchrun, Slurm or a launcher describes in the environment; a world of one without it.
+
+        ``device``: "cpu" or "cuda"; None takes the GPUs where there are any, shared
+        in turn where there are fewer than ranks.
+        """
+        given = _given(os.environ)
+        size = _number("WORLD_SIZE", given.get("WORLD_SIZE", "1"))
+        missing = [name for name in NAMES if name not in given]
+        if size > 1 and missing:
+            raise ValueError(
+                f"WORLD_SIZE={size} but {', '.join(missing)} is not set: start the script with torchrun, or set all of "
+                f"{', '.join(NAMES)} (MASTER_ADDR: the host of rank 0, MASTER_PORT: a free port there)"
+            )
+        rank, local_rank = _number("RANK", given.get("RANK", "0")), _number("LOCAL_RANK", given.get("LOCAL_RANK", "0"))
+        if not 0 <= rank < size:
+            raise ValueError(f"RANK={rank} must be in 0..{size - 1} (WORLD_SIZE={size})")
+        local_size = _number("LOCAL_WORLD_SIZE", given.get("LOCAL_WORLD_SIZE", str(size)))
+        return cls(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=local_size,
+            device=_device(device, local_rank),
+            channel=channel,
+            seat=local_rank,
+            seats=local_size,
+        )
+
+    def join(self) -> World:
+        """Take this process's seat among workers that may be replaced; the world as it is when it may begin."""
+        assert self.channel is not None
+        members = Membership(self.shared("members", Membership.nbytes(self.seats)), self.seats)
+        members.sit(self.seat)
+        return replace(self, members=members).rejoin()
+
+    def rejoin(self) -> World:
+        """After MembershipChanged: this process's place in the world as it has become. Called once nothing of this
+        process writes any more to what the world shares; leaves the groups."""
+        if self.members is None:
+            raise ValueError("rejoin() needs a supervisor that replaces workers: start the run with local()")
+        if self.outer is not None:
+            raise ValueError(f"{self.name} is a part of a world: rejoin() that, and split it again")
+        self.close()
+        place = self.members.rejoin(self.seat, REJOIN_SECONDS)
+        return replace(
+            self,
+            rank=place.rank,
+            size=place.size,
+            local_rank=place.rank,
+            local_size=place.size,
+            generation=place.generation,
+            all_waits=Waits(),
+            _parts={},
+            _axes={},
+            _groups={},
+            _known_hosts=[],
+            _asked={},  # whoever had not built its step yet builds it anew, in the memory that the others have
+        )
+
+    def check(self) -> None:
+        """Raise MembershipChanged where another generation has begun. Costs nothing."""
+        if self.members is not None:
+            self.members.check(self.generation)
+
+    def split(self, axis: str, ranks: Sequence[Sequence[int]]) -> World:
+        """The part of this world that this rank belongs to, as a world of its own: its rank there is its place in its
+        list, its memory and its groups are those of its ranks alone, ``local_size`` counts those of them on this host.
+        Called by all ranks, with the same lists, which hold every rank once; the same again gives the same part.
+        ``group(axis)`` is its group from then on.
+        """
+        if axis == "world" or "/" in axis or not axis:
+            raise ValueError(f'axis={axis!r} must be a name without "/", and not "world", which is all ranks')
+        if sorted(rank for part in ranks for rank in part) != list(range(self.size)):
+            raise ValueError(f"ranks={[list(part) for part in ranks]} must hold each of {self.size} ranks once")
+        own = next(list(part) for part in ranks if self.rank in part)
+        name = f"{axis}/{','.join(map(str, own))}"
+        if name not in self._parts:
+            self._parts[name] = self._part(name, own)
+        self._axes[axis] = self._parts[name]
+        return self._parts[name]
+
+    def _part(self, name: str, ranks: list[int]) -> World:
+        rank, size, hosts = ranks.index(self.rank), len(ranks), self._hosts()
+        here = [other for other in ranks if hosts[other] == hosts[self.rank]]
+        part = replace(
+            self,
+            rank=rank,
+            size=size,
+            local_rank=here.index(self.rank),
+            local_size=len(here),
+            seat=here.index(self.rank),
+            seats=len(here),
+            outer=self,
+            name=name,
+            _parts={},
+            _axes={},
+            _groups={},
+            _memories={},
+            _asked={},
+            _known_hosts=[hosts[other] for other in ranks],
+        )
+        if not self._is_supervised_memory():  # made together: the order is the same on all ranks
+            self.group()  # whoever is in a part by itself meets the others here all the same
+            if size > 1:
+                part._groups["world"] = self._connect_part(part, ranks)
+        return part
+
+    def _hosts(self) -> list[int]:
+        """Of every rank, the number of its host. Called by all ranks."""
+        if self.local_size == self.size:
+            return [0] * self.size
+        if not self._known_hosts:
+            own = [socket.gethostname(), self.local_rank, self.local_size]
+            self._known_hosts.extend(hosts(gather_messages(own, self.group(), device=self.device)))
+        return self._known_hosts
+
+    def _connect_part(self, part: World, ranks: list[int]) -> Group:
+        from apportion.comm.process_group import ProcessGroup
+
+        whole: Group | None = self.group()
+        if isinstance(whole, SharedMemory):
+            whole = whole.under
+        assert isinstance(whole, ProcessGroup)
+        return part._fastest(whole.part(ranks))
+
+    def group(self, axis: str = "world") -> Group:
+        """The collectives among the ranks of this world, or of this rank's part along an axis that ``split`` has made;
+        connected on first use, by all of them."""
+        if axis in self._axes:
+            return self._axes[axis].group()
+        if axis != "world":
+            known = ", ".join(map(repr, ("world", *self._axes)))
+            raise ValueError(f"axis={axis!r} is unknown: this world has {known}; split() makes others")
+        if axis not in self._groups:
+            self._groups[axis] = self._connect()
+        return self._groups[axis]
+
+    def _is_supervised_memory(self) -> bool:
+        return self.device.type == "cpu" and self.channel is not None and self.local_size == self.size
+
+    def _connect(self) -> Group:
+        if self.size == 1:
+            alone = Alone()
+            alone.all_waits = self.all_waits
+            return alone
+        if self._is_supervised_memory():
+            name = self.another("group") if self.outer is not None else "group/world"
+            return SharedMemory(
+                self.shared(name, nbytes(self.seats)),
+                self.rank,
+                self.size,
+                generation=self.generation,
+                check=self.check,
+                spins=self.has_cores(),
+                all_waits=self.all_waits,
+                links=lambda source, to: self.shared(f"{name}/{source}-{to}", p2p.nbytes),
+            )
+        # torch.distributed takes long to import and a world of one does not need it.
+        from apportion.comm.process_group import ProcessGroup
+
+        group = ProcessGroup.connect(
+            rank=self.rank,
+            size=self.size,
+            device=self.device,
+            local_size=self.local_size,
+            watched=self.channel is not None,
+        )
+        group.all_waits = self.all_waits
+        return self._fastest(group)
+
+    def _fastest(self, group: ProcessGroup) -> Group:
+        """The group, or the memory that its ranks share where nobody hands it out, whichever is the faster."""
+        if self.device.type == "cpu" and self.channel is None and self.local_size == self.size:
+            found = host_memory(group, spins=self.has_cores())
+            if found is not None and is_faster(found, group):
+                found.under = group
+                return found
+        return group
+
+    def has_cores(self) -> bool:
+        """Has every process of this host a core of its own, so that it may look for the others without sleeping?"""
+        if self.outer is not None:
+            return self.outer.has_cores()
+        return self.local_size * torch.get_num_threads() <= usable_cores()
+
+    def shared(self, name: str, nbytes: int) -> memoryview:
+        """Memory that every rank of this host sees. Zeroed when first asked for; the same name gives the same memory.
+        The supervisor owns it, and it outlives any rank; without a supervisor all ranks ask for it together."""
+        if self.channel is not None:
+            return self._named(name, nbytes)
+        if name not in self._memories:
+            memory = shared_memory(self.group(), nbytes) if self.local_size == self.size else None
+            if memory is None:
+                raise ApportionError(f"shared({name!r}): the ranks do not share memory; local() starts ranks that do")
+            self._memories[name] = memory
+        return self._memories[name]
+
+    def _named(self, name: str, nbytes: int) -> memoryview:
+        if self.outer is not None:
+            return self.outer._named(f"{self.name}/{name}", nbytes)
+        assert self.channel is not None
+        return self.channel.shared(name, nbytes)
+
+    def another(self, name: str) -> str:
+        """The name with how often it was asked for here: what is built again does not find what it left behind."""
+        self._asked[name] = self._asked.get(name, -1) + 1
+        return f"{name}/{self._asked[name]}"
+
+    def close(self) -> None:
+        """Leave the groups, and those of the parts."""
+        for part in self._parts.values():
+            part.close()
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+
+
+def hosts(places: Sequence[tuple[str, int, int]]) -> list[int]:
+    """The host of every rank, numbered as they come. ``places``: each one's host's name, local_rank and local_size;
+    several hosts may have one name (containers), and then each has every local rank once."""
+    seats: list[tuple[str, set[int]]] = []
+    found = []
+    for name, local_rank, local_size in places:
+        free = (at for at, (n, taken) in enumerate(seats) if n == name and local_rank not in taken)
+        number = next((at for at in free if len(seats[at][1]) < local_size), len(seats))
+        if number == len(seats):
+            seats.append((name, set()))
+        seats[number][1].add(local_rank)
+        found.append(number)
+    return found
+
+
+def _given(environment: Mapping[str, str]) -> dict[str, str]:
+    """The five variables and LOCAL_WORLD_SIZE, as far as they are set, under torchrun's names or another launcher's."""
+    names = (*NAMES, "LOCAL_WORLD_SIZE")
+    given = {name: environment[name] for name in names if environment.get(name)}
+    if "WORLD_SIZE" in given:
+        return given
+    for rank, size, local_rank, local_size in _OTHER_NAMES:
+        if rank in environment and size in environment:
+            given |= {"RANK": environment[rank], "WORLD_SIZE": environment[size]}
+            given |= {"LOCAL_RANK": environment[local_rank]} if local_rank in environment else {}
+            tasks = [int(n) for n in re.findall(r"(?:^|,)(\d+)", environment.get(local_size, ""))]  # Slurm: 2(x3),1
+            given |= {"LOCAL_WORLD_SIZE": str(max(tasks))} if tasks else {}
+            break
+    return given
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be a whole number") from None
+
+
+def _device(asked: str | None, local_rank: int) -> torch.device:
+    if asked not in (None, "cpu", "cuda"):
+        raise ValueError(f'device={asked!r} must be "cpu" or "cuda"')
+    gpus = torch.cuda.device_count() if asked != "cpu" else 0
+    if asked == "cuda" and gpus == 0:
+        raise ValueError('device="cuda" but torch sees no GPU: use device="cpu", or install a CUDA build of torch')
+    if gpus == 0:
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % gpus)

@@ -1,0 +1,49 @@
+"""The policy of a run: how often it saves, and what it does when a worker is lost or a loss is not finite."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, final
+
+from apportion.core.value import Value
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Policy(Value):
+    """How a run is kept safe."""
+
+    checkpoint_every: str | None = None
+    """"30 s", "20 steps" or "1 epoch"; None: every 2 s, or less often where that would cost over 5 % of the time."""
+    keep: int = 2
+    """Checkpoints kept, besides the best."""
+    max_restarts: int = 10
+    """Workers that a run may lose, where its strategy survives that; the next loss ends it, with a checkpoint."""
+    on_loss: Literal["replace", "shrink"] = "replace"
+    """Seat another worker in the place of a lost one, or go on with those who are left."""
+    on_nan: Literal["stop", "warn", "ignore"] = "stop"
+    """What a loss that is not finite does: it ends the run, it is told once, or nothing looks at it. Under "stop" and
+    "warn" a state with a weight that is NaN is never written over a checkpoint."""
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_every is not None:
+            self.interval()
+        if not isinstance(self.keep, int) or self.keep < 1:
+            raise ValueError(f"keep={self.keep!r} must be a whole number of at least 1 checkpoint")
+        if not isinstance(self.max_restarts, int) or self.max_restarts < 0:
+            raise ValueError(f"max_restarts={self.max_restarts!r} must be a whole number of workers, 0 or more")
+        if self.on_loss not in ("replace", "shrink"):
+            raise ValueError(f'on_loss={self.on_loss!r} must be "replace" or "shrink" (go on with fewer workers)')
+        if self.on_nan not in ("stop", "warn", "ignore"):
+            raise ValueError(f'on_nan={self.on_nan!r} must be "stop" (the run ends), "warn" or "ignore"')
+
+    def interval(self) -> tuple[float, str] | None:
+        """(number, "s" | "steps" | "epochs"), None for automatic."""
+        if self.checkpoint_every is None:
+            return None
+        match = re.fullmatch(r"\s*(\d+\.?\d*)\s*(s|steps?|epochs?)\s*", str(self.checkpoint_every))
+        if match is None or float(match[1]) <= 0:
+            raise ValueError(f'checkpoint_every={self.checkpoint_every!r} must be like "30 s", "20 steps" or "1 epoch"')
+        unit = match[2] if match[2] == "s" else match[2].rstrip("s") + "s"
+        return float(match[1]), unit

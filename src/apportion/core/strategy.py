@@ -1,0 +1,263 @@
+"""What a strategy is, and what it builds: a step, which called with a batch makes one optimizer update."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from apportion.comm.world import World
+from apportion.core.data.batch import Batch, Batches
+from apportion.core.fingerprint import fingerprint
+from apportion.core.replica_digest import Replicated
+from apportion.core.sampler import DataShard
+from apportion.core.value import Value
+from apportion.core.workload import Workload
+
+if TYPE_CHECKING:  # a run needs no prices
+    from apportion.cost_model.cost import Cost
+    from apportion.cost_model.placement import Layout
+    from apportion.cost_model.profile import Profile
+
+
+PARTS = ("model", "optimizer", "carry", "buffers")
+"""The fields of a state that are tensors by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Everything that a training is, after some number of updates: the same for any strategy and any world size."""
+
+    step: int
+    """Updates done."""
+    model: dict[str, Tensor]
+    """``state_dict()`` of the plain module, its own keys, whole tensors."""
+    optimizer: dict[str, Tensor] = field(default_factory=dict)
+    """Whole optimizer slots by parameter: ``"layers.0.weight/momentum_buffer"``; with several optimizers
+    ``"generator/layers.0.weight/exp_avg"``."""
+    carry: dict[str, Tensor] = field(default_factory=dict)
+    """Leaves of the carried recurrent state, all lanes: ``"0"``, ``"1"``, ..."""
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """Of the buffers that ``state_dict()`` leaves out (``persistent=False``), those that training has changed."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Plain JSON: optimizer groups without their parameters, schedules, loss scale."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor by a name that a person can read: ``model/...``, ``optimizer/...``, ``carry/...``,
+        ``buffers/...``."""
+        for part in PARTS:
+            for name, tensor in getattr(self, part).items():
+                yield f"{part}/{name}", tensor
+
+
+class Held(NamedTuple):
+    """Bytes of weights, optimizer slots and buffers."""
+
+    shared: int
+    """In memory that the ranks of the host have in common."""
+    own: int
+    """In this rank's."""
+
+
+def held(model: nn.Module, optimizers: Mapping[str, Optimizer], shared: memoryview | None = None) -> Held:
+    """Of what a rank trains, each block of memory counted once. ``shared``: what lies in there is not its own."""
+    tensors = [*model.parameters(), *model.buffers()]
+    for optimizer in optimizers.values():
+        states: Mapping[Any, Mapping[str, Any]] = optimizer.state
+        tensors += [value for slots in states.values() for value in slots.values() if isinstance(value, Tensor)]
+    blocks = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    if shared is None:
+        return Held(0, sum(blocks.values()))
+    begin = torch.frombuffer(shared, dtype=torch.uint8).data_ptr()
+    return Held(shared.nbytes, sum(n for at, n in blocks.items() if not begin <= at < begin + shared.nbytes))
+
+
+class Step(ABC):
+    """One optimizer update, made by this rank's part of the world.
+
+    The state changes in ``update`` alone: whatever interrupts ``backward`` leaves the last update whole.
+    """
+
+    rank: int
+    device: torch.device
+    model: nn.Module
+    """This rank's (part of the) network, for ``Workload.update``."""
+    optimizers: Mapping[str, Optimizer]
+    """By name; the only one is called "" where the factory gave no names."""
+    source: Batches
+    """Every batch of the training."""
+    data_shard: DataShard | None
+    """Which examples this rank takes, read again before every step. None: it takes no batches (see ``serve``)."""
+    lockstep: bool = True
+    """Do all ranks make the same steps together? False: each goes its own way, no step waits for another rank, and
+    rank 0 alone evaluates and saves (``predict`` and ``state_dict`` are called by it alone)."""
+    whole: bool = False
+    """Does every rank take whole batches, of which one rank has the outputs? So it is where the network is split."""
+
+    @property
+    def cuts(self) -> tuple[str, ...] | None:
+        """Names the layers that stages begin with: what is proved of a run is cut there too, wherever the times of the
+        layers have had it cut. None where there are none, or where a name would stand for another place."""
+        return None
+
+    @property
+    @abstractmethod
+    def done(self) -> int:
+        """Updates that the state has behind it, whoever made them."""
+
+    def take(self) -> Batch | None:
+        """This rank's next batch; None where no more are left."""
+        assert self.data_shard is not None, "a rank without batches calls step.serve()"
+        return self.source.at(self.done, self.data_shard) if self.done < self.source.total else None
+
+    @abstractmethod
+    def predict(self, batch: Batch) -> Any | None:
+        """Outputs for this rank's rows, in evaluation mode; called by all ranks. None where the batch has no rows
+        here, or another rank holds the outputs."""
+
+    def looked(self) -> None:  # noqa: B027 (where nothing is kept nothing can be put back)
+        """The end of some calls of ``predict``: what their forward passes have changed of buffers, and of parameters
+        that no optimizer has, is put back as the last update left it."""
+
+    @abstractmethod
+    def backward(self, batch: Batch) -> Tensor | None:
+        """Accumulate the gradient of this rank's rows, weighted by their count; its mean loss (None: no rows)."""
+
+    @abstractmethod
+    def update(self) -> Mapping[str, Tensor]:
+        """One optimizer update with the gradients of all ranks; the named values of the whole global batch
+        (``{"loss": ...}``), each a detached tensor of one element, the same on every rank."""
+
+    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
+        """For ``Workload.update``: one update of that optimizer's parameters along the gradient of the loss, a mean
+        over this rank's rows; the other parameters get no gradient. The detached loss, unchanged."""
+        raise ValueError("minimize() is for update=, which this strategy does not go with: use data_parallel")
+
+    def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
+        """``backward``, then ``update``; or the workload's own ``update``. The named values of the global batch."""
+        self.backward(batch)
+        return self.update()
+
+    def leave(self) -> None:  # noqa: B027 (nobody waits for it is the common case)
+        """This rank takes no more batches for now."""
+
+    def serve(self) -> None:  # noqa: B027 (nothing to do is the common case)
+        """What a rank without batches does until the end."""
+
+    def log(self) -> tuple[Any, ...]:
+        """What its steps have written down so far, for ``Strategy.reference``. Between steps."""
+        return ()
+
+    @abstractmethod
+    def state_dict(self) -> State:
+        """The whole state, in the plain model's names; the tensors are copies. Called by all ranks."""
+
+    @abstractmethod
+    def load_state_dict(self, state: State) -> None:
+        """Go on from a state that any strategy at any world size gave. Called by all ranks."""
+
+    def rejoin(self, world: World) -> None:
+        """Go on in a world whose membership has changed, from the last update that is whole; what was begun after it
+        is forgotten, and done again with the same draws. Called by all ranks of that world: by those that were there
+        before after ``MembershipChanged``, by a replacement right after ``build``. Where the strategy ``survives``."""
+        raise AssertionError(f"{type(self).__name__} does not survive the loss of a worker")
+
+    def committed(self) -> State | None:
+        """The state after the last update, asked from another thread while ``backward`` may be running, without
+        any other rank; None where that cannot be had."""
+        return None
+
+    def replicated(self) -> Iterable[Replicated]:
+        """What the last update has left that this rank and others hold alike, each in a memory of its own; the same
+        groups in the same order on all of their ranks. Called by all ranks, between steps."""
+        return ()
+
+    @abstractmethod
+    def spent(self) -> Mapping[str, float]:
+        """Seconds so far in ``loading``, ``waiting`` (in collectives) and ``updating``; the rest is computing."""
+
+    @property
+    def parameters(self) -> int:
+        """How many the plain model has."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def fingerprint(self, workload: Workload) -> dict[str, Any]:
+        """What a run that goes on from this one's checkpoints must have in common with it; as plain JSON."""
+        return fingerprint(workload, self.model, self.optimizers, self.source.deal.examples)
+
+    def held(self) -> Held:
+        """Where the weights, optimizer slots and buffers are in memory, now."""
+        return held(self.model, self.optimizers)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what the step holds: groups, memory."""
+
+
+class Strategy(Value, ABC):
+    """How the work of a step is divided. Concrete ones are ``@final @dataclass(frozen=True)``, one file each in
+    ``strategies/``; the fields are their parameters, and the file's name is how they are written."""
+
+    one_process: ClassVar[bool] = False
+    """It has nothing to divide among workers."""
+    splits: ClassVar[bool] = False
+    """Does it divide one network among its workers, so that ``of=`` can have replicas of them?"""
+    survives: ClassVar[bool] = False
+    """Can it go on after the loss of a worker, with ``Step.rejoin``? False: the run ends, and resumes from the last
+    checkpoint."""
+
+    @property
+    @abstractmethod
+    def exact(self) -> bool:
+        """Does one step equal the one-device step?"""
+
+    def replays(self, workers: int) -> bool:
+        """Is what it computes known only from what its steps write down (``Step.log``)?"""
+        return False
+
+    def ranks(self, workers: int) -> int:
+        """Processes for so many workers that take batches (servers are additional)."""
+        return workers
+
+    @classmethod
+    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+        """Its values that are worth a price on this layout, a few; none where it has nothing to do there."""
+        if cls.one_process == (layout.ranks == 1):
+            yield cls()
+
+    def cost(self, profile: Profile, layout: Layout) -> Cost:
+        """What a step takes there: predicted, and pure. ValueError says why it cannot run this network, or there."""
+        raise ValueError(f"{self} has no price yet")
+
+    @abstractmethod
+    def build(self, workload: Workload, world: World) -> Step:
+        """This rank's part of the step. Called inside each process, by all ranks of the world."""
+
+    @abstractmethod
+    def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
+        """What this strategy must compute: the whole model's state after each step, in one process. ``log``: of a
+        run that is to be done again; then the one state that it must have ended with."""
+
+
+StrategyFactory = Callable[..., Strategy]
+
+
+def batches(step: Step, *, stop: int | None = None, loaders: int = 0) -> Iterator[Batch]:
+    """The batches of a training as this rank takes them: ``for batch in batches(step): step(batch)``; from where its
+    state is, to the end or until so many updates are done.
+
+    ``step.data_shard`` is read again before each one, so a strategy may change its rank's share as it goes.
+    ``loaders``: so many processes load what comes next.
+    """
+    step.source.load_ahead(loaders)
+    try:
+        while (stop is None or step.done < stop) and (batch := step.take()) is not None:
+            yield batch
+    finally:
+        step.leave()
+        step.source.close()

@@ -1,0 +1,125 @@
+"""How a value (a strategy, a launcher, a policy) is written: the same in Python, on the command line and in reports.
+
+``data_parallel(microbatches=2)`` is the class in ``strategies/data_parallel.py`` with that field: the folder is the
+registry, and the name in the report is the file you open.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import importlib
+import pkgutil
+import re
+from typing import Any
+
+_KINDS = {
+    "apportion.strategies": "strategy",
+    "apportion.runtime.launch": "launcher",
+    "apportion.exporting.targets": "target",
+}
+
+
+def written_name(cls: type) -> str:
+    """``DataParallel`` is written ``data_parallel``."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+
+
+class Value:
+    """A frozen dataclass that is written as a call with the fields that differ from their defaults."""
+
+    def __str__(self) -> str:
+        given = []
+        for f in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if value != f.default:
+                given.append(f"{f.name}={value if isinstance(value, Value) else repr(value)}")
+        return f"{written_name(type(self))}({', '.join(given)})" if given else written_name(type(self))
+
+    def __repr__(self) -> str:
+        text = str(self)
+        return text if text.endswith(")") else text + "()"
+
+
+def names(package: str) -> list[str]:
+    """The values that a folder holds: ``names("apportion.strategies")``."""
+    path = importlib.import_module(package).__path__
+    return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
+
+
+def find(name: str, package: str) -> type:
+    """The class that is written with this name: in the file of that name, in that folder."""
+    known = names(package)
+    if name not in known:
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {close[0]}?" if close else "one of " + ", ".join(known)
+        raise ValueError(f"{name!r} is no {_KINDS.get(package, 'value')}: {hint}")
+    module = importlib.import_module(f"{package}.{name}")
+    for cls in vars(module).values():
+        if isinstance(cls, type) and cls.__module__ == module.__name__ and written_name(cls) == name:
+            return cls
+    raise AssertionError(f"{module.__name__} defines no class written {name}")
+
+
+def parse(text: str, package: str) -> Any:
+    """The value that ``text`` writes, for example ``data_parallel(microbatches=2)``. Literals and nested values only:
+    nothing in it is executed."""
+    return _build(_expression(text), text, package)
+
+
+def parse_as(text: str, cls: type) -> Any:
+    """The same for the one class that can be meant, for example a policy."""
+    node = _expression(text)
+    name = node.func if isinstance(node, ast.Call) else node
+    if not isinstance(name, ast.Name) or name.id != written_name(cls):
+        raise ValueError(f"{text!r} must be written {written_name(cls)}(...)")
+    return _construct(cls, node, text, None)
+
+
+def _expression(text: str) -> ast.expr:
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(
+            f"{text!r} does not parse ({error.msg}): write it like data_parallel(microbatches=2)"
+        ) from None
+
+
+def _build(node: ast.expr, text: str, package: str) -> Any:
+    name = node.func if isinstance(node, ast.Call) else node
+    if not isinstance(name, ast.Name):
+        raise ValueError(f"{text!r} must be a name, or a name with arguments: data_parallel(microbatches=2)")
+    return _construct(find(name.id, package), node, text, package)
+
+
+def _construct(cls: type, node: ast.expr, text: str, package: str | None) -> Any:
+    arguments = node.keywords if isinstance(node, ast.Call) else []
+    if isinstance(node, ast.Call) and node.args:
+        raise ValueError(f"{text!r}: arguments are given by name, {_signature(cls)}")
+    known = {f.name for f in dataclasses.fields(cls)}
+    values = {}
+    for argument in arguments:
+        if argument.arg not in known:
+            raise ValueError(f"{written_name(cls)} has no {argument.arg!r}: {_signature(cls)}")
+        values[argument.arg] = _argument(argument.value, text, package)
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise ValueError(f"{text!r}: {error}; {_signature(cls)}") from None
+
+
+def _argument(node: ast.expr, text: str, package: str | None) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        if package is not None and isinstance(node, ast.Call | ast.Name):
+            return _build(node, text, package)
+        raise ValueError(f"{text!r}: {ast.unparse(node)} is neither a number, a text, nor a value") from None
+
+
+def _signature(cls: type) -> str:
+    fields = ", ".join(
+        f"{f.name}={f.default!r}" if f.default is not dataclasses.MISSING else f.name for f in dataclasses.fields(cls)
+    )
+    return f"it is written {written_name(cls)}({fields})"

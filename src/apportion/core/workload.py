@@ -1,0 +1,204 @@
+"""What to train. Whatever changes the numbers is here; what changes only where and how is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from apportion.core import tree
+from apportion.core.sampler import Draws, Order
+
+if TYPE_CHECKING:
+    from apportion.core.data.batch import Batch
+    from apportion.core.strategy import Step
+
+Precision = Literal["float32", "bfloat16", "float16", "float64"]
+Parameters = Iterable[tuple[str, nn.Parameter]]
+
+
+def examples(targets: Any) -> float:
+    """The default ``count``: one loss term an example (the size of dimension 0)."""
+    return float(tree.length(targets))
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Share of rows whose largest output is the target class. outputs (N, classes, ...), targets (N, ...)."""
+    return (outputs.argmax(1) == targets).double().mean()
+
+
+class Metric(Protocol):
+    """A metric that is not a mean over examples: fed every batch in order, asked once."""
+
+    def update(self, outputs: Any, targets: Any) -> object:
+        """Take one batch in."""
+
+    def compute(self) -> Any:
+        """The value over all batches so far: a number, or a tensor of one element."""
+
+
+MeanMetric = Callable[[Any, Any], Tensor]
+"""(outputs, targets) -> the mean over the examples of the batch."""
+MetricFactory = Callable[[], Metric]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """How well the network does on data that it is not trained on.
+
+    Each metric is a function ``(outputs, targets) -> mean over the batch``, averaged over the examples; or a class
+    (any callable without arguments) whose instances have ``update(outputs, targets)`` and ``compute()``.
+    """
+
+    data: Callable[[], Dataset[Any]]
+    """Map-style; opened in each process."""
+    metrics: Mapping[str, MeanMetric | MetricFactory] = field(default_factory=lambda: {"accuracy": accuracy})
+    every: float | None = 1.0
+    """Epochs between evaluations; None: only at the end. The end is always evaluated."""
+    best: str | None = None
+    """Which checkpoint the link ``best`` keeps: "max accuracy", "min loss"; None: the latest evaluated."""
+    batch_size: int | None = None
+    """Global, in examples; None: the workload's."""
+
+    def __post_init__(self) -> None:
+        if self.every is not None and not self.every > 0:
+            raise ValueError(f"every={self.every} must be above 0 epochs, or None to evaluate only at the end")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size} must be at least 1")
+        if self.best is not None:
+            sense, _, name = self.best.partition(" ")
+            if sense not in ("max", "min") or name not in self.metrics:
+                known = ", ".join(f'"max {n}"' for n in self.metrics)
+                raise ValueError(f"best={self.best!r} must be max or min and a metric, one of {known}, or min of them")
+
+
+Update = Callable[["Step", "Batch"], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One training job, from ordinary torch parts. Every field may change the numbers; nothing else does.
+
+    A tensor input calls ``model(x)``, a tuple ``model(*x)``, a dict ``model(**x)``; targets and outputs are any
+    pytree; dimension 0 is the example.
+    """
+
+    model: Callable[[], nn.Module]
+    """Plain; the same on every rank; called after seeding."""
+    data: Callable[[], Dataset[Any]]
+    """Map-style, its items (inputs, targets); opened in each process, after seeding."""
+    optimizer: Callable[[Parameters], Optimizer | Mapping[str, Optimizer]]
+    """Given the named parameters (torch's optimizers take them as they are): ``lambda p: torch.optim.SGD(p, lr=0.1)``.
+    With ``update`` it may return several by name."""
+    batch_size: int
+    """GLOBAL, in examples, whatever the number of workers."""
+    loss: Callable[[Any, Any], Tensor] | None = None
+    """(outputs, targets) -> mean over the batch."""
+    update: Update | None = None
+    """Instead of ``loss``: (step, batch) -> named values. For several optimizers or losses: see ``Step.minimize``."""
+    count: Callable[[Any], float] | None = examples
+    """Loss terms in these targets (examples, tokens, sum of class weights): what the mean divides by. None: the loss
+    couples the examples (contrastive), so the outputs of all shards are gathered before it."""
+    epochs: float | None = 1.0
+    steps: int | None = None
+    """Global steps in all; wins over ``epochs``."""
+    schedule: Callable[[Optimizer, int], LRScheduler] | None = None
+    """(optimizer, total steps) -> a scheduler that is stepped once an update."""
+    clip_grad_norm: float | None = None
+    """Largest 2-norm of the whole gradient."""
+    collate: Callable[[list[Any]], Any] = default_collate
+    """Samples -> (inputs, targets)."""
+    order: Order = "shuffled"
+    carry: Callable[[int], Any] | None = None
+    """Recurrent state for n rows: the model is called ``model(inputs, state) -> (outputs, state)``. Needs
+    ``order="sequential"``: row b of every batch then walks through its own stretch of the data."""
+    augment: Callable[[Batch, Draws], Batch] | None = None
+    """Of a training batch, with draws keyed by (seed, epoch, example)."""
+    evaluation: Evaluation | None = None
+    precision: Precision = "float32"
+    """bfloat16 and float16: autocast, the weights stay float32. float64: everything is float64."""
+    compile: bool = False
+    """torch.compile, after splitting."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:  # noqa: C901 (a list of rules)
+        for name in ("model", "data", "optimizer", "collate"):
+            if not callable(getattr(self, name)):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be a function that makes it: {name}=lambda ...: ..."
+                )
+        if isinstance(self.model, nn.Module):
+            raise ValueError(
+                f"model={type(self.model).__name__}(...) is a network that is made already, and every rank makes its "
+                f"own from the seed: it must be a function: model=lambda: {type(self.model).__name__}(...)"
+            )
+        if not isinstance(self.batch_size, int) or self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size!r} must be a whole number of at least 1 example")
+        if (self.loss is None) == (self.update is None):
+            raise ValueError(
+                "a workload needs either loss=(outputs, targets) -> mean, or update=(step, batch) -> values"
+            )
+        if self.steps is None and self.epochs is None:
+            raise ValueError("steps=None and epochs=None never end: give one of them")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps={self.steps} must be at least 1")
+        if self.epochs is not None and not (self.epochs > 0 and math.isfinite(self.epochs)):
+            raise ValueError(f"epochs={self.epochs} must be above 0 and finite")
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise ValueError(f"clip_grad_norm={self.clip_grad_norm} must be above 0, or None not to clip")
+        if self.precision not in ("float32", "bfloat16", "float16", "float64"):
+            raise ValueError(f"precision={self.precision!r} must be float32, bfloat16, float16 or float64")
+        if self.order not in ("shuffled", "sequential"):
+            raise ValueError(f'order={self.order!r} must be "shuffled" or "sequential"')
+        if self.carry is not None and self.order != "sequential":
+            raise ValueError('carry needs order="sequential": a recurrent state follows its row through the data')
+        if self.count is None and self.update is not None:
+            raise ValueError("count=None goes with loss; an update sees the rows of its own rank alone")
+        if self.carry is not None and self.update is not None:
+            raise ValueError("carry goes with loss; with update, keep the state in your own function")
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Updates in the whole training, given how many global batches make an epoch."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return max(1, round(self.epochs * steps_per_epoch))
+
+    def must_feed(self, workers: int) -> None:
+        """ValueError where a batch is too small to give each of so many workers an example."""
+        if self.batch_size < workers:
+            raise ValueError(
+                f"batch_size={self.batch_size} cannot feed {workers} workers: each needs at least one example; "
+                f"use workers<={self.batch_size} or batch_size>={workers}"
+            )
+
+    def open_data(self) -> Dataset[Any]:
+        """The training set; refused where it cannot be dealt."""
+        return checked(self.data(), "data")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return torch.float64 if self.precision == "float64" else torch.float32
+
+
+def checked(dataset: Dataset[Any], name: str) -> Dataset[Any]:
+    """A map-style dataset that is not empty, or a ValueError that says what to do."""
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(
+            f"{name}() gave {type(dataset).__name__}, an IterableDataset: examples are dealt by index, so that every "
+            "one is seen exactly once and a run can resume; make it map-style (__len__ and __getitem__), "
+            "for example list(dataset)"
+        )
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise ValueError(f"{name}() gave {type(dataset).__name__}, which needs __len__ and __getitem__")
+    if len(dataset) == 0:
+        raise ValueError(f"{name}() gave an empty dataset")
+    return dataset

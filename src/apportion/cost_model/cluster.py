@@ -1,0 +1,228 @@
+"""Machines as plain data: devices with what they compute, links with what they carry. A file of JSON says the same, so
+that a person can plan for machines that are elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from apportion.core.json_data import read
+
+Port = Literal["device", "host", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """What one of ``together`` workers of ``threads`` threads each reaches while all of them compute."""
+
+    threads: int
+    together: int
+    flops: float
+    """A second, of matrix products in float32 large enough to be at their best."""
+    bytes_per_second: float
+    """Of memory: what is read and written, in all."""
+
+    def __post_init__(self) -> None:
+        if min(self.threads, self.together) < 1 or min(self.flops, self.bytes_per_second) <= 0:
+            raise ValueError(
+                f"a rate of threads={self.threads}, together={self.together}, flops={self.flops}, "
+                f"bytes_per_second={self.bytes_per_second}: at least one thread of one worker reaches more than nothing"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A host's cores, or a GPU."""
+
+    name: str
+    """Unique in its cluster: ``"a/cpu"``, ``"a/gpu0"``."""
+    host: str
+    kind: Literal["cpu", "cuda"]
+    model: str
+    """Of what make: times that were measured on one device hold on another of the same."""
+    memory_bytes: int
+    rates: tuple[Rate, ...]
+    cores: int = 1
+    """Threads that run at once. A GPU has one: it takes one worker."""
+    call_seconds: float = 1e-5
+    """To begin one operation, however small."""
+    spread: float = 0.03
+    """Standard deviation of a step's time, of its mean."""
+
+    def __post_init__(self) -> None:
+        if not self.rates:
+            raise ValueError(f"device {self.name}: it needs at least one rate")
+        if self.cores < 1 or self.memory_bytes < 1 or min(self.call_seconds, self.spread) < 0:
+            raise ValueError(
+                f"device {self.name}: cores={self.cores}, memory_bytes={self.memory_bytes}, call_seconds="
+                f"{self.call_seconds}, spread={self.spread}: it has a core and memory, and no time is negative"
+            )
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], Rate]:
+        return {(r.threads, r.together): r for r in self.rates}
+
+    def rate(self, threads: int = 1, together: int = 1) -> Rate:
+        """Measured so, or worked out from the nearest that was: threads of all workers share the device."""
+        known = self._known.get((threads, together))
+        if known is not None:
+            return known
+        wanted = threads * together
+
+        def far(rate: Rate) -> tuple[float, ...]:
+            all_threads = rate.threads * rate.together
+            return abs(all_threads - wanted) / wanted, abs(rate.together - together), rate.threads
+
+        near = min(self.rates, key=far)
+        both = near.threads * near.together
+        # Below what was measured each thread keeps its share; above it nothing is left to give.
+        whole = min(1.0, wanted / both) / together
+        return Rate(
+            threads=threads,
+            together=together,
+            flops=near.flops * near.together * whole,
+            bytes_per_second=near.bytes_per_second * near.together * whole,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """One collective or message, as it was measured."""
+
+    what: Literal["all_reduce", "message"]
+    ranks: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What joins some devices, each with every other."""
+
+    kind: str
+    """``memory``, ``nvlink``, ``pcie``, ``ethernet``, ``infiniband``: for people."""
+    devices: tuple[str, ...]
+    latency: float
+    """Seconds of a message of no length."""
+    bandwidth: float
+    """Bytes a second, of one transfer in one direction that has the link to itself."""
+    port: Port = "device"
+    """Whose this bandwidth is: each device's, each host's (a network card), or that of all transfers together (the
+    memory of a host)."""
+    hidden: float = 1.0
+    """Share of a transfer that can go on while its devices compute."""
+    slowdown: float = 0.0
+    """How much longer computing takes while a transfer goes on: 0.3 is 30 %."""
+    measured: tuple[Moved, ...] = ()
+    """The raw table, which counts more than latency and bandwidth where it has an entry."""
+
+    def __post_init__(self) -> None:
+        if len(self.devices) < 1 or self.bandwidth <= 0 or self.latency < 0:
+            raise ValueError(
+                f"link {self.kind}: devices={self.devices}, latency={self.latency}, bandwidth={self.bandwidth}: it "
+                "joins at least one device, its bandwidth is positive and its latency not negative"
+            )
+        if not 0 <= self.hidden <= 1 or self.slowdown < 0:
+            raise ValueError(
+                f"link {self.kind}: hidden={self.hidden}, slowdown={self.slowdown}: the first is a share, from 0 to 1, "
+                "the second not negative"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Devices and the links between them."""
+
+    name: str
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...] = ()
+    measured: bool = False
+    """Here, by ``measure``? Otherwise its numbers are from elsewhere."""
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ValueError(f"cluster {self.name}: it needs at least one device")
+        if len(self._by_name) != len(self.devices):
+            raise ValueError(f"cluster {self.name}: two devices have the same name")
+        for link in self.links:
+            if unknown := sorted(set(link.devices) - self._by_name.keys()):
+                raise ValueError(f"cluster {self.name}: its {link.kind} link joins {unknown[0]}, which is no device")
+
+    @cached_property
+    def _by_name(self) -> dict[str, Device]:
+        return {device.name: device for device in self.devices}
+
+    @cached_property
+    def _joining(self) -> dict[tuple[str, str], Link]:
+        return {}
+
+    @cached_property
+    def _joining_all(self) -> dict[tuple[str, ...], Link]:
+        return {}
+
+    def device(self, name: str) -> Device:
+        """By its name."""
+        return self._by_name[name]
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """In order."""
+        return tuple(dict.fromkeys(device.host for device in self.devices))
+
+    def link(self, a: str, b: str) -> Link:
+        """The fastest that joins these two; within a host those that do not lead out of it come first."""
+        found = self._joining.get((a, b))
+        if found is None:
+            joining = [link for link in self.links if a in link.devices and b in link.devices]
+            if not joining:
+                raise ValueError(f"cluster {self.name}: no link joins {a} and {b}; add one to its links")
+            home = {device.name for device in self.devices if device.host == self.device(a).host}
+            found = max(joining, key=lambda link: (home.issuperset(link.devices), link.bandwidth))
+            self._joining[a, b] = found
+        return found
+
+    def joining(self, devices: Iterable[str]) -> Link:
+        """The slowest of the links that these devices need to reach each other."""
+        names = tuple(dict.fromkeys(devices))
+        if len(names) == 1:
+            return self.link(names[0], names[0])
+        found = self._joining_all.get(names)
+        if found is None:
+            pairs = (self.link(a, b) for a, b in itertools.pairwise(names))
+            found = self._joining_all[names] = min(pairs, key=lambda link: link.bandwidth)
+        return found
+
+    # JSON
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Cluster:
+        """The same cluster. ValueError where a field is missing, unknown, or holds what cannot be."""
+        try:
+            return read(Cluster, data)
+        except ValueError as error:
+            raise ValueError(f"this is no cluster: {error}; docs/planner.md has one to begin with") from None
+
+    def save(self, path: str | Path) -> None:
+        """As JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Cluster:
+        """From a file of JSON. ValueError where it holds no cluster."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is no JSON: {error}") from None
+        try:
+            return Cluster.from_json(data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None

@@ -1,0 +1,266 @@
+"""How long each layer takes on each rank of a layout, so that together they take as long as the whole network does.
+
+Layers are timed one by one, and the network as a whole: what one call costs more, or less, inside of a network (caches,
+the loss) is dealt out over its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import NormalDist
+
+from apportion.cost_model.cluster import Device
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import LayerProfile, Profile, Seconds
+
+
+class LayerTimes:
+    """Of a profile's layers, on the kind of place that a rank of a layout has."""
+
+    def __init__(self, profile: Profile, layout: Layout, rank: int = 0) -> None:
+        self._profile, self._device = profile, layout.device(rank)
+        self._threads, self._together = layout.threads, layout.together(rank)
+        self._fit = lru_cache(maxsize=None)(self._fitted)
+
+    @property
+    def call(self) -> float:
+        """Seconds to begin one operation: what our own bookkeeping is counted in."""
+        return self._device.call_seconds
+
+    def of(self, layer: LayerProfile, rows: float, *, way: str = "", share: float = 1.0) -> Seconds:
+        """A layer, or a part of it."""
+        fit = self._fit(rows)
+        found = self._alone(layer, rows, way, share)
+        return Seconds(found.forward * fit.forward, found.backward * fit.backward)
+
+    def each(self, rows: float) -> list[Seconds]:
+        """Every layer, whole."""
+        fit = self._fit(rows)
+        return [Seconds(found.forward * fit.forward, found.backward * fit.backward) for found in self._each_alone(rows)]
+
+    def update(self, nbytes: float, *, fused: bool = False) -> float:
+        """Of so many bytes of weights; ``fused``: by torch's fused kernels, where the optimizer has them."""
+        if nbytes <= 0:
+            return 0.0
+        return self._profile.update_seconds(
+            self._device, threads=self._threads, together=self._together, nbytes=nbytes, fused=fused
+        )
+
+    def _alone(self, layer: LayerProfile, rows: float, way: str = "", share: float = 1.0) -> Seconds:
+        return self._profile.layer_seconds(
+            layer, self._device, rows=rows, threads=self._threads, together=self._together, way=way, share=share
+        )
+
+    def _each_alone(self, rows: float) -> list[Seconds]:
+        return self._profile.layers_seconds(self._device, rows=rows, threads=self._threads, together=self._together)
+
+    def _fitted(self, rows: float) -> Seconds:
+        """What the network takes, of the sum of its layers."""
+        profile = self._profile
+        if not profile.passes or rows <= 0:
+            return Seconds(1.0, 1.0)
+        each = self._each_alone(rows)
+        whole = profile.network_seconds(self._device, rows=rows, threads=self._threads, together=self._together)
+        forward, backward = sum(s.forward for s in each), sum(s.backward for s in each)
+        return Seconds(
+            whole.forward / forward if forward > 0 else 1.0, whole.backward / backward if backward > 0 else 1.0
+        )
+
+
+def times(profile: Profile, layout: Layout) -> list[LayerTimes]:
+    """Of every rank; ranks in the same kind of place have them in common."""
+    known: dict[tuple[str, int, int, float], LayerTimes] = {}
+    found = []
+    for rank in range(layout.ranks):
+        device = layout.device(rank)
+        key = (
+            device.model,
+            device.cores,
+            layout.together(rank),
+            device.rate(layout.threads, layout.together(rank)).flops,
+        )
+        if key not in known:
+            known[key] = LayerTimes(profile, layout, rank)
+        found.append(known[key])
+    return found
+
+
+def chance(layout: Layout) -> float:
+    """What ranks that meet lose to whoever is slowest by chance, of the time that they compute."""
+    return slowest(layout.ranks, max(layout.device(rank).spread for rank in layout.kinds)) - 1.0
+
+
+def exposed(layout: Layout, a: int, b: int) -> float:
+    """Share of a transfer between two ranks that no computing hides."""
+    return 1.0 - layout.cluster.link(layout.devices[a], layout.devices[b]).hidden
+
+
+def held(profile: Profile, layout: Layout, weights: float, activations: float, *, share: float = 0.0) -> dict[str, int]:
+    """Memory of a rank with so many bytes of weights and activations. Where all ranks are on one host, two copies of
+    its part besides outlive it (``parallel/partition/committed_shards.py``). ``share``: of the buffers; 0: as of the
+    weights."""
+    copies = 3 if len(layout.hosts) == 1 and layout.ranks > 1 else 1
+    own = weights / max(1, profile.parameter_bytes)
+    return {
+        "weights": round(copies * weights),
+        "gradients": round(weights),
+        "slots": round(copies * weights * profile.slots),
+        "activations": round(activations),
+        "buffers": round(copies * profile.buffer_bytes * (share or own)),
+    }
+
+
+def worst(memories: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Of the rank that holds most."""
+    return max(memories, key=lambda memory: sum(memory.values()))
+
+
+# What the ranks of a layout compute of a batch, each with rows of its own, and how long they wait for each other.
+
+
+@dataclass(frozen=True)
+class Computed:
+    """By all ranks at once; means over them."""
+
+    forward: float
+    backward: float
+    loading: float
+    waiting: float
+    """For the slowest of them: it has more rows or a slower device, or was unlucky."""
+
+    @property
+    def both(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+def dealt(batch_size: int, ranks: int) -> list[int]:
+    """The rows of each rank: they differ by one at most."""
+    small, larger = divmod(batch_size, ranks)
+    return [small + (rank < larger) for rank in range(ranks)]
+
+
+def by_speed(profile: Profile, layout: Layout) -> list[float]:
+    """The rows of each rank where all are to be ready at the same time."""
+    even = profile.batch_size / layout.ranks
+    speeds = [1.0 / seconds.both for seconds in _each(profile, layout, [even] * layout.ranks)]
+    return [profile.batch_size * speed / sum(speeds) for speed in speeds]
+
+
+def computed(
+    profile: Profile, layout: Layout, rows: Sequence[float], *, parts: int = 1, between: float = 1.0
+) -> Computed:
+    """Forward and backward of so many rows on each rank, in so many parts one after the other; then they meet, or after
+    so many of these (``between``): what is chance evens out meanwhile."""
+    n = layout.ranks
+    loading = [profile.loading_seconds * each for each in rows]
+    seconds = [one.times(parts) for one in _each(profile, layout, [each / parts for each in rows])]
+    forward, backward = (sum(each) / n for each in zip(*seconds, strict=True))
+    spread = max(layout.device(rank).spread for rank in layout.kinds) / between**0.5
+    longest = max(load + one.both for load, one in zip(loading, seconds, strict=True))
+    mean = sum(loading) / n
+    waiting = longest * slowest(n, spread) - mean - forward - backward if n > 1 else 0.0
+    return Computed(forward, backward, mean, max(0.0, waiting))
+
+
+def _each(profile: Profile, layout: Layout, rows: Sequence[float]) -> list[Seconds]:
+    known: dict[tuple[Device, int, float], Seconds] = {}
+    found = []
+    for rank, many in enumerate(rows):
+        device, together = layout.device(rank), layout.together(rank)
+        key = replace(device, name="", host=""), together, many
+        if key not in known:
+            known[key] = profile.network_seconds(device, rows=many, threads=layout.threads, together=together)
+        found.append(known[key])
+    return found
+
+
+def of_rows(profile: Profile, rows: float) -> Profile:
+    """The same network, whose batch has so many rows: times by rows stay, what is of the whole batch grows with it."""
+    share = rows / profile.batch_size
+    layers = tuple(
+        replace(
+            layer,
+            activation_bytes=round(layer.activation_bytes * share),
+            kept_bytes=round(layer.kept_bytes * share),
+            flops=layer.flops * share,
+        )
+        for layer in profile.layers
+    )
+    return replace(profile, batch_size=max(1, round(rows)), layers=layers)
+
+
+def updating(profile: Profile, layout: Layout, nbytes: float | None = None, *, fused: bool = False) -> float:
+    """Seconds until every rank has updated so many bytes of weights (None: all), or ``fused``, by torch's kernels."""
+    return max(
+        profile.update_seconds(
+            layout.device(rank), threads=layout.threads, together=layout.together(rank), nbytes=nbytes, fused=fused
+        )
+        for rank in layout.kinds
+    )
+
+
+def memory_rate(layout: Layout) -> float:
+    """Bytes a second that each rank reads and writes while all do; of the slowest."""
+    return min(layout.device(r).rate(layout.threads, layout.together(r)).bytes_per_second for r in layout.kinds)
+
+
+def call_seconds(layout: Layout) -> float:
+    """To begin an operation, where that takes longest."""
+    return max(layout.device(rank).call_seconds for rank in layout.kinds)
+
+
+def layer_seconds(
+    profile: Profile, layout: Layout, rows: float, forward: float, backward: float
+) -> tuple[list[float], list[float]]:
+    """Forward and backward seconds of each layer, which add up to these: of the whole network, which has overheads
+    that its layers by themselves have not, or the other way round."""
+    device, together = layout.device(0), layout.together(0)
+    each = profile.layers_seconds(device, rows=rows, threads=layout.threads, together=together)
+    return _scaled([one.forward for one in each], forward), _scaled([one.backward for one in each], backward)
+
+
+def _scaled(parts: Sequence[float], total: float) -> list[float]:
+    known = sum(parts)
+    return [total * part / known if known else total / len(parts) for part in parts]
+
+
+# What strategies save that multiply with few rows: their products have a form of their own
+# (``parallel/ops/matmul.py``),
+
+
+SMALL_BYTES = 4 << 16
+"""Of a weight: below, the usual form is as fast."""
+SHARES = ((48, 0.72, 1.0), (96, 0.88, 0.63), (192, 1.0, 0.75))
+"""(fewer rows than so many, share of the forward time, of the backward time), after the table in
+``parallel/ops/matmul.py``."""
+
+
+def suited(layer: LayerProfile, rows: float) -> Seconds:
+    """Shares of a layer's usual times that are left on a CPU."""
+    if layer.kind == "Linear" and layer.parameter_bytes >= SMALL_BYTES:
+        for most, forward, backward in SHARES:
+            if rows < most:
+                return Seconds(forward, backward)
+    return Seconds(1.0, 1.0)
+
+
+def saved(layers: Iterable[LayerProfile], forward: Iterable[float], backward: Iterable[float], rows: float) -> Seconds:
+    """Seconds, of layers that take so long in the usual form."""
+    ahead = back = 0.0
+    for layer, f, b in zip(layers, forward, backward, strict=True):
+        share = suited(layer, rows)
+        ahead, back = ahead + f * (1 - share.forward), back + b * (1 - share.backward)
+    return Seconds(ahead, back)
+
+
+# How much longer a step takes because everyone waits for the slowest: the expected largest of n.
+
+
+def slowest(workers: int, spread: float) -> float:
+    """Of so many workers whose times have this relative standard deviation: times this factor."""
+    if workers < 2:
+        return 1.0
+    return 1.0 + spread * NormalDist().inv_cdf((workers - 0.375) / (workers + 0.25))

@@ -1,0 +1,118 @@
+"""Which rank sits on which device, with how many threads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from apportion.cost_model.cluster import Cluster, Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Ranks on the devices of a cluster. Ranks that follow each other are near each other: those who talk most are
+    given neighbouring numbers."""
+
+    cluster: Cluster
+    devices: tuple[str, ...]
+    """Of each rank."""
+    threads: int = 1
+    """Of each rank."""
+    beside: tuple[str, ...] = ()
+    """Devices of further ranks, which compute meanwhile and have no part in this: those of other replicas."""
+
+    def __post_init__(self) -> None:
+        for name, ranks in self._together.items():
+            device = self.cluster.device(name)
+            if ranks * self.threads > device.cores:
+                raise ValueError(
+                    f"{ranks} workers of {self.threads} threads on the {device.cores} cores of {name}: never more "
+                    f"threads than cores; use threads<={max(1, device.cores // ranks)}"
+                )
+
+    @property
+    def ranks(self) -> int:
+        """How many."""
+        return len(self.devices)
+
+    @cached_property
+    def _together(self) -> Counter[str]:
+        return Counter((*self.devices, *self.beside))
+
+    def device(self, rank: int) -> Device:
+        """Where a rank sits."""
+        return self.cluster.device(self.devices[rank])
+
+    def together(self, rank: int) -> int:
+        """Ranks that compute on this one's device, itself among them."""
+        return self._together[self.devices[rank]]
+
+    @cached_property
+    def hosts(self) -> tuple[str, ...]:
+        """That have ranks, in order."""
+        return tuple(dict.fromkeys(self.device(r).host for r in range(self.ranks)))
+
+    def group(self, ranks: range | tuple[int, ...]) -> tuple[str, ...]:
+        """Devices of some ranks."""
+        return tuple(self.devices[r] for r in ranks)
+
+    def part(self, ranks: range | tuple[int, ...]) -> Layout:
+        """Of some of the ranks, while the others compute beside them."""
+        others = tuple(name for rank, name in enumerate(self.devices) if rank not in ranks)
+        return Layout(
+            cluster=self.cluster, devices=self.group(ranks), threads=self.threads, beside=(*self.beside, *others)
+        )
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """One rank of each kind of place: ranks of the same kind take the same time for the same work."""
+        seen: dict[tuple[str, int, int], int] = {}
+        for rank in range(self.ranks):
+            device = self.device(rank)
+            seen.setdefault((device.model, device.cores, self.together(rank)), rank)
+        return tuple(seen.values())
+
+
+def layouts(cluster: Cluster, *, most: int = 64) -> Iterator[Layout]:
+    """Worth a look: on one device with all its threads and with one; on all devices of a host, of some hosts and of
+    all, with workers and threads shared out in powers of two. Threads are never more than cores."""
+    seen = set()
+    for devices, threads in _choices(cluster, most):
+        key = devices, threads
+        if key not in seen:
+            seen.add(key)
+            yield Layout(cluster=cluster, devices=devices, threads=threads)
+
+
+def _choices(cluster: Cluster, most: int) -> Iterator[tuple[tuple[str, ...], int]]:
+    for kind in dict.fromkeys((d.model, d.cores) for d in cluster.devices):
+        alone = next(d for d in cluster.devices if (d.model, d.cores) == kind)
+        yield (alone.name,), alone.cores
+        yield (alone.name,), 1
+    gpus = [d for d in cluster.devices if d.kind == "cuda"]
+    usable = gpus or list(cluster.devices)
+    hosts = list(dict.fromkeys(d.host for d in usable))
+    for many in _powers(len(hosts)):
+        within = [d for d in usable if d.host in hosts[:many]]
+        if gpus:
+            here = [[d for d in within if d.host == host] for host in hosts[:many]]
+            for each in _powers(min(len(g) for g in here)):
+                names = tuple(d.name for group in here for d in group[:each])
+                if 1 < len(names) <= most:
+                    yield names, 1
+        else:
+            for each in _powers(min(d.cores for d in within)):
+                names = tuple(d.name for d in within for _ in range(each))
+                if 1 < len(names) <= most:
+                    yield names, min(d.cores for d in within) // each
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, ... and the number itself."""
+    found, n = [], 1
+    while n < most:
+        found.append(n)
+        n *= 2
+    return [*found, most]

@@ -1,0 +1,356 @@
+"""What a step of one workload computes and how long that takes, as plain data: with it, and a cluster, a plan needs
+neither the model nor the machines."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from apportion.core.json_data import read
+from apportion.cost_model.cluster import Device, Rate
+
+
+class Seconds(NamedTuple):
+    """Of a forward and of a backward pass."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        """One after the other."""
+        return self.forward + self.backward
+
+    def times(self, factor: float) -> Seconds:
+        """Both of them."""
+        return Seconds(self.forward * factor, self.backward * factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """A layer, or a part of it, timed on so many rows, in each of ``together`` workers at once."""
+
+    rows: float
+    threads: int = 1
+    together: int = 1
+    way: str = ""
+    """How the layer was cut: ``""`` not at all; ``units`` (output features, heads, hidden units, vocabulary, output
+    channels), ``inputs`` (input features), ``height`` or ``width`` (a strip of the image), ``layer`` (one layer of a
+    recurrent stack), ``chunk`` (a stretch of its time steps)."""
+    share: float = 1.0
+    """What part of it this is."""
+    forward: float
+    backward: float
+
+    def __post_init__(self) -> None:
+        _not_below(0, forward=self.forward, backward=self.backward)
+        _not_below(1, threads=self.threads, together=self.together)
+        if self.rows <= 0 or not 0 < self.share <= 1:
+            raise ValueError(f"rows={self.rows}, share={self.share}: some rows were timed, of a share up to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerProfile:
+    """One call, in order of execution; bytes and FLOPs of the whole batch."""
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...]
+    """The layers that it takes from; those before the first are the network's arguments."""
+    parameter_bytes: int
+    activation_bytes: int
+    """Of its outputs."""
+    kept_bytes: int
+    """Of what it keeps for the backward pass."""
+    flops: float
+    """Of the forward pass."""
+    timings: tuple[Timing, ...] = ()
+    ways: tuple[str, ...] = ()
+    """In which it can be cut, see ``Timing.way``."""
+    stack: int = 1
+    """Layers inside: of a recurrent stack."""
+    length: int = 1
+    """Time steps: of a recurrent layer."""
+    image: tuple[int, int, int] | None = None
+    """Height of its input, height of its kernel and its stride: of what moves a window over an image."""
+    across: tuple[int, int, int] | None = None
+    """The same of the width, where it differs; None: as ``image``."""
+    groups: int = 1
+    """Of a convolution, whose filters each look at one of them."""
+
+    def __post_init__(self) -> None:
+        _not_below(0, parameter_bytes=self.parameter_bytes, activation_bytes=self.activation_bytes)
+        _not_below(0, kept_bytes=self.kept_bytes, flops=self.flops)
+        _not_below(1, stack=self.stack, length=self.length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """The whole network, forward, loss and backward, on so many rows, in each of ``together`` workers at once."""
+
+    rows: float
+    threads: int = 1
+    together: int = 1
+    forward: float
+    backward: float
+    update: float
+    """Of all weights, by the workload's optimizer."""
+    fused_update: float | None = None
+    """The same by torch's fused kernels, as strategies run it that divide the weights; None: as above."""
+    without_core: float = 0.0
+    """The share of the time in which a worker could have gone on and another program had its core."""
+
+    def __post_init__(self) -> None:
+        _not_below(0, forward=self.forward, backward=self.backward, update=self.update)
+        _not_below(1, threads=self.threads, together=self.together)
+        if self.rows <= 0:
+            raise ValueError(f"rows={self.rows}: some rows were timed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A workload's step."""
+
+    name: str
+    batch_size: int
+    layers: tuple[LayerProfile, ...]
+    device: str
+    """The model of device that the times are from."""
+    passes: tuple[Pass, ...] = ()
+    slots: int = 1
+    """Numbers that the optimizer keeps for each weight."""
+    buffer_bytes: int = 0
+    loading_seconds: float = 0.0
+    """To gather one example's row."""
+    examples: int | None = None
+    """In the training set."""
+    batch_norm: bool = False
+    """Does a layer look at the whole batch?"""
+    cut_by_rows: bool = True
+    """Is the loss a mean over examples, so that a batch can be dealt out?"""
+    own_update: bool = False
+    """Has the workload an ``update`` of its own?"""
+    carries: bool = False
+    """Is a recurrent state carried from batch to batch?"""
+    element_wise: bool = True
+    """Does the optimizer treat each number by itself, so that its work can be divided anywhere?"""
+    whole_updates: bool = False
+    """Has it asked for a fused kernel that goes through whole weights alone, none that are spread over ranks?"""
+    precision: str = "float32"
+    """``Workload.precision``."""
+    untraceable: str | None = None
+    """Why the network cannot be cut between its layers; None: it can."""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError(f"profile {self.name}: it has no layers")
+        if self.batch_size < 1:
+            raise ValueError(f"profile {self.name}: batch_size={self.batch_size}: a batch has at least one example")
+
+    @cached_property
+    def without_core(self) -> float:
+        """The share of the time of measuring whole steps in which other programs held the cores."""
+        return max((p.without_core for p in self.passes), default=0.0)
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        """Of all weights."""
+        return sum(layer.parameter_bytes for layer in self.layers)
+
+    @cached_property
+    def crossing_bytes(self) -> tuple[int, ...]:
+        """What would go over a cut before each layer, of the whole batch: outputs used on its far side."""
+        at = {layer.name: i for i, layer in enumerate(self.layers)}
+        last = list(range(len(self.layers)))
+        for i, layer in enumerate(self.layers):
+            for name in layer.inputs:
+                if name in at:
+                    last[at[name]] = max(last[at[name]], i)
+        change = [0] * (len(self.layers) + 1)
+        for i, layer in enumerate(self.layers):
+            if last[i] > i:
+                change[i + 1] += layer.activation_bytes
+                change[last[i] + 1] -= layer.activation_bytes
+        crossing, now = [], 0
+        for i in range(len(self.layers)):
+            now += change[i]
+            crossing.append(now)
+        return tuple(crossing)
+
+    # Time
+
+    def layer_seconds(  # noqa: PLR0913 (what a time depends on)
+        self,
+        layer: LayerProfile,
+        device: Device,
+        *,
+        rows: float,
+        threads: int = 1,
+        together: int = 1,
+        way: str = "",
+        share: float = 1.0,
+    ) -> Seconds:
+        """Of (a part of) a layer on so many rows: measured where the device is the profile's, else worked out."""
+        if device.model == self.device and layer.timings:
+            return self._measured(layer, device, rows, threads, together, way, share)
+        return self._worked_out(layer, device, device.rate(threads, together), rows / self.batch_size * share, share)
+
+    def layers_seconds(self, device: Device, *, rows: float, threads: int = 1, together: int = 1) -> list[Seconds]:
+        """Of each layer, whole."""
+        native, rate, part = device.model == self.device, device.rate(threads, together), rows / self.batch_size
+        return [
+            self._measured(layer, device, rows, threads, together, "", 1.0)
+            if native and layer.timings
+            else self._worked_out(layer, device, rate, part, 1.0)
+            for layer in self.layers
+        ]
+
+    def network_seconds(self, device: Device, *, rows: float, threads: int = 1, together: int = 1) -> Seconds:
+        """Of all layers and the loss, one after the other."""
+        if rows <= 0:
+            return Seconds(0.0, 0.0)
+        passes = self._passes(device, threads, together)
+        if passes:
+            return Seconds(
+                interpolated([(p.rows, p.forward) for p in passes], rows),
+                interpolated([(p.rows, p.backward) for p in passes], rows),
+            )
+        each = self.layers_seconds(device, rows=rows, threads=threads, together=together)
+        return Seconds(sum(s.forward for s in each), sum(s.backward for s in each))
+
+    def update_seconds(
+        self,
+        device: Device,
+        *,
+        threads: int = 1,
+        together: int = 1,
+        nbytes: float | None = None,
+        fused: bool = False,
+    ) -> float:
+        """Of so many bytes of weights (None: of all); by the workload's optimizer, or ``fused``."""
+        share = 1.0 if nbytes is None else nbytes / max(1, self.parameter_bytes)
+        passes = self._passes(device, threads, together)
+        if passes:
+            best = (p.update if not fused or p.fused_update is None else p.fused_update for p in passes)
+            return min(best) * share
+        rate = device.rate(threads, together).bytes_per_second
+        moved = self.parameter_bytes * (3 + 2 * self.slots)  # weights twice, gradients once, slots twice
+        return moved / rate * share + device.call_seconds
+
+    def _passes(self, device: Device, threads: int, together: int) -> list[Pass]:
+        if device.model != self.device:
+            return []
+        return [p for p in self.passes if (p.threads, p.together) == (threads, together)]
+
+    def _measured(  # noqa: PLR0913
+        self,
+        layer: LayerProfile,
+        device: Device,
+        rows: float,
+        threads: int,
+        together: int,
+        way: str,
+        share: float,
+    ) -> Seconds:
+        if rows <= 0:
+            return Seconds(0.0, 0.0)
+        same = [t for t in layer.timings if (t.threads, t.together) == (threads, together)]
+        factor = 1.0
+        if not same:  # another layout: by what the device reaches on each
+            near = min(layer.timings, key=lambda t: (abs(t.threads * t.together - threads * together), t.together))
+            same = [t for t in layer.timings if (t.threads, t.together) == (near.threads, near.together)]
+            factor = device.rate(near.threads, near.together).flops / device.rate(threads, together).flops
+        cut = [t for t in same if t.way == way and abs(t.share - share) < 1e-6] if share != 1.0 else []
+        if not cut:  # a share that was not timed: between the whole and the nearest that was
+            cut = [t for t in same if not t.way and t.share == 1.0]
+            nearer = [t for t in same if t.way == way and t.share < 1.0]
+            if share != 1.0 and nearer:
+                known = min(nearer, key=lambda t: abs(t.share - share)).share
+                part = [t for t in nearer if t.share == known]
+                whole = _at(cut, rows)
+                some = _at(part, rows)
+                return Seconds(
+                    max(0.0, interpolated([(known, some.forward), (1.0, whole.forward)], share)) * factor,
+                    max(0.0, interpolated([(known, some.backward), (1.0, whole.backward)], share)) * factor,
+                )
+            factor *= share
+        return _at(cut, rows).times(factor)
+
+    @staticmethod
+    def _worked_out(layer: LayerProfile, device: Device, rate: Rate, part: float, share: float) -> Seconds:
+        """By the device's rates: as long as its products take, or its bytes; and a call, which a GPU's host makes while
+        the one before it is still computed. ``part``: of the batch and of the layer; ``share``: of the layer."""
+        nbytes = 2 * layer.activation_bytes * part + layer.parameter_bytes * share
+        forward = max(layer.flops * part / rate.flops, nbytes / rate.bytes_per_second)
+        call = device.call_seconds
+        if device.kind == "cuda":
+            return Seconds(max(forward, call), 2 * max(forward, call))
+        return Seconds(forward + call, 2 * (forward + call))
+
+    # JSON
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Profile:
+        """The same profile. ValueError where a field is missing, unknown, or holds what cannot be."""
+        try:
+            return read(Profile, data)
+        except ValueError as error:
+            raise ValueError(f"this is no profile: {error}; docs/planner.md has one to begin with") from None
+
+    def save(self, path: str | Path) -> None:
+        """As JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Profile:
+        """From a file of JSON. ValueError where it holds no profile."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is no JSON: {error}") from None
+        try:
+            return Profile.from_json(data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+def _not_below(least: float, **given: float) -> None:
+    for name, value in given.items():
+        if value < least:
+            raise ValueError(f"{name}={value} is below {least:g}")
+
+
+def _at(timings: list[Timing], rows: float) -> Seconds:
+    return Seconds(
+        interpolated([(t.rows, t.forward) for t in timings], rows),
+        interpolated([(t.rows, t.backward) for t in timings], rows),
+    )
+
+
+def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Between the nearest two points of the raw table; outside of it on the line through the last two, and no steeper
+    downwards than through nothing."""
+    known = sorted(dict(points).items())  # of two at the same place one counts: there is no line through them
+    if len(known) == 1:
+        return known[0][1] * at / known[0][0]
+    low, high = next(
+        ((a, b) for a, b in _pairs(known) if a[0] <= at <= b[0]),
+        (known[0], known[1]) if at < known[0][0] else known[-2:],
+    )
+    value = low[1] + (high[1] - low[1]) * (at - low[0]) / (high[0] - low[0])
+    if at < known[0][0]:
+        return max(value, known[0][1] * at / known[0][0])
+    return max(value, known[-1][1]) if at > known[-1][0] else value
+
+
+def _pairs(points: list[tuple[float, float]]) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
+    return itertools.pairwise(points)

@@ -1,0 +1,1 @@
+"""Models of published results, which no other code of the package imports."""

@@ -1,0 +1,1 @@
+"""The price of each strategy, one file each."""

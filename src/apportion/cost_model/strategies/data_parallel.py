@@ -1,0 +1,139 @@
+"""What a synchronous step takes whose ranks have a copy of the weights each, and sum their gradients over a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from apportion.cost_model.collectives import all_gather, all_reduce
+from apportion.cost_model.compute import Computed, call_seconds, layer_seconds, memory_rate, updating
+from apportion.cost_model.cost import Cost, Span
+from apportion.cost_model.memory import Holding, of_replica
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import Profile
+from apportion.cost_model.simulator import Task, makespan, simulate
+from apportion.cost_model.strategies import data_parallel
+
+STEP_CALLS, LAYER_CALLS, NORM_CALLS = 15.0, 2.0, 10.0
+"""Of Python, in ``Device.call_seconds``: of a step; for each layer; for a batch normalisation that asks all ranks.
+Estimates by what the update in shared pages needs."""
+
+
+def cost(
+    profile: Profile, layout: Layout, found: Computed, rows: float, sizes: tuple[int, int], *, parts: int = 1
+) -> Cost:
+    """Of a step whose ranks have computed so, in so many parts; ``rows``: of a rank at a time; ``sizes``: bytes of a
+    gradient that travels by itself, and of those that leave together while the backward pass goes on."""
+    exposed, timeline = _summed(profile, layout, found, rows, sizes, parts)
+    python = (STEP_CALLS + LAYER_CALLS * len(profile.layers)) * call_seconds(layout)
+    return Cost(
+        terms={
+            "computing": found.both,
+            "updating": updating(profile, layout) + python,
+            "communicating": exposed,
+            "waiting": found.waiting,
+            "loading": found.loading,
+        },
+        memory=Holding(own=of_replica(profile, rows)).a_worker(1),
+        examples=profile.batch_size,
+        timeline=timeline,
+    )
+
+
+def _summed(
+    profile: Profile, layout: Layout, found: Computed, rows: float, sizes: tuple[int, int], parts: int
+) -> tuple[float, tuple[Span, ...]]:
+    """Seconds beyond computing until the gradients are summed: those of the last part. And the step in a picture, where
+    the sum begins before the backward pass has ended: between hosts, and on GPUs."""
+    weights, ranks, (large, early) = profile.parameter_bytes, range(layout.ranks), sizes
+    if layout.ranks == 1:
+        return 0.0, ()
+    if len(layout.hosts) == 1 and all(layout.device(rank).kind == "cpu" for rank in layout.kinds):
+        alone = [layer.parameter_bytes for layer in profile.layers if layer.parameter_bytes >= large]
+        packing = 2 * (weights - sum(alone)) / memory_rate(layout)
+        link = layout.cluster.joining(layout.devices)
+        return packing + all_reduce(layout, ranks, weights) + len(alone) * link.latency, ()
+    last = found.backward / parts
+    _, backward = layer_seconds(profile, layout, rows, found.forward / parts, last)
+    exposed, timeline = data_parallel.during(layout, found.both - last, backward, data_parallel.buckets(profile, early))
+    return 2 * weights / memory_rate(layout) + exposed, timeline
+
+
+def asked_while_computing(profile: Profile, layout: Layout) -> float:
+    """Seconds of what ranks ask each other in their passes: the statistics of batch normalisation, forward and
+    backward; the outputs, where the loss is one of all of them."""
+    ranks, last = range(layout.ranks), profile.layers[-1]
+    if layout.ranks == 1:
+        return 0.0
+    seconds = 0.0
+    if profile.batch_norm:
+        layers = [layer for layer in profile.layers if "BatchNorm" in layer.kind]
+        python = NORM_CALLS * call_seconds(layout)
+        for layer in layers:  # two numbers a channel, as weight and bias are
+            numbers = max(layer.parameter_bytes, 8)
+            seconds += all_gather(layout, ranks, numbers * layout.ranks) + all_reduce(layout, ranks, numbers) + python
+    if not profile.cut_by_rows:
+        seconds += all_gather(layout, ranks, last.activation_bytes) + all_reduce(layout, ranks, last.activation_bytes)
+    return seconds
+
+
+# The sum of gradients over ranks during the backward pass (``parallel/replica/gradient_buckets.py``).
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that travel together."""
+
+    nbytes: float
+    first: int
+    """Their first layer, whose gradient is the last to be there."""
+
+
+def buckets(profile: Profile, most: float) -> list[Bucket]:
+    """From the last layer on, together until there are so many bytes."""
+    found: list[Bucket] = []
+    gathered = 0.0
+    for i in reversed(range(len(profile.layers))):
+        gathered += profile.layers[i].parameter_bytes
+        if gathered and (gathered >= most or i == 0):
+            found.append(Bucket(gathered, i))
+            gathered = 0.0
+    return found
+
+
+def during(
+    layout: Layout, forward: float, backward: Sequence[float], sent: Sequence[Bucket]
+) -> tuple[float, tuple[Span, ...]]:
+    """Seconds beyond forward and backward (of each layer) until all of these have been summed over all ranks; and when
+    what happened, on one device and on what joins it to the others."""
+    link = layout.cluster.joining(layout.devices)
+    alone = sum(backward) + forward
+    spans = _spans(layout, forward, backward, sent)
+    if link.slowdown:
+        wire = [span for span in spans if span.on == link.kind]
+        names = {f"backward {i}": i for i in range(len(backward))}
+        slowed = list(backward)
+        for span in spans:
+            if span.name in names:
+                meanwhile = sum(max(0.0, min(span.end, w.end) - max(span.begin, w.begin)) for w in wire)
+                slowed[names[span.name]] += link.slowdown * meanwhile
+        spans = _spans(layout, forward, slowed, sent)
+    return makespan(spans) - alone, spans
+
+
+def _spans(layout: Layout, forward: float, backward: Sequence[float], sent: Sequence[Bucket]) -> tuple[Span, ...]:
+    link, device = layout.cluster.joining(layout.devices), layout.devices[0]
+    ranks, starts = range(layout.ranks), {bucket.first: bucket for bucket in sent}
+    tasks = [Task("forward", "computing", (device,), forward)]
+    last = 0
+    for i in reversed(range(len(backward))):
+        tasks.append(Task(f"backward {i}", "computing", (device,), backward[i], (last,), order=1.0))
+        last = len(tasks) - 1
+        if i in starts:
+            seconds = all_reduce(layout, ranks, starts[i].nbytes)
+            name = f"sum of gradients from {i}"
+            tasks.append(Task(name, "communicating", (link.kind,), seconds * link.hidden, (last,)))
+            if link.hidden < 1.0:
+                on, after = (link.kind, device), (len(tasks) - 1,)
+                tasks.append(Task(name, "communicating", on, seconds * (1.0 - link.hidden), after))
+    return simulate(tasks)

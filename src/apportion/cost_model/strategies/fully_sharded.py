@@ -1,0 +1,86 @@
+"""What it takes to gather weights layer by layer, and to sum gradients into shards (``parallel/replica/fsdp.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from apportion.cost_model.collectives import all_gather, reduce_scatter
+from apportion.cost_model.compute import memory_rate
+from apportion.cost_model.cost import Span
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import Profile
+from apportion.cost_model.simulator import Task, makespan, simulate
+
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Layers whose weights are gathered at once, and those up to the next one, which have few."""
+
+    nbytes: int
+    forward: float
+    backward: float
+
+
+def units(profile: Profile, least: int, forward: Sequence[float], backward: Sequence[float]) -> tuple[int, list[Unit]]:
+    """(bytes that are gathered for the whole step, at its beginning; the units in order of execution). A unit begins
+    with a layer of so many parameters at least; seconds are those of each layer."""
+    found, root = [Unit(0, 0.0, 0.0)], 0
+    for layer, ahead, back in zip(profile.layers, forward, backward, strict=True):
+        if layer.parameter_bytes >= least * FLOAT_BYTES:
+            found.append(Unit(layer.parameter_bytes, ahead, back))
+            continue
+        root += layer.parameter_bytes
+        last = found[-1]
+        found[-1] = Unit(last.nbytes, last.forward + ahead, last.backward + back)
+    return root, found
+
+
+def gather(layout: Layout, nbytes: int) -> float:
+    """Seconds until every rank has so many bytes that lay in shards: sent, and copied to where the layer has them
+    (torch lays shards side by side first)."""
+    return all_gather(layout, range(layout.ranks), nbytes) + 3 * nbytes / memory_rate(layout) if nbytes else 0.0
+
+
+def scatter(layout: Layout, nbytes: int) -> float:
+    """Seconds until every rank has its shard of the sum; gradients are first laid side by side."""
+    return reduce_scatter(layout, range(layout.ranks), nbytes) + 4 * nbytes / memory_rate(layout) if nbytes else 0.0
+
+
+def in_turn(layout: Layout, root: int, parts: Sequence[Unit]) -> float:
+    """Seconds of all messages of a pass forward and back, one after the other: on CPUs nothing else goes on."""
+    sizes = {unit.nbytes for unit in parts}
+    each = {nbytes: 2 * gather(layout, nbytes) + scatter(layout, nbytes) for nbytes in sizes}
+    twice = sum(each[unit.nbytes] for unit in parts)
+    return gather(layout, root) + scatter(layout, root) + twice
+
+
+def overlapped(layout: Layout, root: int, parts: Sequence[Unit]) -> tuple[float, tuple[Span, ...]]:
+    """(seconds beyond computing, when what happened): on GPUs the weights of the next layer come, and the gradients of
+    the last one go, meanwhile."""
+    device, wire = (layout.devices[0],), (layout.cluster.joining(layout.devices).kind,)
+    tasks = [Task("gather the rest", "communicating", wire, gather(layout, root))]
+    sizes = {unit.nbytes for unit in parts}
+    gathering = {nbytes: gather(layout, nbytes) for nbytes in sizes}
+    scattering = {nbytes: scatter(layout, nbytes) for nbytes in sizes}
+    computed = [0]
+    order = [*range(len(parts)), *reversed(range(len(parts)))]
+    for step, i in enumerate(order):
+        unit, back = parts[i], step >= len(parts)
+        name = f"{'backward' if back else 'forward'} {i}"
+        needs = [computed[-1]]
+        if unit.nbytes:  # one layer ahead, and no more: that is the memory which it saves
+            tasks.append(
+                Task(f"gather {i}", "communicating", wire, gathering[unit.nbytes], (computed[max(0, step - 1)],))
+            )
+            needs.append(len(tasks) - 1)
+        tasks.append(Task(name, "computing", device, unit.backward if back else unit.forward, tuple(needs)))
+        computed.append(len(tasks) - 1)
+        if back and unit.nbytes:
+            sent = scattering[unit.nbytes]
+            tasks.append(Task(f"scatter {i}", "communicating", wire, sent, (computed[-1],), order=1.0))
+    tasks.append(Task("scatter the rest", "communicating", wire, scatter(layout, root), (computed[-1],), order=1.0))
+    spans = simulate(tasks)
+    return makespan(spans) - sum(unit.forward + unit.backward for unit in parts), spans

@@ -1,0 +1,86 @@
+"""What replicas cost that train on batches of their own and go on from the average of their weights (``local_sgd``)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from apportion.cost_model.collectives import broadcast
+from apportion.cost_model.compute import call_seconds, computed, memory_rate, updating
+from apportion.cost_model.cost import Cost
+from apportion.cost_model.memory import Holding, copies, of_replica
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import Profile
+
+STEP_CALLS, ROUND_CALLS, TENSOR_CALLS = 20.0, 45.0, 3.0
+"""Of Python, in ``Device.call_seconds``: of a step, of a round, and of a round for each layer and slot and each
+contribution. Chosen so that measured rounds of five networks come out, where a call took 8 us."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of a round."""
+
+    outer: bool = False
+    """Is the average the direction of an outer step?"""
+    slots: bool = False
+    """Does a replica go on with averaged slots too?"""
+
+
+def cost(profile: Profile, layout: Layout, kind: Kind, *, every: int) -> Cost:
+    """Of a batch on every replica, with its part of a round of so many."""
+    n = layout.ranks
+    found = computed(profile, layout, [profile.batch_size] * n, between=every)
+    exchange = _in_memory if len(layout.hosts) == 1 else _by_messages
+    return Cost(
+        terms={
+            "computing": found.both,
+            "updating": updating(profile, layout) + STEP_CALLS * call_seconds(layout),
+            "communicating": exchange(profile, layout, kind) / every if n > 1 else 0.0,
+            "waiting": found.waiting,
+            "loading": found.loading,
+        },
+        memory=_held(profile, layout, kind),
+        examples=profile.batch_size * n,
+    )
+
+
+def _in_memory(profile: Profile, layout: Layout, kind: Kind) -> float:
+    """Seconds of a round: each replica writes what it has learnt (its weights are copied, and the average taken off),
+    one of them adds up all contributions while the others wait, and each takes the average in turn and copies it."""
+    n, weights, slots = layout.ranks, profile.parameter_bytes, profile.parameter_bytes * profile.slots
+    written = 5 * weights + 2 * slots
+    added = (4 + 3 * n) * weights + (2 + 6 * (n - 1)) * slots + (9 * weights if kind.outer else 0)
+    taken = n * 2 * (weights + slots) + 2 * weights + (2 * slots if kind.slots else 0)
+    link = layout.cluster.joining(layout.devices)
+    return (written + added + taken) / memory_rate(layout) + 2 * link.latency + _python(profile, layout)
+
+
+def _by_messages(profile: Profile, layout: Layout, kind: Kind) -> float:
+    """The same where each replica's contribution goes to all others, one tensor after the other."""
+    n, tensors = layout.ranks, _tensors(profile)
+    state = profile.parameter_bytes * (1 + profile.slots)
+    sent = broadcast(layout, range(n), state / max(1, tensors)) * tensors
+    copied = (6 + 3 * n) * state + (9 * profile.parameter_bytes if kind.outer else 0)
+    return n * sent + copied / memory_rate(layout) + _python(profile, layout)
+
+
+def _tensors(profile: Profile) -> int:
+    return sum(1 for layer in profile.layers if layer.parameter_bytes) * (1 + profile.slots)
+
+
+def _python(profile: Profile, layout: Layout) -> float:
+    each = TENSOR_CALLS * _tensors(profile) * (2 + layout.ranks)
+    return (ROUND_CALLS + each) * call_seconds(layout)
+
+
+def _held(profile: Profile, layout: Layout, kind: Kind) -> dict[str, int]:
+    """A replica, its contribution and the average that it began with; and two averages that all have in common, or on
+    several hosts each replica: with what it receives, four in all."""
+    own, weights = Counter(of_replica(profile, profile.batch_size)), 2 if kind.outer else 1
+    if len(layout.hosts) > 1:
+        own.update(copies(profile, weights=5 * weights, slots=5, buffers=5))
+        return Holding(own=own).a_worker(1)
+    own.update(copies(profile, weights=2 * weights, slots=2, buffers=2))
+    shared = copies(profile, weights=2 * weights, slots=2, buffers=2)
+    return Holding(own=own, shared=shared).a_worker(layout.ranks)

@@ -1,0 +1,44 @@
+"""What it takes to push a gradient into a store that lies in the memory of a host, and to pull weights from it
+(``parallel/parameter_store/push.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from apportion.cost_model.compute import call_seconds, memory_rate
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import Profile
+
+SHARD_BYTES, RUN_BYTES, LEAST_SHARDS, LEAST_SHARD_BYTES = 512 << 10, 1 << 20, 8, 4 << 10
+"""Of a shard, of what is updated in one go, and how small a store's shards get: as
+``parallel/parameter_store/shard_layout.py`` cuts them."""
+STEP_CALLS, RUN_CALLS, SHARD_CALLS, LAYER_CALLS = 130.0, 12.0, 1.0, 1.0
+"""Of Python, in ``Device.call_seconds``: of a batch that is dealt, written down and pushed; of shards that are updated
+in one go, of each shard's lock and version, and of each layer whose gradient is gathered. Chosen so that
+measured steps of five networks come out, where a call took 8 us."""
+
+
+@dataclass(frozen=True)
+class Push:
+    """Seconds of what becomes of one batch's gradient."""
+
+    gather: float
+    """From the layers into the worker's place in memory."""
+    push: float
+    """Into the shards; without locks it pulls nothing."""
+    pull: float
+    """By itself: a push brings the new weights along."""
+    shards: int
+
+
+def push(profile: Profile, layout: Layout, *, part: float = 1.0, locks: bool = True) -> Push:
+    """Of such a part of the network. Under a lock the new weights and slots are drafted, which the worker has pulled
+    with that, and copied into their place."""
+    weights, slots = profile.parameter_bytes * part, profile.parameter_bytes * part * profile.slots
+    rate, call = memory_rate(layout), call_seconds(layout)
+    shards = max(min(LEAST_SHARDS, int(weights // LEAST_SHARD_BYTES)), int(weights // SHARD_BYTES), 1)
+    runs = max(int(weights // RUN_BYTES), layout.ranks) if locks else 1
+    moved = 5 * weights + 3 * slots if locks else 5 * weights + 2 * slots
+    python = (STEP_CALLS + RUN_CALLS * runs + SHARD_CALLS * shards) * call
+    gathered = 2 * weights / rate + LAYER_CALLS * len(profile.layers) * part * call
+    return Push(gathered, moved / rate + python, 2 * weights / rate + SHARD_CALLS * shards * call, shards)

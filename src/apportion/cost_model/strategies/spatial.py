@@ -1,0 +1,267 @@
+"""What a network costs whose images lie on the ranks in strips, or by channels: halos, sums, and the rest alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from apportion.cost_model.collectives import all_gather, all_reduce, message, reduce_scatter
+from apportion.cost_model.compute import LayerTimes, exposed, memory_rate
+from apportion.cost_model.cost import Span
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import LayerProfile, Profile
+from apportion.cost_model.simulator import Task, simulate, terms
+from apportion.cost_model.strategies.tensor import is_elementwise
+
+EDGE_CALLS = 60.0
+"""What a convolution on a strip costs each way besides its own rows, in calls: halos sent, received and added, and a
+small convolution at each edge. An estimate."""
+
+
+COPIES = 4.0
+"""How often each way what a convolution looks at is read or written besides: halos are laid beside a rank's own rows,
+and what its inside and its edges give is laid side by side; of channels, the sums are."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Which of the layers work on images."""
+
+    cut: int
+    """So many, from the first."""
+    first: int
+    """The first that looks at neighbours."""
+    joined: int | None
+    """The Linear layer that the image goes into, cut by its inputs; None: what is there is summed before."""
+
+
+def images(profile: Profile, way: str) -> Images | None:
+    """None where no layer moves a window over an image."""
+    moving = [i for i, layer in enumerate(profile.layers) if layer.image is not None]
+    if not any(way in profile.layers[i].ways for i in moving):
+        return None
+    end = moving[-1] + 1
+    pooled = False
+    while end < len(profile.layers) and _stays(profile.layers[end]):
+        pooled = pooled or "AvgPool" in profile.layers[end].kind
+        end += 1
+    joined = None
+    if end < len(profile.layers) and not pooled and profile.layers[end].kind == "Linear":
+        joined = end
+    return Images(end, moving[0], joined)
+
+
+def _stays(layer: LayerProfile) -> bool:
+    """Does it leave an image an image, or make a vector of it?"""
+    return is_elementwise(layer) or any(word in layer.kind.lower() for word in ("pool", "norm", "flatten", "view"))
+
+
+@dataclass
+class Strips:
+    """Of one rank."""
+
+    spans: tuple[Span, ...]
+    terms: dict[str, float]
+    weights: float
+    activations: float
+
+
+def spatial(profile: Profile, layout: Layout, own: LayerTimes, found: Images, *, columns: bool = False) -> Strips:
+    """Of rows of every image, or ``columns``, which take as long to compute as a strip of as many rows. All ranks do
+    the same at the same time: the one with most rows is shown."""
+    run = _Run(profile, layout, own, columns=columns)
+    n = layout.ranks
+    for back in (False, True):
+        for i, layer in reversed(list(enumerate(profile.layers))) if back else enumerate(profile.layers):
+            if i < found.cut:
+                run.layer(layer, run.share(layer), "height", halo=True, back=back)
+            else:
+                run.layer(layer, 1.0 / n if i == found.joined else 1.0, "inputs", halo=False, back=back)
+            if i == found.joined and not back:
+                run.joined(layer)
+    weights = sum(layer.parameter_bytes for layer in profile.layers[: found.cut])
+    run.add("sum of gradients", "communicating", all_reduce(layout, range(n), weights), "link")
+    return run.done(found, all_weights=True)
+
+
+How = Literal["column", "row", "towers", "gathered", "alike"]
+"""A convolution with some of the filters of each rank, looking at all channels; with all filters, looking at some of
+the channels; with some of the groups; as a column, of channels that have to be gathered first; whole on each rank, of
+channels that have to be gathered first."""
+
+
+def channels(profile: Profile, layout: Layout, own: LayerTimes, found: Images, *, groups: bool = False) -> Strips:
+    """Of channels, as ``parallel/spatial/channels.py`` divides them: convolutions cut by their filters, then by what
+    they look at, in turn, with a sum after each two; with ``groups`` all by their filters, and gathered before the
+    next, but for those whose groups the ranks share, which send nothing. ValueError where there are none, or too
+    few."""
+    if groups:
+        _must_have_groups(profile, layout)
+    run = _Run(profile, layout, own)
+    ranks, n = range(layout.ranks), layout.ranks
+    in_slices, how = _channels(profile, found, n, groups=groups)
+    for i, layer in enumerate(profile.layers):
+        if how.get(i) in ("gathered", "alike"):
+            run.add(f"channels for {layer.name}", "communicating", all_gather(layout, ranks, run.given(layer)), "link")
+            run.copied(layer, run.given(layer))
+        run.layer(layer, 1.0 / n if i in in_slices else 1.0, _way(how.get(i)), halo=False)
+        if how.get(i) == "row":
+            run.add(f"sum of {layer.name}", "communicating", all_reduce(layout, ranks, layer.activation_bytes), "link")
+            run.copied(layer, layer.activation_bytes)
+        if i == found.joined and i in in_slices:
+            run.joined(layer)
+    for i, layer in reversed(list(enumerate(profile.layers))):
+        run.layer(layer, 1.0 / n if i in in_slices else 1.0, _way(how.get(i)), halo=False, back=True)
+        nbytes, name = run.given(layer), f"gradient of {layer.name}"
+        if i > found.first and _whole_before(i, layer, how, in_slices, profile):
+            run.add(name, "communicating", all_reduce(layout, ranks, nbytes), "link")
+            run.copied(layer, nbytes)
+        elif how.get(i) == "gathered":
+            run.add(name, "communicating", reduce_scatter(layout, ranks, nbytes), "link")
+            run.copied(layer, nbytes)
+    return run.done(found, all_weights=False, in_slices=in_slices)
+
+
+def _way(how: How | None) -> str:
+    return "inputs" if how in (None, "row") else "units"
+
+
+def _whole_before(at: int, layer: LayerProfile, how: Mapping[int, How], in_slices: set[int], profile: Profile) -> bool:
+    """Does each rank make something of its own of what all have? Then its gradient is a sum."""
+    if how.get(at) == "column":
+        return True
+    places = {other.name: i for i, other in enumerate(profile.layers)}
+    given = [places.get(name, -1) for name in layer.inputs]
+    return how.get(at) == "towers" and not any(i in in_slices and how.get(i) != "row" for i in given)
+
+
+def _must_have_groups(profile: Profile, layout: Layout) -> None:
+    many = [layer.groups for layer in profile.layers if layer.groups > 1]
+    if not many:
+        raise ValueError('the network has no convolution with groups: use split="channel", or data_parallel')
+    if min(many) < layout.ranks:
+        raise ValueError(
+            f"groups={min(many)} cannot be shared by {layout.ranks} workers: "
+            f'use workers<={min(many)}, or split="channel"'
+        )
+
+
+def _channels(profile: Profile, found: Images, ranks: int, *, groups: bool) -> tuple[set[int], dict[int, How]]:
+    """(layers that work on channels of their own, how convolutions are cut). Where a convolution has fewer groups than
+    there are ranks, all compute it alike."""
+    in_slices: set[int] = set()
+    how: dict[int, How] = {}
+    whole = True
+    for i, layer in enumerate(profile.layers[: found.cut]):
+        if layer.image is not None and layer.parameter_bytes:
+            if 1 < layer.groups < ranks:
+                how |= {} if whole else {i: "alike"}
+                whole = True
+                continue
+            if layer.groups > 1:
+                how[i] = "towers"
+            elif whole:
+                how[i] = "column"
+            else:
+                how[i] = "gathered" if groups else "row"
+            in_slices.add(i)
+            whole = how[i] == "row"
+        elif not whole:
+            in_slices.add(i)
+    if found.joined is not None and not whole:
+        in_slices.add(found.joined)
+    return in_slices, how
+
+
+class _Run:
+    """The tasks of a rank, one layer after the other."""
+
+    def __init__(self, profile: Profile, layout: Layout, own: LayerTimes, *, columns: bool = False) -> None:
+        self._profile, self._layout, self._own, self._columns = profile, layout, own, columns
+        self._by_name = {layer.name: layer for layer in profile.layers}
+        self._tasks: list[Task] = []
+        self._last: tuple[int, ...] = ()
+        self._norms = 0
+
+    def side(self, layer: LayerProfile) -> tuple[int, int, int] | None:
+        """Of what is divided: how long it is in the image and in the window, and its stride."""
+        return layer.across or layer.image if self._columns else layer.image
+
+    def share(self, layer: LayerProfile) -> float:
+        """Of the rank with most rows."""
+        side = self.side(layer)
+        return 1.0 / self._layout.ranks if side is None else math.ceil(side[0] / self._layout.ranks) / side[0]
+
+    def given(self, layer: LayerProfile) -> float:
+        """Bytes of what a layer takes; of the network's arguments, none."""
+        return sum(self._by_name[name].activation_bytes for name in layer.inputs if name in self._by_name)
+
+    def add(self, name: str, kind: str, seconds: float, on: str = "rank 0") -> None:
+        """What all wait for."""
+        if seconds > 0:
+            self._tasks.append(Task(name, kind, (on,), seconds, self._last))
+            self._last = (len(self._tasks) - 1,)
+
+    def layer(self, layer: LayerProfile, share: float, way: str, *, halo: bool, back: bool = False) -> None:
+        """One way through a layer; where its window needs them, with rows of the neighbours that arrive meanwhile."""
+        both = self._own.of(layer, self._profile.batch_size, way=way if share < 1.0 else "", share=share)
+        seconds = both.backward if back else both.forward
+        name = f"{layer.name}, backward" if back else layer.name
+        side = self.side(layer)
+        rows = (side[1] - 1) / 2 if halo and side is not None else 0.0
+        travels = self._halo(layer, rows)
+        before = self._last
+        self.add(name, "computing", seconds)
+        if rows > 0 and side is not None and self._layout.ranks > 1:
+            share_open = exposed(self._layout, 0, 1)
+            if travels * (1 - share_open) > 0:
+                self._tasks.append(
+                    Task(f"halo of {name}", "communicating", ("link",), travels * (1 - share_open), before)
+                )
+                self._last = (*self._last, len(self._tasks) - 1)
+            self.add(f"halo of {name}", "communicating", travels * share_open)
+            self.copied(layer, self.given(layer) / self._layout.ranks)
+            edges = 2 if self._layout.ranks > 2 else 1
+            at_edge = both.backward if back else both.forward
+            self.add(
+                f"edges of {name}",
+                "computing",
+                edges * (EDGE_CALLS * self._own.call + at_edge * min(1.0, rows / (share * side[0]))),
+            )
+        if halo and "BatchNorm" in layer.kind:  # statistics of the whole image: two numbers a channel
+            self.add(f"statistics of {name}", "communicating", all_reduce(self._layout, range(self._layout.ranks), 64))
+
+    def copied(self, layer: LayerProfile, nbytes: float) -> None:
+        """What is laid together of what came and what was there."""
+        self.add(f"copies of {layer.name}", "computing", COPIES * nbytes / memory_rate(self._layout))
+
+    def joined(self, layer: LayerProfile) -> None:
+        """The outputs of a Linear layer that was given parts of its inputs."""
+        ranks = range(self._layout.ranks)
+        self.add(
+            f"sum of {layer.name}", "communicating", all_reduce(self._layout, ranks, layer.activation_bytes), "link"
+        )
+
+    def _halo(self, layer: LayerProfile, rows: float) -> float:
+        """Seconds of the rows that come from each neighbour: both come at once."""
+        side = self.side(layer)
+        if rows <= 0 or side is None or self._layout.ranks < 2:
+            return 0.0
+        nbytes = self.given(layer) / side[0] * rows
+        at_once = 2 if self._layout.ranks > 2 else 1
+        return max(
+            message(self._layout, a, a + 1, nbytes, at_once=at_once) for a in range(min(self._layout.ranks - 1, 8))
+        )
+
+    def done(self, found: Images, *, all_weights: bool, in_slices: Sequence[int] | set[int] = ()) -> Strips:
+        """Simulated."""
+        spans, n = simulate(self._tasks), self._layout.ranks
+        weights = activations = 0.0
+        for i, layer in enumerate(self._profile.layers):
+            part = i < found.cut if all_weights else i in in_slices
+            cut = (not all_weights and part) or i == found.joined
+            weights += layer.parameter_bytes / (n if cut else 1)
+            activations += layer.kept_bytes / (n if part else 1)
+        return Strips(spans, terms(spans, "rank 0"), weights, activations)

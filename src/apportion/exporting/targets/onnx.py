@@ -1,0 +1,150 @@
+"""ONNX: for ONNX Runtime and whatever else reads the format, with any number of examples at once.
+
+::
+
+    nn.Module -- torch.export --> aten graph -- onnxscript, constants folded --> net.onnx (weights inside)
+
+It wins wherever a net is to run without Python or torch, and on CPUs at small batches: one program instead of a Python
+call a layer. It loses where the forward pass decides by the numbers in a tensor: torch.export follows one way only, and
+refuses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from apportion.core.torch_private import pytree
+from apportion.exporting.onnxruntime_session import BF16, run_bits, session
+from apportion.exporting.target import Inputs, Target
+
+MOST_BYTES = 2**31 - 2**20
+"""Of weights inside of the file: a protobuf message is smaller than 2 GiB."""
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Onnx(Target):
+    """``opset``: of ONNX's operators; None takes torch's own choice."""
+
+    opset: int | None = None
+
+    suffix = ".onnx"
+
+    def write(self, module: nn.Module, sample: Inputs, path: Path) -> Mapping[str, Any]:
+        """See ``Target``. Weights of more than 2 GiB lie in a file beside it."""
+        args, kwargs, names = _called(module, sample)
+        any_number = torch.export.Dim.DYNAMIC
+        shapes = pytree.tree_map(lambda x: {0: any_number} if isinstance(x, torch.Tensor) and x.ndim else None, sample)
+        with torch.no_grad():
+            outputs = module(*args, **kwargs)
+        weights = sum(t.nbytes for t in module.state_dict().values())
+        try:
+            with _quiet():
+                program = torch.onnx.export(
+                    module,
+                    args,
+                    kwargs=kwargs,
+                    dynamo=True,
+                    opset_version=self.opset,
+                    input_names=names,
+                    output_names=_output_names(outputs),
+                    dynamic_shapes=shapes if isinstance(sample, dict | tuple) else (shapes,),
+                )
+                assert program is not None
+                program.save(path, external_data=weights > MOST_BYTES)
+        except torch.onnx.errors.OnnxExporterError as error:
+            cause = error.__cause__ or error
+            raise ValueError(f"{type(module).__name__} cannot be exported to ONNX: {_first_line(cause)}") from error
+        try:
+            return described(path)
+        except Exception as error:  # onnxruntime's own have no base but this
+            why = f"{type(module).__name__} as ONNX cannot be run by ONNX Runtime on the CPU: {_first_line(error)}"
+            if torch.bfloat16 in {t.dtype for t in module.state_dict().values()}:
+                why += "; it computes in bfloat16: export model.float()"
+            raise ValueError(why) from error
+
+    def run(self, path: Path, batches: Sequence[Inputs]) -> list[list[Any]]:
+        """By ONNX Runtime."""
+        made = session(path, threads=torch.get_num_threads())
+        narrow = [value.type == BF16 for value in made.get_outputs()]
+        return [
+            [_widened(x) if bits else x for x, bits in zip(run_bits(made, fed(made, inputs)), narrow, strict=True)]
+            for inputs in batches
+        ]
+
+
+def fed(session: Any, inputs: Inputs) -> dict[str, Any]:
+    """What ``run_bits`` takes; where none of it is bfloat16 also what ``session.run`` does."""
+    leaves = [x.detach() for x in pytree.tree_leaves(inputs)]
+    arrays = [(x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy() for x in leaves]
+    return dict(zip([x.name for x in session.get_inputs()], arrays, strict=True))
+
+
+def _widened(bits: Any) -> Any:
+    """bfloat16 as float32, exactly."""
+    return torch.from_numpy(bits).view(torch.bfloat16).float().numpy()
+
+
+def described(path: Path) -> dict[str, Any]:
+    """{"opset", "inputs": [{"name", "shape", "type"}], "outputs"}: None in a shape is any number."""
+    import onnx
+
+    made = session(path, threads=torch.get_num_threads())
+    return {
+        "opset": max(o.version for o in onnx.load(path, load_external_data=False).opset_import if not o.domain),
+        **{
+            what: [
+                {"name": x.name, "shape": [n if isinstance(n, int) else None for n in x.shape], "type": x.type}
+                for x in values
+            ]
+            for what, values in (("inputs", made.get_inputs()), ("outputs", made.get_outputs()))
+        },
+    }
+
+
+def _called(module: nn.Module, sample: Inputs) -> tuple[tuple[Any, ...], dict[str, Any], list[str]]:
+    """(positional arguments, those by name, what the file's inputs are called)."""
+    if isinstance(sample, dict):
+        return (), dict(sample), [".".join(map(_key, path)) for path, _ in pytree.tree_leaves_with_path(sample)]
+    args = sample if isinstance(sample, tuple) else (sample,)
+    leaves = len(pytree.tree_leaves(args))
+    return args, {}, ["input"] if leaves == 1 else [f"input_{n}" for n in range(leaves)]
+
+
+def _output_names(outputs: Any) -> list[str]:
+    if isinstance(outputs, dict):
+        return [".".join(map(_key, path)) for path, _ in pytree.tree_leaves_with_path(outputs)]
+    leaves = len(pytree.tree_leaves(outputs))
+    return ["output"] if leaves == 1 else [f"output_{n}" for n in range(leaves)]
+
+
+def _key(entry: Any) -> str:
+    return str(getattr(entry, "key", getattr(entry, "idx", entry)))
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter tells its steps, and warns of its own workings."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)

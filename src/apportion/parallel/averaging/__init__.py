@@ -1,0 +1,1 @@
+"""Replicas that are averaged at intervals (local SGD, DiLoCo)."""

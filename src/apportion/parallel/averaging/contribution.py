@@ -1,0 +1,228 @@
+"""What replicas that train on their own tell each other, and the average of it.
+
+A contribution is what a replica has changed since the average that it began with: the change of its weights and
+buffers, and its optimizer's slots as they are. The new average is the old one and the mean of the changes, weighted by
+the examples seen; or, with an outer optimizer, one of its steps along that mean (Douillard et al., "DiLoCo", 2023).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apportion.core.torch_private import buffers_of
+from apportion.parallel.replica.forward_state import Place, digest
+from apportion.parallel.replica.replica import Replica
+
+LINE = 64
+"""Bytes: every tensor begins at a multiple."""
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The outer optimizer: SGD with Nesterov's momentum, whose gradient is the old average less the mean."""
+
+    lr: float
+    momentum: float
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The tensors of a contribution, or of an average; the same order everywhere."""
+
+    weights: list[Tensor]
+    """Parameters that are trained, then buffers of floating numbers: their changes, or they themselves."""
+    counts: list[Tensor]
+    """Buffers of whole numbers, as they are."""
+    slots: list[Tensor]
+    """The optimizer's, as they are."""
+    has: Tensor
+    """(slots): 1 where there is one; torch makes them at a parameter's first update."""
+    momentum: list[Tensor]
+    """The outer optimizer's, of an average; none without one."""
+
+
+class Frame:
+    """Which tensors those are, for the replicas of one workload; and where they lie in a stretch of memory. ``moved``:
+    what else a forward pass changes."""
+
+    def __init__(self, replica: Replica, outer: Outer | None, moved: Sequence[Place] = ()) -> None:
+        self.replica, self.outer = replica, outer
+        model = replica.model
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        # By name: a forward pass may put a new tensor in the old one's place.
+        seen: set[int] = set()
+        places = []
+        for module in model.modules():
+            for name, b in buffers_of(module).items():
+                if b is not None and b.numel() and id(b) not in seen:
+                    seen.add(id(b))
+                    places.append((buffers_of(module), name, b.is_floating_point() or b.is_complex()))
+        places += [
+            (p.owner, p.key, p.tensor.is_floating_point() or p.tensor.is_complex())
+            for p in moved
+            if p.parameter and p.tensor.numel()
+        ]
+        self._moved = moved
+        self._floating = [(owner, name) for owner, name, floating in places if floating]
+        self._whole = [(owner, name) for owner, name, floating in places if not floating]
+        self.slots = _slots_to_come(replica)
+
+    def own(self) -> tuple[list[Tensor], list[Tensor]]:
+        """This replica's weights and counts, as they are now."""
+        floating = [t for owner, name in self._floating if (t := owner[name]) is not None]
+        whole = [t for owner, name in self._whole if (t := owner[name]) is not None]
+        return [*(p.detach() for p in self.parameters), *floating], whole
+
+    def _like(self) -> Iterator[Tensor]:
+        weights, counts = self.own()
+        yield from (*weights, *counts, *self.slots.values())
+        yield torch.empty(max(1, len(self.slots)), dtype=torch.uint8)
+        if self.outer is not None:
+            yield from self.parameters
+
+    @property
+    def nbytes(self) -> int:
+        """Of the memory of one ``Parts``."""
+        return sum(_rounded(t) for t in self._like())
+
+    def parts(self, memory: memoryview | bytearray, offset: int = 0) -> Parts:
+        """The tensors that lie there."""
+        views = []
+        for like in self._like():
+            flat = torch.frombuffer(memory, dtype=like.dtype, count=max(1, like.numel()), offset=offset)
+            views.append(flat[: like.numel()].view(like.shape))
+            offset += _rounded(like)
+        weights, counts = self.own()
+        a, b = len(weights), len(weights) + len(counts)
+        c = b + len(self.slots)
+        return Parts(views[:a], views[a:b], views[b:c], views[c], views[c + 1 :])
+
+    def new(self) -> Parts:
+        """Parts in memory of their own, zeros."""
+        return self.parts(bytearray(self.nbytes))
+
+    def write_slots(self, parts: Parts) -> None:
+        """This replica's slots, as they are now."""
+        slots = dict(self.replica.slots())
+        for i, name in enumerate(self.slots):
+            parts.has[i] = name in slots
+            if name in slots:
+                parts.slots[i].copy_(slots[name])
+
+    def named_slots(self, parts: Parts) -> dict[str, Tensor]:
+        """Those that are there, by name."""
+        return {n: t for n, t, has in zip(self.slots, parts.slots, parts.has.tolist(), strict=False) if has}
+
+    def _averaged(self, parts: Parts) -> dict[int, Tensor]:
+        """Of an average, by the identity of this replica's tensors."""
+        weights, counts = self.own()
+        own = (*self.parameters, *weights[len(self.parameters) :], *counts)
+        return {id(t): a for t, a in zip(own, (*parts.weights, *parts.counts), strict=True)}
+
+    def beside(self, parts: Parts) -> dict[str, Tensor]:
+        """Of an average, the buffers that ``state_dict()`` leaves out, where training has changed them."""
+        averaged = self._averaged(parts)
+        found = {p.name: averaged[id(p.tensor)] for p in self._moved if not p.parameter and id(p.tensor) in averaged}
+        return {p.name: found[p.name] for p in self._moved if p.name in found and digest(found[p.name]) != p.built}
+
+    def model_state(self, parts: Parts) -> dict[str, Tensor]:
+        """An average as the model's ``state_dict``; what is not averaged (frozen parameters) is this replica's."""
+        model, averaged = self.replica.model, self._averaged(parts)
+        now: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+        now |= dict(model.named_buffers(remove_duplicate=False))
+        return {k: averaged.get(id(now.get(k)), v) for k, v in model.state_dict().items()}
+
+
+def average(frame: Frame, old: Parts, new: Parts, given: Iterable[tuple[float, Parts]], total: float) -> None:
+    """The next average, into ``new``, from weighted contributions; ``total``: the sum of the weights. The same
+    contributions in the same order give the same bits."""
+    if not total:
+        copy_parts(old, new)
+        return
+    for change in new.weights:
+        change.zero_()
+    for before, after in zip(old.counts, new.counts, strict=True):
+        after.copy_(before)
+    seen = [0.0] * len(new.slots)
+    for weight, parts in given:
+        if weight:
+            _add(parts, weight, total, new, seen)
+    for i, (before, after) in enumerate(zip(old.slots, new.slots, strict=True)):
+        new.has[i] = bool(seen[i]) or old.has[i]
+        if not seen[i]:
+            after.copy_(before)
+    outer = frame.outer
+    for i, (before, after) in enumerate(zip(old.weights, new.weights, strict=True)):
+        if outer is not None and i < len(frame.parameters):  # buffers are no optimizer's
+            momentum = torch.mul(old.momentum[i], outer.momentum, out=new.momentum[i]).sub_(after)
+            after.sub_(momentum, alpha=outer.momentum).mul_(outer.lr)
+        after.add_(before)
+
+
+def _add(parts: Parts, weight: float, total: float, into: Parts, seen: list[float]) -> None:
+    """One contribution to the sum of the changes, and to the means of the slots; ``seen``: the weight in each mean."""
+    for change, own in zip(into.weights, parts.weights, strict=True):
+        change.add_(own, alpha=weight / total)
+    for most, count in zip(into.counts, parts.counts, strict=True):
+        torch.maximum(most, count, out=most)
+    for i, has in enumerate(parts.has.tolist()[: len(parts.slots)]):
+        if has:
+            mean, own = into.slots[i], parts.slots[i]
+            seen[i] += weight
+            if seen[i] == weight:
+                mean.copy_(own)
+            else:  # so the mean of equal values is that value
+                mean.add_(own - mean, alpha=weight / seen[i])
+
+
+def copy_parts(source: Parts, target: Parts) -> None:
+    """Every tensor."""
+    for mine, theirs in (
+        (source.weights, target.weights),
+        (source.counts, target.counts),
+        (source.slots, target.slots),
+        ([source.has], [target.has]),
+        (source.momentum, target.momentum),
+    ):
+        for a, b in zip(mine, theirs, strict=True):
+            b.copy_(a)
+
+
+def _rounded(t: Tensor) -> int:
+    return -(-max(1, t.numel()) * t.element_size() // LINE) * LINE
+
+
+def _slots_to_come(replica: Replica) -> Mapping[str, Tensor]:
+    """What the optimizers will keep, by name: found by an update of a copy."""
+    if replica.searching:
+        kind = type(replica.optimizers[min(replica.searching)]).__name__
+        raise ValueError(f"{kind} searches along the loss of one batch, which replicas do not share: use map_reduce")
+    # Of the parameters, not of the model: what it makes of them anew before each call cannot be copied.
+    own = list(replica.model.named_parameters())
+    parameters, optimizers = copy.deepcopy(([p for _, p in own], dict(replica.optimizers)))
+    copies = dict(zip((id(p) for _, p in own), parameters, strict=True))
+    names: dict[Any, str] = {copies[id(p)]: name for name, p in own}
+    embeddings = [m for m in replica.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    sparse = {copies[id(m.weight)] for m in embeddings if id(m.weight) in copies}
+    found = {}
+    for owner, optimizer in optimizers.items():
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p).to_sparse(1) if p in sparse else torch.zeros_like(p)
+        optimizer.step()
+        for p, slots in optimizer.state.items():
+            for slot, value in slots.items():
+                if isinstance(value, Tensor):
+                    found[f"{owner}/{names[p]}/{slot}".lstrip("/")] = value
+                elif value is not None:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} keeps {slot} of {names[p]} as a {type(value).__name__}: only "
+                        "optimizers whose state is tensors can be averaged"
+                    )
+    return {name: torch.empty_like(t, device="meta") for name, t in found.items()}

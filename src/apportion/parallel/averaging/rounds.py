@@ -1,0 +1,129 @@
+"""Replicas that train on their own meet every so many steps and go on from the average: who does what in a round.
+
+Batches are dealt out whole and in turn. A round deals ``every`` of them to each replica; the last one may fall short.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+
+from apportion.comm.world import World
+from apportion.parallel.averaging.contribution import Frame, Parts, average, copy_parts
+
+LATE_ROUNDS = 3.0
+"""A replica is late that takes so many times the median round,"""
+LATE_SECONDS = 0.5
+"""and at least this: what is shorter is the machine's, not the replica's."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a replica does until it next meets the others."""
+
+    done: int
+    """Batches dealt out before the average that it begins with."""
+    first: int
+    """Its own batches: this one,"""
+    stride: int
+    """and every so many-th after it,"""
+    many: int
+    """so many in all."""
+
+    def batch(self, number: int) -> int:
+        """The number of one of its batches."""
+        return self.first + number * self.stride
+
+    def place(self, made: int) -> int:
+        """Batches that all replicas together have behind them when this one has made so many: where the learning-rate
+        schedules are. Those of a replica that is late are where its own batches are."""
+        return (self.first if self.stride == 1 else min(self.done, self.first)) + made * self.stride
+
+
+def dealt(done: int, index: int, of: int, every: int, total: int) -> Round:
+    """The round of the index-th of so many replicas, when so many of the total have been dealt."""
+    first = done + index
+    left = max(0, -(-(total - first) // of))
+    return Round(done, first, of, min(every, left))
+
+
+def is_late(seconds: float, rounds: Sequence[float]) -> bool:
+    """Has a replica taken too long for its round? ``rounds``: what each of the replicas took for its last."""
+    return bool(rounds) and seconds > max(LATE_SECONDS, LATE_ROUNDS * float(np.median(rounds)))
+
+
+Write = Callable[[Parts], float]
+"""Write the contribution; the examples it is from."""
+
+
+class Exchange(ABC):
+    """Where replicas meet."""
+
+    @abstractmethod
+    def begin(self, first: Parts, done: int) -> None:
+        """The average before the first: the same on every rank. Called by all."""
+
+    @abstractmethod
+    def take(self, into: Parts) -> Round:
+        """What this replica does next; the average that it begins with, into ``into``. Called again before it has given
+        its contribution, by this process or the next one in its place: the same batches."""
+
+    @abstractmethod
+    def meet(self, write: Write) -> None:
+        """Give a contribution, and wait until it is in an average. Called again after an interruption."""
+
+    @property
+    @abstractmethod
+    def waited(self) -> float:
+        """Seconds in all."""
+
+    def leave(self) -> None:  # noqa: B027 (nobody waits)
+        """This replica has nothing more to do."""
+
+
+@final
+class Together(Exchange):
+    """By a collective: nobody is late, everyone is waited for."""
+
+    def __init__(self, frame: Frame, world: World, *, every: int, total: int) -> None:
+        self._frame, self._group, self._device = frame, world.group(), world.device
+        self._every, self._total = every, total
+        self._latest, self._next, self._own, self._received = (frame.new() for _ in range(4))
+        self._done = 0
+
+    def begin(self, first: Parts, done: int) -> None:
+        copy_parts(first, self._latest)
+        self._done = done
+
+    def take(self, into: Parts) -> Round:
+        copy_parts(self._latest, into)
+        return dealt(self._done, self._group.rank, self._group.size, self._every, self._total)
+
+    def meet(self, write: Write) -> None:
+        examples = torch.tensor([write(self._own)], dtype=torch.float64, device=self._device)
+        weights = self._group.all_gather(examples).flatten().tolist()
+        average(self._frame, self._latest, self._next, self._given(weights), sum(weights))
+        self._latest, self._next = self._next, self._latest
+        self._done = min(self._total, self._done + self._every * self._group.size)
+
+    def _given(self, weights: Sequence[float]) -> Iterator[tuple[float, Parts]]:
+        """Every rank's, one after the other."""
+        for rank, weight in enumerate(weights):
+            if not weight:
+                continue
+            parts = self._own if rank == self._group.rank else self._received
+            for tensor in (*parts.weights, *parts.counts, *parts.slots, parts.has):
+                if tensor.numel() and self._group.size > 1:
+                    sent = tensor.view(-1).view(torch.uint8).to(self._device)
+                    self._group.broadcast(sent, source=rank)
+                    tensor.view(-1).view(torch.uint8).copy_(sent)
+            yield weight, parts
+
+    @property
+    def waited(self) -> float:
+        return self._group.waited

@@ -1,0 +1,259 @@
+"""The average of replicas in memory that outlives each of them: none is waited for in vain, and no death loses it.
+
+::
+
+    word c            version c % 2 is the last average
+    version 0, 1      weights, slots | which contributions it holds | which batches it deals to whom
+    a seat each       its batches | its contribution, written by itself
+
+Whoever has arrived and finds that all the others have too, or that the rest are late, takes the lock, computes the next
+version from the contributions that are there, and turns the word. Who dies in the middle leaves the last average,
+whole, and the contributions; the lock passes on.
+
+A contribution is a change, so it may be added to any later average, and it is added to one: each version says up to
+which contribution of each seat it holds them. A seat's slot is written again once an average holds what is in it.
+Batches belong to a seat from when it takes them to when it has given what it learnt from them: whoever sits there next
+does them again.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import final
+
+import numpy as np
+
+from apportion.comm.process_lock import LOCK_BYTES, Lock, initialize
+from apportion.comm.sync import Word, fence, sleep_on, wake
+from apportion.comm.world import World
+from apportion.parallel.averaging.contribution import Frame, Parts, average, copy_parts
+from apportion.parallel.averaging.rounds import Exchange, Round, Write, dealt, is_late
+
+SLEEP_SECONDS = 0.01
+"""Between two looks at what may have ended the wait."""
+LINE = 192
+_WORDS = 12
+_COMMIT, _READY, _LOCK, _HEAD = 0, 4, 64, 64 + LOCK_BYTES
+_WRITTEN, _ARRIVED, _ASSIGNED, _SOURCE, _TOOK, _FIRST, _STRIDE, _MANY = range(8)
+"""A seat's words: contributions written; the average it waits for; ``_WRITTEN`` when it was given its batches (while
+they are equal, it has them still to do); the version whose deal they are of; the last such that it has; which they
+are."""
+_BEGAN, _SECONDS, _EXAMPLES = range(3)
+"""And numbers: when it began its round; what the last one took; of how many examples its contribution is."""
+_DONE, _DEALT, _TURNED = range(3)
+"""A version's words: batches dealt before it; dealt by now; when it was made (a floating number)."""
+_MERGED, _FRESH, _ROW_FIRST, _ROW_STRIDE, _ROW_MANY = range(5)
+"""And of each seat: the contributions in it; were batches dealt to it now, or before; which, ``_NONE`` where it has to
+ask."""
+_NONE = -1
+_LEFT = 1 << 40
+"""Waits for nothing any more."""
+
+
+def can_share(world: World) -> bool:
+    """Is there a supervisor that holds memory for all of them?"""
+    return world.channel is not None and world.seats > 1 and world.local_size == world.size and sys.platform == "linux"
+
+
+@final
+class SharedAverage(Exchange):
+    """The replicas of one host."""
+
+    def __init__(self, frame: Frame, world: World, *, every: int, total: int) -> None:
+        seats, nbytes = world.seats, frame.nbytes
+        meta = 8 * 8 + 8 * 5 * seats
+        begin = _HEAD + LINE * seats + 2 * meta
+        tensors = -(-begin // 64) * 64
+        memory = world.shared(f"local_sgd/{nbytes}", tensors + (2 + seats) * nbytes)
+        self._memory, self._frame, self._every, self._total = memory, frame, every, total
+        self._commit, self._ready = Word.from_buffer(memory, _COMMIT), Word.from_buffer(memory, _READY)
+        lines = np.frombuffer(memory, np.int64, LINE // 8 * seats, _HEAD).reshape(seats, -1)
+        self._words, self._numbers = lines[:, :_WORDS], lines.view(np.float64)[:, _WORDS:]
+        versions = np.frombuffer(memory, np.int64, 2 * meta // 8, _HEAD + LINE * seats).reshape(2, -1)
+        self._heads, self._rows = versions[:, :8], versions[:, 8:].reshape(2, 5, seats)
+        self._times = versions.view(np.float64)[:, _TURNED]
+        places = [frame.parts(memory, tensors + i * nbytes) for i in range(2 + seats)]
+        self._averages, self._slots = places[:2], places[2:]
+        self._lock: Lock | None = None
+        self._waited = 0.0
+        self.sit(world)
+        if world.generation:
+            self._words[self._seat, _ARRIVED] = 0  # it was another process's
+            self._numbers[self._seat, _SECONDS] = 0.0
+
+    def sit(self, world: World) -> None:
+        """This process's place among the others."""
+        self._world, self._seat, self._group = world, world.seat, world.group()
+        self._table = world.members.seated() if world.members is not None else list(range(world.size))
+
+    @property
+    def begun(self) -> bool:
+        """Is there an average?"""
+        return self._ready.value != 0
+
+    @property
+    def waited(self) -> float:
+        return self._waited
+
+    # Beginning
+
+    def begin(self, first: Parts, done: int) -> None:
+        self._group.barrier()
+        if self._world.rank == 0:
+            if not self._ready.value:
+                initialize(self._memory, _LOCK)
+            self._ready.value = 0  # a death in the middle leaves nothing to go on from
+            fence()
+            version = self._commit.value + 1
+            copy_parts(first, self._averages[version % 2])
+            self._rows[:] = self._words[:] = self._numbers[:] = 0
+            self._words[:, _ASSIGNED] = _NONE
+            self._deal(version, done, self._table)
+            self._times[version % 2] = time.monotonic()
+            self._commit.value = version
+            fence()
+            self._ready.value = 1
+        self._group.barrier()
+
+    def _deal(self, version: int, done: int, present: list[int]) -> None:
+        """To those who are there, in the order of their ranks; the others ask when they come."""
+        head, rows = self._heads[version % 2], self._rows[version % 2]
+        rows[_ROW_MANY], rows[_FRESH] = _NONE, 0
+        for index, seat in enumerate(present):
+            given = dealt(done, index, len(present), self._every, self._total)
+            rows[_FRESH:, seat] = 1, given.first, given.stride, given.many
+        head[_DONE] = done
+        head[_DEALT] = min(self._total, done + self._every * len(present))
+
+    @contextmanager
+    def _locked(self) -> Iterator[int]:
+        """The last version, which stays the last one meanwhile."""
+        if self._lock is None:
+            self._lock = Lock(self._memory, _LOCK)
+        failed = self._lock.wait(self._world.check)
+        if failed and self._lock.is_orphan(failed):
+            self._repair()
+            self._lock.adopt()
+        try:
+            yield self._commit.value
+        finally:
+            self._lock.release()
+
+    def _repair(self) -> None:
+        """The lock's holder died. What counts is the word that says which version is whole; but it may have been given
+        batches that are not yet counted as dealt."""
+        head = self._heads[self._commit.value % 2]
+        for line in self._words:
+            if line[_ASSIGNED] == line[_WRITTEN] and line[_FIRST] == head[_DEALT]:
+                head[_DEALT] += line[_MANY]
+
+    # A round
+
+    def take(self, into: Parts) -> Round:
+        line = self._words[self._seat]
+        with self._locked() as version:
+            if line[_ASSIGNED] != line[_WRITTEN]:
+                self._assign(version)
+            line[_TOOK] = line[_SOURCE]
+            copy_parts(self._averages[version % 2], into)
+            done = int(self._heads[version % 2, _DONE])
+        self._numbers[self._seat, _BEGAN] = time.monotonic()
+        return Round(done, int(line[_FIRST]), int(line[_STRIDE]), int(line[_MANY]))
+
+    def _assign(self, version: int) -> None:
+        """What this version deals to the seat; where it has had that, or nothing was, the next that nobody has."""
+        line, rows, head = self._words[self._seat], self._rows[version % 2], self._heads[version % 2]
+        first, stride, many = rows[_ROW_FIRST:, self._seat]
+        asks = many == _NONE or line[_TOOK] == version
+        if asks:
+            first, stride = int(head[_DEALT]), 1
+            many = min(self._every, self._total - first)
+        line[_SOURCE], line[_FIRST], line[_STRIDE], line[_MANY] = version, first, stride, many
+        fence()
+        line[_ASSIGNED] = line[_WRITTEN]
+        if asks:
+            head[_DEALT] = first + many
+
+    def meet(self, write: Write) -> None:
+        line, numbers = self._words[self._seat], self._numbers[self._seat]
+        while True:
+            with self._locked() as version:
+                is_full = bool(line[_WRITTEN] > self._rows[version % 2, _MERGED, self._seat])
+            if not is_full:
+                if line[_ASSIGNED] != line[_WRITTEN]:
+                    return
+                numbers[_SECONDS] = max(1e-9, time.monotonic() - numbers[_BEGAN])
+                numbers[_EXAMPLES] = write(self._slots[self._seat])
+                fence()
+                line[_WRITTEN] += 1
+            # Full: of what was just written, or of what the process that sat here before has left.
+            fence()
+            line[_ARRIVED] = version + 1
+            self._wait(version)
+
+    def leave(self) -> None:
+        self._words[self._seat, _ARRIVED] = _LEFT
+
+    def _wait(self, version: int) -> None:
+        """Until there is a newer average; or make it."""
+        began, waiting = time.perf_counter(), self._group.waiting
+        try:
+            while self._commit.value == version:
+                self._world.check()
+                if self._may_average(version):
+                    self._lead(version)
+                else:
+                    if waiting is not None:
+                        waiting[0] = 1
+                    sleep_on(self._commit, version, SLEEP_SECONDS)
+        finally:
+            if waiting is not None:
+                waiting[0] = 0
+            ended = time.perf_counter()
+            self._group.waits.append((began, ended))
+            self._waited += ended - began
+
+    # The next average
+
+    def _may_average(self, version: int) -> bool:
+        """Has everyone come that the next average waits for?"""
+        is_last = self._heads[version % 2, _DEALT] >= self._total
+        # The last one is everybody's. Who was late for the one before, and has not come since, is not waited for again.
+        awaited = [s for s in self._table if is_last or self._rows[version % 2, _FRESH, s]]
+        missing = [s for s in awaited if self._words[s, _ARRIVED] <= version]
+        if is_last or not missing:
+            return not missing
+        rounds = [float(s) for s in self._numbers[self._table, _SECONDS] if s]
+        now, turned = time.monotonic(), float(self._times[version % 2])
+        took = [now - max(turned, float(self._numbers[seat, _BEGAN])) for seat in missing]
+        known = all(self._numbers[seat, _SECONDS] for seat in missing)  # a first round has no measure
+        return known and all(is_late(seconds, rounds) for seconds in took)
+
+    def _lead(self, version: int) -> None:
+        with self._locked() as last:
+            if last == version and self._may_average(version):
+                self._average(version)
+        wake(self._commit)
+
+    def _average(self, version: int) -> None:
+        """The next version, from every contribution that is there."""
+        live, new = version % 2, (version + 1) % 2
+        written, merged = self._words[:, _WRITTEN].copy(), self._rows[live, _MERGED]
+        full = np.flatnonzero(written > merged).tolist()
+        fence()
+        given = [(float(self._numbers[seat, _EXAMPLES]), self._slots[seat]) for seat in full]
+        total = sum(weight for weight, _ in given)
+        average(self._frame, self._averages[live], self._averages[new], given, total)
+        unseen = [s for s in self._table if self._words[s, _TOOK] < version and self._rows[live, _ROW_MANY, s] != _NONE]
+        present = [s for s in self._table if self._words[s, _ARRIVED] == version + 1 and s not in unseen]
+        self._deal(version + 1, int(self._heads[live, _DEALT]), present)
+        for seat in unseen:  # what was dealt to it is still its own
+            self._rows[new, _ROW_FIRST:, seat] = self._rows[live, _ROW_FIRST:, seat]
+        self._rows[new, _MERGED] = merged
+        self._rows[new, _MERGED, full] = written[full]
+        self._times[new] = time.monotonic()
+        fence()
+        self._commit.value = version + 1

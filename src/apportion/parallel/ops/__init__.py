@@ -1,0 +1,1 @@
+"""Replacements of layers: forms of matrix products, factored gradients, synchronized batch norm."""

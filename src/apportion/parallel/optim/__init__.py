@@ -1,0 +1,1 @@
+"""The optimizers of torch on flat pieces of memory."""

@@ -1,0 +1,86 @@
+"""An optimizer's update in one pass over each slice, with torch's fused kernels.
+
+A rank of a sliced network updates its own part alone, so this is all of its work: what remains is memory bandwidth, and
+a fused kernel reads and writes every number once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from apportion.core import fast_paths
+from apportion.core.workload import Parameters, Workload
+
+_KINDS = (SGD, Adam, AdamW, Adagrad)
+_WHOLE = (SGD, Adagrad)
+"""Whose fused kernels torch knows no shards of (DTensor), as it does of the others'."""
+
+
+def with_fused_updates(workload: Workload) -> Workload:
+    """The same, its optimizers run fused; as it is where the plain path is asked for."""
+    if fast_paths.is_plain("fused"):
+        return workload
+
+    def made(parameters: Parameters) -> Optimizer | Mapping[str, Optimizer]:
+        optimizers = workload.optimizer(parameters)
+        for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers.values():
+            _run_fused(optimizer)
+        return optimizers
+
+    return replace(workload, optimizer=made)
+
+
+def needs_whole_weights(optimizer: Optimizer) -> bool:
+    """Does it ask, itself, for a fused kernel that goes through whole tensors alone?"""
+    return type(optimizer) in _WHOLE and any(group.get("fused") for group in optimizer.param_groups)
+
+
+def _run_fused(optimizer: Optimizer) -> None:
+    """From now on its steps are fused, where it has a kernel and its groups do not ask for another one. Between steps
+    the groups are as they were written: how a step is computed is no part of a state."""
+    if type(optimizer) in _KINDS:
+        chosen: list[dict[str, Any]] = []
+        optimizer.register_step_pre_hook(lambda *_: _choose(optimizer, chosen))
+        optimizer.register_step_post_hook(lambda *_: _restore(chosen))
+
+
+def _choose(optimizer: Optimizer, chosen: list[dict[str, Any]]) -> None:
+    chosen.clear()
+    for group in optimizer.param_groups:
+        free = group.get("fused") is None and group.get("foreach") is None
+        plain = not group["differentiable"] and not isinstance(group["lr"], Tensor)
+        if free and plain and _suited(optimizer, group["params"]):
+            group["fused"] = True
+            _bring_steps(optimizer, group["params"])
+            chosen.append(group)
+
+
+def _suited(optimizer: Optimizer, parameters: list[Any]) -> bool:
+    """The kernels go through memory in its order, whatever the strides say; and SGD's wants momentum for all or none of
+    the weights, which one that is used for the first time does not have."""
+    used = [p for p in parameters if p.grad is not None]
+    begun = {bool(optimizer.state.get(p)) for p in used}
+    return len(begun) < 2 and all(
+        p.is_floating_point() and not p.grad.is_sparse and p.is_contiguous() and p.grad.is_contiguous() for p in used
+    )
+
+
+def _bring_steps(optimizer: Optimizer, parameters: list[Any]) -> None:
+    """Away from the CPU the kernels read the number of updates where the weights are, as 32 bits. Whatever was made
+    unfused has it on the CPU, and maybe as 64: a state that was loaded (with ``fused=None`` in its group torch leaves
+    it as it comes), an update that was not suited, and Adagrad's from the start."""
+    for p in parameters:
+        step = optimizer.state.get(p, {}).get("step")
+        if isinstance(step, Tensor) and p.device.type != "cpu":
+            optimizer.state[p]["step"] = step.to(device=p.device, dtype=torch.float32)
+
+
+def _restore(chosen: list[dict[str, Any]]) -> None:
+    for group in chosen:
+        group["fused"] = None

@@ -1,0 +1,1 @@
+"""Weights and optimizer slots that several workers push to and pull from."""

@@ -1,0 +1,203 @@
+"""Who computes which batch: each is dealt once, and comes back where its worker dies before its gradient is pushed.
+
+A seat's line says how many batches it has taken and how many of them are in the weights; what it has taken is written
+into its log before the deal goes on. Everything is changed under one lock that survives its holder's death, or by the
+seat alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+from apportion.comm.sync import fence, sleep_on, wake
+from apportion.errors import PeerLost
+from apportion.parallel.parameter_store.store_memory import (
+    DEALT,
+    ENDED,
+    ENTRIES,
+    PUSH,
+    PUSHES,
+    RETURNED,
+    ROUND,
+    TAKEN,
+    TICKET,
+    VERSIONS,
+    Memory,
+)
+
+WAIT_SECONDS = 300.0
+LOOK_SECONDS = 0.01
+
+
+@final
+class Dealing:
+    """One seat's view of the deal. ``check()`` raises where waiting has become pointless."""
+
+    def __init__(self, memory: Memory, seat: int, check: Callable[[], None]) -> None:
+        self._memory, self._seat, self._check = memory, seat, check
+        self._line = memory.lines[seat]
+        self._capacity = memory.extent.capacity
+        self.waited = 0.0
+        self.waiting: Callable[[], Any] = lambda: None
+        """Gives one word of memory that is 1 while this seat waits for others, for who watches from outside and finds
+        who is late; None where nobody does."""
+
+    # Batches
+
+    def take(self, total: int) -> int | None:
+        """The next batch that nobody has taken, or that came back from the dead; None: all are dealt."""
+        m = self._memory
+        with self.held():
+            back = m.head[RETURNED]
+            ticket = int(m.returned[back - 1]) if back else m.head[DEALT]
+            if ticket >= total:
+                self._line[ENDED] = 1
+                return None
+            self.open(ticket)
+            if back:
+                m.head[RETURNED] = back - 1
+            else:
+                m.head[DEALT] = ticket + 1
+            return ticket
+
+    def open(self, ticket: int) -> None:
+        """This seat has taken a batch."""
+        line = self._line
+        entry = self._memory.entries[self._seat, line[TAKEN] % self._capacity]
+        entry[TICKET], entry[PUSH] = ticket, line[PUSHES] + 1
+        fence()
+        line[TAKEN] += 1
+        line[ENDED] = 0
+
+    def note(self, pulled: Sequence[int] | None) -> None:
+        """The gradient of the batch taken last is computed on these versions; None: on what the one before left."""
+        entry = self._memory.entries[self._seat, (self._line[TAKEN] - 1) % self._capacity]
+        if pulled is None:
+            entry[VERSIONS] = -1
+        else:
+            entry[VERSIONS:] = pulled
+
+    def count(self) -> None:
+        """The batches that this seat has taken are in the weights: it has seen to that itself."""
+        line = self._line
+        line[ENTRIES] = line[TAKEN]
+        line[PUSHES] += 1
+
+    def leave(self) -> None:
+        """This seat takes no more batches, for now: nobody waits for it."""
+        self._line[ENDED] = 1
+        self.tell()
+
+    def opened(self, seat: int) -> list[int]:
+        """Batches that a seat has taken and not pushed."""
+        m, line = self._memory, self._memory.lines[seat]
+        return [int(m.entries[seat, entry % self._capacity, TICKET]) for entry in range(line[ENTRIES], line[TAKEN])]
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nobody takes a batch or begins a push meanwhile."""
+        self._lock()
+        try:
+            yield
+        finally:
+            self._memory.deal.release()
+
+    def standing(self) -> tuple[int, list[int]]:
+        """How many batches are in the weights, and those that were dealt and are not. While the deal is held."""
+        m = self._memory
+        unpushed = sorted({*m.returned[: m.head[RETURNED]].tolist(), *self._all_opened()})
+        return m.head[DEALT] - len(unpushed), unpushed
+
+    def unpushed(self) -> list[int]:
+        """Batches dealt that are not in the weights."""
+        with self.held():
+            return self.standing()[1]
+
+    def _all_opened(self) -> set[int]:
+        return {ticket for seat in range(self._memory.extent.seats) for ticket in self.opened(seat)}
+
+    # After a death
+
+    def give_back(self, seat: int) -> None:
+        """What a seat has taken and not pushed is dealt again."""
+        m, line = self._memory, self._memory.lines[seat]
+        with self.held():
+            back, tickets = m.head[RETURNED], self.opened(seat)
+            m.returned[back : back + len(tickets)] = tickets
+            m.head[RETURNED] = back + len(tickets)
+            fence()
+            line[TAKEN] = line[ENTRIES]
+            line[ENDED] = 1
+
+    def _lock(self) -> None:
+        failed = self._memory.deal.wait(self._check)
+        if failed and self._memory.deal.is_orphan(failed):
+            self._repair()
+
+    def _repair(self) -> None:
+        """Someone died dealing: a batch that a seat has taken is not there to be dealt."""
+        m, taken = self._memory, self._all_opened()
+        left = [t for t in m.returned[: m.head[RETURNED]].tolist() if t not in taken]
+        m.returned[: len(left)] = left
+        m.head[RETURNED] = len(left)
+        m.head[DEALT] = max([m.head[DEALT], *(t + 1 for t in taken)])
+        m.deal.adopt()
+
+    # Waiting for others
+
+    def wait(self, until: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Until it is so; ``what()`` says what is waited for."""
+        if until():
+            return
+        turn, began = self._memory.turn, time.perf_counter()
+        waiting = self.waiting()
+        if waiting is not None:
+            waiting[0] = 1
+        try:
+            while True:
+                seen = turn.value
+                if until():
+                    break
+                self._check()
+                if waiting is None and time.perf_counter() - began > WAIT_SECONDS:
+                    raise PeerLost(f"a worker has waited {WAIT_SECONDS:.0f} s for {what()}")
+                sleep_on(turn, seen, LOOK_SECONDS)
+        finally:
+            if waiting is not None:
+                waiting[0] = 0
+        self.waited += time.perf_counter() - began
+
+    def look(self) -> None:
+        """Sleep until someone tells, or for a moment; raises where waiting has become pointless."""
+        self._check()
+        sleep_on(self._memory.turn, self._memory.turn.value, LOOK_SECONDS)
+
+    def tell(self) -> None:
+        """Whoever waits looks again."""
+        turn = self._memory.turn
+        fence()
+        turn.value = (turn.value + 1) & 0x7FFFFFFF
+        wake(turn)
+
+    def ahead(self, seats: Sequence[int]) -> int:
+        """By how many pushes this seat is ahead of the slowest of those that still take batches."""
+        lines = self._memory.lines
+        going = [lines[seat][PUSHES] for seat in seats if not lines[seat][ENDED]]
+        return self._line[PUSHES] - min(going, default=self._line[PUSHES])
+
+    def begin_rounds(self) -> None:
+        """Ordered: this seat has pulled for no round yet."""
+        self._line[ROUND] = 0
+
+    def enter_round(self, number: int) -> None:
+        """Ordered: this seat has pulled what the round that begins with this batch is computed on."""
+        self._line[ROUND] = number + 1
+        self.tell()
+
+    def all_entered(self, seats: Sequence[int]) -> bool:
+        """Have all of these, the round that this one is in? A push before that would change what they pull."""
+        own = self._line[ROUND]
+        return all(self._memory.lines[seat][ROUND] >= own for seat in seats)

@@ -1,0 +1,81 @@
+"""Which batch was computed on which weights, and which update it made of them: enough to do it all again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from apportion.parallel.parameter_store.store import Store
+from apportion.parallel.parameter_store.store_memory import BASE, ENTRIES, PUSH, PUSHES, TICKET, VERSIONS, Array
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """One push: its batches in order, each with the versions that its gradient was computed on (None: on what the one
+    before had left), and the version that it has made of each shard."""
+
+    seat: int
+    number: int
+    batches: tuple[tuple[int, tuple[int, ...] | None], ...]
+    made: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Log:
+    """All pushes since the store was filled in."""
+
+    first: int
+    """Updates behind the weights that the log begins with."""
+    entries: tuple[Array, ...]
+    """By seat, (batches, 2 + shards): batch, number of the push, versions."""
+    made: tuple[Array, ...]
+    """By seat, (pushes, shards)."""
+
+    @classmethod
+    def of(cls, store: Store) -> Log:
+        """What a store has written down. While nobody pushes. ValueError where its beginning was overwritten."""
+        m, entries, made = store.memory, [], []
+        for seat, line in enumerate(m.lines):
+            many, capacity = max(line[ENTRIES], line[PUSHES]), store.extent.capacity
+            if many >= capacity:
+                raise ValueError(f"the log has room for {capacity} pushes of a worker, and there were {many}")
+            entries.append(m.entries[seat, : line[ENTRIES]].copy())
+            made.append(m.made_rows[seat, 1 : line[PUSHES] + 1].copy())
+        return cls(m.head[BASE], tuple(entries), tuple(made))
+
+    def pushes(self) -> Iterator[Pushed]:
+        """Seat by seat. ValueError where a push has no batches, or no versions."""
+        for seat, (entries, made) in enumerate(zip(self.entries, self.made, strict=True)):
+            batches: dict[int, list[tuple[int, tuple[int, ...] | None]]] = {}
+            for row in entries:
+                versions = None if row[VERSIONS] < 0 else tuple(row[VERSIONS:].tolist())
+                batches.setdefault(int(row[PUSH]), []).append((int(row[TICKET]), versions))
+            if sorted(batches) != list(range(1, len(made) + 1)):
+                raise ValueError(
+                    f"the log is not whole: seat {seat} made {len(made)} pushes, and has batches of others"
+                )
+            for number, of in batches.items():
+                yield Pushed(seat, number, tuple(of), tuple(made[number - 1].tolist()))
+
+    def save(self, path: str | Path) -> None:
+        """As a safetensors file."""
+        tensors: dict[str, Any] = {}
+        for name, arrays in (("entries", self.entries), ("made", self.made)):
+            tensors |= {f"{name}/{seat}": torch.from_numpy(array) for seat, array in enumerate(arrays)}
+        save_file(tensors, path, {"first": str(self.first), "seats": str(len(self.entries))})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Log:
+        """What ``save`` wrote."""
+        with safe_open(path, "np") as file:
+            told: Mapping[str, str] = file.metadata()
+            seats = range(int(told["seats"]))
+            parts = [tuple(np.asarray(file.get_tensor(f"{name}/{s}")) for s in seats) for name in ("entries", "made")]
+        return cls(int(told["first"]), *parts)

@@ -1,0 +1,120 @@
+"""Where each weight lies: parameters in one flat vector, the vector in shards, the shards in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from apportion.parallel.optim.hyperparameters import Rule, rule_of
+
+LINE = 64
+"""Bytes: parameters and shards begin at a multiple, so that no two processes write to one cache line."""
+SHARD_BYTES = 512 << 10
+"""Of a large shard: with its other copy and its gradient it fits a core's cache."""
+LEAST_SHARDS, MOST_SHARDS = 8, 1024
+LEAST_SHARD_BYTES = 4 << 10
+"""Below this a shard is not worth a lock of its own."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a parameter that lies in a shard."""
+
+    parameter: int
+    group: int
+    start: int
+    stop: int
+
+
+class Layout:
+    """The parameters of one optimizer, group by group in its order, in a flat vector cut into shards."""
+
+    def __init__(self, names: Mapping[nn.Parameter, str], optimizer: Optimizer, *, shards: int | None = None) -> None:
+        self.rule: Rule = rule_of(optimizer)
+        groups = optimizer.param_groups
+        found = [(p, g) for g, group in enumerate(groups) for p in group["params"] if p.requires_grad]
+        if not found:
+            raise ValueError("the optimizer was given no parameter that is trained: there is nothing to store")
+        self.parameters = [p for p, _ in found]
+        self.names = [names[p] for p in self.parameters]
+        self.groups = [g for _, g in found]
+        kinds = {p.dtype for p in self.parameters}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"parameters of several types ({', '.join(sorted(map(str, kinds)))}): a parameter store has one"
+            )
+        self.dtype = kinds.pop()
+        if self.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"parameters of type {self.dtype}: a parameter store's are float32 or float64")
+        self.many_groups = len(groups)
+        self.hyper = self.rule.numbers(groups[0])
+        """Hyperparameters of a group."""
+        align = LINE // self.dtype.itemsize
+        self.starts, end = [], 0
+        for p in self.parameters:
+            self.starts.append(end)
+            end += -(-p.numel() // align) * align
+        self.total = end
+        self.bounds = _cut(end, self.dtype.itemsize, align, shards)
+        self.shards = len(self.bounds) - 1
+        self.pieces = [list(self._pieces(a, b)) for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
+
+    def _pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        ends = [*self.starts[1:], self.total]
+        for number, (first, last) in enumerate(zip(self.starts, ends, strict=True)):
+            if first < stop and last > start:
+                yield Piece(number, self.groups[number], max(first, start), min(last, stop))
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's place in a flat vector, in its own shape and strides."""
+        views = []
+        for p, start in zip(self.parameters, self.starts, strict=True):
+            part = flat[start : start + p.numel()]
+            dense = p.numel() == 0 or torch.ops.aten.is_non_overlapping_and_dense(p.detach())
+            views.append(part.as_strided(p.shape, p.stride()) if dense else part.view(p.shape))
+        return views
+
+
+def _cut(total: int, itemsize: int, align: int, shards: int | None) -> Sequence[int]:
+    nbytes = total * itemsize
+    if shards is None:
+        few = max(1, min(LEAST_SHARDS, nbytes // LEAST_SHARD_BYTES))
+        shards = min(MOST_SHARDS, max(few, -(-nbytes // SHARD_BYTES)))
+    size = -(-total // (shards * align)) * align
+    return [*range(0, total, size), total]
+
+
+@dataclass(frozen=True)
+class Region:
+    """An array in memory."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def of(self, memory: memoryview) -> Tensor:
+        count = 1
+        for n in self.shape:
+            count *= n
+        if not count:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.offset).view(self.shape)
+
+
+class Regions:
+    """Arrays one after the other, each on a line of its own."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def add(self, dtype: torch.dtype, *shape: int) -> Region:
+        """The next one."""
+        offset, count = self.nbytes, 1
+        for n in shape:
+            count *= n
+        self.nbytes = -(-(offset + count * dtype.itemsize) // 128) * 128
+        return Region(offset, dtype, shape)

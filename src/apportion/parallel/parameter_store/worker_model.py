@@ -1,0 +1,224 @@
+"""What becomes of one batch in a worker of the store: the network on flat weights, and its gradient.
+
+The run and its replay share it. The step adds the store, the deal, and the order in which workers are let in.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from apportion.core.data.batch import Batch, Batches
+from apportion.core.json_data import from_plain, to_plain
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
+from apportion.core.strategy import State
+from apportion.core.workload import Workload
+from apportion.parallel.parameter_store.flat_model import FlatModel, HyperTable
+from apportion.parallel.parameter_store.shard_layout import Layout
+from apportion.parallel.parameter_store.store import Contents
+from apportion.parallel.parameter_store.store_memory import Array
+from apportion.parallel.partition.partitioned_step import SplitStep
+from apportion.parallel.replica.forward_state import Place, moved
+from apportion.parallel.replica.initial_model import refuse_renormalising, refuse_tied_by_memory
+from apportion.parallel.replica.replica import Replica, called
+
+WHOLE = DataShard(whole_batches=True)
+
+
+def refuse(workload: Workload) -> None:
+    """What whole batches, computed one by one on whatever worker, cannot do. ValueError, by name."""
+    for what, given, cure in (
+        ("update=", workload.update is not None, "give a loss, or use data_parallel"),
+        ("carry=", workload.carry is not None, "a state follows its rows from batch to batch: use data_parallel"),
+        ('precision="float16"', workload.precision == "float16", 'use "bfloat16", which needs no loss scale'),
+    ):
+        if given:
+            raise ValueError(f"{what} does not go with asynchronous workers: {cure}")
+
+
+class Worker:
+    """The network of one worker, its weights in one flat vector, and what becomes of a batch."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        device: torch.device,
+        *,
+        shards: int | None = None,
+        split: SplitStep | None = None,
+    ) -> None:
+        """``split``: the network in parts, of which this rank has one: all of its group compute a batch together."""
+        refuse(workload)
+        if device.type != "cpu":
+            raise ValueError(f'device="{device.type}": a parameter store is memory of the host; use device="cpu"')
+        # Each batch has one worker, and which one is chance: what it draws must not depend on that.
+        self._split = split
+        self.replica = Replica(workload, rank=0, device=device) if split is None else split.replica
+        replica = self.replica
+        refuse_tied_by_memory(replica.model, "a parameter store keeps every weight by itself")
+        refuse_renormalising(replica.model, "the store would never hear of it")
+        self.owner, self.optimizer = next(iter(replica.optimizers.items()))
+        self.layout = Layout(replica.names, self.optimizer, shards=shards)
+        self.weights = torch.zeros(self.layout.total, dtype=self.layout.dtype)
+        beside: list[Place] = []
+        if split is None:
+            seed_everything(workload.seed)
+            self.source = Batches(workload, device=device, dtype=replica.input_dtype)
+            first = self.source.at(0, WHOLE)
+            beside = moved(replica.model, replica.trainable(), lambda: called(workload, replica.model, first, device))
+        self.model = FlatModel(replica.model, self.layout, self.weights, beside)
+        many = self.model.buffer_numbers
+        self._before, self._after = torch.zeros(many, dtype=torch.float64), torch.zeros(many, dtype=torch.float64)
+        if split is None:
+            replica.start_schedules(self.source.total)
+            other = workload.optimizer(list(replica.model.named_parameters()))
+            leading = other if isinstance(other, torch.optim.Optimizer) else next(iter(other.values()))
+        else:
+            self.source, leading = split.source, _without_parameters(self.optimizer)
+        schedule = workload.schedule(leading, self.source.total) if workload.schedule is not None else None
+        self.hyper = HyperTable(self.layout.rule, leading, schedule)
+        self._clip = workload.clip_grad_norm
+        self._sign = [-1.0 if g.get("maximize") else 1.0 for g in self.optimizer.param_groups]
+
+    @property
+    def buffer_numbers(self) -> int:
+        """How many numbers the buffers have."""
+        return len(self._before)
+
+    def move(self, weights: Tensor) -> None:
+        """The network's weights lie in this memory from now on, and have the values that they had."""
+        if weights.data_ptr() != self.weights.data_ptr():
+            weights.copy_(self.weights)
+            self.weights = weights
+            self.model.move(weights)
+
+    def set_buffers(self, buffers: Tensor) -> None:
+        """The buffers that were pulled."""
+        if len(buffers):
+            self.model.write_buffers(buffers)
+
+    def compute(
+        self, batch: Batch, into: Sequence[Tensor], change: Tensor, *, first: bool, alone: bool
+    ) -> tuple[Tensor, list[bool]]:
+        """Forward and backward on the weights as they are: the gradient into these views, or added to them; what the
+        forward pass has changed of the buffers likewise. ``alone``: the weights then take a step of their own, for
+        until the next pull. The loss, and which parameters have a gradient."""
+        replica = self.replica
+        if len(change):
+            self.model.read_buffers(self._before)
+        if self._split is not None:
+            self._split.backward(batch)
+            loss = self._split.finish()
+        else:
+            replica.reseed(batch.step)
+            with replica.autocast():
+                loss = replica.loss(replica.outputs(batch), batch.targets)
+            replica.backward(loss, 1.0)
+            if self._clip is not None:
+                torch.nn.utils.clip_grad_norm_(replica.trainable(), self._clip)
+        if len(change):
+            moved = self.model.read_buffers(self._after).sub_(self._before)
+            change.copy_(moved) if first else change.add_(moved)
+        if alone:
+            self._step_alone(batch.step)
+        return loss.detach(), self.model.gather(list(into), first=first)
+
+    @torch.no_grad()
+    def _step_alone(self, batch: int) -> None:
+        """By plain descent (algorithm 7.1)."""
+        hyper = self.hyper.at(batch)
+        for p, group in zip(self.layout.parameters, self.layout.groups, strict=True):
+            if p.grad is not None:
+                p.add_(p.grad, alpha=-hyper[group][0] * self._sign[group])
+
+    # States
+
+    def initial(self) -> Contents:
+        """Before the first update."""
+        slots = [self.model.values()]
+        for slot in self.layout.rule.slots:
+            flat = torch.zeros_like(self.weights)
+            for view, group in zip(self.layout.views(flat), self.layout.groups, strict=True):
+                view.fill_(self.layout.rule.first(slot, self.optimizer.param_groups[group]))
+            slots.append(flat)
+        counts: list[Array] = [np.zeros(len(pieces)) for pieces in self.layout.pieces]
+        touched = np.zeros(len(self.layout.parameters), dtype=bool)
+        return Contents(slots, counts, touched, self.model.read_buffers(self._before.clone()))
+
+    def state(self, done: int, found: Contents) -> State:
+        """As every strategy tells it."""
+        layout, groups = self.layout, self.optimizer.param_groups
+        steps = [0.0] * len(layout.parameters)
+        for pieces, of in zip(layout.pieces, found.counts, strict=True):
+            for piece, count in zip(pieces, of, strict=True):  # shards of one parameter may differ while some push
+                steps[piece.parameter] = max(steps[piece.parameter], float(count))
+        views = {slot: layout.views(flat) for slot, flat in zip(layout.rule.slots, found.data[1:], strict=True)}
+        optimizer: dict[str, Tensor] = {}
+        for number, name in enumerate(layout.names):
+            if not found.touched[number] and not layout.rule.at_once:
+                continue
+            key = f"{self.owner}/{name}".lstrip("/")
+            if layout.rule.keeps_step:
+                optimizer[f"{key}/step"] = torch.tensor(steps[number], dtype=torch.float32)
+            for slot in layout.rule.kept(groups[layout.groups[number]]):
+                optimizer[f"{key}/{slot}"] = views[slot][number].clone()
+        self.replica.catch_up(done)
+        plain = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
+        schedules = {name: schedule.state_dict() for name, schedule in self.replica.schedules.items()}
+        model, buffers = self.model.state(found.data[0], found.buffers)
+        return State(
+            step=done,
+            model=model,
+            buffers=buffers,
+            optimizer=optimizer,
+            settings={
+                "groups": to_plain({self.owner: plain}, "optimizer"),
+                "schedules": to_plain(schedules, "schedule"),
+            },
+        )
+
+    def load(self, state: State) -> Contents:
+        """Go on from a state; what the store begins with."""
+        self.replica.forward.make_room(state.model)
+        self.replica.model.load_state_dict(state.model)
+        self.replica.forward.loaded(state.buffers)
+        groups = from_plain(state.settings["groups"])
+        schedules = from_plain(state.settings["schedules"])
+
+        def put(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+            for group, saved in zip(optimizer.param_groups, groups[self.owner], strict=True):
+                group.update(saved)
+            if schedule is not None:
+                schedule.load_state_dict(schedules[self.owner])
+
+        put(self.optimizer, self.replica.schedules.get(self.owner))
+        self.hyper.start_from(state.step, put)
+        self.replica.step = state.step
+        contents = self.initial()
+        steps = [0.0] * len(self.layout.names)
+        for slot, flat in zip(self.layout.rule.slots, contents.data[1:], strict=True):
+            for number, (name, view) in enumerate(zip(self.layout.names, self.layout.views(flat), strict=True)):
+                key = f"{self.owner}/{name}".lstrip("/")
+                if f"{key}/{slot}" in state.optimizer:
+                    view.copy_(state.optimizer[f"{key}/{slot}"])
+                    steps[number] = float(state.optimizer.get(f"{key}/step", 1.0))
+                    contents.touched[number] = True
+        for pieces, of in zip(self.layout.pieces, contents.counts, strict=True):
+            of[:] = [steps[piece.parameter] for piece in pieces]
+        return contents
+
+
+def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Its groups as they were made, for a schedule to change."""
+    other = copy.copy(optimizer)
+    other.param_groups = []
+    for group in optimizer.param_groups:
+        kept = {name: value for name, value in group.items() if name != "initial_lr"}
+        other.param_groups.append({**kept, "lr": group.get("initial_lr", group["lr"]), "params": []})
+    return other

@@ -1,0 +1,74 @@
+"""What a forward asks of autograd while it runs, which a network in parts cannot always give: looked at once, when the
+parts are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from apportion.core import torch_private, tree
+from apportion.parallel.tracing.network import undisturbed
+
+_BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_FLAG: Any = Tensor.requires_grad
+_FREEZING = (Tensor.requires_grad_, _FLAG.__set__)
+
+
+class Asked(TorchFunctionMode):
+    """What has been asked so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients = False
+        """A gradient, inside of the forward."""
+        self.of_gradients = False
+        """A gradient that is itself differentiated."""
+        self.freezes = False
+        """That a weight has no gradient in a part of the forward."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _BACKWARD:
+            self.gradients = True
+            self.of_gradients |= bool((kwargs or {}).get("create_graph")) or torch_private.in_a_transform()
+        elif func in _FREEZING and isinstance(args[0], nn.Parameter):
+            self.freezes = True
+        return func(*args, **(kwargs or {}))
+
+
+def asked(model: nn.Module, inputs: Any) -> Asked:
+    """What a forward pass of the first rows asks for; it leaves no trace. A model that cannot be called so asks nothing
+    here: whoever cuts it has more to say about that."""
+    seen = Asked()
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    with suppress(Exception), undisturbed(model), torch.enable_grad(), seen:
+        tree.call(model, tree.rows(inputs, slice(0, 2)))
+    for p, flag in flags:
+        p.requires_grad_(flag)
+    return seen
+
+
+def refuse_gradients_of_gradients(seen: Asked, model: nn.Module) -> None:
+    """ValueError where the forward differentiates what it has differentiated: messages between ranks have no second
+    derivative."""
+    if seen.of_gradients:
+        raise ValueError(
+            f"the forward of {type(model).__name__} differentiates a gradient (create_graph=True, or torch.func), and "
+            "what the ranks of a network in parts send each other can be differentiated once: use data_parallel"
+        )
+
+
+def refuse_untraceable(seen: Asked, model: nn.Module) -> None:
+    """ValueError where the forward does to gradients what no stage of it could."""
+    what = "asks for a gradient (torch.autograd.grad)" if seen.gradients else "freezes a weight for a part of itself"
+    if seen.gradients or seen.freezes:
+        raise ValueError(
+            f"the forward of {type(model).__name__} {what}, which would need all stages at once; so it cannot be cut "
+            "into stages: use data_parallel"
+        )

@@ -1,0 +1,120 @@
+"""Every rank's part of the state after the last updates, in memory that outlives every worker.
+
+::
+
+    seat 0   version 0: generation 2, step 7   version 1: generation 2, step 8
+    seat 1   version 0: generation 2, step 7   version 1: being written          step 7 is whole
+
+A rank writes its part after each update, over the older of its two versions, which says first that it is no longer
+there: all of it, since nothing tells what an update has left as it was (torch counts the changes of a tensor, but not
+those of a fused update, of batch statistics, or through ``.data``). An update needs every rank, so nobody writes step 9
+before all have written step 8: whoever is lost, some step is whole. All ranks then read all parts, and go on with it,
+however many they are and however they cut it now.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor
+
+from apportion.comm.sync import fence
+from apportion.comm.world import World
+from apportion.core.strategy import State
+from apportion.parallel.replica.committed_state import Packed, unpacked
+
+_HEAD_BYTES = 128
+_STEP, _GENERATION, _RANK, _SIZE, _NBYTES, _WORDS = 0, 1, 2, 3, 4, 5
+"""Of a version: the step it is after, plus one (0: there is none), and whose it is."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """One that is there."""
+
+    seat: int
+    slot: int
+    step: int
+    generation: int
+    rank: int
+    size: int
+    nbytes: int
+
+
+def whole(versions: Sequence[Version]) -> list[Version] | None:
+    """Of the latest step that all ranks of a generation have written: theirs, in rank order; None: there is none."""
+    written: dict[tuple[int, int, int], dict[int, Version]] = {}
+    for v in versions:
+        written.setdefault((v.step, v.generation, v.size), {})[v.rank] = v
+    for key in sorted(written, reverse=True):
+        if len(written[key]) == key[2]:
+            return [written[key][rank] for rank in range(key[2])]
+    return None
+
+
+@final
+class KeptParts:
+    """The parts of the workers of a host."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._heads = [self._words(seat) for seat in range(world.seats)]
+        self._slot = 0
+        """Of this seat's version that is to stay."""
+        self._packed: Packed | None = None
+        self._views: dict[int, list[Tensor]] = {}
+        """Where the tensors go, in those of this seat's versions where what lies where is written."""
+
+    def _words(self, seat: int) -> Any:
+        return (ctypes.c_int64 * (2 * _WORDS)).from_buffer(self._world.shared(f"parts/{seat}", _HEAD_BYTES))
+
+    def write(self, state: State, pieces: Mapping[str, Any]) -> None:
+        """This rank's part of the state; the one before stays."""
+        world, slot = self._world, 1 - self._slot
+        head, at = self._heads[world.seat], slot * _WORDS
+        head[at + _STEP] = 0
+        fence()
+        nbytes = self._pack(slot, state, pieces)
+        head[at + _GENERATION : at + _WORDS] = [world.generation, world.rank, world.size, nbytes]
+        fence()
+        head[at + _STEP] = state.step + 1
+        self._slot = slot
+
+    def _pack(self, slot: int, state: State, pieces: Mapping[str, Any]) -> int:
+        """The bytes of the memory where it lies then. What lies where is as it was, from update to update, and there
+        already: this process alone writes here."""
+        packed = self._packed
+        if packed is None or not packed.is_of(state, pieces):
+            packed, self._views = Packed(state, pieces), {}
+            self._packed = packed
+        memory = self._memory(self._world.seat, slot, packed.nbytes)
+        if slot not in self._views:
+            self._views[slot] = packed.begin(memory)
+        packed.write(memory, self._views[slot], state)
+        return packed.nbytes
+
+    def versions(self) -> list[Version]:
+        """What is there, of all seats."""
+        found = []
+        for seat, head in enumerate(self._heads):
+            for slot in range(2):
+                step, generation, rank, size, nbytes = head[slot * _WORDS : (slot + 1) * _WORDS]
+                if step:
+                    found.append(Version(seat, slot, step - 1, generation, rank, size, nbytes))
+        fence()
+        return found
+
+    def read(self, versions: Sequence[Version]) -> list[tuple[State, Any]]:
+        """Copies of them, each with its pieces. This seat's next one is written over what is not among them."""
+        found = []
+        for v in versions:
+            if v.seat == self._world.seat:
+                self._slot = v.slot
+            found.append(unpacked(self._memory(v.seat, v.slot, v.nbytes)))
+        return found
+
+    def _memory(self, seat: int, slot: int, nbytes: int) -> memoryview:
+        return self._world.shared(f"parts/{seat}/{slot}/{nbytes}", nbytes)

@@ -1,0 +1,88 @@
+"""A network in parts, held against the plain one before any training.
+
+A graph that was traced leaves out what the trace could not see: a hook, a branch, a change in place that nobody reads,
+a weight that is used outside of its layer. Most such mistakes do not crash. So one batch goes through both, evaluated,
+with every parameter multiplied by one number: a weight that was copied on the way, and is never updated, shows then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apportion.comm.group import Group
+from apportion.core import tree
+from apportion.parallel.tracing.network import evaluating, undisturbed
+
+FACTOR = 1.0625
+"""What parameters are multiplied by."""
+BOUND = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1}
+"""The largest difference that is rounding, of the largest output."""
+
+
+def outputs_of(model: nn.Module, call: Callable[[], Any]) -> list[Tensor] | None:
+    """What the plain model gives, evaluated; None where it draws as it does so, and gives something else each time, or
+    where it cannot be called: then whoever cuts it has more to say about that."""
+    try:
+        with evaluating(model.modules()), undisturbed(model), _multiplied(model):
+            first, second = (_cloned(call()) for _ in range(2))
+    except Exception:
+        return None
+    return first if difference(first, second) == 0.0 else None
+
+
+def refuse_others(
+    model: nn.Module, call: Callable[[], Any], expected: Sequence[Tensor] | None, precision: str, group: Group
+) -> None:
+    """ValueError, on every rank, where the parts give anything else: ``call`` gives their outputs on those ranks that
+    have them. Called by all ranks."""
+    if expected is None:
+        return
+    with undisturbed(model), _multiplied(model):
+        found = call()
+    worst = torch.zeros(1, dtype=torch.float64, device=expected[0].device if expected else None)
+    if found is not None:
+        worst[0] = difference(tree.tensors(found), expected)
+    group.all_reduce(worst).wait()
+    if not worst.item() <= BOUND[precision] * group.size:
+        raise ValueError(
+            f"the network in parts gives other outputs than the whole one (by {worst.item():.2g} of the largest): "
+            "something in its forward is not seen when it is traced, as a hook, a branch, or a change in place; "
+            "use data_parallel"
+        )
+
+
+@contextmanager
+def _multiplied(model: nn.Module) -> Iterator[None]:
+    parameters = list(model.parameters())
+    with torch.no_grad():
+        before = [p.detach().clone() for p in parameters]
+        for p in parameters:
+            p.mul_(FACTOR)
+        try:
+            yield
+        finally:
+            for p, value in zip(parameters, before, strict=True):
+                p.copy_(value)
+
+
+def _cloned(outputs: Any) -> list[Tensor]:
+    return [t.detach().clone() for t in tree.tensors(outputs)]
+
+
+def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest, of the largest number that is expected; infinite where they are not of one shape."""
+    if [t.shape for t in found] != [t.shape for t in expected]:
+        return float("inf")
+    worst = 0.0
+    for a, b in zip(found, expected, strict=True):
+        if a.numel():
+            a, b = a.detach().double(), b.to(a.device).double()
+            apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).max()
+            scale = b.nan_to_num(0.0, 0.0, 0.0).abs().max().clamp(min=1e-30)
+            worst = max(worst, float((apart / scale).nan_to_num(float("inf"))))
+    return worst

@@ -1,0 +1,283 @@
+"""Replicas of a network in parts: each group of ranks holds all of it, and computes a share of every batch.
+
+::
+
+    replica 0    rank 0 [part 0] -- rank 1 [part 1]     rows 0..B/2
+                    |                  |
+                   sum                sum               ranks of the same place hold the same pieces
+                    |                  |
+    replica 1    rank 2 [part 0] -- rank 3 [part 1]     rows B/2..B
+
+A replica's share of the batch is a global batch to the strategy that cuts the network; its loss goes back with the
+weight of its terms. Then the gradients of every piece are summed over the ranks of one place, and from there on each
+replica makes the same update by itself, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from apportion.comm.differentiable import gather_rows
+from apportion.comm.group import Alone, Group
+from apportion.comm.world import World
+from apportion.core import tree
+from apportion.core.data.batch import Batch, Batches
+from apportion.core.replica_digest import Replicated
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
+from apportion.core.strategy import State, Step, Strategy
+from apportion.core.torch_private import BatchNormBase
+from apportion.core.workload import Workload, examples
+from apportion.errors import StateLost
+from apportion.parallel.batch_coupling.analysis import whole_batch_functions
+from apportion.parallel.ops.sync_batch_norm import Attendance, use_whole_batch
+from apportion.parallel.partition.committed_shards import KeptParts, whole
+from apportion.parallel.partition.partitioned_step import SplitStep
+from apportion.parallel.partition.replica_groups import Place, how_many, how_many_are_left, whole_network
+from apportion.parallel.replica.gradient_buckets import GradientSum
+from apportion.parallel.replica.initial_model import refuse_renormalising
+
+
+class _SharedLoss:
+    """A workload's loss of one replica's rows, as a part of the whole batch's."""
+
+    def __init__(self, workload: Workload) -> None:
+        assert workload.loss is not None
+        self._loss, self._couples = workload.loss, workload.count is None
+        self.group: Group = Alone()
+        self.rows = 0
+        """This replica's own."""
+        self.terms = 1.0
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        if self._couples:  # of all rows, on every replica: its gradient goes back to the rows that were gathered here
+            outputs, targets = (
+                tree.map_tensors(lambda t: gather_rows(t[: self.rows], self.group), rows) for rows in (outputs, targets)
+            )
+        if not self.terms:  # a mean of nothing is a NaN, and 0 times NaN is one too: zero, through the same layers
+            return torch.stack([(t * 0.0).sum() for t in tree.tensors(outputs) if t.is_floating_point()]).sum()
+        return self._loss(outputs, targets)
+
+
+class _Both(Attendance):
+    """In statistics that are taken over the ranks of every replica: who takes part in its own replica's, where that
+    has rows."""
+
+    def __init__(self, within: Attendance, replica: Attendance, group: Group) -> None:
+        self._within, self._replica = within, replica
+        self.group = group
+
+    @property
+    def present(self) -> bool:  # type: ignore[override]
+        return self._within.present and self._replica.present
+
+
+@final
+class ReplicatedStep(Step):
+    """This rank's part of one replica, and the sums over all of them."""
+
+    whole = True
+
+    def __init__(self, workload: Workload, world: World, of: Strategy, replicas: int | None) -> None:
+        self._of, self._asked, self._workload = of, replicas, workload
+        place = self._divide(world)
+        _refuse(workload, of, place)
+        self._loss = _SharedLoss(workload)
+        if place.replicas > 1 and not world.generation:
+            _refuse_coupling(workload, world)
+        # Where terms are examples none is missing, and a loss that is known by what it is stays that.
+        seen = workload if workload.count is examples else replace(workload, loss=self._loss)
+        self._inner = inner = build_split(of, seen, place.within)
+        self.source = inner.source
+        self._settle(world, place)
+        self._own_rows, self._told = 0, 0.0
+
+    def _divide(self, world: World) -> Place:
+        number = how_many_are_left if world.generation else how_many
+        return Place.of(world, number(self._of, self._asked, world.size))
+
+    def _settle(self, world: World, place: Place) -> None:
+        """What depends on who else there is, now that this rank's part is built. Called by all ranks."""
+        inner, self._place, self._world = self._inner, place, world
+        self.rank, self.device = world.rank, world.device
+        self.model, self.optimizers = inner.model, inner.optimizers
+        self.data_shard = shard = DataShard(place.replica, place.replicas)
+        self._across = self._loss.group = place.across.group()
+        self._attendance = Attendance(self._across)
+        if place.replicas > 1:
+            refuse_renormalising(self.model, "each replica would rescale what its own examples look up")
+            self._use_whole_batch()
+        # Ranks that draw the same numbers within a replica go on doing so; those of other replicas draw others.
+        inner.replica.sit(inner.replica.rank + place.replica * place.within.size)
+        self.source.sit(place.replica)
+        inner.rows = shard.rows(self._workload.batch_size)
+        inner.joined = self._joined
+        self._sums = GradientSum(
+            inner.replica.trainable(), self._across, sparse=inner.sparse, optimizers=[*inner.optimizers.values()]
+        )
+        survives = world.members is not None and world.size == world.local_size
+        self._kept = KeptParts(world) if survives else None
+
+    def _use_whole_batch(self) -> None:
+        """Batch normalisation takes its statistics over all replicas; where it asks the ranks of its replica already,
+        over those of all of them."""
+        everyone = self._world.group()
+        ours = set(use_whole_batch(self.model, self._attendance))
+        for name, layer in self.model.named_modules():
+            if not isinstance(layer, BatchNormBase) or (not layer.training and layer.running_mean is not None):
+                continue
+            if isinstance(asked := getattr(layer, "_whole", None), Attendance):
+                if name not in ours:
+                    layer._whole = _Both(asked, self._attendance, everyone)  # type: ignore[assignment]
+                continue
+            raise ValueError(
+                f"{name} normalises by a forward of its own, which would see the rows of one of "
+                f"{self._place.replicas} replicas: use replicas=1, or torch's batch normalisation"
+            )
+
+    @property
+    def done(self) -> int:
+        return self._inner.done
+
+    def predict(self, batch: Batch) -> Any | None:
+        """Every replica computes a share, where each gets one; those of a carried state do not move."""
+        return predict(self._inner, self._place, batch, divides=self._workload.carry is None)
+
+    def looked(self) -> None:
+        self._inner.looked()
+
+    def backward(self, batch: Batch) -> Tensor | None:
+        self._own_rows = self._loss.rows = len(batch)
+        self._attendance.present = len(batch) > 0
+        self._loss.terms, share, self._told = self._shares(batch)
+        self._inner.replica.share = share
+        return self._inner.backward((batch if len(batch) else batch.borrowed()).by_itself())
+
+    def _shares(self, batch: Batch) -> tuple[float, float, float]:
+        """Loss terms of these rows; the weight of their gradient, and of the loss in the one that is told."""
+        if self._workload.count is None:
+            return 1.0, 1.0, 1.0 / self._place.replicas
+        if self._workload.count is examples:
+            return 1.0, len(batch) / batch.size, len(batch) / batch.size
+        count = batch.count
+        total = torch.tensor([count], dtype=torch.float64, device=self.device)
+        self._across.all_reduce(total).wait()
+        share = count / (total.item() or 1.0)
+        return count, share, share
+
+    @torch.no_grad()
+    def _joined(self, loss: Tensor | None) -> Tensor | None:
+        """The gradients of all replicas, and the loss where it is known."""
+        told = self._sums(loss if self._told else None, self._told)
+        if self._kept is not None:  # nobody is two updates ahead of another
+            self._world.group().barrier()
+        return None if loss is None else told
+
+    def update(self) -> Mapping[str, Tensor]:
+        values = self._inner.update()
+        self._keep()
+        return values
+
+    # State
+
+    def state_dict(self) -> State:
+        state, carry = self._inner.state_dict(), self._inner.replica.carry
+        return state if carry is None else replace(state, carry=carry.gather(self._across, self._own_rows))
+
+    def replicated(self) -> Iterable[Replicated]:
+        yield from self._inner.replicated()
+        own, _ = self._inner.held_here()
+        yield Replicated(self._across, dict(own.tensors()))
+
+    def load_state_dict(self, state: State) -> None:
+        self._inner.load_state_dict(state)
+        carry = self._inner.replica.carry
+        self._own_rows = carry.held if carry is not None else 0
+        self._keep()
+
+    def _keep(self) -> None:
+        if self._kept is not None:
+            self._kept.write(*self._inner.held_here())
+
+    def rejoin(self, world: World) -> None:
+        if self._workload.carry is not None:
+            raise StateLost("the recurrent state of a rank's rows died with it")
+        if self._world.generation != world.generation:  # who has come anew has just built
+            place = self._divide(world)
+            self._inner.move(place.within)
+            self._settle(world, place)
+        assert self._kept is not None
+        found = whole(self._kept.versions())
+        if found is None:
+            raise StateLost("no update had been kept by all ranks")
+        parts = self._kept.read(found)
+        world.group().barrier()  # nobody writes while another still looks
+        self.load_state_dict(self._inner.together(parts))
+
+    def fingerprint(self, workload: Workload) -> dict[str, Any]:
+        return self._inner.fingerprint(workload)
+
+    @property
+    def parameters(self) -> int:
+        return self._inner.parameters
+
+    @property
+    def cuts(self) -> tuple[str, ...] | None:
+        return self._inner.cuts
+
+    def spent(self) -> Mapping[str, float]:
+        return self._inner.spent()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def predict(inner: SplitStep, place: Place, batch: Batch, *, divides: bool = True) -> Any | None:
+    """The outputs of a whole batch on one rank of the first replica, None on the others. Called by all ranks."""
+    replicas = place.replicas
+    if replicas == 1 or not divides or len(batch) < replicas:
+        outputs = inner.predict(batch)
+    else:
+        outputs = inner.predict(batch.parts(replicas)[place.replica])
+        if outputs is not None:
+            across = place.across.group()
+            outputs = tree.map_tensors(lambda t: torch.cat(across.all_gather_rows(t)), outputs)
+    return outputs if place.replica == 0 else None
+
+
+def build_split(of: Strategy, workload: Workload, world: World) -> SplitStep:
+    """What ``of`` builds; refused where that is no network in parts."""
+    built = of.build(workload, world)
+    if not isinstance(built, SplitStep):
+        raise whole_network(of)
+    return built
+
+
+def _refuse_coupling(workload: Workload, world: World) -> None:
+    """What ties the rows of a batch together, but for batch normalisation: of a model that is made for this alone."""
+    seed_everything(workload.seed)
+    model = workload.model().to(device=world.device)
+    source = Batches(workload, device=world.device)
+    strategy = "data_parallel(of=...)"
+    for name in whole_batch_functions(model, workload, source.sample, strategy=strategy):
+        layer = model.get_submodule(name)
+        if not isinstance(layer, BatchNormBase):  # of those it is said which of them there are
+            raise ValueError(
+                f"{name or type(layer).__name__} takes statistics of the batch by a function, which would see the rows "
+                "of one replica: use replicas=1, torch's batch normalisation, or data_parallel"
+            )
+
+
+def _refuse(workload: Workload, of: Strategy, place: Place) -> None:
+    if workload.update is not None:
+        raise ValueError(f"update= sees the loss of its own rows, and replicas of {of} share one: use data_parallel")
+    if workload.batch_size < place.replicas:
+        raise ValueError(
+            f"batch_size={workload.batch_size} cannot feed {place.replicas} replicas: each needs at least one example; "
+            f"use replicas<={workload.batch_size} or batch_size>={place.replicas}"
+        )

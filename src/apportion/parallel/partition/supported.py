@@ -1,0 +1,64 @@
+"""Which workloads and optimizers a network in parts can be trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)  # fmt: skip
+
+from apportion.core.workload import Workload
+from apportion.parallel.partition.tensor_shards import Layout
+
+ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop)
+"""Optimizers that update each weight by itself, so that a slice needs nothing of the others."""
+BY_PARAMETER = (*ELEMENTWISE, Adafactor, SparseAdam, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []))
+"""Those that update each parameter by itself, so that a stage needs nothing of the others."""
+
+
+def refuse_workload(workload: Workload) -> None:
+    """ValueError where it asks for what no part can give."""
+    for given, why in (
+        (workload.compile, "compile=True would compile a network that waits for other ranks: use compile=False, or"),
+        (
+            workload.precision == "float16",
+            'precision="float16" scales the loss by what whole gradients overflow at: use "bfloat16", or',
+        ),
+    ):
+        if given:
+            raise ValueError(f"{why} data_parallel")
+
+
+def refuse_optimizers(
+    optimizers: Mapping[str, Optimizer], searching: Collection[str], layout: Layout, ranks: int
+) -> None:
+    """ValueError where one needs to see what other ranks hold. ``searching``: names of those that evaluate the loss
+    themselves."""
+    holders = layout.holders.values()
+    cut = any(piece.index is not None for held in holders for _, piece in held)
+    spread = cut or any(len(held) < ranks for held in holders)
+    known = ELEMENTWISE if cut else BY_PARAMETER
+    for name, optimizer in optimizers.items():
+        kind = type(optimizer)
+        if name in searching:
+            raise ValueError(f"{kind.__name__} evaluates the loss several times an update: use map_reduce")
+        if spread and kind not in known:
+            raise ValueError(
+                f"{kind.__name__} is not known to update each {'weight' if cut else 'parameter'} by itself, and no "
+                f"rank has all of them: use one of {', '.join(k.__name__ for k in known)}, or data_parallel"
+            )

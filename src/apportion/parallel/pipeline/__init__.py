@@ -1,0 +1,1 @@
+"""Stages of a network, their schedules and their microbatches."""

@@ -1,0 +1,215 @@
+"""Where a network is cut into stages: between layers, so that the slowest stage is as fast as can be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from apportion.core import tree
+from apportion.core.torch_private import pytree
+from apportion.cost_model import partitioning
+from apportion.cost_model.partitioning import SECONDS_PER_BYTE, SECONDS_PER_MESSAGE
+from apportion.parallel.replica.initial_model import memory_of
+from apportion.parallel.tracing.network import undisturbed
+from apportion.parallel.tracing.tracer import arguments, names
+
+RUNS = 3
+"""That a layer's time is the shortest of; one more comes before them."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """The calls of a network in order, and what a cut before each of them costs."""
+
+    names: tuple[str, ...]
+    """Of the calls."""
+    seconds: tuple[float, ...]
+    """Forward and backward, of a micro-batch."""
+    crossing: tuple[float | None, ...]
+    """Seconds that a micro-batch takes from one stage to the next, where the next begins with this call; None: no cut
+    can be there. The first is 0."""
+    because: Mapping[int, str] = field(default_factory=dict)
+    """Why no cut can be there, by call."""
+
+    def without(self, because: Mapping[int, str]) -> Places:
+        """The same where no cut can be before these calls either."""
+        crossing = tuple(None if i in because and i else cost for i, cost in enumerate(self.crossing))
+        return replace(self, crossing=crossing, because={**because, **self.because})
+
+
+def balanced(places: Places, stages: int) -> list[int]:
+    """The calls that the stages after the first begin with: the longest stage is as short as can be, what it sends and
+    receives included."""
+    return partitioning.balanced(places.seconds, places.crossing, stages)
+
+
+def named(places: Places, cuts: Sequence[str]) -> list[int]:
+    """The calls that these layers begin with: modules by their path, functions as ``trace`` names them."""
+    found: list[int] = []
+    known = ", ".join(n for n, c in zip(places.names[1:], places.crossing[1:], strict=True) if c is not None)
+    for cut in cuts:
+        at = next((i for i, name in enumerate(places.names) if name == cut or name.startswith(f"{cut}.")), None)
+        if at is None:
+            raise ValueError(f"cuts={tuple(cuts)}: {cut!r} is no layer of the network; a stage may begin with {known}")
+        if at == 0 or places.crossing[at] is None or at in found or at < max(found, default=0):
+            why = "the first stage begins with it" if at == 0 else places.because.get(at, "it cannot be cut there")
+            why = "the cuts are not in the order of the layers" if at in found or at < max(found, default=0) else why
+            raise ValueError(
+                f"cuts={tuple(cuts)}: no stage can begin with {cut!r}, since {why}; one may begin with {known}"
+            )
+        found.append(at)
+    return found
+
+
+def calls(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that compute; the others (arguments, weights, what is returned) are where they are needed."""
+    return [node for node in graph.nodes if node.op.startswith("call_")]
+
+
+def crossing_values(graph: fx.Graph, at: int) -> list[fx.Node]:
+    """What calls before this one have computed and calls from it on, or the caller, use."""
+    return [node for i, (node, last) in enumerate(_last_uses(graph).items()) if i < at <= last]
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Of each call in order, the last that uses what it gives; the caller comes after all."""
+    order = {node: i for i, node in enumerate(calls(graph))}
+    return {node: max((order.get(user, len(order)) for user in node.users), default=i) for node, i in order.items()}
+
+
+def named_alike(names: Sequence[str], at: Sequence[int]) -> tuple[str, ...] | None:
+    """Returns the names of the calls before which a network is cut, or None where ``named`` would find other calls by
+    them."""
+    cuts = [names[i] for i in at]
+    found = [next(i for i, name in enumerate(names) if name == cut or name.startswith(f"{cut}.")) for cut in cuts]
+    return tuple(cuts) if found == list(at) else None
+
+
+def changing_buffers(model: nn.Module, inputs: Any) -> list[str]:
+    """The buffers (and numbers) that a forward pass in training changes: the state of a layer that sees parts of a
+    batch."""
+    with undisturbed(model) as changed:
+        tree.call(model, inputs)
+        return changed()
+
+
+def measured(model: nn.Module, graph: fx.Graph, inputs: Any, stateful: Sequence[str]) -> Places:
+    """The calls of a graph, timed on these inputs. ``stateful``: buffers that a call changes; all that use the module
+    of one have to be in one stage."""
+    order = calls(graph)
+    with undisturbed(model), torch.enable_grad():
+        timer = _Timer(model, graph)
+        for _ in range(RUNS + 1):
+            timer.again()
+            timer.run(*arguments(graph, inputs))
+    for p in model.parameters():
+        p.grad = None
+    named = names(graph)
+    because = _tied(model, order, stateful)
+    begins, ends = [0] * (len(order) + 1), [0] * (len(order) + 1)
+    for i, (node, last) in enumerate(_last_uses(graph).items()):
+        if (nbytes := timer.bytes[node]) is None:
+            because |= dict.fromkeys(
+                range(i + 1, last + 1), f"what {named[node]} gives is no tree of tensors and numbers"
+            )
+        elif last > i:
+            begins[i + 1] += nbytes
+            ends[last] += nbytes
+    crossing: list[float | None] = [0.0]
+    nbytes = 0
+    for at in range(1, len(order)):
+        nbytes += begins[at] - ends[at - 1]
+        crossing.append(None if at in because else SECONDS_PER_MESSAGE + nbytes * SECONDS_PER_BYTE)
+    return Places(tuple(named[n] for n in order), tuple(timer.seconds[n] for n in order), tuple(crossing), because)
+
+
+def _tied(model: nn.Module, order: Sequence[fx.Node], stateful: Sequence[str]) -> dict[int, str]:
+    """The calls before which a cut would put a changing buffer into two stages, and why there can be none."""
+    last: dict[int, int] = {}
+    found: dict[int, str] = {}
+    tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+    changing = {memory_of(tensors[name]) for name in stateful if name in tensors}
+    for i, node in enumerate(order):
+        for name, tensor in used_tensors(model, node):
+            if (memory := memory_of(tensor)) in changing:
+                between = range(last.get(memory, i) + 1, i + 1)
+                found |= dict.fromkeys(between, f"{name}, which changes, would be used on both sides")
+                last[memory] = i
+    return found
+
+
+def used_tensors(model: nn.Module, node: fx.Node) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers that a call uses, by name."""
+    if node.op == "call_module":
+        path = str(node.target)
+        module = model.get_submodule(path)
+        found: list[tuple[str, Tensor]] = [*module.named_parameters(remove_duplicate=False)]
+        found += module.named_buffers(remove_duplicate=False)
+        return [(f"{path}.{name}", t) for name, t in found]
+    return [(str(n.target), _attribute(model, str(n.target))) for n in node.all_input_nodes if n.op == "get_attr"]
+
+
+def _attribute(model: nn.Module, path: str) -> Any:
+    owner, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(owner), name)
+
+
+class _Timer(fx.Interpreter):
+    """Runs a graph call by call, each forward and backward."""
+
+    def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
+        super().__init__(model, graph=graph)
+        self.seconds: dict[fx.Node, float] = {}
+        self.bytes: dict[fx.Node, int | None] = {}
+        """Of what a call gives; None: not a tree of tensors and numbers."""
+        self._runs = 0
+
+    def again(self) -> None:
+        self._runs += 1
+
+    def run_node(self, n: fx.Node) -> Any:
+        if not n.op.startswith("call_"):
+            return super().run_node(n)
+        args, kwargs = tree.map_tensors(_own, self.fetch_args_kwargs_from_env(n))
+        began = time.perf_counter()
+        result = getattr(self, n.op)(n.target, args, kwargs)
+        outputs = tree.tensors(result)
+        with_gradient = [t for t in outputs if t.requires_grad]
+        if with_gradient:
+            torch.autograd.backward(with_gradient, [torch.ones_like(t) for t in with_gradient])
+        seconds = time.perf_counter() - began
+        self.seconds[n] = seconds if self._runs <= 2 else min(seconds, self.seconds[n])
+        self.bytes[n] = sum(t.nbytes for t in outputs) if can_travel(result) else None
+        return tree.map_tensors(_cut_off, result)
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    """A tensor that has a gradient where it had one, and no history."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A tensor that may be written to, as inside a network. Some functions take only what has no gradient: running
+    statistics have none."""
+    return _cut_off(tensor).clone() if tensor.is_floating_point() else tensor
+
+
+def can_travel(value: Any) -> bool:
+    """Is it a tree of dense tensors and plain numbers?"""
+    value = tuple(value) if isinstance(value, torch.Size) else value
+    try:  # the types that torch can write down: no named tuples
+        pytree.treespec_dumps(pytree.tree_structure(value))
+    except (NotImplementedError, TypeError):
+        return False
+    leaves = pytree.tree_leaves(value)
+    return all(
+        leaf.layout == torch.strided
+        if isinstance(leaf, Tensor)
+        else leaf is None or isinstance(leaf, int | float | bool)
+        for leaf in leaves
+    )

@@ -1,0 +1,301 @@
+"""Stages of a network that run its own forward, each a stretch of it: which modules a cut may lie between, what every
+stage holds, and the proof that the stretches are the network."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from apportion.comm.world import World
+from apportion.core import tree
+from apportion.core.data.batch import Batch
+from apportion.cost_model.partitioning import SECONDS_PER_BYTE, SECONDS_PER_MESSAGE
+from apportion.parallel.ops.factored_linear import Products
+from apportion.parallel.partition.part import Part
+from apportion.parallel.pipeline.cut_points import RUNS, Places, changing_buffers, named_alike
+from apportion.parallel.pipeline.eager_forward import OtherWay, OwnForward, Recorded
+from apportion.parallel.pipeline.eager_parameters import held
+from apportion.parallel.pipeline.meta_shapes import CannotRun
+from apportion.parallel.pipeline.microbatch import Ends, Passes
+from apportion.parallel.pipeline.schedules import turns
+from apportion.parallel.pipeline.single_stage import checkpointed, refuse_state
+from apportion.parallel.pipeline.whole_batch import normalises, refuse_coupled
+from apportion.parallel.replica.initial_model import memory_of
+from apportion.parallel.replica.replica import Replica
+from apportion.parallel.tracing.network import evaluating, undisturbed
+
+Cut = Callable[[Sequence[str], Callable[[], Places]], Sequence[int]]
+"""(the calls, what measures them) -> where the stages after the first begin, the same on all ranks."""
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@final
+class OwnStages(Part):
+    """This rank's stretch of a network's forward, and how micro-batches pass through it."""
+
+    def __init__(  # noqa: PLR0913 (what a pipeline has)
+        self,
+        model: nn.Module,
+        inputs: Any,
+        world: World,
+        cut: Cut,
+        *,
+        microbatches: int,
+        schedule: str,
+        recompute: bool,
+        whole_batch_norm: bool,
+        named: Sequence[str] = (),
+    ) -> None:
+        self._rank, self._size = world.rank, world.size
+        self._microbatches, self._schedule, self._recompute = microbatches, schedule, recompute
+        self.most_in_flight = 0
+        few = tree.rows(inputs, slice(0, 2))
+        stateful = changing_buffers(model, few)
+        _refuse_moved(model, stateful)
+        if microbatches > 1 or recompute:
+            _refuse_whole_batch(model, whole_batch_norm=whole_batch_norm)
+            refuse_state(model, stateful, microbatches, recompute=recompute, whole_batch_norm=whole_batch_norm)
+        if microbatches > 1:  # every rank, so that all say the same
+            refuse_coupled(model, inputs, microbatches)
+        sample = tree.rows(inputs, slice(0, max(2, -(-tree.length(inputs) // microbatches))))
+        self._own, self._trains = opened(model, few, world.size, named)
+        try:
+            with evaluating(model.modules()), undisturbed(model):
+                self._evaluates = self._own.record(few)
+            if self._evaluates.calls != self._trains.calls:
+                raise CannotRun(f"{type(model).__name__} calls other layers in evaluation than in training")
+            refused = _tied(model, self._trains, stateful)
+            at = cut(self._trains.calls, lambda: _measured(self._own, self._trains, sample, refused))
+            self.cuts = named_alike(self._trains.calls, at)
+            bounds = [0, *at, len(self._trains.calls)]
+            prove(self._own, self._trains, bounds, sample)
+        except BaseException:
+            self._own.close()
+            raise
+        self._bounds = bounds[world.rank], bounds[world.rank + 1]
+        self.model, self.pieces = held(model, (self._trains, self._evaluates), bounds, world.rank)
+        self._trained = [module for module in model.modules() if module.training]
+        self._products = Products(())
+        self.ends = Ends.of(world.group(), world.device)
+
+    def backward(self, replica: Replica, batch: Batch) -> Tensor | None:
+        parts = batch.parts(self._microbatches)
+        passes = Passes(self.run, self._products, self.ends, replica, batch, parts)
+        for kind, number in turns(self._schedule, self._rank, self._size, len(parts)):
+            if kind == "forward":
+                passes.forward(number)
+            else:
+                passes.backward(number)
+        self.most_in_flight = max(self.most_in_flight, passes.most)
+        self.ends.finish()
+        return passes.loss
+
+    def run(self, received: Sequence[Any], batch: Batch) -> Any:
+        """The stretch: what it hands on, or the outputs of the network."""
+
+        def stretch(*received: Any) -> Any:
+            return self._own.stretch(batch.inputs, self._trains, *self._bounds, received)
+
+        return checkpointed(stretch, *received) if self._recompute else stretch(*received)
+
+    @torch.no_grad()
+    def predict(self, replica: Replica, batch: Batch) -> Any | None:
+        received = self.ends.before.receive() if self.ends.before is not None else []
+        with evaluating(self._trained), replica.autocast():
+            found = self._own.stretch(batch.inputs, self._evaluates, *self._bounds, received)
+        if self.ends.after is None:
+            return found
+        self.ends.after.send(found)
+        self.ends.after.finish()
+        return None
+
+    def close(self) -> None:
+        self.ends.close()
+
+
+def _refuse_whole_batch(model: nn.Module, *, whole_batch_norm: bool) -> None:
+    found = [name for name, layer in model.named_modules() if normalises(layer)]
+    if whole_batch_norm and found:
+        raise CannotRun(
+            f'batch_norm="whole" puts together what comes to {found[0]}, which is not known where the forward of '
+            f"{type(model).__name__} cannot be followed: use microbatches=1, or layer_placement"
+        )
+
+
+# Which modules are called as one
+
+
+def opened(model: nn.Module, inputs: Any, size: int, named: Sequence[str]) -> tuple[OwnForward, Recorded]:
+    """The network as calls of the modules in its lists of layers; of the layers of all modules where that is too few,
+    or where a cut is named within one."""
+    called = _called(model, inputs)
+    why: CannotRun | None = None
+    for opens in (has_lists, _has_layers):
+        own = OwnForward(model, _units(model, called, opens))
+        try:
+            with undisturbed(model), torch.enable_grad():  # a forward may do other things where gradients are asked for
+                found = own.record(inputs)
+        except CannotRun as error:
+            own.close()
+            why = error
+            continue
+        trains = [i for i, m in enumerate(found.modules) if next(m.parameters(), None) is not None]
+        if len(trains) >= size and all(any(_begins(name, cut) for name in found.calls) for cut in named):
+            return own, found
+        own.close()
+    if why is not None:
+        raise why
+    wanted = f"{size} stages" if not named else f"cuts={tuple(named)}"
+    raise CannotRun(
+        f"layer_placement and pipeline_parallel cut between layers, and {type(model).__name__} calls too few for "
+        f"{wanted}: use fewer workers, or data_parallel"
+    )
+
+
+def _begins(name: str, cut: str) -> bool:
+    return name == cut or name.startswith(f"{cut}.")
+
+
+def _called(model: nn.Module, inputs: Any) -> set[nn.Module]:
+    """The modules that a forward calls."""
+    found: set[nn.Module] = set()
+    hooks = [m.register_forward_pre_hook(lambda m, _: found.add(m)) for m in model.modules()]
+    try:
+        with undisturbed(model):
+            tree.call(model, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def has_lists(module: nn.Module) -> bool:
+    """Are there layers of a list, dict or sequence in it? Of torch's own modules only a sequence is looked into."""
+    if type(module).__module__.startswith("torch.nn") and not isinstance(module, _LISTS):
+        return False
+    return any(isinstance(m, _LISTS) and next(m.parameters(), None) is not None for m in module.modules())
+
+
+def _has_layers(module: nn.Module) -> bool:
+    if type(module).__module__.startswith("torch.nn") and not isinstance(module, _LISTS):
+        return False
+    return any(True for m in module.children() if next(m.parameters(), None) is not None)
+
+
+def _units(model: nn.Module, called: set[nn.Module], opens: Callable[[nn.Module], bool]) -> Mapping[str, nn.Module]:
+    """The called modules that are in no other one but those that are looked into."""
+
+    def within(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in module.named_children():
+            where = f"{path}.{name}".lstrip(".")
+            if child in called and not opens(child):
+                yield where, child
+            else:
+                yield from within(where, child)
+
+    found: dict[nn.Module, str] = {}
+    for path, module in within("", model):
+        found.setdefault(module, path)
+    return {path: module for module, path in found.items()}
+
+
+# Where it is cut
+
+
+def _tied(model: nn.Module, recorded: Recorded, stateful: Sequence[str]) -> dict[int, str]:
+    """The calls before which a cut would put a changing buffer into two stages, and why there can be none."""
+    names = {name: t for name, t in model.named_buffers(remove_duplicate=False)}
+    found: dict[int, str] = {}
+    for name in stateful:
+        tensor, owner = names.get(name), name.rpartition(".")[0]
+        at = [
+            i
+            for i, module in enumerate(recorded.modules)
+            if (tensor is not None and any(memory_of(b) == memory_of(tensor) for b in module.buffers()))
+            or (tensor is None and owner and any(m is model.get_submodule(owner) for m in module.modules()))
+        ]
+        if not at:
+            raise CannotRun(
+                f"the forward of {type(model).__name__} changes its own {name} between its layers, once on every "
+                "stage: put what changes it into a layer of its own"
+            )
+        found |= dict.fromkeys(range(at[0] + 1, at[-1] + 1), f"{name}, which changes, would be used on both sides")
+    return found
+
+
+def _measured(own: OwnForward, recorded: Recorded, inputs: Any, because: Mapping[int, str]) -> Places:
+    """The calls, timed on these inputs; what lies between them counts as nothing."""
+    seconds = [float("inf")] * len(recorded.calls)
+    began, ended = list[float](), list[float]()
+    hooks = []
+    for i, module in enumerate(recorded.modules):
+        if module not in recorded.modules[:i]:
+            hooks.append(module.register_forward_pre_hook(lambda *_: began.append(time.perf_counter())))
+            hooks.append(module.register_forward_hook(lambda *_: ended.append(time.perf_counter())))
+    try:
+        for _ in range(RUNS):
+            began.clear()
+            ended.clear()
+            with undisturbed(own.model):
+                tree.call(own.model, inputs)
+            if len(began) == len(ended) == len(seconds):
+                seconds = [min(s, b - a) for s, a, b in zip(seconds, began, ended, strict=True)]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    seconds = [0.0 if s == float("inf") else s for s in seconds]
+    crossing: list[float | None] = [0.0]
+    for at in range(1, len(recorded.calls)):
+        nbytes = sum(recorded.nbytes[n] for n in recorded.crossing(at))
+        crossing.append(None if at in because else SECONDS_PER_MESSAGE + nbytes * SECONDS_PER_BYTE)
+    return Places(tuple(recorded.calls), tuple(seconds), tuple(crossing), because)
+
+
+# The proof
+
+
+def _refuse_moved(model: nn.Module, changed: Sequence[str]) -> None:
+    """A stage keeps the buffers of its own layers; what else a forward changes, nobody would keep alike."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    moved = [name for name in changed if name in parameters]
+    if moved:
+        raise ValueError(
+            f"the forward of {type(model).__name__} moves {moved[0]}, a parameter that no optimizer has, and would "
+            "move it in each stage and for each micro-batch: use data_parallel"
+        )
+
+
+def prove(own: OwnForward, recorded: Recorded, bounds: Sequence[int], inputs: Any) -> None:
+    """The stretches one after the other, each on copies, give what the network gives; or a ValueError."""
+    model = own.model
+    draws = torch.default_generator.get_state()
+    with undisturbed(model):
+        expected = tree.tensors(tree.call(model, _copied(inputs)))
+    torch.default_generator.set_state(draws)
+    with undisturbed(model):
+        values: Any = []
+        try:
+            for begin, end in itertools.pairwise(bounds):
+                values = _copied(own.stretch(_copied(inputs), recorded, begin, end, values))
+        except OtherWay as error:
+            raise CannotRun(str(error)) from error
+        except RuntimeError as error:  # torch refuses what it is given within a stretch
+            raise CannotRun(f"in stages {type(model).__name__} does not run: use data_parallel") from error
+        found = tree.tensors(values)
+    if len(found) != len(expected) or not all(
+        torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in zip(found, expected, strict=True)
+    ):
+        raise CannotRun(
+            f"in stages {type(model).__name__} does not give what it gives whole: between its layers it writes in "
+            "place to what another stage uses, or it changes with every call; give cuts= elsewhere, or use "
+            "data_parallel"
+        )
+
+
+def _copied(values: Any) -> Any:
+    return tree.map_tensors(Tensor.clone, values)

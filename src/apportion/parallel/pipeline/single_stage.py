@@ -1,0 +1,109 @@
+"""A network as one stage, of one micro-batch after the other; and what no stage can do with a part of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from apportion.comm.group import Alone
+from apportion.core import tree
+from apportion.core.data.batch import Batch
+from apportion.core.rng import RngState, plain_rng_from
+from apportion.parallel.ops.factored_linear import Products, plain_layers
+from apportion.parallel.partition.part import Part
+from apportion.parallel.partition.tensor_shards import Piece
+from apportion.parallel.pipeline.cut_points import changing_buffers
+from apportion.parallel.pipeline.whole_batch import normalises, refuse_coupled
+from apportion.parallel.replica.loss_weighting import LossShare
+from apportion.parallel.replica.replica import Replica
+
+
+@final
+class InParts(Part):
+    """The only stage: the whole model, of one micro-batch after the other."""
+
+    alike = True
+
+    def __init__(
+        self, model: nn.Module, inputs: Any, microbatches: int, *, recompute: bool, whole_batch_norm: bool
+    ) -> None:
+        if microbatches > 1 or recompute:
+            stateful = changing_buffers(model, tree.rows(inputs, slice(0, 2)))
+            refuse_state(model, stateful, microbatches, recompute=recompute, whole_batch_norm=whole_batch_norm)
+            if stateful or any(map(normalises, model.modules())):
+                microbatches = 1
+        if microbatches > 1:
+            refuse_coupled(model, inputs, microbatches)
+        self.model, self._microbatches = model, microbatches
+        if recompute:
+            _recompute(model)
+        self._products = Products(plain_layers(model) if microbatches > 1 else ())
+        self.pieces: Mapping[str, Piece] = {}
+
+    def backward(self, replica: Replica, batch: Batch) -> Tensor:
+        share, losses = LossShare(replica, Alone()), []
+        total = share.total(batch)
+        parts = batch.parts(self._microbatches)
+        for part in parts:
+            if part is not parts[0]:
+                replica.decide(batch.step)
+            loss, weight = share(part, own=True, total=total)
+            replica.backward(loss, weight)
+            self._products.add_up()
+            losses.append(loss.detach() * weight)
+        return sum(losses[1:], losses[0])
+
+    def predict(self, replica: Replica, batch: Batch) -> Any:
+        return replica.predict(batch)
+
+
+def checkpointed(run: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    """What it gives, computed again in the backward pass: on copies, since what is written to in place is not what it
+    begins with again; with the draws of the first time."""
+
+    def again(*values: Any, **named: Any) -> Any:
+        values, named = tree.map_tensors(Tensor.clone, (values, named))
+        return run(*values, **named)
+
+    drawn = plain_rng_from(RngState.now())
+    return checkpoint(again, *values, use_reentrant=False, context_fn=lambda: (nullcontext(), drawn), **named)
+
+
+def _recompute(model: nn.Module) -> None:
+    """From now on its forward passes in training are computed again."""
+    run = model.forward
+
+    def forward(*values: Any, **named: Any) -> Any:
+        return checkpointed(run, *values, **named) if torch.is_grad_enabled() else run(*values, **named)
+
+    model.forward = forward
+
+
+def refuse_state(
+    model: nn.Module, stateful: Sequence[str], microbatches: int, *, recompute: bool, whole_batch_norm: bool
+) -> None:
+    """What a forward pass over parts of the batch, or a second one, would make another network of."""
+    if whole_batch_norm:
+        if not recompute:
+            return
+        microbatches = 1
+    what, why, instead = "recompute=True", "have {} see every batch twice", "recompute=False"
+    if microbatches > 1:
+        what, why = f"microbatches={microbatches}", "give {} the statistics of a part of the batch"
+        instead = 'batch_norm="whole", microbatches=1'
+    for name, layer in model.named_modules():
+        if normalises(layer):
+            raise ValueError(
+                f"{what} would {why.format(name)}: use {instead}, layer_placement, data_parallel, or a normalisation "
+                "that looks at one example (GroupNorm, LayerNorm)"
+            )
+    if stateful:
+        raise ValueError(
+            f"{what} would change the buffer {stateful[0]} more than once a step: use {instead}, layer_placement, or "
+            "data_parallel"
+        )

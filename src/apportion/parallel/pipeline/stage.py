@@ -1,0 +1,339 @@
+"""A network in stages, one a rank: each computes some consecutive calls, and hands on what later ones use.
+
+::
+
+    stage 0        stage 1            stage 2
+    conv ---- h -> conv - g ------- -> add(g, h) -> loss
+         \\--- h ---------- h ------ /                          a skip connection travels through the stages between
+
+    backward, from the last to the first: the gradients of what was handed on, h's from both of its users
+
+Arguments of the network and weights do not travel: each stage that uses an argument loads it itself, and a weight that
+several stages use is held by all of them, which sum its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, final
+
+import torch
+from torch import Tensor, fx, nn
+
+from apportion.comm.objects import broadcast_message
+from apportion.comm.world import World
+from apportion.core import torch_private, tree
+from apportion.core.data.batch import Batch
+from apportion.core.workload import Workload
+from apportion.parallel.ops.factored_linear import Products, plain_layers
+from apportion.parallel.partition.autograd_use import asked, refuse_untraceable
+from apportion.parallel.partition.part import Part
+from apportion.parallel.pipeline.cut_points import (
+    Places,
+    balanced,
+    calls,
+    changing_buffers,
+    measured,
+    named,
+    named_alike,
+)
+from apportion.parallel.pipeline.eager_stages import OwnStages, has_lists
+from apportion.parallel.pipeline.meta_shapes import CannotRun
+from apportion.parallel.pipeline.microbatch import Ends, Passes
+from apportion.parallel.pipeline.schedules import turns
+from apportion.parallel.pipeline.single_stage import InParts, checkpointed, refuse_state
+from apportion.parallel.pipeline.stage_graph import (
+    StageGraph,
+    adopt_the_rest,
+    prove,
+    refuse_elsewhere,
+    terms,
+    trained_alone,
+)
+from apportion.parallel.pipeline.whole_batch import (
+    Rows,
+    needs_whole_batch,
+    refuse_coupled,
+    refuse_coupled_stage,
+    rows_at,
+)
+from apportion.parallel.replica.replica import Replica
+from apportion.parallel.tracing.network import evaluating
+from apportion.parallel.tracing.tracer import Unfollowed, Whole, follow, names, of_torch
+
+
+def staged(  # noqa: PLR0913 (what a pipeline has)
+    workload: Workload,
+    world: World,
+    *,
+    microbatches: int = 1,
+    schedule: str = "gpipe",
+    cuts: Sequence[str] | None = None,
+    recompute: bool = False,
+    whole_batch_norm: bool = False,
+) -> Callable[[nn.Module, Any], Part]:
+    """What makes this rank's part of a model: a stage of it, or where there is one rank all of it."""
+    if cuts is not None and len(cuts) != world.size - 1:
+        raise ValueError(
+            f"cuts={tuple(cuts)} make {len(cuts) + 1} stages, and there are {world.size} workers: use "
+            f"workers={len(cuts) + 1}, or name {world.size - 1} layers"
+        )
+    if world.size > 1:
+        refuse_stages(workload.update is not None, workload.carry is not None, world.device.type)
+
+    def make(model: nn.Module, inputs: Any) -> Part:
+        if world.size == 1:
+            return InParts(model, inputs, microbatches, recompute=recompute, whole_batch_norm=whole_batch_norm)
+        graph = _traced(model, inputs)
+        if isinstance(graph, Unfollowed) or _hides_layers(model, graph) or _hides_hooks(model, graph):
+            try:
+                return OwnStages(
+                    model, inputs, world, partial(_agreed, world, cuts, "own"),
+                    microbatches=microbatches, schedule=schedule, recompute=recompute,
+                    whole_batch_norm=whole_batch_norm, named=cuts or (),
+                )  # fmt: skip
+            except CannotRun as error:
+                if isinstance(graph, Unfollowed):
+                    raise ValueError(
+                        f"{_cannot_be_cut(graph)}; nor can it be run in stages as it is written: {error}"
+                    ) from error
+        return Stages(
+            model, inputs, world, graph,
+            microbatches=microbatches, schedule=schedule, cuts=cuts, recompute=recompute,
+            whole_batch_norm=whole_batch_norm,
+        )  # fmt: skip
+
+    return make
+
+
+def refuse_stages(own_update: bool, carries: bool, device: str, untraceable: str | None = None) -> None:
+    """ValueError where a workload cannot be computed by several stages, or not on such devices."""
+    if own_update:
+        raise ValueError("update= asks for the gradient of a loss that only the last stage has: use data_parallel")
+    if carries:
+        raise ValueError(
+            "a recurrent state that is carried would go back from the last stage to the first: use wavefront_parallel, "
+            "or data_parallel"
+        )
+    if device != "cpu":
+        raise ValueError(
+            f"stages on {device} devices are not there yet: use launcher=local(device='cpu'), or data_parallel, or "
+            "fully_sharded"
+        )
+    if untraceable is not None:
+        raise ValueError(_cannot_be_cut(untraceable))
+
+
+@final
+class Stages(Part):
+    """This rank's stage of a network, and how micro-batches pass through it."""
+
+    def __init__(  # noqa: PLR0913 (what a pipeline has)
+        self,
+        model: nn.Module,
+        inputs: Any,
+        world: World,
+        graph: fx.Graph,
+        *,
+        microbatches: int,
+        schedule: str,
+        cuts: Sequence[str] | None,
+        recompute: bool,
+        whole_batch_norm: bool,
+    ) -> None:
+        self._world, self._rank, self._size, self._group = world, world.rank, world.size, world.group()
+        self._microbatches, self._schedule, self._recompute = microbatches, schedule, recompute
+        self.most_in_flight = 0
+        """Micro-batches whose activations this stage has kept at once."""
+        self._at_once: tuple[Sequence[Rows], Sequence[Rows]] | None = None
+        """Of a stage that computes a batch at once: how what comes, and what goes, depends on the rows."""
+        refuse_untraceable(asked(model, inputs), model)
+        stateful = changing_buffers(model, tree.rows(inputs, slice(0, 2)))
+        if microbatches > 1 or recompute:
+            refuse_state(model, stateful, microbatches, recompute=recompute, whole_batch_norm=whole_batch_norm)
+        ones = {str(node.target) for node in calls(graph) if node.op == "call_module"}  # a layer may be followed in one
+        with evaluating(model.modules()):
+            evaluated = _followed(model, inputs, lambda path, module: path in ones or of_torch(path, module))
+        refuse_elsewhere(model, graph, evaluated)
+        at = self._cut(model, graph, evaluated, inputs, stateful, cuts)
+        bounds = [0, *at, len(calls(graph))]
+        self.cuts = named_alike([names(graph)[node] for node in calls(graph)], at)
+        at_once = [needs_whole_batch(model, calls(graph)[a:b], stateful) for a, b in pairwise(bounds)]
+        if microbatches > 1 and any(at_once):
+            self._schedule = "gpipe"  # whoever waits for the whole batch has to be sent it first
+            if at_once[self._rank]:
+                self._at_once = self._rows(model, graph, bounds, inputs)
+            else:
+                refuse_coupled_stage(model, graph, bounds, self._rank, inputs, microbatches)
+        elif microbatches > 1:  # every rank, so that all say the same
+            refuse_coupled(model, inputs, microbatches)
+        if self._rank == 0:
+            prove(model, graph, bounds, self._sample(inputs))
+        self._arguments = graph
+        self._training = StageGraph(model, graph, bounds, self._rank)
+        self._evaluation = self._for_evaluation(model, evaluated, graph, at)
+        self.model = self._training.module
+        self._trained = [module for module in self.model.modules() if module.training]
+        self.pieces = terms(model, graph, bounds, self.model)
+        if self._rank == 0:
+            adopt_the_rest(self.model, model, graph)
+        # Of a whole batch they would keep all inputs until the end.
+        self._products = Products(plain_layers(self.model) if microbatches > 1 else ())
+        self.ends = Ends.of(self._group, world.device)
+
+    def _cut(
+        self,
+        model: nn.Module,
+        graph: fx.Graph,
+        evaluated: fx.Graph,
+        inputs: Any,
+        stateful: Sequence[str],
+        cuts: Sequence[str] | None,
+    ) -> list[int]:
+        def places() -> Places:
+            alone = {} if str(evaluated) == str(graph) else trained_alone(model, graph, evaluated)
+            return measured(model, graph, self._sample(inputs), stateful).without(alone)
+
+        return _agreed(self._world, cuts, "", [names(graph)[node] for node in calls(graph)], places)
+
+    def _sample(self, inputs: Any) -> Any:
+        """A micro-batch of them, of two rows at least: one alone cannot be normalised."""
+        return tree.rows(inputs, slice(0, max(2, -(-tree.length(inputs) // self._microbatches))))
+
+    def _rows(
+        self, model: nn.Module, graph: fx.Graph, bounds: Sequence[int], inputs: Any
+    ) -> tuple[Sequence[Rows], Sequence[Rows]]:
+        first, last = self._rank == 0, self._rank == self._size - 1
+        return (
+            [] if first else rows_at(model, graph, bounds[self._rank], inputs),
+            [] if last else rows_at(model, graph, bounds[self._rank + 1], inputs),
+        )
+
+    def _for_evaluation(self, model: nn.Module, evaluated: fx.Graph, graph: fx.Graph, at: Sequence[int]) -> StageGraph:
+        """The same stage of the network as it is evaluated: its own graph, where the forward asks ``self.training``."""
+        if str(evaluated) == str(graph):
+            return self._training
+        found = [node.name for node in calls(evaluated)]
+        begins = [found.index(calls(graph)[i].name) for i in at]
+        return StageGraph(model, evaluated, [0, *begins, len(found)], self._rank)
+
+    # Training
+
+    def backward(self, replica: Replica, batch: Batch) -> Tensor | None:
+        parts = batch.parts(self._microbatches)
+        passes = Passes(self.run, self._products, self.ends, replica, batch, parts)
+        if self._at_once is not None and len(parts) > 1:
+            passes.at_once(*self._at_once)
+        else:
+            for kind, number in turns(self._schedule, self._rank, self._size, len(parts)):
+                if kind == "forward":
+                    passes.forward(number)
+                else:
+                    passes.backward(number)
+        self.most_in_flight = max(self.most_in_flight, passes.most)
+        self.ends.finish()
+        return passes.loss
+
+    def run(self, received: Sequence[Any], batch: Batch) -> Any:
+        """The stage's forward pass: what it hands on, or the outputs of the network."""
+        given = self._training.takes(self._arguments, batch)
+        return checkpointed(self.model, *given, *received) if self._recompute else self.model(*given, *received)
+
+    # Evaluation
+
+    @torch.no_grad()
+    def predict(self, replica: Replica, batch: Batch) -> Any | None:
+        received = self.ends.before.receive() if self.ends.before is not None else []
+        with evaluating(self._trained), replica.autocast():
+            found = self._evaluation.module(*self._evaluation.takes(self._arguments, batch), *received)
+        if self.ends.after is None:
+            return found
+        self.ends.after.send(found)
+        self.ends.after.finish()
+        return None
+
+    def close(self) -> None:
+        self.ends.close()
+
+
+def _agreed(
+    world: World, cuts: Sequence[str] | None, kind: str, own: Sequence[str], measure: Callable[[], Places]
+) -> list[int]:
+    """Where these calls are cut. Measured by rank 0 alone: all ranks cut at the same places, those of other replicas
+    too; ValueError, on every rank, where rank 0 refuses."""
+    told: Any = None
+    everyone = world.outer or world
+    if everyone.rank == 0:
+        known = Known(world, kind)
+        at = known.read()
+        told = {"calls": list(own), "at": at, "refusal": ""}
+        if at is None:
+            try:
+                places = measure()
+                told["at"] = named(places, cuts) if cuts is not None else balanced(places, world.size)
+                known.write(told["at"])
+            except ValueError as refusal:
+                told["refusal"] = str(refusal)
+    told = broadcast_message(told, everyone.group())
+    if told["refusal"]:
+        raise ValueError(told["refusal"])
+    assert told["calls"] == list(own), "every rank follows the same network"
+    return [int(i) for i in told["at"]]
+
+
+class Known:
+    """Where a run has cut the network: whoever comes in a lost worker's place cuts it there, too."""
+
+    def __init__(self, world: World, kind: str = "") -> None:
+        self._memory = None
+        if world.members is not None and world.size == world.local_size:
+            self._memory = world.shared(f"{kind}cuts/{world.size}", 8 * (world.size + 1))
+
+    def read(self) -> list[int] | None:
+        if self._memory is None:
+            return None
+        many, *at = self._memory.cast("q")
+        return at[: many - 1] if many else None
+
+    def write(self, at: Sequence[int]) -> None:
+        if self._memory is not None:
+            words = self._memory.cast("q")
+            for i, place in enumerate(at, 1):
+                words[i] = place
+            words[0] = len(at) + 1  # last: it is all there
+
+
+def _traced(model: nn.Module, inputs: Any) -> fx.Graph | Unfollowed:
+    """The network's graph, or why there is none."""
+    try:
+        return follow(model, inputs)
+    except Unfollowed as error:
+        return error
+
+
+def _hides_layers(model: nn.Module, graph: fx.Graph) -> bool:
+    """Is a module that has a list of layers one call of the graph, in which it cannot be cut?"""
+    modules = {str(node.target) for node in graph.nodes if node.op == "call_module"}
+    return any(has_lists(model.get_submodule(path)) for path in modules)
+
+
+def _hides_hooks(model: nn.Module, graph: fx.Graph) -> bool:
+    """Has what is one call of the graph a hook, which may hand what a layer gives to the forward? No trace runs it."""
+    calls = {str(node.target) for node in graph.nodes if node.op == "call_module"}
+    return any(torch_private.forward_hooks_of(m) for path in calls for m in model.get_submodule(path).modules())
+
+
+def _followed(model: nn.Module, inputs: Any, whole: Whole = of_torch) -> fx.Graph:
+    try:
+        return follow(model, inputs, whole=whole)
+    except Unfollowed as error:
+        raise ValueError(_cannot_be_cut(error)) from error
+
+
+def _cannot_be_cut(why: object) -> str:
+    return (
+        f"{why}; so it cannot be cut into stages (layer_placement, pipeline_parallel): put what decides or changes "
+        "into a module of its own, or use data_parallel"
+    )

@@ -1,0 +1,1 @@
+"""Recurrent layers on ranks, chunk by chunk over time (wavefront)."""

@@ -1,0 +1,147 @@
+"""The whole state after the last update, in memory that outlives every worker.
+
+::
+
+    word c            version c % 2 is whole
+    version 0, 1      what lies where (JSON) | tensor | tensor | ... | step, settings (JSON)
+
+One rank writes the version that is not live, then the word: a death in the middle leaves the last whole one behind, and
+so does the death of all ranks at once. For updates that every rank makes alike, whatever the optimizer keeps; weights
+that lie in shared pages need no copy (``shared_update.py``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from apportion.comm.sync import fence
+from apportion.comm.world import World
+from apportion.core.strategy import State
+
+ALIGN = 64
+"""Bytes that every tensor starts on a multiple of."""
+_HEAD_BYTES = 64
+_COMMIT, _NBYTES = 0, 1
+"""Words of the head: the version that is whole (0: none yet), and how large the memory of each of the two is."""
+_LENGTHS_BYTES = 16
+_PARTS = ("model", "optimizer", "buffers")
+
+
+@final
+class Kept:
+    """Where the workers of a host keep their state. One rank writes; nobody reads meanwhile."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._head = (ctypes.c_int64 * 3).from_buffer(world.shared("kept", _HEAD_BYTES))
+
+    def write(self, state: State) -> None:
+        """From now on this is the state."""
+        assert not state.carry, "the rows of a recurrent state are a rank's own"
+        number = self._head[_COMMIT] + 1
+        packed = Packed(state)
+        memory = self._memory(number % 2, packed.nbytes)
+        packed.write(memory, packed.begin(memory), state)
+        self._head[_NBYTES + number % 2] = packed.nbytes
+        fence()
+        self._head[_COMMIT] = number
+
+    def read(self) -> State | None:
+        """A copy of it; None where there was none yet."""
+        number = self._head[_COMMIT]
+        if not number:
+            return None
+        fence()
+        return unpacked(self._memory(number % 2, self._head[_NBYTES + number % 2]))[0]
+
+    def _memory(self, version: int, nbytes: int) -> memoryview:
+        return self._world.shared(f"kept/{version}/{nbytes}", nbytes)
+
+
+class Packed:
+    """How states lie in memory that differ in their numbers alone; with them goes whatever plain JSON is to be found
+    there.
+
+    ::
+
+        lengths | what lies where, what is beside it (JSON) | tensor | tensor | ... | step, settings (JSON)
+    """
+
+    def __init__(self, state: State, beside: Any = None) -> None:
+        self._beside, self._kinds = beside, _kinds(state)
+        self._places, at = [], 0
+        for _, _, dtype, shape in self._kinds:
+            self._places.append(at)
+            at += _rounded(shape.numel() * dtype.itemsize)
+        tensors = [
+            [part, name, str(dtype).removeprefix("torch."), list(shape), place]
+            for (part, name, dtype, shape), place in zip(self._kinds, self._places, strict=True)
+        ]
+        self._head = json.dumps({"tensors": tensors, "beside": beside}).encode()
+        self._begin = _rounded(_LENGTHS_BYTES + len(self._head))
+        self._end = self._begin + at
+        # L-BFGS keeps more from step to step. In powers of two, what it has grown out of is less than what it uses.
+        self.nbytes = 1 << (self._end + len(_told(state))).bit_length()
+
+    def is_of(self, state: State, beside: Any) -> bool:
+        """Does this state lie so, too? What is beside it is told apart by its identity."""
+        fits = self._end + len(_told(state)) <= self.nbytes
+        return fits and beside is self._beside and self._kinds == _kinds(state)
+
+    def begin(self, memory: memoryview) -> list[Tensor]:
+        """Write what is alike in all of them into so many bytes; where their tensors go there."""
+        _lengths(memory)[0] = len(self._head)
+        memory[_LENGTHS_BYTES : _LENGTHS_BYTES + len(self._head)] = self._head
+        places = zip(self._kinds, self._places, strict=True)
+        return [_view(memory, dtype, shape, self._begin + at) for (_, _, dtype, shape), at in places]
+
+    def write(self, memory: memoryview, views: Sequence[Tensor], state: State) -> None:
+        """Write the rest."""
+        told = _told(state)
+        _lengths(memory)[1] = len(told)
+        memory[self._end : self._end + len(told)] = told
+        for view, tensor in zip(views, (t for part in _PARTS for t in getattr(state, part).values()), strict=True):
+            view.copy_(tensor)
+
+
+def unpacked(memory: memoryview) -> tuple[State, Any]:
+    """A copy of the state that lies there, and what is beside it."""
+    length, told = _lengths(memory)
+    head = json.loads(bytes(memory[_LENGTHS_BYTES : _LENGTHS_BYTES + length]))
+    begin = end = _rounded(_LENGTHS_BYTES + length)
+    found: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
+    for part, name, dtype, shape, at in head["tensors"]:
+        tensor = found[part][name] = _view(memory, getattr(torch, dtype), shape, begin + at).clone()
+        end = begin + at + _rounded(tensor.nbytes)
+    rest = json.loads(bytes(memory[end : end + told]))
+    return State(step=rest["step"], settings=rest["settings"], **found), head["beside"]
+
+
+def _lengths(memory: memoryview) -> Any:
+    return (ctypes.c_int64 * 2).from_buffer(memory)
+
+
+def _kinds(state: State) -> list[tuple[str, str, torch.dtype, torch.Size]]:
+    """(part, name, type, shape) of every tensor."""
+    return [(part, name, t.dtype, t.shape) for part in _PARTS for name, t in getattr(state, part).items()]
+
+
+def _told(state: State) -> bytes:
+    return json.dumps({"step": state.step, "settings": state.settings}).encode()
+
+
+def _view(memory: memoryview, dtype: torch.dtype, shape: Any, at: int) -> Tensor:
+    numel = torch.Size(shape).numel()
+    if not numel:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=at).view(shape)
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN

@@ -1,0 +1,340 @@
+"""A network whose weights, gradients and optimizer slots are spread over the ranks (torch's FSDP2), and what goes
+between its shards and whole tensors.
+
+Where the ranks share memory, the gathering of weights and the summing of gradients go through it; else through the
+process group, as FSDP does by itself. A shard is a run of rows: ``torch.chunk`` along dimension 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+
+from apportion.comm.group import Group
+from apportion.comm.process_group import ProcessGroup
+from apportion.comm.shared_memory_group import SharedMemory
+from apportion.comm.world import World
+from apportion.core import torch_private, tree
+from apportion.core.strategy import State
+from apportion.core.torch_private import BatchNormBase, is_view, version_of
+from apportion.errors import ApportionError
+from apportion.parallel.optim.fused import needs_whole_weights
+from apportion.parallel.replica.initial_model import refuse_renormalising, refuse_tied_by_memory
+
+_CALLS_ITS_PARTS = (
+    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
+)  # fmt: skip
+"""Of what torch composes of layers. The others (attention, a transformer layer) use weights of their parts without
+calling them."""
+_GATHER, _SCATTER = 0, 1
+
+
+def units(model: nn.Module, least: int) -> list[nn.Module]:
+    """The layers that are gathered one at a time, innermost first; the model itself, which holds the rest, is the last.
+
+    A unit has so many parameters at least, and all the layers that share one of them.
+    """
+    holders: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            holders.setdefault(p, set()).add(module)
+    found: list[nn.Module] = []
+    taken: set[nn.Parameter] = set()
+
+    def visit(module: nn.Module) -> None:
+        if not type(module).__module__.startswith("torch.") or isinstance(module, _CALLS_ITS_PARTS):
+            for child in module.children():
+                visit(child)
+        parameters = set(module.parameters()) - taken
+        inside = set(module.modules())
+        whole = all(holders[p] <= inside for p in parameters)
+        called = type(module).forward is not nn.Module.forward
+        if module is not model and called and whole and sum(p.numel() for p in parameters) >= least:
+            found.append(module)
+            taken.update(parameters)
+
+    visit(model)
+    return [*found, model]
+
+
+class Sharded:
+    """Spreads the parameters of a model over the ranks of a world, in place; gradients are summed, not averaged.
+    ``whole``: parameters that every rank keeps."""
+
+    def __init__(self, model: nn.Module, world: World, least: int, whole: Iterable[Tensor] = ()) -> None:
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise ValueError(
+                f"torch {torch.__version__} sums the gradients that each rank happens to have, which need not be the "
+                "same ones: fully_sharded needs a newer torch (2.13 will do), or use data_parallel"
+            )
+        self._model, self._group = model, world.group()
+        for p in model.parameters():
+            p.data = p.data.contiguous()  # channels_last: rows of a shard lie together
+        mesh = _mesh(world)
+        names = {module: name for name, module in model.named_modules()}
+        kept: set[Any] = set(whole)
+        self._written: dict[Any, int] = {}
+        self._units: list[FSDPModule] = []
+        for number, module in enumerate(units(model, least)):
+            module.register_forward_pre_hook(partial(self._call, number))
+            module.register_forward_hook(_without_views)  # before FSDP's own
+            if any(not p.requires_grad and p not in kept for p in module.parameters()):
+                module.register_forward_hook(self._refuse_moved)
+            unit = fully_shard(module, mesh=mesh, ignored_params=kept)
+            self._units.append(unit)
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+            # A rank that did not use a parameter sends zeros, so that every rank sends the same parameters.
+            unit.set_reduce_scatter_unused_params(True)
+            if isinstance(self._group, SharedMemory):
+                unit.set_custom_all_gather(_AllGather(self._group, number, names[module]))  # type: ignore[arg-type]
+                unit.set_custom_reduce_scatter(_ReduceScatter(self._group, number, names[module]))  # type: ignore[arg-type]
+        self._names = dict(model.named_parameters(remove_duplicate=False))
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._used = [False] * len(self._parameters)
+        self._calls = [0] * len(self._units)
+        self._watch_use()
+
+    def _watch_use(self) -> None:
+        """Have every whole parameter say when it gets a gradient: FSDP makes it once and fills it again and again."""
+        numbers = {p: number for number, p in enumerate(self._parameters)}
+        places = {
+            number: (module, name)
+            for module in self._model.modules()
+            for name, p in module.named_parameters(recurse=False)
+            if (number := numbers.get(p)) is not None
+        }
+        for unit in self._units:
+            unit.unshard()
+            for number, place in places.items():
+                if not isinstance(p := getattr(*place), DTensor):
+                    p.register_post_accumulate_grad_hook(partial(self._use, number))
+            unit.reshard()
+
+    def _call(self, number: int, module: nn.Module, inputs: Any) -> None:
+        self._calls[number] += 1
+
+    def _refuse_moved(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Nobody keeps what is written to gathered weights. torch counts that; gathering them does not count."""
+        for name, p in module.named_parameters():
+            if p.requires_grad or isinstance(p, DTensor) or p.is_inference():
+                continue
+            if self._written.setdefault(p, version_of(p)) != version_of(p):
+                raise ValueError(
+                    f"{name}, which no optimizer has, is moved by the forward of a later step and not of the first: "
+                    "fully_sharded cannot keep that; move it in the first step too, or use data_parallel"
+                )
+
+    def _use(self, number: int, parameter: Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            (name, *_) = [name for name, p in self._names.items() if p is self._parameters[number]]
+            raise ValueError(
+                f"the gradient of {name} is sparse, and is not summed in shards: look it up with sparse=False, or use "
+                "data_parallel"
+            )
+        self._used[number] = True
+
+    def sum(self, loss: Tensor) -> Tensor:
+        """The end of a step's backward passes: the sum of the ranks' losses; ``p.grad`` is None again where no rank has
+        used a parameter, so that the optimizer skips it as on one device. Called by all ranks."""
+        tail = torch.tensor([*self._calls, *self._used, 0.0], dtype=torch.float64, device=loss.device)
+        tail[-1] = loss
+        self._group.all_reduce(tail).wait()
+        calls, used, _ = tail.split([len(self._calls), len(self._used), 1])
+        if calls.tolist() != [self._group.size * own for own in self._calls]:
+            raise _apart(self._group, "at the end of its step")
+        for p, ranks in zip(self._parameters, used.tolist(), strict=True):
+            if not ranks:
+                p.grad = None
+        self._calls, self._used = [0] * len(self._calls), [False] * len(self._used)
+        return tail[-1].to(loss.dtype)
+
+    @torch.no_grad()
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], largest: float) -> None:
+        """As ``torch.nn.utils.clip_grad_norm_``; each rank measures and scales its shards. Called by all ranks."""
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        if not gradients:
+            return
+        squares = torch.stack([torch.linalg.vector_norm(g) for g in gradients]).square().sum().reshape(1)
+        self._group.all_reduce(squares).wait()
+        scale = (largest / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+        for g in gradients:
+            g.mul_(scale.to(g.dtype))
+
+    def let_go(self) -> None:
+        """Of whole weights that are kept for a backward pass that does not come."""
+        for unit in self._units:
+            unit.reshard()
+
+    def whole(self, state: State) -> State:
+        """The same state in whole tensors, in the host's memory. Called by all ranks."""
+
+        def gathered(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, DTensor):
+                return tensor
+            return torch.cat(self._group.all_gather_rows(tensor.to_local())).cpu()
+
+        return replace(
+            state,
+            model={name: gathered(t) for name, t in state.model.items()},
+            optimizer={name: gathered(t) for name, t in state.optimizer.items()},
+        )
+
+    def spread(self, state: State, optimizers: Iterable[str]) -> State:
+        """This rank's shards of a state in whole tensors. ``optimizers``: their names."""
+        owners = [f"{name}/" if name else "" for name in optimizers]
+
+        def slot(key: str, tensor: Tensor) -> Tensor:
+            name = key.rpartition("/")[0]
+            (owner,) = [o for o in owners if name.startswith(o) and name.removeprefix(o) in self._names] or [""]
+            return self._shards(name.removeprefix(owner), tensor)
+
+        return replace(
+            state,
+            model={name: self._shards(name, t) for name, t in state.model.items()},
+            optimizer={key: slot(key, t) for key, t in state.optimizer.items()},
+        )
+
+    def _shards(self, name: str, tensor: Tensor) -> Tensor:
+        """Of a parameter, or a slot of its shape; other tensors are every rank's."""
+        p: Any = self._names.get(name)
+        return _shard_of(tensor, p) if isinstance(p, DTensor) and p.shape == tensor.shape else tensor
+
+    def nbytes(self, slots: Iterable[Tensor]) -> int:
+        """Of weights, buffers and these slots, that this rank has."""
+        return sum(local(t).nbytes for t in (*self._model.parameters(), *self._model.buffers(), *slots))
+
+
+def _without_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """FSDP gathers a layer for its backward pass when the gradient of its output arrives. On a view that is written to
+    in place (``h += x``) it would never hear of it."""
+    return tree.map_tensors(lambda t: t.clone() if t.requires_grad and is_view(t) else t, outputs)
+
+
+def _mesh(world: World) -> DeviceMesh:
+    """All ranks, in a row. FSDP asks for a process group, whatever its messages go through."""
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)  # where FSDP puts what it gathers
+    # Never left: torch keeps what it has worked out for this mesh for as long as the process lives.
+    ProcessGroup.connect(
+        rank=world.rank, size=world.size, device=world.device, local_size=world.local_size,
+        watched=world.channel is not None,
+    )  # fmt: skip
+    return init_device_mesh(world.device.type, (world.size,))
+
+
+class _Messages:
+    """A unit's collectives, as FSDP wants them (``Comm``)."""
+
+    def __init__(self, group: SharedMemory, number: int, name: str) -> None:
+        self._group, self._number, self._name = group, number, name
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Where a message is put together."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def _agree(self, kind: int, numel: int) -> None:
+        """Every rank is at the same message: what else it takes for one has other layers' numbers in it."""
+        own = torch.tensor([kind, self._number, numel])
+        if bool((self._group.all_gather(own) != own).any()):
+            raise _apart(self._group, f"at layer {self._name!r}")
+
+
+class _AllGather(_Messages):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        own = input_tensor.view(-1)
+        self._agree(_GATHER, own.numel())
+        self._group.gather_into(output_tensor.view(self._group.size, own.numel()), own)
+
+
+class _ReduceScatter(_Messages):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        into = output_tensor.view(-1)
+        self._agree(_SCATTER, into.numel())
+        self._group.reduce_scatter(input_tensor.view(self._group.size, into.numel()), into)
+
+
+def _apart(group: Group, where: str) -> ApportionError:
+    return ApportionError(
+        f"rank {group.rank} is {where} and another rank is not: fully_sharded needs every rank to compute the same "
+        "layers; make min_num_params= larger than a layer that only some examples use, or use data_parallel"
+    )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard_of(tensor: Tensor, p: DTensor) -> Tensor:
+    mesh = p.device_mesh
+    each = -(-len(tensor) // mesh.size())
+    start = mesh.get_local_rank() * each
+    rows = tensor[start : start + each].to(device=p.device, dtype=p.dtype).contiguous()
+    return DTensor.from_local(rows, mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
+# Which networks and optimizers can be trained with every weight spread over the ranks, row by row.
+
+
+ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD)
+"""Optimizers that update each weight by itself, so that a shard needs nothing of the others."""
+NOT_ELEMENTWISE = (
+    "not known to update each weight by itself, and no rank has a whole parameter: use one of "
+    + ", ".join(kind.__name__ for kind in ELEMENTWISE)
+)
+WHOLE_KERNEL = (
+    "fused=True, and torch's fused SGD and Adagrad update whole weights, of which no rank has one: use fused=False, "
+    "Adam or AdamW, or data_parallel"
+)
+
+
+def refuse_optimizer(optimizer: Optimizer, *, searches: bool, alone: bool) -> None:
+    """ValueError where it cannot update shards. ``searches``: it evaluates the loss as often as it likes. ``alone``:
+    the one rank has all of every weight."""
+    kind = type(optimizer)
+    if kind not in ELEMENTWISE:
+        raise ValueError(f"{kind.__name__} is {NOT_ELEMENTWISE}, or {'map_reduce' if searches else 'data_parallel'}")
+    if needs_whole_weights(optimizer) and not alone:
+        raise ValueError(f"{kind.__name__} has {WHOLE_KERNEL}")
+
+
+def refuse_layers(model: nn.Module, microbatches: int) -> None:
+    """ValueError, by the layer's name, for what cannot be spread over ranks, or not cut into parts."""
+    refuse_tied_by_memory(model, "each rank holds a part of every weight")
+    refuse_renormalising(model, "each rank would rescale what its own examples look up")
+    for name, p in model.named_parameters():
+        if p.dim() == 0:
+            raise ValueError(f"{name} is a single number, which has no rows to spread: give it the shape (1,)")
+        if torch_private.gradient_hooked(p):
+            raise ValueError(
+                f"{name} has a hook, which its shards would lose: put it on the layer, or use data_parallel"
+            )
+    dtypes = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad}
+    if len(dtypes) > 1:
+        kinds = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
+        raise ValueError(f"weights of one type travel together, and {kinds}: use one type, or data_parallel")
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            raise ValueError(
+                f"{name} has sparse gradients, which are not summed in shards: use sparse=False, or data_parallel"
+            )
+        if isinstance(layer, BatchNormBase) and microbatches > 1:
+            raise ValueError(
+                f"microbatches={microbatches} would give {name} the statistics of a part of the batch: "
+                "use microbatches=1, or a normalisation that looks at one example (GroupNorm, LayerNorm)"
+            )

@@ -1,0 +1,262 @@
+"""The sum of every rank's gradients, in few messages; where the way is long, while the backward pass still computes.
+
+Small gradients are packed into flat buffers, large ones are summed where they lie. Which parameters were used, and the
+loss, ride in the tail of the last buffer: a parameter that no rank used keeps ``grad=None``, so that the optimizer
+skips it as it would on one device.
+
+``early``: a buffer leaves as soon as the backward pass has filled it, the last layers' first (Li et al., "PyTorch
+Distributed", VLDB 2020, section 3.2.3). All ranks send in one order, that of the buffers: one whose parameters a rank
+has not used goes when its pass has ended, and holds up those after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Optimizer
+
+from apportion.comm.group import Group, Work
+from apportion.core import fast_paths, torch_private
+from apportion.errors import ApportionError
+
+LARGE_BYTES = 1 << 20
+"""From here on copying a gradient costs more than a message of its own."""
+MOST_BYTES = 25 << 20
+"""Of what leaves early together: PyTorch DDP's default."""
+
+
+def early_bytes(ranks: int) -> int:
+    """Of gradients that leave together before the backward pass has ended: so many that each message of a ring of these
+    ranks has half a MiB, beside which its latency is small."""
+    return min(MOST_BYTES, max(LARGE_BYTES, ranks * LARGE_BYTES // 2))
+
+
+@dataclass
+class _Packed:
+    """Parameters whose gradients travel in one flat buffer, of one dtype and device."""
+
+    parameters: list[nn.Parameter]
+    flat: Tensor
+    views: list[Tensor]
+    tail: Tensor
+    missing: set[nn.Parameter] = field(default_factory=set)
+    """Of which the backward pass under way has no gradient yet."""
+
+
+class GradientSum:
+    """Sums ``p.grad`` of these parameters over a group, in a fixed order.
+
+    ``early``: where the group can sum while its ranks compute, it does from ``begin`` on, with a connection of its
+    own: the ranks may call other collectives of the group in their backward passes.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: Group,
+        *,
+        sparse: Sequence[nn.Parameter] = (),
+        early: bool = False,
+        optimizers: Sequence[Optimizer] = (),
+    ) -> None:
+        self._group, self._optimizers = group, optimizers
+        self._sparse = [p for p in parameters if any(p is s for s in sparse)]
+        self._dense = dense = [p for p in parameters if not any(p is s for s in sparse)]
+        early = early and group.beside and not fast_paths.is_plain("early")
+        self._large = [] if early else [p for p in dense if _nbytes(p) >= LARGE_BYTES]
+        large = set(self._large)
+        full, rest = _gathered(
+            [p for p in reversed(dense) if p not in large], early_bytes(group.size) if early else None
+        )
+        device = parameters[0].device if parameters else torch.device("cpu")
+        # One slot a parameter says whether it was used, the last one carries the loss.
+        self._tail = torch.zeros(len(dense) + 1, device=device)
+        self._packed = [_pack(each, 0) for each in [*full, *rest]]
+        if rest and rest[-1][0].dtype.is_floating_point:
+            last = self._packed[-1] = _pack(rest[-1], len(dense) + 1)
+            self._tail = last.tail
+        self._early = self._packed[: len(full)]
+        """What can leave before the backward pass has ended."""
+        self._has_lane = bool(self._early)
+        self._lane = group.lane() if self._has_lane else None
+        self._sent: list[Work] = []
+        self._sends = self._observes = False
+        self._observed = False
+        """Has a backward pass been seen from its beginning to its end?"""
+        for packed in self._early:
+            for p in packed.parameters:
+                p.register_post_accumulate_grad_hook(self._whole(packed))
+
+    def rejoin(self, group: Group) -> None:
+        """The same parameters over other ranks."""
+        self.close()
+        self._group = group
+        self._lane = group.lane() if self._has_lane else None
+
+    def begin(self) -> None:
+        """The backward pass that follows makes the gradients whole: what it has filled may leave."""
+        self._sent = []
+        for packed in self._early:
+            packed.missing = set(packed.parameters)
+        # Who gets its gradient in two parts (checkpoint(use_reentrant=True)) does so in the first pass too.
+        self._sends, self._observes = self._observed, not self._observed
+
+    def _whole(self, packed: _Packed) -> Callable[[Tensor], None]:
+        def arrived(p: Tensor) -> None:
+            if not self._sends and not self._observes:
+                return
+            if p not in packed.missing:
+                self._arrived_again(p, packed)
+            packed.missing.discard(p)
+            if self._sends:
+                while len(self._sent) < len(self._early) and not self._early[len(self._sent)].missing:
+                    self._sent.append(self._start_packed(self._early[len(self._sent)]))
+
+        return arrived
+
+    def _arrived_again(self, p: Tensor, packed: _Packed) -> None:
+        if any(packed is sent for sent in self._early[: len(self._sent)]):
+            raise ApportionError(
+                f"the gradient of a parameter of shape {tuple(p.shape)} went on growing after it was there, as in no "
+                "step before: compute it in one backward pass, as torch.utils.checkpoint does with use_reentrant=False"
+            )
+        self._early = []  # from now on nothing leaves before the end, in the same order
+        self._sends = self._observes = False
+
+    def __call__(self, loss: Tensor | None, weight: float) -> Tensor:
+        """Every ``p.grad`` becomes the sum over the ranks; the sum of weight times loss (None: no rows here)."""
+        self._observed |= self._observes
+        self._sends = self._observes = False
+        used = [p.grad is not None for p in self._dense]
+        self._fill_tail(used, loss, weight)
+        pending = [*self._sent, *(self._start_packed(packed) for packed in self._packed[len(self._sent) :])]
+        self._sent = []
+        if not self._packed or self._tail is not self._packed[-1].tail:
+            pending.append(self._start(self._tail))
+        pending += self._start_large()
+        for work in pending:
+            work.wait()
+        for packed in self._packed:
+            for p, view in zip(packed.parameters, packed.views, strict=True):
+                p.grad = view
+        total = self._tail[-1].clone()
+        if not all(used):
+            self._drop_unused()
+        for p in self._sparse:
+            self._sum_sparse(p)
+        return total
+
+    def close(self) -> None:
+        """Leave the connection that is this sum's own."""
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
+
+    def _start(self, tensor: Tensor) -> Work:
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return (self._group if self._lane is None else self._lane).all_reduce(tensor)
+
+    def _fill_tail(self, used: list[bool], loss: Tensor | None, weight: float) -> None:
+        tail = self._tail
+        if all(used):
+            tail.fill_(1.0)
+        else:
+            tail[:-1] = torch.tensor(used, dtype=tail.dtype)
+        if loss is None:
+            tail[-1] = 0.0
+        else:
+            torch.mul(loss, weight, out=tail[-1])
+
+    def _start_packed(self, packed: _Packed) -> Work:
+        present = [(v, p.grad) for v, p in zip(packed.views, packed.parameters, strict=True) if p.grad is not None]
+        if len(present) < len(packed.views):
+            packed.flat[: packed.flat.numel() - packed.tail.numel()].zero_()
+        if present:
+            try:
+                torch_private.foreach_copy([v for v, _ in present], [g for _, g in present])
+            except (RuntimeError, NotImplementedError):
+                if not self._make_dense(packed.parameters):
+                    raise
+                return self._start_packed(packed)
+        return self._start(packed.flat)
+
+    def _make_dense(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Sparse gradients among those of parameters that are not known to have them become dense; were there any?"""
+        found = [p for p in parameters if p.grad is not None and p.grad.layout is not torch.strided]
+        for p in found:
+            p.grad = dense(p, self._optimizers)
+        return bool(found)
+
+    def _start_large(self) -> list[Work]:
+        storages = set()
+        self._make_dense(self._large)
+        for p in self._large:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
+            # Autograd may give two parameters the same memory (p.view(-1) + q.view(-1)), which would be summed twice.
+            elif not p.grad.is_contiguous() or p.grad.untyped_storage().data_ptr() in storages:
+                p.grad = p.grad.clone(memory_format=torch.contiguous_format)
+            storages.add(p.grad.untyped_storage().data_ptr())
+        return [self._start(p.grad) for p in self._large if p.grad is not None]
+
+    def _drop_unused(self) -> None:
+        """A rank that used every parameter need not look: each of them was used."""
+        for p, ranks in zip(self._dense, self._tail[:-1].tolist(), strict=True):
+            if ranks == 0.0:
+                p.grad = None
+
+    def _sum_sparse(self, p: nn.Parameter) -> None:
+        gradient = p.grad.coalesce() if p.grad is not None else None
+        indices = (
+            gradient.indices().t().contiguous() if gradient is not None else p.new_zeros((0, 1), dtype=torch.int64)
+        )
+        values = gradient.values() if gradient is not None else p.new_zeros((0, *p.shape[1:]))
+        rows = torch.cat(self._group.all_gather_rows(indices))
+        summed = torch.cat(self._group.all_gather_rows(values))
+        p.grad = (
+            torch.sparse_coo_tensor(rows.t(), summed, p.shape, check_invariants=False).coalesce() if len(rows) else None
+        )
+
+
+def dense(p: nn.Parameter, optimizers: Optimizer | Sequence[Optimizer], name: str = "") -> Tensor:
+    """A parameter's sparse gradient with its zeros, where its optimizer makes the same update of that: of a look-up by
+    ``F.embedding(..., sparse=True)``, which no layer tells of beforehand."""
+    given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    kinds = [type(o) for o in given for group in o.param_groups if any(p is q for q in group["params"])]
+    assert p.grad is not None
+    if all(kind in (SGD, Adagrad) for kind in kinds):
+        return p.grad.to_dense()
+    raise ValueError(
+        f"the gradient of {name or 'a parameter'} of shape {tuple(p.shape)} is sparse, though no layer says so, and "
+        f"{kinds[0].__name__} is not known to make the same update of a dense one: look it up by "
+        "nn.Embedding(sparse=True), whose gradients travel as rows, or with sparse=False"
+    )
+
+
+def _nbytes(p: nn.Parameter) -> int:
+    return p.numel() * p.element_size()
+
+
+def _gathered(
+    parameters: Sequence[nn.Parameter], most: int | None
+) -> tuple[list[list[nn.Parameter]], list[list[nn.Parameter]]]:
+    """In this order, those of one dtype and device together until there are so many bytes; and what is left of each."""
+    full: list[list[nn.Parameter]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for p in parameters:
+        kind = (p.dtype, p.device)
+        filling.setdefault(kind, []).append(p)
+        if most is not None and sum(map(_nbytes, filling[kind])) >= most:
+            full.append(filling.pop(kind))
+    return full, list(filling.values())
+
+
+def _pack(parameters: list[nn.Parameter], tail: int) -> _Packed:
+    total = sum(p.numel() for p in parameters)
+    flat = parameters[0].new_zeros(total + tail)
+    parts = flat[:total].split([p.numel() for p in parameters])
+    views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+    return _Packed(parameters, flat, views, flat[total:])

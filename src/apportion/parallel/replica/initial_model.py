@@ -1,0 +1,147 @@
+"""A workload's model as it is before the first step, in the precision that is asked for; and what no step could begin
+with, refused by name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from apportion.core.workload import Workload
+
+
+def fresh_model(workload: Workload, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """The model, on the device; its floating and complex tensors in the dtype (None: as they are)."""
+    model = workload.model()
+    _refuse_lazy(model)
+    return in_precision(model.to(device=device), dtype)
+
+
+def in_precision(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The same model, its floating and complex tensors in this dtype. Complex ones stay complex, and weights or buffers
+    that lie in one memory still do; ``nn.Module.to`` sees to neither."""
+    tensors = (*model.parameters(), *model.buffers())
+    if dtype is None or all(t.dtype in (dtype, dtype.to_complex()) for t in tensors if _is_cast(t)):
+        return model
+    tied = list(tied_by_memory(model))
+    views = list(_views_of_buffers(model, dtype))
+    complexes = [p for p in model.parameters() if p.is_complex()]
+    values = [p.data.to(dtype.to_complex()) for p in complexes]
+    buffers = [
+        (module, name, b.to(dtype.to_complex()))
+        for module in model.modules()
+        for name, b in module.named_buffers(recurse=False, remove_duplicate=False)
+        if b.is_complex()
+    ]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Casting complex values to real", UserWarning)
+        model.to(dtype=dtype)
+    for p, value in zip(complexes, values, strict=True):
+        p.data = value
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer)
+    for module, name, view in views:
+        setattr(module, name, view)
+    parameters = dict(model.named_parameters())
+    for tie in tied:
+        whole = parameters[tie.name].data
+        other = parameters[tie.other]
+        other.data = whole.as_strided(other.shape, tie.stride, whole.storage_offset() + tie.offset)
+    return model
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Returns a number that tensors have in common which lie in one memory, as views of one another do: who changes one
+    of them changes the others."""
+    strided = tensor.layout is torch.strided and tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr() if strided else id(tensor)
+
+
+def _views_of_buffers(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yields the buffers that share a memory, as views of one memory in this dtype, with where they belong."""
+    places: dict[int, list[tuple[nn.Module, str, Tensor]]] = {}
+    for module in model.modules():
+        for name, b in module.named_buffers(recurse=False, remove_duplicate=False):
+            if b.is_floating_point() and b.layout is torch.strided:
+                places.setdefault(memory_of(b), []).append((module, name, b))
+    for shared in places.values():
+        first = shared[0][2]
+        if len(shared) == 1 or any(b.dtype != first.dtype for _, _, b in shared):
+            continue
+        memory = first.new_empty(0).set_(first.untyped_storage()).to(dtype)
+        made = {id(b): memory.as_strided(b.shape, b.stride(), b.storage_offset()) for _, _, b in shared}
+        yield from ((module, name, made[id(b)]) for module, name, b in shared)
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Two parameters that lie in one memory (``c.weight.data = a.weight.data``)."""
+
+    name: str
+    """Of the one that has all of the memory that they share."""
+    other: str
+    offset: int
+    """Element of the first at which the other begins."""
+    stride: tuple[int, ...]
+    """Of the other."""
+
+
+def tied_by_memory(model: nn.Module) -> Iterator[Tie]:
+    """The parameters that lie in another's memory; ValueError where one lies in it by a part."""
+    spans: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
+    for name, p in model.named_parameters():
+        if p.layout is torch.strided and p.numel() and p.untyped_storage().data_ptr():
+            first = int(p.storage_offset())
+            last = first + sum((int(n) - 1) * int(s) for n, s in zip(p.shape, p.stride(), strict=True))
+            spans.setdefault(p.untyped_storage().data_ptr(), []).append((first, last, name, p))
+    for together in spans.values():
+        together.sort(key=lambda span: (span[0], -span[1]))
+        start, end, whole, held = together[0]
+        for first, last, name, p in together[1:]:
+            if first > end:
+                start, end, whole, held = first, last, name, p
+                continue
+            if last > end or p.dtype != held.dtype:
+                raise ValueError(
+                    f"{whole} and {name} share a part of their memory: give each a tensor of its own, or make one "
+                    "parameter of what they share and cut it in the forward"
+                )
+            yield Tie(whole, name, first - start, p.stride())
+
+
+def refuse_tied_by_memory(model: nn.Module, why: str) -> None:
+    """ValueError where two parameters lie in one memory. ``why``: what the strategy does with each."""
+    for tie in tied_by_memory(model):
+        raise ValueError(
+            f"{tie.name} and {tie.other} are two parameters in one memory, and {why}: make them one parameter "
+            f"(as c.weight = a.weight), or use data_parallel"
+        )
+
+
+def refuse_renormalising(model: nn.Module, why: str) -> None:
+    """ValueError where an embedding rescales the rows that it looks up, in place. ``why``: what becomes of that."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+            raise ValueError(
+                f"{name or type(layer).__name__} has max_norm={layer.max_norm:g}, which rescales its weight while the "
+                f"forward runs, and {why}: leave max_norm out and rescale what the layer gives, or use layer_placement "
+                "or single_device"
+            )
+
+
+def _is_cast(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, layer in model.named_modules():
+        tensors = (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+        if any(is_lazy(t) for t in tensors):
+            raise ValueError(
+                f"{name or 'the model'} ({type(layer).__name__}) has no shape before its first call, and its weights "
+                "are dealt out before: give it its sizes, or call the model once on an example before model= returns it"
+            )

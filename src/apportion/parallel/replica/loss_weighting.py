@@ -1,0 +1,54 @@
+"""A rank's part of the loss of a global batch, weighted so that all ranks' parts add up to the mean of the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apportion.comm.differentiable import gather_rows
+from apportion.comm.group import Group
+from apportion.core import tree
+from apportion.core.data.batch import Batch
+from apportion.core.workload import examples
+from apportion.parallel.replica.replica import Replica
+
+
+class LossShare:
+    """The mean loss of some of this rank's rows, and its weight in the global batch's."""
+
+    def __init__(self, replica: Replica, group: Group) -> None:
+        self._replica, self._workload, self._group = replica, replica.workload, group
+
+    def __call__(self, batch: Batch, *, own: bool, total: float) -> tuple[Tensor, float]:
+        """Forward, on a batch that has rows, of so many terms in all; ``own``: they are this rank's, and not borrowed.
+        Called by all ranks."""
+        with self._replica.autocast():
+            outputs = self._replica.outputs(batch)
+            if self._workload.count is None:
+                # The loss of the whole batch on every rank: its gradient goes back to the rows that were gathered here.
+                whole = self._gathered(outputs, len(batch), own), self._gathered(batch.targets, len(batch), own)
+                return self._replica.loss(*whole), 1.0
+            if count := batch.count:
+                return self._replica.loss(outputs, batch.targets), count / total
+            # No terms: a mean of nothing is a NaN, and 0 times NaN is one too. Zero, through the same layers.
+            zeros = [(t * 0.0).sum() for t in tree.tensors(outputs) if t.is_floating_point()]
+            return torch.stack(zeros).sum(), 0.0
+
+    def told(self) -> float:
+        """What a rank's weighted loss adds to the one that is told: a loss that all ranks have adds its part of one."""
+        return 1.0 / self._group.size if self._workload.count is None else 1.0
+
+    def _gathered(self, rows: Any, many: int, own: bool) -> Any:
+        return tree.map_tensors(lambda t: gather_rows(t[: many if own else 0], self._group), rows)
+
+    def total(self, batch: Batch) -> float:
+        """Loss terms in the global batch, of which these are this rank's rows. Called by all ranks."""
+        if self._workload.count is None:
+            return 1.0
+        if self._workload.count is examples:
+            return float(batch.size)
+        count = torch.tensor([batch.count], dtype=torch.float64, device=self._replica.device)
+        self._group.all_reduce(count).wait()
+        return count.item() or 1.0

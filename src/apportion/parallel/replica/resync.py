@@ -1,0 +1,53 @@
+"""After a change of the membership: every rank's replica at the latest update that is whole.
+
+An update is made without a wait in it, so whoever is interrupted has made it or has not: survivors are at step c or at
+c + 1, where some had left the sum of the gradients and others had not, and a replacement is at 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from apportion.comm.group import Group
+from apportion.comm.objects import broadcast_message, broadcast_tensors
+from apportion.comm.world import World
+from apportion.core.strategy import PARTS, State
+from apportion.errors import StateLost
+from apportion.parallel.replica.replica import Replica
+
+
+def agree(replica: Replica, world: World) -> None:
+    """The replica furthest ahead gives the others its state. Called by all ranks of the world, each with a replica that
+    is whole: what was begun after its last update is undone."""
+    group = world.group()
+    replica.roll_back()
+    steps = group.all_gather(torch.tensor([replica.step], device=world.device)).flatten().tolist()
+    if replica.carry is not None:
+        raise StateLost("the recurrent state of a rank's rows died with it")
+    if not max(steps):  # all that are left are replacements, or nothing had been done
+        raise StateLost("the state died with the last rank that had it")
+    if min(steps) == max(steps):
+        return
+    source = steps.index(max(steps))
+    state = replica.state() if world.rank == source else None
+    found = broadcast_state(state, group, source=source, device=world.device)
+    assert found is not None, "the source has a state"
+    if replica.step < found.step:
+        replica.load(found, slice(0, 0))
+
+
+def broadcast_state(
+    state: State | None, group: Group, *, source: int = 0, device: torch.device | None = None
+) -> State | None:
+    """The source's state on every rank; None where it has none."""
+    if group.size == 1:
+        return state
+    head = None if state is None else {"step": state.step, "settings": state.settings}
+    told = broadcast_message(head, group, source=source, device=device)
+    if told is None:
+        return None
+    own = dict[str, Any](vars(state)) if state is not None else {}
+    parts = {part: broadcast_tensors(own.get(part), group, source=source, device=device) for part in PARTS}
+    return State(step=told["step"], settings=told["settings"], **parts)

@@ -1,0 +1,154 @@
+"""Where the weights of a host lie: two versions of weights, optimizer slots and buffers, and one word that says which
+of them is live.
+
+::
+
+    version 0   weights | slots | buffers | counts       commit word c: version c % 2 is live,
+    version 1   weights | slots | buffers | counts       and is what c updates have made
+    gradient of rank 0, of rank 1, ...                   written by that rank alone
+    inputs and output gradients of each factored layer   rows of the whole batch, each written by its rank
+
+The memory belongs to the host's supervisor and outlives any worker. Nobody writes the live version, so a worker that
+dies in the middle of an update leaves the last whole one behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apportion.parallel.optim.elementwise import Rule
+
+ALIGN = 64
+"""Bytes that every tensor starts on a multiple of."""
+VERSIONS = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """The parameters of one optimizer group and type, one after the other."""
+
+    group: int
+    """Which of the optimizer's, by number: loading a state makes new ones."""
+    rule: Rule
+    dtype: torch.dtype
+    parameters: tuple[int, ...]
+    """By number: the place in the model's order of those that the optimizer has."""
+    starts: tuple[int, ...]
+    """Element at which each begins."""
+    length: int
+
+    def number_at(self, element: int) -> int:
+        """Which of ``parameters`` an element belongs to, or the gap after it."""
+        found = 0
+        for k, start in enumerate(self.starts):
+            found = k if start <= element else found
+        return found
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A Linear layer whose gradient is made from what the ranks exchange instead: its inputs and output gradients."""
+
+    parameter: int
+    """The weight's number."""
+    inputs: int
+    outputs: int
+    dtype: torch.dtype
+
+
+@dataclass
+class Layout:
+    """What lies where."""
+
+    regions: list[Region]
+    buffers: list[tuple[torch.Size, torch.dtype]]
+    layers: list[Layer]
+    rows: int
+    """Of a global batch: what a factored layer has room for."""
+    parameters: int
+    seats: int
+    carried: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+    """Leaves of the recurrent state of all lanes."""
+    frozen: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+    """Parameters that no optimizer has. Where no forward moves them, their memory is never touched, and costs nothing.
+    """
+    nbytes: int = 0
+    _at: dict[str, tuple[int, torch.dtype, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._add_kept()
+        self.kept = self.nbytes
+        """Bytes of both versions; the rest is where a step's gradients pass through."""
+        for version in range(VERSIONS):
+            for k, (shape, dtype) in enumerate(self.frozen):
+                self._add(f"frozen/{version}/{k}", dtype, shape.numel())
+        for seat in range(self.seats):
+            for r, region in enumerate(self.regions):
+                self._add(f"gradient/{seat}/{r}", region.dtype, region.length)
+        for k, layer in enumerate(self.layers):
+            self._add(f"inputs/{k}", layer.dtype, self.rows * layer.inputs)
+            self._add(f"outputs/{k}", layer.dtype, self.rows * layer.outputs)
+
+    def _add_kept(self) -> None:
+        self._add("head", torch.int64, 8)
+        self._add("line", torch.float64, 8 * self.seats)
+        self._add("used", torch.uint8, self.parameters * self.seats)
+        self._add("rows", torch.int64, 3 * len(self.layers) * self.seats)
+        for version in range(VERSIONS):
+            self._add(f"counts/{version}", torch.int64, self.parameters)
+            for r, region in enumerate(self.regions):
+                for part in ("weights", *region.rule.slots):
+                    self._add(f"{part}/{version}/{r}", region.dtype, region.length)
+            for b, (shape, dtype) in enumerate(self.buffers):
+                self._add(f"buffer/{version}/{b}", dtype, shape.numel())
+            self._add(f"told/{version}", torch.uint8, len(self.buffers) + len(self.frozen))
+            for k, (shape, dtype) in enumerate(self.carried):
+                self._add(f"carried/{version}/{k}", dtype, shape.numel())
+
+    def _add(self, name: str, dtype: torch.dtype, numel: int) -> None:
+        self._at[name] = (self.nbytes, dtype, numel)
+        size = numel * dtype.itemsize
+        self.nbytes += -(-size // ALIGN) * ALIGN
+
+    def tensor(self, memory: memoryview, name: str) -> Tensor:
+        """One of its parts, flat."""
+        offset, dtype, numel = self._at[name]
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
+
+
+def regions_of(groups: Sequence[tuple[Mapping[str, Any], Rule]], parameters: Sequence[nn.Parameter]) -> list[Region]:
+    """The parameters by optimizer group and type, in the order in which the optimizer has them."""
+    numbers = {p: i for i, p in enumerate(parameters)}
+    regions = []
+    for number, (group, rule) in enumerate(groups):
+        own = [p for p in group["params"] if p in numbers]
+        for dtype in dict.fromkeys(p.dtype for p in own):
+            starts, end = [], 0
+            same = [p for p in own if p.dtype == dtype]
+            for p in same:
+                starts.append(end)
+                end += -(-p.numel() * dtype.itemsize // ALIGN) * ALIGN // dtype.itemsize
+            regions.append(Region(number, rule, dtype, tuple(numbers[p] for p in same), tuple(starts), end))
+    return regions
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Do its elements fill their memory without gaps or overlaps, in whatever order?"""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def shaped(flat: Tensor, start: int, like: Tensor) -> Tensor:
+    """The elements from ``start`` on, in the shape and order of another tensor."""
+    return flat[start : start + like.numel()].as_strided(like.shape, like.stride())

@@ -1,0 +1,1 @@
+"""Images that are divided among ranks in space or by channels."""

@@ -1,0 +1,129 @@
+"""A call as it stands in the model: its arguments by name, and which of them lie in strips."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+from torch.nn import functional
+
+from apportion.parallel.spatial.placements import Holding
+from apportion.parallel.spatial.strip import Strip
+
+Call = Callable[[Holding, Any, tuple[Any, ...], Mapping[str, Any]], Any]
+"""(holding, the function as it stands in the model, its arguments): strips among them, and what comes out."""
+
+_NUMPYS = {"axis": "dim", "keepdims": "keepdim", "x": "input"}
+"""Names that torch takes, too."""
+
+
+def arguments(names: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+    """By name. What is not among these names may change what comes out, and is refused."""
+    known = names.split()
+    given = {_NUMPYS.get(name, name): value for name, value in kwargs.items()}
+    strange = [*map(str, args[len(known) :]), *(f"{name}=" for name in given if name not in known)]
+    if strange:
+        raise ValueError(f"its argument {strange[0]} is not known on a strip")
+    return defaults | dict(zip(known, args, strict=False)) | given
+
+
+def image_of(given: Mapping[str, Any]) -> Strip:
+    """The argument that is to be a strip."""
+    x = given.get("input")
+    if not isinstance(x, Strip):
+        raise ValueError("one of its arguments is a part of an image, and its input is not")
+    return x
+
+
+def name_of(call: Any) -> str:
+    """A function's name, or a method's."""
+    return str(call if isinstance(call, str) else call.__name__)
+
+
+def function_of(call: Any) -> Callable[..., Any]:
+    """A function, or the method of its first argument."""
+    if not isinstance(call, str):
+        function: Callable[..., Any] = call
+        return function
+    return lambda x, *args, **kwargs: getattr(x, call)(*args, **kwargs)
+
+
+def in_place(call: Any) -> bool:
+    """Does it write into its first argument?"""
+    if getattr(call, "__module__", "") == "_operator":
+        return name_of(call) in ("iadd", "isub", "imul", "itruediv", "ipow")
+    return name_of(call).endswith("_")
+
+
+def unflat(x: Strip) -> Strip:
+    """As an image."""
+    if x.flat:
+        raise ValueError(f"{x.held()} was flattened, and is used as an image")
+    return x
+
+
+# What a model writes in place on a strip, and what else of the graph sees the same memory.
+
+
+_SAME = {
+    "to", "type", "type_as", "float", "double", "half", "bfloat16", "view", "permute", "transpose", "chunk", "split",
+    "detach", torch.permute, torch.transpose, torch.chunk, torch.split, functional.dropout, functional.dropout1d,
+    functional.dropout2d, functional.dropout3d,
+}  # fmt: skip
+"""What may give the memory that it got, on strips where it does so in the plain model."""
+_OTHER = {"contiguous", "flatten", "reshape", torch.flatten, torch.reshape, operator.getitem}
+"""What may give the memory that it got, and a copy on strips; or the other way round."""
+
+
+def refuse_shared_writes(node: Node, layers: Mapping[str, nn.Module]) -> None:
+    """``layers``: those of the model, by name."""
+    if not (_writes(node, layers) and node.all_input_nodes):
+        return
+    written = node.all_input_nodes[0]
+    sure, perhaps = (_family(written, layers, across) for across in (False, True))
+    later = set()  # a part that is taken later sees what was written
+    at: Any = node.next
+    while at.op != "root":
+        later.add(at)
+        at = at.next
+    if any(user in later and user not in sure for member in perhaps - sure - later for user in member.users):
+        raise ValueError(
+            "it writes in place what is a part of another tensor, or of which another is a part, and both are used: "
+            "write it as a new tensor"
+        )
+
+
+def _writes(node: Node, layers: Mapping[str, nn.Module]) -> bool:
+    if node.op == "call_module":
+        return bool(getattr(layers[str(node.target)], "inplace", False))
+    return node.op != "placeholder" and (bool(node.kwargs.get("inplace", False)) or in_place(node.target))
+
+
+def _family(of: Node, layers: Mapping[str, nn.Module], across: bool) -> set[Node]:
+    """All that has this memory, as far as it is known, or as far as it may."""
+    found, left = {of}, [of]
+    while left:
+        at = left.pop()
+        near = [*(at.all_input_nodes[:1] if _shares(at, layers, across) else [])]
+        near += [user for user in at.users if user.all_input_nodes[0] is at and _shares(user, layers, across)]
+        for other in near:
+            if other not in found:
+                found.add(other)
+                left.append(other)
+    return found
+
+
+def _shares(node: Node, layers: Mapping[str, nn.Module], across: bool) -> bool:
+    """Does it give the memory of its first argument?"""
+    if node.op == "call_module":
+        layer = layers[str(node.target)]
+        if isinstance(layer, nn.Flatten):
+            return across
+        return isinstance(layer, nn.Identity | nn.modules.dropout._DropoutNd) or _writes(node, layers)
+    if node.op not in ("call_function", "call_method"):
+        return False
+    return node.target in _SAME or _writes(node, layers) or (across and node.target in _OTHER)

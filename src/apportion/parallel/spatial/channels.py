@@ -1,0 +1,129 @@
+"""Convolutions whose channels lie on the ranks: each rank has some of the filters, or some of what they look at.
+
+::
+
+    split="channel"   whole x --column--> channels of y on the ranks --row--> sums of z, added up: whole z
+    split="group"     whole x --column--> channels --grouped--> channels (nothing moves) --gather, column--> channels
+
+A *column* layer has some of the filters and looks at all channels; a *row* layer has all filters, and of each the part
+that looks at this rank's channels, so that its outputs are terms of a sum (the names are Megatron-LM's). A grouped
+layer whose groups the ranks share looks at this rank's own channels alone: AlexNet's two towers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from apportion.comm.differentiable import all_gather
+from apportion.comm.group import Group
+from apportion.core.torch_private import BatchNormBase
+from apportion.parallel.spatial.conv import Conv, pad_across
+from apportion.parallel.spatial.geometry import Bounds, equal, sizes, strip
+from apportion.parallel.spatial.placements import Holding, positions
+from apportion.parallel.spatial.strip import Strip, moved, shared, summed
+
+Take = Callable[[str, int, Sequence[int] | None], Tensor]
+"""This rank's slice of a layer's "weight" or "bias": which dimension, which positions. None: all, as on every rank."""
+
+
+def conv(
+    holding: Holding, x: Tensor | Strip, shape: torch.Size, bias: bool, settings: Conv, take: Take
+) -> Tensor | Strip | None:
+    """A convolution with weights of this shape; None where it has too few channels for the ranks."""
+    group, outputs, inputs = holding.group, shape[0], shape[1] * settings.groups
+    if settings.groups > 1:
+        holding.grouped = True
+        if settings.groups < group.size:
+            if holding.split == "group":
+                raise ValueError(
+                    f"groups={settings.groups} cannot be shared by {group.size} workers: "
+                    f'use workers<={settings.groups}, or split="channel"'
+                )
+            return None
+        towers = equal(settings.groups, group.size)
+        seen: Bounds = tuple(n * shape[1] for n in towers)
+        made: Bounds = tuple(n * (outputs // settings.groups) for n in towers)
+    else:
+        seen, made = (0, *[inputs] * group.size), equal(outputs, group.size)
+        if holding.split == "channel" and isinstance(x, Strip):
+            return _row(x, bias, settings, take, group)
+        if outputs < group.size:
+            return None
+    rows, mine = strip(made, group.rank), positions(strip(made, group.rank))
+    own = _seen(x, seen, settings.groups > 1, group)
+    local = settings if settings.groups == 1 else settings.with_groups(own.shape[1] // shape[1])
+    y = convolved(own, take("weight", 0, mine), take("bias", 0, mine) if bias else None, local)
+    assert y.shape[1] == rows.n
+    return Strip(y, 1, made)
+
+
+def _seen(x: Tensor | Strip, bounds: Bounds, grouped: bool, group: Group) -> Tensor:
+    """The channels that this rank's filters look at."""
+    if not grouped:
+        return all_gather(x.own.contiguous(), group, 1, sizes(x.bounds)) if isinstance(x, Strip) else shared(x, group)
+    if isinstance(x, Strip):
+        return moved(x, bounds, group).own
+    rows = strip(bounds, group.rank)
+    return shared(x, group).narrow(1, rows.start, rows.n)
+
+
+def _row(x: Strip, bias: bool, settings: Conv, take: Take, group: Group) -> Tensor:
+    weight = take("weight", 1, positions(strip(x.bounds, group.rank)))
+    y = summed(convolved(x.own, weight, None, settings), group)
+    if bias:
+        y = y + take("bias", 0, None).to(y.dtype).view(-1, *[1] * (y.dim() - 2))
+    return y
+
+
+def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, settings: Conv) -> Tensor:
+    """The plain convolution."""
+    pairs = list(zip(settings.before, settings.after, strict=True))
+    padding = settings.before
+    if settings.mode != "zeros" or any(first != last for first, last in pairs):
+        for d, pair in enumerate(pairs):
+            mode = "constant" if settings.mode == "zeros" else settings.mode
+            x = pad_across(x, d + 2, pair, mode) if any(pair) else x
+        padding = (0,) * len(pairs)
+    function: Any = (functional.conv1d, functional.conv2d, functional.conv3d)[weight.dim() - 3]
+    y: Tensor = function(x, weight, bias, settings.stride, padding, settings.dilation, settings.groups)
+    return y
+
+
+def batch_norm(holding: Holding, layer: BatchNormBase, x: Strip) -> Strip:
+    """Every channel has statistics of its own: the rank that has the channel has them."""
+    mine = positions(strip(x.bounds, holding.group.rank))
+    held = {
+        name: holding.part(layer, name, 0, mine)
+        for name in ("weight", "bias", "running_mean", "running_var")
+        if getattr(layer, name) is not None
+    }
+    if not holding.planning:
+        y: Tensor = layer(x.own)
+        return x.like(y)
+    mean, variance = held.get("running_mean"), held.get("running_var")
+    own = functional.batch_norm(x.own, mean, variance, held.get("weight"), held.get("bias"), mean is None)
+    return x.like(own)
+
+
+def group_norm(holding: Holding, layer: nn.GroupNorm, x: Strip) -> Strip | None:
+    """Where whole groups of channels lie on a rank; else None."""
+    each = layer.num_channels // layer.num_groups
+    if any(at % each for at in x.bounds):
+        return None
+    mine = positions(strip(x.bounds, holding.group.rank))
+    weight = holding.part(layer, "weight", 0, mine) if layer.weight is not None else None
+    bias = holding.part(layer, "bias", 0, mine) if layer.bias is not None else None
+    return x.like(functional.group_norm(x.own, len(mine) // each, weight, bias, layer.eps))
+
+
+def prelu(holding: Holding, layer: nn.PReLU, x: Strip) -> Strip:
+    """One slope for all channels, or one for each."""
+    if layer.weight.numel() == 1 or x.dim != 1:
+        return x.like(functional.prelu(x.own, holding.use(layer.weight)))
+    weight = holding.part(layer, "weight", 0, positions(strip(x.bounds, holding.group.rank)))
+    return x.like(functional.prelu(x.own, weight))

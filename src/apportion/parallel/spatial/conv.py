@@ -1,0 +1,162 @@
+"""Convolutions over an image that lies on the ranks in strips: each rank makes its rows of the output.
+
+The layer itself is torch's own, called on the rows that its outputs read; padding along the dimension that is cut is
+put around them only where the image ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from apportion.comm.group import Group
+from apportion.parallel.spatial.geometry import Transposed, Window, equal, insides, outputs_of, strip, wanted_by
+from apportion.parallel.spatial.overlap import Geometry, convolve_strip
+from apportion.parallel.spatial.strip import Strip, computed, fetched, filled, nothing, pad_dim, padded, part_of
+
+_TRANSPOSED = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
+
+
+def each(value: Any, dims: int) -> tuple[int, ...]:
+    """A number for each dimension."""
+    numbers = tuple(value) if isinstance(value, Sequence) else (value,)
+    return tuple(int(n) for n in (numbers * dims if len(numbers) == 1 else numbers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conv:
+    """The settings of a convolution, by dimension."""
+
+    stride: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    mode: str = "zeros"
+
+    @classmethod
+    def of(cls, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int, mode: str = "zeros") -> Conv:
+        dims = weight.dim() - 2
+        dilations = each(dilation, dims)
+        if padding == "same":
+            total = [d * (k - 1) for d, k in zip(dilations, weight.shape[2:], strict=True)]
+            before, after = tuple(n // 2 for n in total), tuple(n - n // 2 for n in total)
+        else:
+            before = after = (0,) * dims if padding == "valid" else each(padding, dims)
+        return cls(stride=each(stride, dims), before=before, after=after, dilation=dilations, groups=groups, mode=mode)
+
+    def with_groups(self, groups: int) -> Conv:
+        return replace(self, groups=groups)
+
+    def window(self, weight: Tensor, at: int) -> Window:
+        return Window(weight.shape[at + 2], self.stride[at], self.dilation[at], self.before[at])
+
+
+def conv(x: Strip, weight: Tensor, bias: Tensor | None, settings: Conv, group: Group) -> Strip:
+    """Conv1d, Conv2d, Conv3d."""
+    dims, at = weight.dim() - 2, x.dim - 2
+    if settings.mode != "zeros" and (any(settings.before) or any(settings.after)):
+        x, settings = _pad_first(x, settings, group)
+    window, after = settings.window(weight, at), settings.after[at]
+    made = outputs_of(window, x.bounds, possible(window.outputs(x.length, after), x))
+    symmetric = all(settings.before[d] == settings.after[d] for d in range(dims) if d != at)
+    geometry = Geometry(settings.stride, settings.before, settings.dilation, settings.groups)
+    if x.source is None and symmetric and not torch.is_autocast_enabled(x.own.device.type):
+        inside = insides(window, x.bounds, made)
+        if inside is not None:
+            return Strip(convolve_strip(x.own.contiguous(), weight, bias, geometry, x.dim, inside, group), x.dim, made)
+    rows = fetched(x, wanted_by(window, x.bounds, made), group)
+    for d in range(dims):
+        if d != at and not symmetric:
+            rows = pad_dim(rows, d + 2, settings.before[d], settings.after[d])
+    padding = tuple(0 if d == at or not symmetric else settings.before[d] for d in range(dims))
+    reads = window.reads(strip(made, group.rank))
+    if reads.n > 0:
+        rows = filled(rows, x.dim, reads, x.length)
+        y = _conv(rows, weight, bias, settings, padding)
+        return Strip(y, x.dim, made)
+    shape = [x.own.shape[0], weight.shape[0]]
+    for d in range(dims):
+        span = rows.shape[d + 2] + 2 * padding[d] - (weight.shape[d + 2] - 1) * settings.dilation[d] - 1
+        shape.append(0 if d == at else span // settings.stride[d] + 1)
+    return Strip(nothing(shape, rows, weight, bias, dtype=computed(rows)), x.dim, made)
+
+
+def _conv(rows: Tensor, weight: Tensor, bias: Tensor | None, settings: Conv, padding: tuple[int, ...]) -> Tensor:
+    function: Any = (functional.conv1d, functional.conv2d, functional.conv3d)[weight.dim() - 3]
+    y: Tensor = function(rows, weight, bias, settings.stride, padding, settings.dilation, settings.groups)
+    return y
+
+
+def _pad_first(x: Strip, settings: Conv, group: Group) -> tuple[Strip, Conv]:
+    """Padding that is made of the image."""
+    none = (0,) * len(settings.stride)
+    rest = Conv(stride=settings.stride, before=none, after=none, dilation=settings.dilation, groups=settings.groups)
+    pairs = list(zip(settings.before, settings.after, strict=True))
+    if x.source is not None:
+        flat = [n for pair in reversed(pairs) for n in pair]
+        whole = functional.pad(x.source, flat, mode=settings.mode)
+        return part_of(whole, x.dim, equal(whole.shape[x.dim], group.size), group), rest
+    for dim, pair in enumerate(pairs, 2):
+        if dim != x.dim and any(pair):
+            x = x.like(pad_across(x.own, dim, pair, settings.mode))
+    return padded(x, *pairs[x.dim - 2], group, mode=settings.mode), rest
+
+
+def pad_across(x: Tensor, dim: int, pair: Sequence[int], mode: str, value: float = 0.0) -> Tensor:
+    """Along a dimension that is not cut."""
+    if x.numel() == 0 or mode == "constant":
+        return pad_dim(x, dim, pair[0], pair[1], value)
+    moved = x.movedim(dim, -1)
+    y: Tensor = functional.pad(moved.reshape(1, -1, moved.shape[-1]), list(pair), mode=mode)
+    return y.view(*moved.shape[:-1], -1).movedim(-1, dim)
+
+
+def possible(outputs: int, x: Strip) -> int:
+    if outputs < 1:
+        raise ValueError(f"an image of {x.length} rows is smaller than the layer's window")
+    return outputs
+
+
+def _across(x: Strip, dims: int) -> list[int]:
+    """The dimensions of the image that are not cut."""
+    return [d for d in range(dims) if d + 2 != x.dim]
+
+
+def conv_transpose(
+    x: Strip, weight: Tensor, bias: Tensor | None, settings: Conv, output_padding: Any, group: Group
+) -> Strip:
+    """ConvTranspose1d, ConvTranspose2d, ConvTranspose3d: the outputs of the rows that are wanted, cut to size."""
+    dims, at = weight.dim() - 2, x.dim - 2
+    extra = each(output_padding, dims)
+    layer = Transposed(weight.shape[at + 2], settings.stride[at], settings.dilation[at], settings.before[at])
+    outputs = (x.length - 1) * layer.stride - 2 * layer.before + layer.extent + extra[at]
+    made = outputs_of(layer, x.bounds, possible(outputs, x))
+    wanted = wanted_by(layer, x.bounds, made)
+    rows, own, real = fetched(x, wanted, group), strip(made, group.rank), wanted[group.rank]
+    padding, extra = put(settings.before, at, 0), put(extra, at, 0)
+    if own.n == 0 or real.n == 0:
+        shape = [x.own.shape[0], weight.shape[1] * settings.groups]
+        for d in range(dims):
+            reach = (weight.shape[d + 2] - 1) * settings.dilation[d] + 1 + extra[d] - 2 * padding[d]
+            shape.append(own.n if d == at else (rows.shape[d + 2] - 1) * settings.stride[d] + reach)
+        y = nothing([*shape[: x.dim], 0, *shape[x.dim + 1 :]], rows, weight, dtype=computed(rows))
+        y = pad_dim(y, x.dim, 0, own.n)
+    else:
+        y = _TRANSPOSED[dims - 1](
+            rows, weight, None, settings.stride, padding, extra, settings.groups, settings.dilation
+        )
+        first = real.start * layer.stride - layer.before
+        y = pad_dim(y, x.dim, first - own.start, own.stop - first - y.shape[x.dim])
+    if bias is not None:
+        y = y + bias.to(y.dtype).view(-1, *[1] * dims)
+    return Strip(y, x.dim, made)
+
+
+def put(numbers: tuple[int, ...], at: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:at], number, *numbers[at + 1 :])

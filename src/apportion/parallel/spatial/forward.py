@@ -1,0 +1,230 @@
+"""A model's own ``forward`` on strips: it is traced once, and every operation is replaced by what it is on a strip.
+
+::
+
+    model(x)  --torch.fx-->  x -> conv1 -> relu -> conv2 -> add -> flatten -> linear -> output
+                                  cut      each rank its rows, halos between          summed, the same on every rank
+
+A value is whole, and then every rank computes alike, or a ``Strip``. What is not known to be right on a strip is
+refused by name, on the first run, which is made before any training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from apportion.comm.group import Group
+from apportion.core import tree
+from apportion.core.torch_private import ConvBase
+from apportion.cost_model.constraints import nothing_to_divide
+from apportion.errors import ApportionError
+from apportion.parallel.partition.tensor_shards import Piece
+from apportion.parallel.spatial.call_arguments import function_of, refuse_shared_writes
+from apportion.parallel.spatial.functions import known_calls
+from apportion.parallel.spatial.layers import LAYER_CALLS, LAYERS
+from apportion.parallel.spatial.norm import ask_all_ranks
+from apportion.parallel.spatial.placements import Holding
+from apportion.parallel.spatial.strip import Strip, gathered
+from apportion.parallel.spatial.windows import Layer, divides
+from apportion.parallel.tracing.network import evaluating, undisturbed
+from apportion.parallel.tracing.tracer import Unfollowed, follow
+from apportion.parallel.tracing.untraceable import said_here
+
+OTHERS = "data_parallel, or layer_placement"
+"""What works for any layer."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CALLS = {**known_calls(), **LAYER_CALLS}
+
+
+def cut_network(model: nn.Module, sample: Any, group: Group, split: str) -> dict[str, Piece]:
+    """From now on ``model`` runs on the ranks of the group together, called with the whole batch on each of them; what
+    this rank holds of it, by plain name. Called by all ranks."""
+    forward = StripForward(model, sample, group, split)
+    pieces = forward.plan(sample)
+    model.forward = forward
+    return pieces
+
+
+@final
+class StripForward:
+    """``model.forward`` on the ranks of a group."""
+
+    def __init__(self, model: nn.Module, sample: Any, group: Group, split: str) -> None:
+        self._model, self._group = model, group
+        self._holding = Holding(model, group, split)
+        self._trained = _traced(model, sample)
+        with evaluating(model.modules()):
+            self._evaluated = _traced(model, sample)
+        self._dead = _last_uses(self._trained) | _last_uses(self._evaluated)
+        self._layers = dict(model.named_modules())
+        self._known = {name: LAYERS.get(type(layer)) for name, layer in self._layers.items()}  # some change their class
+        self._divided = False
+
+    @torch.no_grad()
+    def plan(self, sample: Any) -> dict[str, Piece]:
+        """Run once, on an example, to see what is used where; then keep no more than this rank needs."""
+        with evaluating(self._model.modules()), undisturbed(self._model):
+            example = tree.rows(sample, slice(0, 1))
+            tree.call(lambda *a, **k: self._run(self._evaluated, a, k), example)
+            tree.call(lambda *a, **k: self._run(self._trained, a, k), example)
+        if not self._divided:
+            raise ValueError(nothing_to_divide(type(self._model).__name__))
+        if self._holding.split == "group" and not self._holding.grouped:
+            raise ValueError('the network has no convolution with groups: use split="channel", or data_parallel')
+        pieces = self._holding.cut()
+        for layer in dict.fromkeys(self._holding.norms):
+            ask_all_ranks(layer, self._holding.attendance)
+        return pieces
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._trained if self._model.training else self._evaluated, args, kwargs)
+
+    def _run(self, graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        values: dict[Node, Any] = {}
+        given = iter(args)
+        uncut: set[Node] = set()
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                values[node] = _given(node, given, kwargs)
+            elif node.op == "get_attr":
+                values[node] = _attribute(self._model, node.target)
+            elif node.op == "output":
+                return map_arg(node.args[0], lambda n: self._whole(values[n]))
+            else:
+                values[node] = self._call(node, values, uncut)
+            if not isinstance(values[node], Strip) and uncut.issuperset(node.all_input_nodes):
+                uncut.add(node)
+            for used in self._dead[node]:
+                del values[used]
+        raise AssertionError("a graph ends in its output")
+
+    def _whole(self, value: Any) -> Any:
+        return gathered(value, self._group) if isinstance(value, Strip) else value
+
+    def _call(self, node: Node, values: Mapping[Node, Any], uncut: set[Node]) -> Any:
+        strips = False
+
+        def load(of: Node) -> Any:
+            nonlocal strips
+            value = values[of]
+            strips = strips or _has_strips(value)
+            return value
+
+        args, kwargs = map_arg(node.args, load), map_arg(node.kwargs, load)
+        target: Any = self._layers[str(node.target)] if node.op == "call_module" else node.target
+        begins = divides(target, spatial=self._holding.spatial) and (
+            not self._holding.spatial or uncut.issuperset(node.all_input_nodes)
+        )
+        if not strips and not begins:
+            return self._alike(node, target, args, kwargs)
+        self._divided = self._divided or begins
+        try:
+            if self._holding.planning:
+                refuse_shared_writes(node, self._layers)
+            if node.op == "call_module":
+                return self._known_layer(str(node.target), target)(self._holding, target, *args, **kwargs)
+            if target not in _CALLS:
+                raise ValueError(
+                    "it is not known to be right where each rank has a part of the image; "
+                    f"use {OTHERS}, or call it once the image is flat"
+                )
+            return _CALLS[target](self._holding, target, args, kwargs)
+        except ApportionError:
+            raise
+        except Exception as error:  # torch's own, too: what it would not take is not to be met in the middle of a run
+            if not self._holding.planning:
+                raise
+            why = str(error) if said_here(error) else "torch does not compute it on a part of what it is given"
+            cure = "" if "use " in why else f"; use {OTHERS}"
+            raise ValueError(f'{_place(node)} cannot be cut (split="{self._holding.split}"): {why}{cure}') from error
+
+    def _known_layer(self, name: str, layer: nn.Module) -> Layer:
+        """What is done instead of the layer, where it is one of torch's as it was made."""
+        known = self._known[name]
+        if known is None:
+            raise ValueError(
+                f"{type(layer).__name__} is not known to be right where each rank has a part of the image; use {OTHERS}"
+            )
+        if self._holding.planning and any(getattr(layer, kind) for kind in _HOOKS):
+            raise ValueError(f"it has a hook, which would see a part of the image; use {OTHERS}")
+        return known
+
+    def _alike(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """On what every rank has, the plain operation."""
+        if self._holding.planning:
+            if node.op == "call_module":
+                self._holding.used_alike(target)
+            for value in tree.tensors((args, kwargs)):
+                self._holding.used_alike(value)
+        return (target if node.op == "call_module" else function_of(target))(*args, **kwargs)
+
+
+def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
+    """By node, the values that nobody needs after it."""
+    dead: dict[Node, list[Node]] = {node: [] for node in graph.nodes}
+    seen: set[Node] = set()
+    for node in reversed(graph.nodes):
+        dead[node] = [used for used in (*node.all_input_nodes, node) if used not in seen]
+        seen.update(dead[node])
+    return dead
+
+
+def _has_strips(value: Any) -> bool:
+    if type(value) is Strip:
+        return True
+    return type(value) in (list, tuple) and any(type(v) is Strip for v in value)
+
+
+def _given(node: Node, given: Any, kwargs: Mapping[str, Any]) -> Any:
+    """An argument of the model's, as it was called."""
+    name = str(node.target)
+    if name.startswith("*"):
+        raise ValueError(f"the network takes {name}: write its arguments out, or use {OTHERS}")
+    default = node.args[0] if node.args else None
+    return kwargs[name] if name in kwargs else next(given, default)
+
+
+def _attribute(model: nn.Module, target: Any) -> Any:
+    value: Any = model
+    for name in str(target).split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _place(node: Node) -> str:
+    """Where in the model it is: a layer's name, or the function and the module that calls it."""
+    if node.op == "call_module":
+        return str(node.target)
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    owner = stack[-1][0] if stack else ""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return f"{name}() in {owner}" if owner else f"{name}() in the network's forward"
+
+
+def _traced(model: nn.Module, sample: Any) -> Graph:
+    try:
+        return follow(model, sample, opaque=_may_be_whole, writes=False)
+    except Unfollowed as error:
+        if not any(isinstance(layer, ConvBase) or divides(layer, spatial=True) for layer in model.modules()):
+            raise ValueError(nothing_to_divide(type(model).__name__)) from error
+        where = error.path or type(model).__name__
+        if error.does is not None:
+            raise ValueError(
+                f"the forward of {where} {error.does}, which would happen once, when it is traced, and not in each "
+                f"step; put it into a layer of its own, or use {OTHERS}"
+            ) from error
+        raise ValueError(
+            f"{where}.forward cannot be traced ({error.why}): conv_parallel must see every operation of it, without "
+            f"branches that depend on values; rewrite it, or use {OTHERS}"
+        ) from error
+
+
+def _may_be_whole(module: nn.Module) -> bool:
+    """A module that cannot be followed, and that has nothing in it to be cut, is right where it gets whole tensors."""
+    return not any(type(inside) in LAYERS and divides(inside, spatial=True) for inside in module.modules())

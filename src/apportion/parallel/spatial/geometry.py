@@ -1,0 +1,236 @@
+"""Which rows of an image each rank has, and which it needs: exact whole-number arithmetic, nothing else.
+
+An image of ``length`` rows lies on the ranks in strips, one after the other: ``bounds`` has a number more than there
+are ranks, and rank r has the rows bounds[r] to bounds[r + 1] - 1. Rows are those of any dimension that is cut.
+
+::
+
+    bounds (0, 3, 6)             a 3x3 kernel, stride 1, padding 1
+    rank 0   0 1 2               output row o reads the rows o - 1, o, o + 1
+    rank 1         3 4 5         rank 0 makes 0 1 2, and reads -1 0 1 2 3: -1 is padding, 3 lies on rank 1
+
+Negative rows, and those from ``length`` on, are padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from apportion.core.sampler import DataShard
+
+Bounds = tuple[int, ...]
+_KEPT_PLANS = 4096
+
+
+def equal(length: int, ranks: int) -> Bounds:
+    """Strips that differ by one row at most, the longer ones first."""
+    return (0, *(DataShard(rank, ranks).rows(length).stop for rank in range(ranks)))
+
+
+def sizes(bounds: Bounds) -> list[int]:
+    """Rows of each rank."""
+    return [stop - start for start, stop in pairwise(bounds)]
+
+
+class Rows(NamedTuple):
+    """The rows from ``start`` to before ``stop``."""
+
+    start: int
+    stop: int
+
+    @property
+    def n(self) -> int:
+        return self.stop - self.start
+
+
+def strip(bounds: Bounds, rank: int) -> Rows:
+    """The rows of a rank."""
+    return Rows(bounds[rank], bounds[rank + 1])
+
+
+@dataclass(frozen=True)
+class Window:
+    """A layer that makes output row o of the rows o * stride - before + j * dilation, for j in 0..kernel - 1."""
+
+    kernel: int = 1
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+    """Rows of padding before the first; below 0: so many rows are passed over."""
+
+    @property
+    def extent(self) -> int:
+        """Rows from the first that an output reads to its last."""
+        return (self.kernel - 1) * self.dilation + 1
+
+    def outputs(self, length: int, after: int, *, ceil: bool = False) -> int:
+        """Output rows of so many rows, with ``after`` rows of padding behind the last. ``ceil``: a window that begins
+        in the image, or in the padding before it, may end beyond all of it (``ceil_mode``)."""
+        span = length + self.before + after - self.extent
+        many = -(-span // self.stride) + 1 if ceil else span // self.stride + 1
+        if ceil and (many - 1) * self.stride >= length + self.before:
+            many -= 1
+        return max(many, 0)
+
+    def reads(self, rows: Rows) -> Rows:
+        """The rows, padding among them, that these outputs are made of; none for none."""
+        start = rows.start * self.stride - self.before
+        return Rows(start, start + (rows.n - 1) * self.stride + self.extent if rows.n > 0 else start)
+
+    def real(self, rows: Rows, length: int) -> Rows:
+        """The same without the padding."""
+        return within(self.reads(rows), length)
+
+    def counts(self, rows: Rows, length: int, after: int, *, padded: bool) -> list[int]:
+        """Of how many rows each of these outputs is the mean: those in the image, or also those in the padding."""
+        first, last = (-self.before, length + after) if padded else (0, length)
+        starts = [o * self.stride - self.before for o in range(*rows)]
+        return [min(start + self.kernel, last) - max(start, first) for start in starts]
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """A layer that adds input row i to the output rows i * stride - before + j * dilation, for j in 0..kernel - 1: a
+    transposed convolution."""
+
+    kernel: int = 1
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+
+    @property
+    def extent(self) -> int:
+        return (self.kernel - 1) * self.dilation + 1
+
+    def real(self, rows: Rows, length: int) -> Rows:
+        """The rows that these outputs are made of, and perhaps some between them that are not."""
+        if rows.n <= 0:
+            return Rows(0, 0)
+        start = -(-(rows.start + self.before - self.extent + 1) // self.stride)
+        return within(Rows(start, (rows.stop - 1 + self.before) // self.stride + 1), length)
+
+
+def within(rows: Rows, length: int) -> Rows:
+    """Those of the rows that are in the image."""
+    start = min(max(rows.start, 0), length)
+    return Rows(start, max(min(rows.stop, length), start))
+
+
+@lru_cache(_KEPT_PLANS)
+def outputs_of(layer: Window | Transposed, bounds: Bounds, outputs: int) -> Bounds:
+    """The strips of a layer's output: each rank makes the rows whose middle it has, so that little has to move; but
+    where that would give one more than its share, equal strips."""
+    if isinstance(layer, Window):
+        middle = (layer.extent - 1) // 2 - layer.before
+        inner = [-(-(at - middle) // layer.stride) for at in bounds[1:-1]]
+    else:
+        middle = (layer.extent - layer.stride) // 2 - layer.before
+        inner = [at * layer.stride + middle for at in bounds[1:-1]]
+    found = (0, *(min(max(at, 0), outputs) for at in inner), outputs)
+    ranks = len(bounds) - 1
+    return found if max(sizes(found)) <= -(-outputs // ranks) else equal(outputs, ranks)
+
+
+class Halo(NamedTuple):
+    """What each rank gets of others, to have the rows that it needs."""
+
+    before: tuple[int, ...]
+    """Rows directly before its own, by rank."""
+    after: tuple[int, ...]
+    """Rows directly behind its own, by rank."""
+
+    @property
+    def nothing(self) -> bool:
+        return not any(self.before) and not any(self.after)
+
+
+@lru_cache(_KEPT_PLANS)
+def halo_of(bounds: Bounds, wanted: tuple[Rows, ...]) -> Halo:
+    """What must move so that each rank has the rows it wants, all between."""
+    before, after = [], []
+    for rank, rows in enumerate(wanted):
+        own = strip(bounds, rank)
+        before.append(max(own.start - rows.start, 0) if rows.n > 0 else 0)
+        after.append(max(rows.stop - own.stop, 0) if rows.n > 0 else 0)
+    return Halo(tuple(before), tuple(after))
+
+
+@lru_cache(_KEPT_PLANS)
+def wanted_by(layer: Window | Transposed, bounds: Bounds, made: Bounds) -> tuple[Rows, ...]:
+    """The rows that each rank needs for the outputs that it makes."""
+    return tuple(layer.real(strip(made, rank), bounds[-1]) for rank in range(len(bounds) - 1))
+
+
+class Edge(NamedTuple):
+    """Rows of a neighbour, and the outputs that they have a part in."""
+
+    rows: int
+    """How many rows of the neighbour's."""
+    offset: int
+    """Where the first of them lies among the rows that these outputs read."""
+    length: int
+    """How many rows those outputs read."""
+    outputs: Rows
+    """Which of this rank's outputs they are, counted from its first."""
+
+
+class Inside(NamedTuple):
+    """A rank's outputs as its own rows alone would give them, and what its two neighbours add to those at the edges."""
+
+    padding: int
+    """Rows of padding at both ends of its own rows that give just its outputs."""
+    above: Edge | None
+    below: Edge | None
+
+
+@lru_cache(_KEPT_PLANS)
+def insides(window: Window, bounds: Bounds, made: Bounds) -> tuple[Inside, ...] | None:
+    """By rank; None where a rank has nothing to do, or needs more than its own rows and a part of its neighbours', or
+    padding that differs."""
+    found = tuple(_inside(window, bounds, made, rank) for rank in range(len(bounds) - 1))
+    return None if None in found else found  # type: ignore[return-value]
+
+
+def _inside(window: Window, bounds: Bounds, made: Bounds, rank: int) -> Inside | None:
+    own, outputs, length = strip(bounds, rank), strip(made, rank), bounds[-1]
+    if own.n == 0 or outputs.n == 0:
+        return None
+    reads, step = window.reads(outputs), window.stride
+    padding = own.start - reads.start
+    if padding < 0 or (own.n + 2 * padding - window.extent) // step + 1 != outputs.n:
+        return None
+    real = within(reads, length)
+    above, below = own.start - real.start, max(real.stop - own.stop, 0)
+    if above > (own.start - bounds[rank - 1] if rank else 0):
+        return None
+    if below > (bounds[rank + 2] - own.stop if rank + 2 < len(bounds) else 0):
+        return None
+    many = min(-(-padding // step), outputs.n)
+    top = Edge(above, padding - above, (many - 1) * step + window.extent, Rows(0, many)) if above else None
+    first = max(-(-(own.n + padding - window.extent + 1) // step), 0)
+    start = first * step - padding
+    spans = (outputs.n - 1 - first) * step + window.extent
+    bottom = Edge(below, own.n - start, spans, Rows(first, outputs.n)) if below else None
+    if any(edge is not None and not 0 <= edge.offset <= edge.length - edge.rows for edge in (top, bottom)):
+        return None
+    return Inside(padding, top, bottom)
+
+
+def mirrored(rows: Rows, length: int, mode: str) -> list[int]:
+    """Where the values of these rows come from, of which those outside of the image are padding."""
+    if mode == "replicate":
+        return [min(max(row, 0), length - 1) for row in range(*rows)]
+    if mode == "circular":
+        return [row % length for row in range(*rows)]
+    assert mode == "reflect"
+    last = length - 1
+    return [abs(row) if row <= last else 2 * last - row for row in range(*rows)]
+
+
+def hull(positions: Sequence[int]) -> Rows:
+    """From the first to the last of these positions."""
+    return Rows(min(positions), max(positions) + 1) if positions else Rows(0, 0)

@@ -1,0 +1,244 @@
+"""Layers that look around a pixel, on strips: convolutions, pooling, upsampling; and torch's functions of the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from apportion.parallel.spatial import channels, pooling
+from apportion.parallel.spatial import conv as strips_conv
+from apportion.parallel.spatial.call_arguments import Call, arguments, image_of
+from apportion.parallel.spatial.conv import Conv, each
+from apportion.parallel.spatial.placements import Holding, rows_of
+from apportion.parallel.spatial.pooling import Pool
+from apportion.parallel.spatial.strip import Strip, cut, nothing
+
+Layer = Callable[[Holding, Any, Any], Any]
+"""(holding, the layer, its input): the input is a strip, or of what ``divides`` a whole tensor."""
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+AVERAGE = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+ADAPTIVE_AVERAGE = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
+ADAPTIVE_MAX = (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
+POOL_ARGUMENTS = {
+    "max": "input kernel_size stride padding dilation ceil_mode return_indices",
+    "avg": "input kernel_size stride padding ceil_mode count_include_pad divisor_override",
+    "adaptive": "input output_size return_indices",
+}
+
+
+def image(holding: Holding, x: Any, dims: int) -> Strip:
+    """An image of so many dimensions, cut."""
+    if isinstance(x, Tensor):
+        if x.dim() != dims + 2:
+            raise ValueError(f"its input has {x.dim()} dimensions, and an image of {dims} has {dims + 2}")
+        return cut(x, holding.image_dim(dims), holding.group)
+    if x.flat or x.own.dim() != dims + 2:
+        raise ValueError(f"its input is {x.held()}: no image of {dims} dimensions")
+    if x.dim == 0:
+        raise ValueError(f"its input is {x.held()}, which is along the batch")
+    if (x.dim == 1) == holding.spatial:
+        raise ValueError(f"its input is {x.held()}, and dimension {x.dim} is not what split={holding.split!r} cuts")
+    return cast(Strip, x)
+
+
+def _by_channel(layer: Callable[[Tensor], Tensor], x: Strip) -> Strip:
+    """Of what looks at each channel by itself, or of each example: this rank's."""
+    own = x.own
+    if own.shape[x.dim]:
+        return x.like(layer(own))
+    one = list(own.shape)
+    one[x.dim] = 1
+    y = layer(own.new_zeros(one))
+    return x.like(nothing([*y.shape[: x.dim], 0, *y.shape[x.dim + 1 :]], own, dtype=y.dtype))
+
+
+def conv(holding: Holding, layer: Any, x: Any) -> Any:
+    settings = Conv.of(layer.weight, layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode)
+    dims = layer.weight.dim() - 2
+    if holding.spatial:
+        x = image(holding, x, dims)
+        return strips_conv.conv(x, holding.use(layer.weight), holding.use(layer.bias), settings, holding.group)
+    shape = torch.Size([layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size])
+    made = channels.conv(
+        holding,
+        _of_channels(holding, x, dims),
+        shape,
+        layer.bias is not None,
+        settings,
+        lambda name, d, p: holding.part(layer, name, d, p),
+    )
+    return made if made is not None else holding.on_all(layer, x)
+
+
+def _of_channels(holding: Holding, x: Any, dims: int) -> Any:
+    """An image that is whole, or whose channels are cut."""
+    if isinstance(x, Strip) or x.dim() != dims + 2:
+        return image(holding, x, dims)
+    return x
+
+
+def conv_call(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """``functional.conv2d`` with weights that are no layer's: every rank has all of them."""
+    names = "input weight bias stride padding dilation groups"
+    given = arguments(names, args, kwargs, bias=None, stride=1, padding=0, dilation=1, groups=1)
+    x, weight, bias = given["input"], given["weight"], given["bias"]
+    if isinstance(weight, Strip) or isinstance(bias, Strip):
+        raise ValueError("its weights are a part of an image")
+    settings = Conv.of(weight, given["stride"], given["padding"], given["dilation"], given["groups"])
+    if holding.spatial:
+        x = image(holding, x, weight.dim() - 2)
+        return strips_conv.conv(x, holding.use(weight), holding.use(bias), settings, holding.group)
+
+    def take(name: str, dim: int, positions: Sequence[int] | None) -> Tensor:
+        if positions is None:
+            holding.used_alike(given[name])
+            return cast(Tensor, given[name])
+        return rows_of(holding.use(given[name]), dim, positions)
+
+    x = _of_channels(holding, x, weight.dim() - 2)
+    made = channels.conv(holding, x, weight.shape, bias is not None, settings, take)
+    if made is None:
+        raise ValueError(f"{weight.shape[0]} channels are too few for {holding.group.size} workers")
+    return made
+
+
+def conv_transpose(holding: Holding, layer: Any, x: Any) -> Any:
+    if not holding.spatial:
+        return holding.on_all(layer, x)
+    settings = Conv.of(layer.weight, layer.stride, layer.padding, layer.dilation, layer.groups)
+    x = image(holding, x, layer.weight.dim() - 2)
+    weight, bias = holding.use(layer.weight), holding.use(layer.bias)
+    return strips_conv.conv_transpose(x, weight, bias, settings, layer.output_padding, holding.group)
+
+
+def max_pool(holding: Holding, layer: Any, x: Any) -> Any:
+    dims = MAX.index(type(layer)) + 1
+    if layer.return_indices:
+        raise ValueError("return_indices=True numbers the pixels of the whole image")
+    x = image(holding, x, dims)
+    if not holding.spatial:
+        return _by_channel(layer, x)
+    pool = Pool.of(dims, layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.ceil_mode)
+    return pooling.max_pool(x, pool, holding.group)
+
+
+def average_pool(holding: Holding, layer: Any, x: Any) -> Any:
+    dims = AVERAGE.index(type(layer)) + 1
+    x = image(holding, x, dims)
+    if not holding.spatial:
+        return _by_channel(layer, x)
+    pool = Pool.of(dims, layer.kernel_size, layer.stride, layer.padding, 1, layer.ceil_mode)
+    divisor = getattr(layer, "divisor_override", None)
+    return pooling.average_pool(x, pool, holding.group, padded=layer.count_include_pad, divisor=divisor)
+
+
+def adaptive(kind: str) -> Layer:
+    kinds = {"avg": ADAPTIVE_AVERAGE, "max": ADAPTIVE_MAX}[kind]
+
+    def pool(holding: Holding, layer: Any, x: Any) -> Any:
+        if getattr(layer, "return_indices", False):
+            raise ValueError("return_indices=True numbers the pixels of the whole image")
+        x = image(holding, x, kinds.index(type(layer)) + 1)
+        if not holding.spatial:
+            return _by_channel(layer, x)
+        return pooling.adaptive_pool(x, layer.output_size, kind, holding.group)
+
+    return pool
+
+
+def resize(holding: Holding, layer: Any, x: Strip) -> Strip:
+    """Upsample."""
+    given = (x, layer.size, layer.scale_factor, layer.mode, layer.align_corners, layer.recompute_scale_factor)
+    return interpolate(holding, functional.interpolate, given, {})
+
+
+def interpolate(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
+    """``functional.interpolate`` to a multiple of the rows."""
+    names = "input size scale_factor mode align_corners recompute_scale_factor antialias"
+    given = arguments(names, args, kwargs, size=None, scale_factor=None, mode="nearest", align_corners=None)
+    x, mode = image_of(given), given["mode"]
+    if x.flat:
+        raise ValueError(f"{x.held()} was flattened, and is used as an image")
+    if x.dim < 2:  # the image itself is whole
+        rest = {name: value for name, value in given.items() if name != "input"}
+        return _by_channel(lambda own: functional.interpolate(own, **rest), x)
+    across = list(x.shape[2:])
+    factors: list[float] | None = None
+    if given["size"] is not None:
+        target = list(each(given["size"], len(across)))
+    else:
+        factor = given["scale_factor"]
+        factors = list(factor) if isinstance(factor, Sequence) else [factor] * len(across)
+        target = [int(n * f) for n, f in zip(across, factors, strict=True)]
+        if any(t != n * f for t, n, f in zip(target, across, factors, strict=True)):
+            raise ValueError(f"scale_factor={factor} gives no whole number of rows")
+        if given.get("recompute_scale_factor"):
+            factors = None
+    if mode not in ("nearest", "nearest-exact", "linear", "bilinear", "trilinear"):
+        raise ValueError(f'mode="{mode}" looks further than one row: use "nearest" or "bilinear"')
+    if given["align_corners"] or given.get("antialias"):
+        raise ValueError("align_corners=True and antialias=True give every row a weight of its own")
+    if target[x.dim - 2] % x.length:
+        raise ValueError(f"{x.length} rows become {target[x.dim - 2]}, which is no multiple of them")
+    return pooling.upsample(x, target, factors, mode, holding.group)
+
+
+def pixel_shuffle(holding: Holding, layer: Any, x: Any) -> Strip:
+    if not holding.spatial:
+        raise ValueError("it makes rows of channels, which lie on several ranks")
+    return pooling.pixel_shuffle(image(holding, x, 2), layer.upscale_factor)
+
+
+WINDOWS: Mapping[type[nn.Module], Layer] = {
+    **dict.fromkeys(CONVOLUTIONS, conv),
+    **dict.fromkeys(TRANSPOSED, conv_transpose),
+    **dict.fromkeys(MAX, max_pool),
+    **dict.fromkeys(AVERAGE, average_pool),
+    **dict.fromkeys(ADAPTIVE_AVERAGE, adaptive("avg")),
+    **dict.fromkeys(ADAPTIVE_MAX, adaptive("max")),
+}
+"""What begins to divide the work where every rank has the whole image."""
+
+
+def _pool_call(kind: type[nn.Module], names: str) -> Call:
+    """A pooling function, by the layer that does the same."""
+    layer = WINDOWS[kind]
+
+    def call(holding: Holding, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        given = arguments(names, args, kwargs)
+        x = given.pop("input")
+        return layer(holding, kind(**given), x)
+
+    return call
+
+
+def _window_calls() -> dict[Any, Call]:
+    """What ``torch.nn.functional`` has of them."""
+    calls: dict[Any, Call] = {}
+    for d, kinds in enumerate(zip(MAX, AVERAGE, ADAPTIVE_AVERAGE, ADAPTIVE_MAX, strict=True), 1):
+        names = (f"max_pool{d}d", f"avg_pool{d}d", f"adaptive_avg_pool{d}d", f"adaptive_max_pool{d}d")
+        taken = (POOL_ARGUMENTS["max"], POOL_ARGUMENTS["avg"], *[POOL_ARGUMENTS["adaptive"]] * 2)
+        for name, kind, its in zip(names, kinds, taken, strict=True):
+            calls[getattr(functional, name)] = _pool_call(kind, its)
+            if "avg" in name and hasattr(torch, name):  # torch's own maxima are pairs
+                calls[getattr(torch, name)] = _pool_call(kind, its)
+        calls[getattr(functional, f"conv{d}d")] = conv_call
+    return calls
+
+
+WINDOW_CALLS = _window_calls()
+
+
+def divides(of: Any, *, spatial: bool) -> bool:
+    """Does this layer, or this function, begin to divide the work where every rank has the whole image?"""
+    if isinstance(of, nn.Module):
+        return type(of) in CONVOLUTIONS or (spatial and type(of) in WINDOWS)
+    found = WINDOW_CALLS.get(of)
+    return found is conv_call or (spatial and found is not None)

@@ -1,0 +1,1 @@
+"""Layers that are divided among ranks by rows, columns, heads, vocabulary or hidden units."""

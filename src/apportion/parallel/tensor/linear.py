@@ -1,0 +1,144 @@
+"""Linear layers cut by outputs (columns) or by inputs (rows), and dropout on a slice.
+
+::
+
+    rank 0   x --- half of the columns --- f(.) --- half of the rows \\
+                                                                       sum --- y
+    rank 1   x --- half of the columns --- f(.) --- half of the rows /
+
+A column slice needs the whole input and gives its own outputs; an element-wise function leaves them where they are; a
+row slice needs its own inputs and gives a term of a sum. So a pair costs one sum forward, of the size of its output,
+and one backward, of the size of its input (Megatron's f and g: Shoeybi et al., 2019). In place, by class: names and
+hooks stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+
+from apportion.comm.differentiable import copy_to, gather_from
+from apportion.comm.group import Group
+from apportion.core.rng import strategy_draws
+from apportion.core.sampler import mix
+from apportion.parallel.ops.matmul import linear_form
+from apportion.parallel.tensor.slicing import Slicer, shares
+
+
+class _SumInPlace(Function):
+    @staticmethod
+    def forward(ctx: Any, term: Tensor, group: Group) -> Tensor:
+        group.all_reduce(term).wait()
+        ctx.mark_dirty(term)
+        return term
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def sum_terms(term: Tensor, group: Group) -> Tensor:
+    """``reduce_from`` of a tensor that was just made and that nothing else uses: summed where it lies."""
+    if group.size == 1:
+        return term
+    summed: Tensor = _SumInPlace.apply(term.contiguous(), group)
+    return summed
+
+
+def slice_columns(layer: nn.Linear, slicer: Slicer, *, gathers: bool) -> None:
+    """Each rank computes some of the outputs; ``gathers``: and then all ranks have all of them."""
+    own = slicer.own(layer.out_features)
+    column: Any = layer
+    column.__class__, column.group, column.gathers = ColumnSlice, slicer.group, gathers
+    column.linear = linear_form()
+    column.sizes = [len(share) for share in shares(layer.out_features, slicer.group.size)]
+    slicer.cut(layer, "weight", own, None)
+    slicer.cut(layer, "bias", own)
+
+
+def slice_rows(layer: nn.Linear, slicer: Slicer) -> None:
+    """Each rank computes a term of all outputs from its own inputs, which come in slices. Rank 0's has the bias."""
+    row: Any = layer
+    row.__class__, row.group, row.linear = RowSlice, slicer.group, linear_form()
+    row.width = len(slicer.own(layer.in_features))
+    slicer.cut(layer, "weight", None, slicer.own(layer.in_features))
+    slicer.first_only(layer, "bias")
+
+
+class ColumnSlice(nn.Linear):
+    """x (..., in), whole -> this rank's outputs, or all of them."""
+
+    group: Group
+    sizes: list[int]
+    gathers: bool
+    linear: Callable[..., Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(copy_to(x, self.group), self.weight, self.bias)
+        return gather_from(y, self.group, -1, self.sizes) if self.gathers else y
+
+
+class RowSlice(nn.Linear):
+    """This rank's inputs (..., own) -> (..., out), whole: the sum over the ranks."""
+
+    group: Group
+    width: int
+    linear: Callable[..., Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.width:
+            raise RuntimeError(
+                f"a layer with {self.in_features} inputs holds weights of {self.width} and was given {x.shape[-1]}: "
+                "the network does not compute what it computed when it was traced; use data_parallel"
+            )
+        bias = self.bias if self.group.rank == 0 else None
+        return sum_terms(self.linear(x, self.weight, bias), self.group)
+
+
+def slice_dropout(layer: nn.Dropout, slicer: Slicer, number: int) -> None:
+    """What it is given is a slice; ``number``: which of the model's it is."""
+    sliced: Any = layer
+    sliced.__class__, sliced.draws = SlicedDropout, OwnDraws(slicer.group.rank, number)
+
+
+class SlicedDropout(nn.Dropout):
+    """Each rank drops other units of its slice. Drawn alike, unit i of every slice would go at once."""
+
+    draws: OwnDraws
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.p:
+            return functional.dropout(x, self.p, self.training, self.inplace)
+        with self.draws(x.device):
+            return functional.dropout(x, self.p, self.training, self.inplace)
+
+
+class OwnDraws:
+    """Inside of it a rank draws its own random numbers; outside all draw the same, which is what a network that all
+    ranks compute alike needs. A function of one number that all draw: who computes a layer again, with the generator as
+    it was (activation checkpointing), has the same draws again."""
+
+    def __init__(self, rank: int, number: int) -> None:
+        self._rank, self._number = rank, number
+        self._generator = torch.default_generator
+        self._state: Tensor | None = None
+
+    def __call__(self, device: torch.device) -> OwnDraws:
+        if device.type == "cuda":
+            self._generator = torch.cuda.default_generators[device.index or 0]
+        return self
+
+    def __enter__(self) -> None:
+        with strategy_draws():
+            drawn = torch.randint(2**62, (), generator=self._generator, device=self._generator.device)
+        self._state = self._generator.get_state()
+        self._generator.manual_seed(mix(int(drawn), self._rank, self._number))
+
+    def __exit__(self, *_: object) -> None:
+        assert self._state is not None
+        self._generator.set_state(self._state)

@@ -1,0 +1,207 @@
+"""Where a network may be sliced: found from its traced graph, and from a look at one forward pass.
+
+A pair is a Linear (or several, as in a gate) whose outputs go through nothing but element-wise functions, and from
+there into one other Linear and nowhere else. Their weights are used by their own layer alone: what a network does with
+a weight outside of its layer (a norm, a product by hand) needs it whole.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+from apportion.parallel.tensor.usage import Look
+from apportion.parallel.tracing.forward_signature import opened
+from apportion.parallel.tracing.network import evaluating
+from apportion.parallel.tracing.tracer import Tracer, Unfollowed, not_given, of_torch
+
+# fmt: off
+ELEMENTWISE = frozenset((
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid,
+    nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid, nn.Tanhshrink, nn.Threshold,
+    nn.Hardshrink, nn.Softshrink, nn.Identity, nn.Dropout,
+))
+"""Layers without weights that treat each number by itself."""
+_NAMES = frozenset((
+    "relu", "relu_", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "tanh", "tanh_", "sigmoid",
+    "sigmoid_", "softplus", "softsign", "hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "tanhshrink", "threshold",
+    "mul", "mul_", "add", "add_", "sub", "sub_", "div", "div_", "neg", "square", "abs", "exp", "log", "sqrt", "rsqrt",
+    "pow", "clamp", "clamp_min", "clamp_max", "sin", "cos", "erf", "clone", "contiguous",
+))
+# fmt: on
+_FUNCTIONS = frozenset(
+    {getattr(where, name) for name in _NAMES for where in (torch, functional) if hasattr(where, name)}
+    | {operator.mul, operator.add, operator.sub, operator.truediv, operator.neg, operator.pow}
+    | {operator.imul, operator.iadd, operator.isub, operator.itruediv}
+)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Linear layers that are cut by columns, and the one that is cut by rows."""
+
+    columns: tuple[str, ...]
+    row: str
+    dropouts: tuple[str, ...] = ()
+    """Dropout layers in between."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The graphs of a network, or of one layer of it: as it trains, and as it evaluates."""
+
+    name: str
+    model: nn.Module
+    graphs: tuple[fx.Graph, ...]
+    pure: bool
+    """Does running it change nothing but its outputs? A graph leaves out what else it does (a counter of its own)."""
+
+    def plain(self, target: Any) -> str:
+        """What the network calls a layer."""
+        return f"{self.name}.{target}" if self.name else str(target)
+
+
+def trace(model: nn.Module, inputs: Any = None, name: str = "") -> list[Traced]:
+    """The graphs of a network that is called with these inputs; where its flow depends on the data, those of the layers
+    that it is made of."""
+    try:
+        first, second, default = Tracer(goes_on=True), Tracer(goes_on=True), not_given(model, inputs)
+        first.given = second.given = opened(model, inputs)
+        trains = first.trace(model, default)
+        with evaluating(model.modules()):
+            evaluates = second.trace(model, default)
+        return [Traced(name, model, (trains, evaluates), pure=not first.beside + second.beside)]
+    except Unfollowed:
+        pass
+    inside = ((f"{name}.{child}" if name else child, module) for child, module in model.named_children())
+    return [found for child, module in inside if not of_torch(child, module) for found in trace(module, name=child)]
+
+
+def pairs(traced: Sequence[Traced], candidates: set[str], seen: Look) -> list[Pair]:
+    """Of these Linear layers, in order of execution; each is in one pair at most."""
+    found: list[Pair] = []
+    taken: set[str] = set()
+    for part in traced:
+        calls = (n for n in part.graphs[0].nodes if n.op == "call_module")
+        for row in dict.fromkeys(part.plain(call.target) for call in calls):
+            free = {name for name in candidates - taken if part.name in seen.within.get(name, (part.name,))}
+            each = [_pair(part, graph, row, free) for graph in part.graphs if row in free]
+            if each and each[0] is not None and all(pair == each[0] for pair in each):
+                found.append(each[0])
+                taken |= {*each[0].columns, row}
+    return found
+
+
+def _calls(part: Traced, graph: fx.Graph, name: str) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_module" and part.plain(node.target) == name]
+
+
+def _pair(part: Traced, graph: fx.Graph, row: str, candidates: set[str]) -> Pair | None:
+    region: set[fx.Node] = set()
+    sources: set[fx.Node] = set()
+    rows = _calls(part, graph, row)
+    waiting: list[Any] = [call.args[0] if len(call.args) == 1 and not call.kwargs else None for call in rows]
+    while waiting:
+        node = waiting.pop()
+        if node in region or node in sources:
+            continue
+        if not isinstance(node, fx.Node):
+            return None
+        if node.op == "call_module" and part.plain(node.target) in candidates - {row}:
+            sources.add(node)
+        elif _elementwise(part, node):
+            region.add(node)
+            waiting += node.all_input_nodes
+        else:
+            return None
+    columns = {part.plain(node.target) for node in sources}
+    closed = all(user in region or user in rows for node in region | sources for user in node.users)
+    between = [node for node in region if node.op == "call_module"]
+    dropouts = {part.plain(n.target) for n in between if isinstance(_at(part, n), nn.Dropout)}
+    inside = region | sources
+    every = all(call in inside for name in columns | dropouts for call in _calls(part, graph, name))
+    widths = {_at(part, node).out_features for node in sources}  # a width of 1 would be broadcast
+    if not (columns and closed and every and len(widths) == 1):
+        return None
+    return Pair(tuple(sorted(columns)), row, tuple(sorted(dropouts)))
+
+
+def _at(part: Traced, node: fx.Node) -> nn.Module:
+    return part.model.get_submodule(str(node.target))
+
+
+def is_hooked(layer: nn.Module) -> bool:
+    """Does something else see what it is given, or gives?"""
+    return any(getattr(layer, kind) for kind in _HOOKS)
+
+
+def is_elementwise(function: Any) -> bool:
+    """A layer or a function that treats each number by itself."""
+    if isinstance(function, nn.Module):
+        return type(function) in ELEMENTWISE and not is_hooked(function)
+    return function in _FUNCTIONS
+
+
+def _elementwise(part: Traced, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return is_elementwise(_at(part, node))
+    return (node.op == "call_function" and node.target in _FUNCTIONS) or (
+        node.op == "call_method" and node.target in _NAMES
+    )
+
+
+def output(traced: Sequence[Traced], candidates: set[str], seen: Look, *, carried: bool) -> str | None:
+    """The Linear layer whose outputs are the network's, its classes in dimension 1 as cross-entropy has them."""
+    whole = [part for part in traced if not part.name]
+    found = {_output(part, graph, candidates, seen.dims, carried=carried) for part in whole for graph in part.graphs}
+    return found.pop() if len(found) == 1 else None
+
+
+def _output(part: Traced, graph: fx.Graph, candidates: set[str], dims: dict[str, int], *, carried: bool) -> str | None:
+    node: Any = next(n for n in graph.nodes if n.op == "output").args[0]
+    if carried:
+        node = node[0] if isinstance(node, tuple) else None
+    moves: list[fx.Node] = []
+    while isinstance(node, fx.Node) and node.op == "call_method" and len(node.users) == 1:
+        moves.append(node)
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.op != "call_module" or node.target not in candidates:
+        return None
+    name = str(node.target)
+    if len(node.users) != 1 or len(_calls(part, graph, name)) != 1 or name not in dims:
+        return None
+    place: int | None = dims[name] - 1
+    many = dims[name]
+    for move in reversed(moves):
+        place, many = _moved(move, place, many)
+        if place is None:
+            return None
+    return name if place == 1 else None
+
+
+def _moved(node: fx.Node, place: int | None, dims: int) -> tuple[int | None, int]:
+    """Where a dimension goes."""
+    given = [a for a in node.args[1:] if isinstance(a, int)]
+    if place is None or node.kwargs or len(given) != len(node.args) - 1:
+        return None, dims
+    given = [a % dims for a in given]
+    if node.target == "contiguous":
+        return place, dims
+    if node.target == "transpose":
+        a, b = given
+        return {a: b, b: a}.get(place, place), dims
+    if node.target == "permute" and len(given) == dims:
+        return given.index(place), dims
+    if node.target == "flatten" and len(given) == 2 and given[1] < place:
+        merged = given[1] - given[0]
+        return place - merged, dims - merged
+    return None, dims

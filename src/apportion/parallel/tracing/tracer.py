@@ -1,0 +1,292 @@
+"""The graph of a network: which layers and functions its forward calls, in order, on what.
+
+One tracer for whoever plans, cuts or exports a network. They differ in what stays one node (``whole``), and in what a
+forward is to them that does more than its graph shows: that changes itself, draws numbers once, turns gradients off.
+Who runs the graph (stages, strips, wavefronts) takes the module whole in which that happens; who runs the network's own
+forward, and looks at the graph alone (slices), ``goes_on`` and is told.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from apportion.core.rng import fork_rng, gpus_in_use
+from apportion.core.torch_private import hooked
+from apportion.parallel.tracing.forward_signature import Given, opened, with_names
+from apportion.parallel.tracing.side_effects import Before, draws
+from apportion.parallel.tracing.traced_factories import factories_traced
+from apportion.parallel.tracing.uncompiled import uncompiled
+from apportion.parallel.tracing.untraceable import reason, unregistered
+
+Whole = Callable[[str, nn.Module], bool]
+"""By a module's path and itself: is it one node?"""
+
+
+class Unfollowed(ValueError):
+    """A forward cannot be followed."""
+
+    def __init__(self, message: str, path: str = "", why: str = "", does: str | None = None) -> None:
+        super().__init__(message)
+        self.path, self.why = path, why
+        self.does = does
+        """What it does that no graph shows, as ``changes its own steps``; None: something else is wrong."""
+
+
+def of_torch(path: str, module: nn.Module) -> bool:
+    """The layers of torch's."""
+    return type(module).__module__.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, nn.Sequential)
+
+
+def follow(
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    known: dict[str, Any] | None = None,
+    whole: Whole = of_torch,
+    opaque: Callable[[nn.Module], bool] = lambda module: True,
+    writes: bool = True,
+) -> fx.Graph:
+    """The graph of a model that is called with these inputs: layers of torch, modules that cannot be followed, and the
+    functions between them. Unfollowed where the model itself cannot be, or a module that may not be ``opaque``.
+
+    ``known``: the arguments that are traced as values (None: those that get nothing). ``writes``: may the graph write
+    into buffers? Else a module that does so cannot be followed."""
+    closed: set[str] = set()
+    given = opened(model, inputs) if known is None else None
+    known = not_given(model, inputs) if known is None else known
+
+    def is_whole(path: str, module: nn.Module) -> bool:
+        return path in closed or (whole(path, module) and not _is_plain_encoder(module))
+
+    while True:
+        try:
+            tracer = Tracer(is_whole)
+            tracer.given = given
+            graph = tracer.trace(model, known)
+            if not writes:
+                _refuse_writes(graph, model)
+            return graph
+        except Unfollowed as error:
+            if not error.path or not opaque(model.get_submodule(error.path)):
+                raise
+            closed.add(error.path)
+
+
+def _is_plain_encoder(module: nn.Module) -> bool:
+    return type(module) is nn.TransformerEncoder and not hooked(module, forward_only=True)
+
+
+class Tracer(fx.Tracer):
+    """torch.fx's, which tells what a forward does beside its graph."""
+
+    proxy_buffer_attributes = True  # who decides by a buffer's numbers is not followed; they may be others next time
+    trace_asserts = True
+
+    def __init__(self, whole: Whole = of_torch, *, goes_on: bool = False) -> None:
+        super().__init__()
+        self._whole, self._goes_on = whole, goes_on
+        self.beside: list[str] = []
+        """Where it goes on: what the forward does that the graph does not show."""
+        self._modes: tuple[Any, ...] = ()
+        self.given: Given | None = None
+        """How an open forward is called."""
+
+    def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
+        self._modes = _modes()
+        with uncompiled(), factories_traced(), fork_rng(gpus_in_use()), self._followed("", root):
+            graph = super().trace(root, concrete_args)
+        self.beside += [f"changes its own {name}" for name, _ in written(graph)] if self._goes_on else []
+        return graph
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """What is traced. An open forward is called as it will be, whatever it is decorated with: what it is not given
+        has its default."""
+        if self.given is None:
+            run, given = super().create_args_for_root(root_fn, is_module, concrete_args)
+        else:
+            run = functools.partial(with_names, root_fn, self.given)
+            given = [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in self.given.names)]
+
+        @functools.wraps(root_fn)
+        def forward(*values: Any) -> Any:
+            return _shown(run(*values))
+
+        return forward, given
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return self._whole(module_qualified_name, m)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        path = self.path_of_module(m)
+        if self.is_leaf_module(m, path):
+            return super().call_module(m, forward, args, kwargs)
+        if type(m) is nn.TransformerEncoder:
+            encoder: Any = m
+            forward = lambda *a, **k: _encode(encoder, *a, **k)  # noqa: E731
+        if self._goes_on:
+            return super().call_module(m, forward, args, kwargs)
+        with self._followed(path, m):
+            return super().call_module(m, forward, args, kwargs)
+
+    def path_of_module(self, mod: nn.Module) -> str:
+        try:
+            return super().path_of_module(mod)
+        except NameError:
+            raise NameError(unregistered(self.root, mod)) from None
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _modes() != self._modes:
+            does = "turns gradients or autocast on or off for a part of it"
+            if not self._goes_on:
+                raise _Beside(does)
+            self.beside.append(does)
+        return super().create_node(*args, **kwargs)
+
+    @contextmanager
+    def _followed(self, path: str, module: nn.Module) -> Iterator[None]:
+        """What a forward does that a graph does not show makes the module opaque, or is noted."""
+        before, drawn = Before(module, whole=not path), draws()
+        where = path or type(module).__name__
+        try:
+            yield
+        except Unfollowed:
+            before.put_back()
+            raise
+        except Exception as error:  # whatever the network's own code raises at a stand-in for a tensor
+            before.put_back()
+            does = str(error) if isinstance(error, _Beside) else None
+            why = reason(error) if does is None else f"it {does}"
+            raise Unfollowed(f"the forward of {where} cannot be followed: {why}", path, why, does) from error
+        changed, stays = before.put_back()
+        found = [f"changes its own {', '.join(changed)}"] if changed else []
+        if draws() != drawn:
+            found.append("draws random numbers whose shape is not a tensor's")
+        if found and (stays or not self._goes_on):  # a tensor that stays with a module is used by nobody knows whom
+            why = f"it {found[0]}"
+            raise Unfollowed(f"the forward of {where} cannot be followed: {why}", path, why, found[0])
+        self.beside += found
+
+
+def _shown(outputs: Any) -> Any:
+    """What a graph can give: dicts that are more than dicts are built within a forward."""
+    if isinstance(outputs, dict) and type(outputs) not in (dict, OrderedDict):
+        raise _Beside(f"gives a {type(outputs).__name__}, which it builds as it computes")
+    return outputs
+
+
+class _Beside(Exception):
+    """Something that no graph shows."""
+
+
+def _modes() -> tuple[Any, ...]:
+    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return torch.is_grad_enabled(), *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+
+
+def _encode(encoder: nn.TransformerEncoder, src: Any, mask: Any = None, **options: Any) -> Any:
+    """What torch's encoder computes when it is trained, without its look at the shape of ``src``."""
+    if any(value is not None for value in options.values()):
+        raise TypeError("the encoder has a padding mask, or a hint that it is causal")
+    for layer in encoder.layers:
+        src = layer(src, src_mask=mask)
+    return src if encoder.norm is None else encoder.norm(src)
+
+
+def written(graph: fx.Graph) -> list[tuple[str, fx.Node]]:
+    """The buffers that a graph writes into, with the calls that do."""
+    found = []
+    for node in graph.nodes:
+        into = node.kwargs.get("out")
+        if in_place(node) and node.args:
+            into = node.args[0]
+        while isinstance(into, fx.Node) and _function(into) in _VIEWS:
+            into = into.args[0]
+        if isinstance(into, fx.Node) and into.op == "get_attr":
+            found.append((str(into.target), node))
+    return found
+
+
+def in_place(node: fx.Node) -> bool:
+    """Does a call change what it is given first?"""
+    name = _function(node)
+    ends = name.endswith("_") and not name.endswith("__")
+    return ends or bool(node.kwargs.get("inplace")) or name in ("setitem", "iadd", "imul", "isub", "itruediv")
+
+
+_VIEWS = frozenset((
+    "view", "reshape", "getitem", "getattr", "transpose", "permute", "t", "narrow", "select", "unsqueeze", "squeeze",
+    "expand", "flatten", "unflatten", "detach", "chunk", "split", "unbind", "diagonal", "movedim", "swapaxes",
+))  # fmt: skip
+"""What may give the memory of what it is given first."""
+
+
+def _function(node: fx.Node) -> str:
+    """The name of a function or a method; empty of other nodes."""
+    if node.op == "call_function":
+        return str(getattr(node.target, "__name__", node.target))
+    return str(node.target) if node.op == "call_method" else ""
+
+
+def _refuse_writes(graph: fx.Graph, model: nn.Module) -> None:
+    for name, node in written(graph):
+        stack = list(node.meta.get("nn_module_stack", {}).values())
+        path, does = (str(stack[-1][0]) if stack else ""), f"changes its own {name}"
+        where = path or type(model).__name__
+        raise Unfollowed(f"the forward of {where} cannot be followed: it {does}", path, f"it {does}", does)
+
+
+# Calling
+
+
+def not_given(model: nn.Module, inputs: Any, *state: Any) -> dict[str, Any] | None:
+    """The arguments of a forward that get nothing, with their defaults: traced as values, since it may ask whether an
+    argument is None. None where nothing is known of the inputs."""
+    if inputs is None:
+        return None
+    positional = (*inputs, *state) if isinstance(inputs, tuple | list) else (inputs, *state)
+    given: tuple[Any, ...] = state if isinstance(inputs, dict) else positional
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind_partial(*given, **(inputs if isinstance(inputs, dict) else {})).arguments
+    except TypeError:  # the call itself will say so
+        return None
+    rest = {name: p.default for name, p in signature.parameters.items() if name not in bound}
+    return {name: value for name, value in rest.items() if value is not inspect.Parameter.empty}
+
+
+def names(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Of the nodes that compute or are arguments: what a ``Layer`` is called."""
+    found: dict[fx.Node, str] = {}
+    calls: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            path = str(node.target)
+            calls[path] = calls.get(path, 0) + 1
+            found[node] = path if calls[path] == 1 else f"{path}#{calls[path]}"
+        elif node.op == "placeholder":
+            found[node] = f"input/{node.target}"
+        elif node.op in ("call_function", "call_method"):
+            found[node] = node.name
+    return found
+
+
+def arguments(graph: fx.Graph, inputs: Any) -> list[Any]:
+    """The inputs that a model is called with, one for each argument of the graph, in order."""
+    holders = [node for node in graph.nodes if node.op == "placeholder"]
+    if isinstance(inputs, dict):
+        given = [inputs[node.target] if node.target in inputs else node.args[0] for node in holders]
+        return given
+    positional = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
+    return positional + [node.args[0] for node in holders[len(positional) :]]

@@ -1,0 +1,30 @@
+"""What ``torch.compile`` was given computes as it is written: where a forward is looked at, traced, or cut.
+
+The compiler follows a forward by itself: it would compile what looks at the forward together with it, or follow a
+module whose layers were exchanged. So a part that compiles itself does so only where the network runs whole.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from apportion.core import torch_private
+
+
+def as_written() -> AbstractContextManager[object]:
+    """Nothing that was compiled runs here. A step may ask for it: it takes some microseconds."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """The same, where a forward is looked at: one that is traced is followed into what compiles itself."""
+    if "torch._dynamo" not in sys.modules:  # then nothing was compiled, and importing the compiler takes seconds
+        yield
+        return
+    with as_written(), torch_private.traced_through_compiled():
+        yield

@@ -1,0 +1,349 @@
+"""Which strategy a run takes where none is given: what was decided for it before, or measured, predicted and tried.
+
+All of it, with the proof of what is chosen, takes at most ten seconds or 5 % of the run, whichever is more: how long
+that is, one process finds out first.
+
+::
+
+    start | one process | prices, where they fit | trials: at most MOST_SECONDS or 5 % of the run | proof
+
+A run that is over before a second candidate is even built, or that leaves no time for a trial and a proof, takes that
+one process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from apportion.core.strategy import Strategy
+from apportion.core.value import parse, parse_as
+from apportion.core.workload import Workload
+from apportion.errors import ApportionError
+from apportion.planner import decision_cache
+from apportion.planner.performance_monitor import Expected, expected_of
+from apportion.planner.predict import offered, predicted
+from apportion.planner.trials.pilot import Piloted, pilot
+from apportion.planner.trials.significance import SURE
+from apportion.planner.trials.trial import LEAST_ROUNDS, Candidate, Parked, candidate
+from apportion.planner.trials.tune import Offer, Refined, Tried, refine
+from apportion.runtime.launch.local import Local
+from apportion.runtime.proof.budget import BUDGET_SHARE, STARTED_SECONDS, budget, proving
+from apportion.runtime.worker.cpu_wait import noted
+
+MOST_SECONDS = 7.0
+"""Trials take never longer, and never more than ``BUDGET_SHARE`` of the run."""
+LEAST_SECONDS = 0.5
+"""Less is not worth beginning with: it takes as long to start a second candidate."""
+LONG_SECONDS = 1.0
+"""A first step that takes so long is not made again."""
+SHORT_SECONDS = 0.1
+"""For a few more."""
+PREDICTING, PILOT = 0.4, 0.3
+"""Shares of the time of trials that prices and a pilot are given."""
+PRICED_SECONDS, PRICED_STEPS = 5.0, 50
+"""Prices take at least about so long, for a machine that is not known yet, and so many steps of the workload: each
+layer is timed, and its parts, by one process and by several."""
+STEPS_EACH = 3 + LEAST_ROUNDS
+"""That a candidate makes at least."""
+
+
+def decide(
+    workload: Workload | str, changes: Mapping[str, Any], launcher: Local, planning: Planning | None = None
+) -> Decision:
+    """For this machine. Raises what a worker fails with, where not even one process can run the workload."""
+    offers = offered(launcher)
+    if len(offers) == 1:
+        only = candidate(offers[0].strategy, offers[0].launcher)
+        return Decision(chosen=only, told=None, expected=None)
+    deciding = _Deciding(workload, changes, launcher, planning or Planning(), offers)
+    decision = deciding.recalled()
+    if decision is None:
+        decision = deciding.decide()
+        deciding.keep(decision)
+    return decision
+
+
+class _Deciding:
+    """A decision on its way. What the workload is, and how long a run of it takes, one process tells."""
+
+    def __init__(
+        self,
+        workload: Workload | str,
+        changes: Mapping[str, Any],
+        launcher: Local,
+        planning: Planning,
+        offers: Sequence[Offer],
+    ) -> None:
+        self._began = time.monotonic()
+        self._workload, self._changes, self._launcher, self._planning = workload, changes, launcher, planning
+        self._offers = list(offers)
+        alone = Parked(candidate(offers[0].strategy, offers[0].launcher), workload, changes)
+        try:
+            built = time.monotonic()
+            alone.built()
+            self._built = time.monotonic() - built
+            """Seconds in which a candidate starts."""
+            facts = alone.facts()
+            self._steps = int(changes.get("steps", facts["steps"]))
+            asked = {"launcher": str(launcher), "trial": planning.trial, "approximate": planning.approximate}
+            self._key = decision_cache.key(facts["mark"], asked)
+            self._known = None if planning.remeasure else decision_cache.recall(self._key)
+            self._a_step = _a_step(alone) if self._known is None else float(self._known["a_step"])
+        finally:
+            alone.crew.close()
+
+    def recalled(self) -> Decision | None:
+        """What an earlier run has decided."""
+        known = self._known
+        if known is None or known["measured_for"] < self._budget() / 2:  # that was of a much shorter run
+            return None
+        try:
+            strategy: Strategy = parse(known["told"]["strategy"], "apportion.strategies")
+            chosen = candidate(strategy, parse_as(known["told"]["launcher"], Local))
+            expected = None if known["expected"] is None else Expected(**known["expected"])
+            told = {**known["told"], "remembered": True, "why": f"{known['told']['why']}, as an earlier run found"}
+        except (KeyError, TypeError, ValueError):  # of another version
+            return None
+        return Decision(chosen=chosen, told={**told, "seconds": self._took()}, expected=expected)
+
+    def keep(self, decision: Decision) -> None:
+        """For the next run. What was not measured is not worth it."""
+        if decision.expected is not None and decision.told is not None:
+            expected = {**vars(decision.expected), "terms": dict(decision.expected.terms)}
+            plan = {"told": decision.told, "expected": expected}
+            decision_cache.keep(self._key, {**plan, "a_step": self._a_step, "measured_for": self._budget()})
+
+    def _budget(self) -> float:
+        """Seconds that trials may take."""
+        return min(MOST_SECONDS, BUDGET_SHARE * self._run())
+
+    def _run(self) -> float:
+        """About the seconds that the run takes."""
+        return self._steps * self._a_step
+
+    def _left(self) -> float:
+        """Seconds of the budget that are left for measuring, beside the proof of what is chosen."""
+        return budget(self._run()) - STARTED_SECONDS - self._took() - proving(self._built, self._a_step)
+
+    def decide(self) -> Decision:
+        """By what the time allows."""
+        seconds = min(self._budget(), self._left())
+        if seconds < max(LEAST_SECONDS, self._built):
+            why = f"the run takes about {self._run():.2g} s, too short to measure others first and prove what is chosen"
+            return self._taken(self._offers[0], why, [])
+        priced: list[Offer] = []
+        if PRICED_SECONDS + PRICED_STEPS * self._a_step + seconds <= self._left():
+            priced = self._priced(PREDICTING * MOST_SECONDS)
+            seconds = min(seconds, max(self._left(), LEAST_SECONDS))
+        most = int(seconds / (STEPS_EACH * self._a_step))
+        if not self._planning.trial or most < 2:
+            return self._by_prediction(priced)
+        share = 1 - PILOT if self._planning.approximate else 1.0
+        refined = refine(self._all(priced), self._workload, self._changes, seconds=share * seconds, most=_few(most))
+        piloted = self._pilot(priced, refined, PILOT * seconds) if self._planning.approximate else None
+        if piloted is not None and piloted[1].better:
+            return self._taken(piloted[0], piloted[1].text, _told_tried(refined.tried, priced))
+        return self._refined(refined, priced, piloted)
+
+    def _all(self, priced: Sequence[Offer]) -> list[Offer]:
+        """And what was not priced."""
+        known = {str(p) for p in priced}
+        return [*priced, *(offer for offer in self._offers if str(offer) not in known)]
+
+    def _priced(self, seconds: float) -> list[Offer]:
+        """What prices say; nothing of a workload that cannot be profiled: that says nothing about running it."""
+        try:
+            return predicted(self._workload, self._launcher, seconds, remeasure=self._planning.remeasure)
+        except (ValueError, ApportionError):
+            return []
+
+    def _by_prediction(self, priced: Sequence[Offer]) -> Decision:
+        exact = [p for p in priced if p.strategy.exact]
+        if not exact:
+            return self._taken(self._offers[0], "nothing else was measured or predicted", [])
+        ranked = sorted(exact, key=lambda p: p.cost.seconds_per_example if p.cost is not None else float("inf"))
+        best = next((p for p in ranked if self._builds(p)), self._offers[0])
+        return self._taken(best, "the fastest by prediction; nothing was tried", _told_priced(priced))
+
+    def _builds(self, offer: Offer) -> bool:
+        """Does it take this network? Prices do not know of all that is refused when a step is built."""
+        if offer.strategy.one_process:
+            return True
+        built = Parked(candidate(offer.strategy, offer.launcher), self._workload, self._changes)
+        try:
+            built.built()
+        except (ValueError, ApportionError):
+            return False
+        finally:
+            built.crew.close()
+        return True
+
+    def _refined(self, refined: Refined, priced: Sequence[Offer], piloted: tuple[Offer, Piloted] | None) -> Decision:
+        chosen = refined.chosen
+        assert chosen.measured is not None
+        measured = Expected(step_seconds=chosen.measured.step_seconds, terms=chosen.measured.terms, measured=True)
+        data = _told_tried(refined.tried, priced)
+        learned = "" if piloted is None else f"; {piloted[0].strategy} learned no more in the same time"
+        why = [_why(refined) + learned, *filter(None, [noted(chosen.measured.without_core_share)])]
+        return self._decision(chosen.strategy, chosen.launcher, "; ".join(why), data, measured)
+
+    def _pilot(self, priced: Sequence[Offer], refined: Refined, seconds: float) -> tuple[Offer, Piloted] | None:
+        found = [(p.cost.seconds_per_example, str(p), p) for p in priced if p.cost is not None and not p.strategy.exact]
+        best, chosen = min(found)[2] if found else None, refined.chosen
+        assert chosen.measured is not None
+        if best is None or min(found)[0] >= chosen.measured.seconds_per_example:  # it is not even faster
+            return None
+        exact = candidate(chosen.strategy, chosen.launcher)
+        approximate = candidate(best.strategy, best.launcher)
+        try:
+            return best, pilot(
+                exact, approximate, self._workload, self._changes, steps=self._steps, seconds=seconds / 2
+            )
+        except (ValueError, ApportionError):  # it cannot run this workload: the exact one is taken
+            return None
+
+    def _taken(self, offer: Offer, why: str, candidates: list[dict[str, Any]]) -> Decision:
+        expected = None if offer.cost is None else expected_of(offer.cost)
+        return self._decision(offer.strategy, offer.launcher, why, candidates, expected)
+
+    def _decision(
+        self,
+        strategy: Strategy,
+        launcher: Local,
+        why: str,
+        candidates: list[dict[str, Any]],
+        expected: Expected | None,
+    ) -> Decision:
+        chosen = candidate(strategy, launcher)
+        told = {
+            "strategy": str(strategy),
+            "launcher": str(chosen.launcher),
+            "why": why,
+            "candidates": candidates,
+            "remembered": False,
+            "seconds": self._took(),
+        }
+        return Decision(chosen=chosen, told=told, expected=expected)
+
+    def _took(self) -> float:
+        return time.monotonic() - self._began
+
+
+def _a_step(alone: Parked) -> float:
+    """Seconds, roughly: of a few after the first; of the first where that was long."""
+    began = time.perf_counter()
+    alone.go(1, measure=False)
+    first = time.perf_counter() - began
+    if first > LONG_SECONDS:
+        return first
+    alone.go(max(1, min(5, int(SHORT_SECONDS / first))))
+    return alone.measured.step_seconds
+
+
+def _few(most: int) -> int | None:
+    """As a limit, where it is one."""
+    return most if most < 6 else None
+
+
+def _why(refined: Refined) -> str:
+    measured = [t for t in refined.tried if t.measured is not None]
+    assert refined.chosen.measured is not None
+    took = f"{refined.chosen.measured.step_seconds * 1e3:.3g} ms a step"
+    if len(measured) == 1:
+        return f"{took}, and nothing else could run"
+    if refined.chosen is not measured[0]:
+        return f"{took}, and the simplest of those that cannot be told apart from the fastest ({measured[0]})"
+    sure = "" if refined.confidence >= SURE else ", though it cannot be told apart from the next"
+    return f"the fastest, {took}{sure}"
+
+
+def _told_tried(tried: Sequence[Tried], priced: Sequence[Offer]) -> list[dict[str, Any]]:
+    """What was tried, then what was only priced."""
+    known = {str(t) for t in tried}
+    rows = [
+        {
+            **_told(t.strategy, t.launcher, None if t.predicted is None else t.predicted.step_seconds),
+            "step_seconds": None if t.measured is None else t.measured.step_seconds,
+            "examples_per_second": None if t.measured is None else t.measured.examples_per_second,
+            "refused": t.refused,
+        }
+        for t in tried
+    ]
+    able = [row for row in rows if row["refused"] is None]
+    refused = [row for row in rows if row["refused"] is not None]
+    return [*able, *_told_priced([p for p in priced if str(p) not in known]), *refused]
+
+
+def _told_priced(priced: Sequence[Offer]) -> list[dict[str, Any]]:
+    ranked = sorted(
+        ((not p.strategy.exact, p.cost.seconds_per_example, i, p, p.cost) for i, p in enumerate(priced) if p.cost),
+        key=lambda found: found[:3],
+    )
+    return [_told(p.strategy, p.launcher, cost.step_seconds) for _, _, _, p, cost in ranked]
+
+
+def _told(strategy: Strategy, launcher: Local, predicted_seconds: float | None) -> dict[str, Any]:
+    return {
+        "strategy": str(strategy),
+        "launcher": str(launcher),
+        "exact": strategy.exact,
+        "predicted_seconds": predicted_seconds,
+        "step_seconds": None,
+        "examples_per_second": None,
+        "refused": None,
+    }
+
+
+# How a run's strategy is to be chosen, and what was.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planning:
+    """How the choice is to be made."""
+
+    trial: bool = True
+    """Try the best few? False: take what is predicted."""
+    remeasure: bool = False
+    """Measure again what is known from earlier runs?"""
+    approximate: bool = False
+    """May an approximate strategy be taken, where it learns more in the same time?"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What a run takes."""
+
+    chosen: Candidate
+    told: dict[str, Any] | None
+    """The data of a ``plan`` event; None where there was nothing to decide."""
+    expected: Expected | None
+    """What its steps should take; None: nobody knows."""
+
+
+def next_best(decision: Decision, disproved: Collection[str], launcher: Local, why: str) -> Decision:
+    """What is taken where the proof has said no to these (each as it is written, ``STRATEGY on LAUNCHER``): the next of
+    the exact ones that were tried or priced, one process at last. ``why``: the evidence."""
+    assert decision.told is not None, "who has named a strategy gets no other"
+    rows = [{**row} for row in decision.told["candidates"]]
+    for row in rows:
+        if f"{row['strategy']} on {row['launcher']}" in disproved:
+            row["refused"] = row["refused"] or f"it is not the same network: {why}"
+    chosen = None
+    for row in rows:
+        if row["exact"] and row["refused"] is None and (row["step_seconds"] or row["predicted_seconds"]):
+            strategy: Strategy = parse(row["strategy"], "apportion.strategies")
+            chosen = candidate(strategy, parse_as(row["launcher"], Local))
+            break
+    if chosen is None:
+        chosen = candidate(parse("single_device", "apportion.strategies"), Local(device=launcher.device))
+    told = {
+        **decision.told,
+        "strategy": str(chosen.strategy),
+        "launcher": str(chosen.launcher),
+        "why": f"the next best, since {why}",
+        "candidates": [row for row in rows if row["refused"] is None] + [row for row in rows if row["refused"]],
+    }
+    return Decision(chosen=chosen, told=told, expected=None)

@@ -1,0 +1,76 @@
+"""Plans of earlier runs: for the same workload on the same machine nothing is measured again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from apportion.process import usable_cores
+
+FIELDS = {"told", "expected", "a_step", "measured_for"}
+"""Of what is kept: the data of a ``plan`` event, what its steps should take, and seconds: of a step of one process, and
+that the measuring was allowed."""
+
+
+def folder() -> Path:
+    """Where they are kept."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "apportion" / "plans"
+
+
+def host() -> dict[str, Any]:
+    """What of this machine a plan depends on."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cores": usable_cores(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": gpus,
+        "name": platform.node(),
+        "torch": torch.__version__,
+        "apportion": metadata.version("apportion"),
+    }
+
+
+def key(mark: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+    """Of a plan: for this workload, asked for in this way, on this machine."""
+    text = json.dumps({"workload": mark, "asked": asked, "host": host()}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def recall(name: str) -> dict[str, Any] | None:
+    """What was kept under this key, if anything was, and is whole."""
+    try:
+        found = json.loads((folder() / f"{name}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.keys() >= FIELDS else None
+
+
+def keep(name: str, plan: Mapping[str, Any]) -> None:
+    """For the next run. Where nothing can be written, that one measures again."""
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder(), suffix=".new") as draft:
+            (Path(draft) / name).write_text(json.dumps(plan, indent=1))
+            os.replace(Path(draft) / name, folder() / f"{name}.json")
+    except OSError:
+        pass
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()

@@ -1,0 +1,174 @@
+"""A plan for ranks that are running already (torchrun, Slurm): all of them call ``plan_launched``.
+
+::
+
+    rank 0   machines, | profile | search |  steps of the best few, in turns |  explain -> the plan
+    others   links     |   wait           |  with it                         |
+
+What is tried runs in these very ranks, over the links that the training will have.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from apportion.comm.objects import broadcast_message, gather_messages
+from apportion.comm.world import World, hosts
+from apportion.core.address import load_workload
+from apportion.core.value import written_name
+from apportion.core.workload import Workload
+from apportion.cost_model.cluster import Cluster
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import Profile
+from apportion.planner.build import make
+from apportion.planner.calibration import Trial, correction
+from apportion.planner.candidate import Priced, Tried, family, ranked
+from apportion.planner.plan import Plan
+from apportion.planner.search import places_of, search
+from apportion.planner.trials.launched_trials import Bench, Choice, Taken
+from apportion.profiler.launched_cluster import SECONDS, measure_here
+from apportion.profiler.measure_workload import profile
+
+TRIAL_SECONDS = 10.0
+PROFILING = 0.75
+"""Of the time that the machines are measured for, as long the workload's layers are."""
+BEST = 3
+"""So many of the best by prediction are tried."""
+AGAIN = 2
+"""How often what was learnt may bring another one into question."""
+
+
+def plan_launched(
+    workload: Workload | str,
+    world: World,
+    *,
+    trial: bool = True,
+    seconds: float = TRIAL_SECONDS,
+    measuring: float = SECONDS,
+) -> Plan | None:
+    """Which way to split a workload among the ranks of this world, or that one host by itself is faster: the plan on
+    rank 0, None on the others. Called by all ranks, with the same.
+
+    ``seconds``: of trying; at least ``on_ranks.LEAST_ROUNDS`` steps of each are made, however long they take.
+    ``measuring``: of the machines and the links between them, and ``PROFILING`` of it of the workload. Raises
+    ValueError, on all ranks, where the hosts have not as many ranks each, or nothing can run.
+    """
+    opened = load_workload(workload) if isinstance(workload, str) else workload
+    seats = _seats(world)
+    cluster = measure_here(world, seconds=measuring)
+    planned, refusal = None, ""
+    if world.rank == 0:  # by its own host, while the others wait: hosts of the same make take the same times
+        try:
+            found, profiled = priced_here(opened, _on(cluster, seats), PROFILING * measuring)
+            name = workload if isinstance(workload, str) else None
+            planned = make(found, profiled, cluster, workload=name)
+        except ValueError as error:
+            refusal = str(error)
+    refusal = broadcast_message(refusal, world.group(), device=world.device)
+    if refusal:
+        raise ValueError(refusal)
+    return _tried(planned, opened, world, seconds) if trial else planned
+
+
+def _seats(world: World) -> list[tuple[int, int | None]]:
+    """Each rank's (host, GPU), by number; no GPU: on the cores. ValueError where the hosts have not as many each."""
+    gpu = None if world.device.type == "cpu" else world.device.index or 0
+    told = [socket.gethostname(), world.local_rank, world.local_size, gpu]
+    everyone = gather_messages(told, world.group(), device=world.device)
+    own = hosts([(str(name), int(rank), int(size)) for name, rank, size, _ in everyone])
+    many = Counter(own)
+    if len(set(many.values())) > 1:
+        raise ValueError(
+            f"{world.size} ranks on {len(many)} hosts, {' and '.join(map(str, many.values()))} of them: a plan is for "
+            "as many on every host; start as many on each, or train with --strategy data_parallel"
+        )
+    return [(host, gpu) for host, (*_, gpu) in zip(own, everyone, strict=True)]
+
+
+def _on(cluster: Cluster, seats: Sequence[tuple[int, int | None]]) -> Layout:
+    """The ranks where they are, each with the threads that it has."""
+    names = (f"{cluster.hosts[host]}/{'cpu' if gpu is None else f'gpu{gpu}'}" for host, gpu in seats)
+    return Layout(cluster=cluster, devices=tuple(names), threads=torch.get_num_threads())
+
+
+def priced_here(opened: Workload, own: Layout, seconds: float) -> tuple[list[Priced], Profile]:
+    """Everything that these ranks could do, all of them where they are or one alone, priced; and the profile that it is
+    priced by."""
+    profiled = profile(opened, own.cluster, [own, *places_of(own.cluster, 1)], seconds=seconds)
+    found = [
+        p
+        for workers, each in ((own.ranks, own.threads), (1, None))
+        for p in search(profiled, own.cluster, workers=workers, threads=each)
+        if p.layout.ranks == 1 or sorted(p.layout.devices) == sorted(own.devices)
+    ]
+    return list({(str(p.strategy), p.layout.devices, p.layout.threads): p for p in found}.values()), profiled
+
+
+def _tried(planned: Plan | None, opened: Workload, world: World, seconds: float) -> Plan | None:
+    """The same plan with what the steps of the best few have shown."""
+    bench = Bench(opened, world)
+    try:
+        for turn in range(1 + AGAIN):
+            told = None if planned is None else _worth_trying(planned, first=turn == 0)
+            told = broadcast_message(told, world.group(), device=world.device)
+            chosen: list[Choice] = [(strategy, threads) for strategy, threads in told]
+            if len(chosen) < 2:
+                break
+            for choice in chosen:
+                bench.build(choice)
+            taken = bench.measure(chosen, seconds if turn == 0 else seconds / 2)
+            if planned is not None:
+                planned = _corrected(planned, taken, bench.refused)
+    finally:
+        bench.close()
+    return planned
+
+
+def _worth_trying(planned: Plan, *, first: bool) -> list[Choice]:
+    """First the best by prediction, one process, and plain data_parallel; later the best so far, and beside it what
+    should be faster by the corrected predictions. With the threads of each."""
+    able = [p for p in ranked(planned.found) if p.cost is not None and p.strategy.exact]
+    if first:
+        always = [p for p in able if p.strategy.one_process or str(p.strategy) == written_name(type(p.strategy))]
+        kinds = ("SingleDevice", "DataParallel")
+        plain = [next((p for p in always if type(p.strategy).__name__ == kind), None) for kind in kinds]
+        chosen = [*able[:BEST], *(p for p in plain if p is not None)]
+    else:
+        done = [p for p in able if p.tried is not None]
+        best = min((p.seconds_per_example for p in done), default=0.0)
+        rest = sorted((p for p in able if p.tried is None), key=lambda p: p.seconds_per_example)
+        chosen = [*done[:1], *(p for p in rest[:1] if p.seconds_per_example < best)]
+    return list(dict.fromkeys((str(p.strategy), p.layout.threads) for p in chosen))
+
+
+def _corrected(planned: Plan, taken: dict[Choice, Taken], refused: dict[str, str]) -> Plan:
+    """Measured where it was tried, on the layout that it was tried on; the rest by what that has taught."""
+    found = [_with(p, taken, refused) for p in planned.found]
+    trials = [
+        Trial(family(p.strategy), p.cost, p.tried.step_seconds)
+        for p in found
+        if p.tried is not None and p.cost is not None
+    ]
+    fitted = correction(trials)
+    found = [
+        replace(p, corrected=fitted.step_seconds(family(p.strategy), p.cost))
+        if p.tried is None and p.cost is not None
+        else p
+        for p in found
+    ]
+    return make(found, planned.profile, planned.cluster, workload=planned.workload)
+
+
+def _with(p: Priced, taken: dict[Choice, Taken], refused: dict[str, str]) -> Priced:
+    choice = str(p.strategy), p.layout.threads
+    if choice[0] in refused:
+        return replace(p, cost=None, refusal=refused[choice[0]])
+    if choice not in taken or p.cost is None:
+        return p
+    low, middle, high = taken[choice].quartiles
+    return replace(p, tried=Tried(step_seconds=middle, low=low, high=high, steps=taken[choice].steps))

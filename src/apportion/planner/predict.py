@@ -1,0 +1,95 @@
+"""What candidates on this machine should cost: its measured devices and links, a profile of the workload, and each
+strategy's own price."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from apportion.core.strategy import Strategy
+from apportion.core.value import find
+from apportion.core.workload import Workload
+from apportion.cost_model.cluster import Cluster
+from apportion.cost_model.cost import Cost
+from apportion.cost_model.placement import Layout, layouts
+from apportion.cost_model.profile import Profile
+from apportion.planner.search import search
+from apportion.planner.trials.trial import Candidate, candidate
+from apportion.planner.trials.tune import Offer
+from apportion.profiler import measure_cluster, measure_workload
+from apportion.runtime.launch.local import Local
+
+
+def offered(launcher: Local) -> list[Offer]:
+    """What can be tried where nothing is predicted: one process with all threads and with one, and data_parallel on a
+    few layouts. Where so many workers are asked for, only what has so many."""
+    single, parallel = (find(name, "apportion.strategies") for name in ("single_device", "data_parallel"))
+    if launcher.workers is not None:
+        return [_offer((single if launcher.workers == 1 else parallel)(), launcher)]
+    places = launcher.places()
+    found = [_offer(single(), launcher)]
+    shared = [_offer(parallel(), replace(launcher, workers=n)) for n in (places, places // 2, places // 4) if n > 1]
+    found += [*shared[:1], _offer(single(fused=True), launcher)]
+    if found[0].launcher.threads != 1:  # a small network is fastest where no thread waits for another
+        found.append(_offer(single(), replace(launcher, threads=1)))
+    return found + shared[1:]
+
+
+def _offer(strategy: Strategy, launcher: Local) -> Offer:
+    return Offer(strategy=strategy, launcher=candidate(strategy, launcher).launcher)
+
+
+def predicted(workload: Workload | str, launcher: Local, seconds: float, *, remeasure: bool = False) -> list[Offer]:
+    """Every strategy's candidates on this machine's layouts, with their prices; none where nothing can be priced."""
+    profiled = _profiled(workload, seconds, remeasure, lambda cluster: list(layouts(cluster)))
+    if profiled is None:
+        return []
+    cluster, profile = profiled
+    found = search(profile, cluster, threads=launcher.threads)
+    return [
+        Offer(strategy=p.strategy, launcher=replace(p.launcher, loaders=launcher.loaders), cost=p.cost)
+        for p in found
+        if p.cost is not None and isinstance(p.launcher, Local) and launcher.device in (None, p.launcher.device)
+    ]
+
+
+def prices(workload: Workload | str, candidates: Sequence[Candidate], seconds: float) -> list[Cost | None]:
+    """Of these candidates; None of one that has no price."""
+
+    def places(cluster: Cluster) -> list[Layout]:
+        found = [_layout(c, cluster) for c in candidates]
+        return list(dict.fromkeys(place for place in found if place is not None))
+
+    profiled = _profiled(workload, seconds, False, places)
+    if profiled is None:
+        return [None] * len(candidates)
+    cluster, profile = profiled
+    return [_cost(c.strategy, profile, _layout(c, cluster)) for c in candidates]
+
+
+def _profiled(
+    workload: Workload | str, seconds: float, remeasure: bool, places: Callable[[Cluster], list[Layout]]
+) -> tuple[Cluster, Profile] | None:
+    """This machine and the workload on it, measured; the machine as it was once, where it was. None where no layout
+    has anything to say."""
+    cluster: Cluster = measure_cluster.measure(remeasure=remeasure, seconds=seconds / 2)
+    wanted = places(cluster)
+    return (cluster, measure_workload.profile(workload, cluster, wanted, seconds=seconds / 2)) if wanted else None
+
+
+def _cost(strategy: Strategy, profile: Profile, place: Layout | None) -> Cost | None:
+    try:
+        return None if place is None else strategy.cost(profile, place)
+    except ValueError:  # it says why it cannot
+        return None
+
+
+def _layout(chosen: Candidate, cluster: Cluster) -> Layout | None:
+    """Where a candidate's ranks are: on the GPUs, one each, or all on the cores."""
+    gpus = [d.name for d in cluster.devices if d.kind == "cuda" and chosen.launcher.device != "cpu"]
+    cores = [d.name for d in cluster.devices if d.kind == "cpu"]
+    devices = gpus[: chosen.ranks] if len(gpus) >= chosen.ranks else cores[:1] * chosen.ranks
+    try:
+        return Layout(cluster=cluster, devices=tuple(devices), threads=chosen.launcher.threads_each(chosen.ranks))
+    except ValueError:  # more threads than cores
+        return None

@@ -1,0 +1,1 @@
+"""Real steps of candidates, measured in turns."""

@@ -1,0 +1,129 @@
+"""Real steps of several strategies in ranks that are running already: built side by side, one running at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import quantiles
+
+import torch
+
+from apportion.comm.objects import gather_messages
+from apportion.comm.world import World
+from apportion.core.strategy import Step, Strategy, batches
+from apportion.core.value import parse
+from apportion.core.workload import Workload
+from apportion.runtime.worker.job import MANY_STEPS
+
+LEAST_ROUNDS, MOST_ROUNDS = 4, 21
+ROUND_SECONDS = 0.2
+"""Of one strategy, or one step where that takes longer."""
+MOST_STEPS = 200
+WARM_UP = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What the steps of a strategy took."""
+
+    rounds: tuple[float, ...]
+    """Seconds a step in each round: the slowest rank's."""
+    steps: int
+
+    @property
+    def quartiles(self) -> tuple[float, float, float]:
+        """(lower, median, upper) of the rounds."""
+        low, middle, high = quantiles(self.rounds, n=4, method="inclusive")
+        return low, middle, high
+
+
+Choice = tuple[str, int]
+"""A strategy as it is written, and the threads of each rank."""
+
+
+@dataclass
+class Bench:
+    """Called by all ranks alike; every decision is made of what all have gathered, so all make the same ones."""
+
+    workload: Workload
+    world: World
+    refused: dict[str, str] = field(default_factory=dict)
+    """Why a strategy cannot run this workload here."""
+    _steps: dict[Choice, Step | None] = field(default_factory=dict)
+
+    def build(self, choice: Choice) -> bool:
+        """Its steps; of what runs in one process, in rank 0. False: it is refused."""
+        strategy, threads = choice
+        if choice in self._steps or strategy in self.refused:
+            return choice in self._steps
+        step, refusal = None, ""
+        with _threads(threads):
+            try:
+                step = self._built(parse(strategy, "apportion.strategies"))
+            except ValueError as error:
+                refusal = str(error)
+        refusals = list(filter(None, gather_messages(refusal, self.world.group(), device=self.world.device)))
+        if refusals:
+            if step is not None:
+                step.close()
+            self.refused[strategy] = refusals[0]
+            return False
+        self._steps[choice] = step
+        return True
+
+    def _built(self, strategy: Strategy) -> Step | None:
+        endless = replace(self.workload, steps=MANY_STEPS, evaluation=None)
+        if not strategy.one_process:
+            return strategy.build(endless, self.world)
+        return strategy.build(endless, World(device=self.world.device)) if self.world.rank == 0 else None
+
+    def measure(self, choices: Sequence[Choice], seconds: float) -> dict[Choice, Taken]:
+        """Those of them that are built, in turns, for about so long."""
+        chosen = [choice for choice in choices if choice in self._steps]
+        if not chosen:
+            return {}
+        for choice in chosen:
+            self._go(choice, 1)
+        once = {choice: self._go(choice, WARM_UP) for choice in chosen}
+        many = {c: max(1, min(MOST_STEPS, int(ROUND_SECONDS / max(once[c], 1e-6)))) for c in chosen}
+        turn = sum(many[c] * once[c] for c in chosen)
+        rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(seconds / turn)))
+        taken: dict[Choice, list[float]] = {choice: [] for choice in chosen}
+        for _ in range(rounds):
+            for choice in chosen:
+                taken[choice].append(self._go(choice, many[choice]))
+        return {c: Taken(rounds=tuple(each), steps=rounds * many[c]) for c, each in taken.items()}
+
+    def _go(self, choice: Choice, many: int) -> float:
+        """Seconds of one of so many steps, by the slowest rank."""
+        step, took = self._steps[choice], 0.0
+        self.world.group().barrier()
+        if step is not None:
+            with _threads(choice[1]):
+                began = time.perf_counter()
+                for batch in batches(step, stop=step.done + many):
+                    step(batch)
+                took = (time.perf_counter() - began) / many
+        return float(max(gather_messages(took, self.world.group(), device=self.world.device)))
+
+    def close(self) -> None:
+        """Let go of all steps."""
+        for step in self._steps.values():
+            if step is not None:
+                step.source.close()
+                step.close()
+        self._steps.clear()
+
+
+@contextmanager
+def _threads(many: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if many != before:
+        torch.set_num_threads(many)
+    try:
+        yield
+    finally:
+        if many != before:
+            torch.set_num_threads(before)

@@ -1,0 +1,106 @@
+"""A plan that was predicted, once its best few have made real steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from apportion.core.workload import Workload
+from apportion.errors import ApportionError
+from apportion.planner.build import make
+from apportion.planner.candidate import Priced, Tried, family
+from apportion.planner.plan import Plan
+from apportion.planner.trials.pilot import pilot
+from apportion.planner.trials.trial import Candidate, Measured, Parked, candidate
+from apportion.planner.trials.tune import Refined, refine
+from apportion.runtime.launch.local import Local
+
+TRIAL_SECONDS = 20.0
+PILOT_SECONDS = 10.0
+"""Of the exact one, and as long of the approximate one."""
+
+
+def tried(
+    planned: Plan,
+    workload: Workload | str,
+    *,
+    allow_approximate: bool = False,
+    seconds: float = TRIAL_SECONDS,
+    pilot_seconds: float = PILOT_SECONDS,
+) -> Plan:
+    """The best few, one process with all threads and plain data_parallel measured on this machine; the rest corrected
+    by that; the best of all chosen. ``allow_approximate``: the best approximate one is chosen where it has the lower
+    loss after the same time, from the same seed. ``seconds``: of trying; ``pilot_seconds``: that each of the two trains
+    for in a pilot."""
+    able = [p for p in planned.found if p.cost is not None]
+    refined = refine(able, workload, {}, seconds=seconds)
+    found = [after(p, refined) for p in planned.found]
+    chosen = next(p for p in found if str(p) == str(refined.chosen))
+    lines: tuple[str, ...] = ()
+    if allow_approximate:
+        chosen, lines = _piloted(chosen, found, workload, pilot_seconds)
+    again = make(
+        found,
+        planned.profile,
+        planned.cluster,
+        workload=planned.workload,
+        chosen=chosen,
+        workers=planned.only_workers,
+    )
+    return replace(again, why=(*again.why, *lines), matched=planned.matched)
+
+
+def after(p: Priced, refined: Refined) -> Priced:
+    """With what was measured of it, or why it was refused; else corrected by what the others have taught."""
+    assert p.cost is not None or p.refusal
+    if p.cost is None:
+        return p
+    found = next((t for t in refined.tried if str(t) == str(p)), None)
+    if found is None:
+        return replace(p, corrected=refined.correction.step_seconds(family(p.strategy), p.cost))
+    if found.measured is None:
+        return replace(p, cost=None, refusal=found.refused or "it could not run")
+    return replace(p, tried=_tried(found.measured))
+
+
+def _tried(measured: Measured) -> Tried:
+    low, middle, high = (float(q) for q in np.quantile(measured.seconds, (0.25, 0.5, 0.75)))
+    return Tried(
+        step_seconds=middle,
+        low=low,
+        high=high,
+        steps=len(measured.seconds),
+        terms=measured.terms,
+        without_core=measured.without_core_share,
+    )
+
+
+def _piloted(
+    exact: Priced, found: Sequence[Priced], workload: Workload | str, seconds: float
+) -> tuple[Priced, tuple[str, ...]]:
+    """(what to choose, what the pilot said)."""
+    others = [p for p in found if p.cost is not None and not p.strategy.exact and isinstance(p.launcher, Local)]
+    best = min(others, key=lambda p: p.seconds_per_example, default=None)
+    if best is None or best.seconds_per_example >= exact.seconds_per_example:
+        return exact, ("no approximate strategy is faster per example: there is nothing to try in a pilot",)
+    assert isinstance(exact.launcher, Local)
+    assert isinstance(best.launcher, Local)
+    pair = candidate(exact.strategy, exact.launcher), candidate(best.strategy, best.launcher)
+    try:
+        told = pilot(pair[0], pair[1], workload, {}, steps=_steps(pair[0], workload), seconds=seconds)
+    except (ValueError, ApportionError) as error:
+        return exact, (f"no pilot of {best}: {error}",)
+    verdict = "chosen" if told.better else "not chosen"
+    return best if told.better else exact, (f"pilot of {best}: {told.text}: {verdict}",)
+
+
+def _steps(exact: Candidate, workload: Workload | str) -> int:
+    """Of the whole training: a pilot goes no further, and a schedule is told so many."""
+    group = Parked(exact, workload, {})
+    try:
+        group.built()
+        return int(group.facts()["steps"])
+    finally:
+        group.crew.close()

@@ -1,0 +1,264 @@
+"""Short measured runs: each candidate makes real steps, in turns with the others, one running at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from apportion.comm.channel import Message
+from apportion.core.strategy import Strategy
+from apportion.core.workload import Workload
+from apportion.errors import WorkerFailed
+from apportion.runtime.launch.local import Local
+from apportion.runtime.supervisor.worker_pool import Crew
+from apportion.runtime.worker.job import MANY_STEPS, Job
+
+BUILD_SECONDS = 600.0
+ROUND_SECONDS = 600.0
+TURN_SECONDS = 0.05
+"""Of one candidate's turn: long beside what a turn costs to begin, short beside what else the machine does."""
+ROUNDS, LEAST_ROUNDS = 20, 4
+"""Of turns: in four a coin does not fall on one side by chance, at 90 %."""
+BEHIND = 1.5
+"""Who takes so many times as long as the fastest is not measured to the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A strategy on a layout of processes and threads."""
+
+    strategy: Strategy
+    launcher: Local
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.strategy} on {self.launcher}"
+
+
+@dataclass
+class Measured:
+    """What a candidate's steps took, over all rounds."""
+
+    candidate: Candidate
+    seconds: list[float] = field(default_factory=list)
+    """Of each step: the slowest rank's."""
+    rounds: dict[int, float] = field(default_factory=dict)
+    """The median step of each round, by its number: rounds of the same number were one after the other."""
+    examples: int = 0
+    computing: float = 0.0
+    """With ``loading`` and ``updating``, which are told by themselves, too."""
+    loading: float = 0.0
+    updating: float = 0.0
+    waiting: float = 0.0
+    """For other ranks to arrive; with ``communicating`` and ``computing``, sums over ranks."""
+    communicating: float = 0.0
+    without_core: list[float] = field(default_factory=list)
+    """The largest share of each round in which a rank could have gone on and had no core, one value a round."""
+    peak_bytes: int = 0
+    """Of the largest worker."""
+    held_bytes: int = 0
+    """Weights, slots and buffers of all workers, what they share counted once."""
+
+    @property
+    def next_round(self) -> int:
+        """Its number."""
+        return max(self.rounds, default=-1) + 1
+
+    @property
+    def step_seconds(self) -> float:
+        """Median."""
+        return float(np.median(self.seconds))
+
+    @property
+    def without_core_share(self) -> float:
+        """The share of the median round in which a rank could have gone on and had no core."""
+        return float(np.median(self.without_core)) if self.without_core else 0.0
+
+    @property
+    def examples_per_second(self) -> float:
+        """At the median step."""
+        return self.examples / len(self.seconds) / self.step_seconds
+
+    @property
+    def seconds_per_example(self) -> float:
+        """What candidates are ranked by."""
+        return 1.0 / self.examples_per_second
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The median step, by what a rank's time goes to: ``loading``, ``computing``, ``updating``, and ``waiting``
+        in collectives, for others and for what is sent."""
+        parts = {
+            "loading": self.loading,
+            "computing": max(0.0, self.computing - self.loading - self.updating),
+            "waiting": self.waiting + self.communicating,
+            "updating": self.updating,
+        }
+        total = sum(parts.values()) or 1.0
+        return {name: self.step_seconds * seconds / total for name, seconds in parts.items()}
+
+    def add(self, answers: Sequence[Message], turn: int | None = None) -> None:
+        """One round, as every rank tells it; ``turn``: its number."""
+        stepping = [a["seconds"] for a in answers if a["seconds"]]  # servers make no steps
+        steps = [max(parts) for parts in zip(*stepping, strict=True)]
+        self.seconds += steps
+        self.rounds[self.next_round if turn is None else turn] = float(np.median(steps))
+        # Ranks in lockstep make one step of one batch; otherwise each has a batch of its own.
+        self.examples += sum(answer["examples"] for answer in (answers[:1] if answers[0]["lockstep"] else answers))
+        self.without_core.append(max(a["without_core"] for a in answers))
+        waiting, communicating = divide_waits([a["waits"] for a in answers])
+        total = sum(sum(a["seconds"]) for a in answers)
+        self.waiting += waiting
+        self.communicating += communicating
+        self.computing += max(0.0, total - waiting - communicating)
+        self.loading += sum(a["spent"].get("loading", 0.0) for a in answers)
+        self.updating += sum(a["spent"].get("updating", 0.0) for a in answers)
+        shared, own = max(a["held"]["shared"] for a in answers), sum(a["held"]["own"] for a in answers)
+        self.held_bytes = shared + own
+        self.peak_bytes = max(self.peak_bytes, *(a["peak_bytes"] for a in answers))
+
+
+def divide_waits(waits: Sequence[Sequence[Sequence[float]]]) -> tuple[float, float]:
+    """(waiting, communicating) seconds over all ranks, from when each rank began and ended each of its waits.
+
+    The ranks call the same collectives in the same order: until the last of them has begun one, the others wait for
+    it; from then on the data moves.
+    """
+    waiting = communicating = 0.0
+    for same in zip(*waits, strict=False):
+        last = max(began for began, _ in same)
+        for began, ended in same:
+            arrived = min(last, ended)
+            waiting += max(0.0, arrived - began)
+            communicating += ended - max(began, arrived)
+    return waiting, communicating
+
+
+class Parked:
+    """A candidate's processes: built, warm, and asleep between rounds."""
+
+    def __init__(
+        self,
+        candidate: Candidate,
+        workload: Workload | str,
+        changes: Mapping[str, Any],
+        *,
+        steps: int = MANY_STEPS,
+    ) -> None:
+        """``steps``: what a schedule is told."""
+        launcher = candidate.launcher
+        job = Job(
+            workload=workload,
+            strategy=candidate.strategy,
+            launcher=str(launcher),
+            threads=launcher.threads_each(candidate.ranks),
+            device=launcher.device,
+            loaders=launcher.loaders,
+            changes={**changes, "steps": steps},
+        )
+        self.measured = Measured(candidate)
+        self.failed = False
+        """Did a worker, instead of making steps?"""
+        self.crew = Crew(launcher, "apportion.runtime.worker.entry:steps", job, candidate.ranks)
+
+    def built(self) -> Message:
+        """What the ranks tell once their step is built: ``steps`` in all, ``precision``."""
+        return self.crew.answers("built", BUILD_SECONDS)[0]
+
+    def facts(self) -> Message:
+        """``mark``: what tells this workload from others; ``steps``: how many there are of it as it is written."""
+        return self.crew.ask({"kind": "facts"}, "facts", ROUND_SECONDS)[0]
+
+    def loss(self, examples: int) -> float:
+        """On at most so many examples that are kept for it."""
+        answers = self.crew.ask({"kind": "evaluate", "examples": examples}, "evaluated", ROUND_SECONDS)
+        return float(next(a["loss"] for a in answers if a["loss"] is not None))
+
+    def go(self, steps: int, *, measure: bool = True, turn: int | None = None) -> list[Message]:
+        """So many steps; ``turn``: the number of the round that they are."""
+        try:
+            answers = self.crew.ask({"kind": "go", "steps": steps}, "went", ROUND_SECONDS)
+        except (ValueError, WorkerFailed):
+            self.failed = True
+            raise
+        if measure:
+            self.measured.add(answers, turn)
+        return answers
+
+
+@contextmanager
+def parked(
+    candidates: Sequence[Candidate],
+    workload: Workload | str,
+    changes: Mapping[str, Any],
+    refused: list[tuple[Candidate, str]] | None = None,
+) -> Iterator[list[Parked]]:
+    """Every candidate built, one after the other, and ended at the end. ``refused``: where those go that cannot run
+    this workload, and why; without it, that is an error."""
+    groups: list[Parked] = []
+    try:
+        for candidate in candidates:
+            groups.append(Parked(candidate, workload, changes))
+            try:
+                groups[-1].built()
+            except ValueError as error:
+                groups.pop().crew.close()
+                if refused is None or not groups:  # with the first there is something to compare with
+                    raise
+                refused.append((candidate, str(error)))
+        yield groups
+    finally:
+        for group in groups:
+            group.crew.close()
+
+
+def candidate(strategy: Strategy, launcher: Local) -> Candidate:
+    """The strategy with every number of the launcher filled in."""
+    workers, ranks = layout(strategy, launcher)
+    threads = launcher.threads_each(ranks)
+    return Candidate(strategy=strategy, launcher=replace(launcher, workers=workers, threads=threads), ranks=ranks)
+
+
+def layout(strategy: Strategy, launcher: Local) -> tuple[int, int]:
+    """(workers that take batches, processes in all)."""
+    if strategy.one_process and launcher.workers not in (None, 1):
+        raise ValueError(f"{strategy} runs in one process, not in {launcher.workers}: use workers=1, or data_parallel")
+    workers = launcher.workers or (1 if strategy.one_process else launcher.places())
+    return workers, strategy.ranks(workers)
+
+
+def take_turns(groups: Sequence[Parked], seconds: float) -> None:
+    """Each of them measured, in turns that change their order from round to round, until ``ROUNDS`` are made or the
+    time is up, whichever is first; ``LEAST_ROUNDS`` at least. After these, who is far behind takes no more turns."""
+    began = time.monotonic()
+    turn = min(TURN_SECONDS, seconds / (ROUNDS * len(groups)))
+    steps = {id(group): _warm(group, turn) for group in groups}
+    going = list(groups)
+    first = max(group.measured.next_round for group in groups)
+    for done in range(ROUNDS):
+        if done >= LEAST_ROUNDS:
+            if len(going) < 2 or time.monotonic() - began > seconds:
+                return
+            going = in_sight(going)
+        for group in going if done % 2 == 0 else reversed(going):
+            group.go(steps[id(group)], turn=first + done)
+
+
+def in_sight(groups: Sequence[Parked]) -> list[Parked]:
+    """Those that may still come out first."""
+    best = min(group.measured.seconds_per_example for group in groups)
+    return [group for group in groups if group.measured.seconds_per_example < BEHIND * best]
+
+
+def _warm(group: Parked, seconds: float) -> int:
+    """A first step and a few more; how many make one turn."""
+    group.go(1, measure=False)
+    began = time.perf_counter()
+    group.go(2, measure=False)
+    a_step = (time.perf_counter() - began) / 2
+    return max(1, min(200, int(seconds / max(a_step, 1e-6))))

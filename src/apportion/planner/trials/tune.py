@@ -1,0 +1,297 @@
+"""Predict, then try: a few candidates make real steps, in turns; what they teach corrects the predictions of the rest.
+
+1. What is tried: the best three by prediction, and always one process with all threads, the same with fused updates,
+   and plain data_parallel where it is best.
+2. They are measured in turns (``trial.take_turns``).
+3. Measured over predicted gives a few factors (``refit``); where one that was not tried should now be the fastest, it
+   is tried too, once.
+4. The fastest is chosen; of those that cannot be told apart from it (``apart``), the simplest.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from apportion.core.strategy import Strategy
+from apportion.core.value import written_name
+from apportion.core.workload import Workload
+from apportion.cost_model.cost import Cost
+from apportion.errors import WorkerFailed
+from apportion.planner.calibration import Correction, Trial, correction
+from apportion.planner.candidate import family
+from apportion.planner.trials.significance import alike, told_apart
+from apportion.planner.trials.trial import Measured, Parked, candidate, take_turns
+from apportion.runtime.launch.env import Env
+from apportion.runtime.launch.local import Local
+
+TRIAL_SECONDS = 10.0
+"""For everything: building the candidates, and measuring."""
+BUILDING = 0.5
+"""Of the time: after this no further candidate is built."""
+BEST = 3
+"""So many of the best by prediction are tried."""
+
+
+class Candidacy(Protocol):
+    """A strategy somewhere, and what it should cost; None: nobody knows."""
+
+    @property
+    def strategy(self) -> Strategy: ...
+    @property
+    def launcher(self) -> Local | Env: ...
+    @property
+    def cost(self) -> Cost | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """The plainest candidacy: on this machine."""
+
+    strategy: Strategy
+    launcher: Local
+    cost: Cost | None = None
+
+    def __str__(self) -> str:
+        return f"{self.strategy} on {self.launcher}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A candidate, what was predicted of it, and how it went."""
+
+    strategy: Strategy
+    launcher: Local
+    predicted: Cost | None
+    measured: Measured | None
+    refused: str | None = None
+    """Why it cannot run this workload."""
+
+    def __str__(self) -> str:
+        return f"{self.strategy} on {self.launcher}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refined:
+    """What was tried, and what it led to."""
+
+    tried: tuple[Tried, ...]
+    """The fastest first; those that were refused at the end."""
+    chosen: Tried
+    confidence: float
+    """That the fastest is faster than the second: below ``apart.SURE`` they cannot be told apart."""
+    correction: Correction
+    """Of the predictions, by the measurements."""
+    seconds: float
+    """It all took."""
+
+
+def refine(
+    candidates: Sequence[Candidacy],
+    workload: Workload | str,
+    changes: Mapping[str, Any],
+    *,
+    seconds: float = TRIAL_SECONDS,
+    most: int | None = None,
+) -> Refined:
+    """Try what is worth trying of these (exact ones on this machine; ``most``: so many at most), and choose. ValueError
+    or WorkerFailed where none of it runs: what the first says."""
+    Local().prepare()  # what workers are forked from is needed anyway
+    began = time.monotonic()
+    offers = [
+        Offer(strategy=c.strategy, launcher=c.launcher, cost=c.cost)
+        for c in candidates
+        if isinstance(c.launcher, Local) and c.strategy.exact
+    ]
+    with ExitStack() as stack:
+        bench = _Bench(stack, workload, changes, began + BUILDING * seconds)
+        bench.build(worth_trying(offers)[:most])
+        # A part of the time is kept for the one that may come into question.
+        left = max(0.0, seconds - (time.monotonic() - began))
+        bench.measure(bench.groups, 0.8 * left)
+        fitted = correction(bench.trials())
+        another = surprising(offers, bench.known(), fitted, bench.best())
+        if another is not None and most is None and time.monotonic() - began < seconds:
+            bench.one_more(another, 0.2 * left)
+        tried = tuple(bench.tried())
+    ranking = [t for t in tried if t.measured is not None]
+    chosen, confidence = choose(ranking)
+    return Refined(
+        tried=tried,
+        chosen=chosen,
+        confidence=confidence,
+        correction=correction(bench.trials()),
+        seconds=time.monotonic() - began,
+    )
+
+
+# Decisions
+
+
+def worth_trying(offers: Sequence[Offer]) -> list[Offer]:
+    """One process with all threads first; then the best by prediction; then what is always tried. Without predictions,
+    all."""
+    ranked = sorted(offers, key=_seconds_per_example)
+    alone = [p for p in offers if p.strategy.one_process]
+    most = max((p.launcher.threads_each(1) for p in alone), default=0)
+    all_threads = [p for p in alone if p.launcher.threads_each(1) == most]
+    plain = [p for p in all_threads if _is_plain(p)]
+    parallel = [p for p in ranked if _is_plain(p) and written_name(type(p.strategy)) == "data_parallel"]
+    best = [p for p in ranked if p.cost is not None][:BEST]
+    unpriced = [p for p in offers if p.cost is None]
+    return list(_first_of_each([*plain, *best, *parallel[:1], *all_threads, *unpriced]))
+
+
+def surprising(offers: Sequence[Offer], known: Iterable[str], fitted: Correction, best: float | None) -> Offer | None:
+    """Of those that were not tried, the fastest by the corrected predictions, if it should beat the best measured one
+    (``best``: its seconds an example)."""
+    told = set(known)
+    rest = [(p, p.cost) for p in offers if str(p) not in told]
+    priced = [(i, family(p.strategy), cost) for i, (p, cost) in enumerate(rest) if cost is not None]
+    found = [(fitted.step_seconds(name, cost) / cost.examples, i) for i, name, cost in priced]
+    if not found or best is None or min(found)[0] >= best:
+        return None
+    return rest[min(found)[1]][0]
+
+
+def choose(ranking: Sequence[Tried]) -> tuple[Tried, float]:
+    """(the one to take, how confident one can be that the first is faster than the second). Whoever cannot be told
+    apart from the first, and is as good as equal, may be taken instead: the fewest processes, the fewest words."""
+    first = ranking[0]
+    if len(ranking) == 1:
+        return first, 1.0
+    likes = [other for other in ranking if other is first or _alike(first, other)]
+    simplest = min(likes, key=lambda t: (_ranks(t), len(str(t.strategy)), ranking.index(t)))
+    assert first.measured is not None
+    assert ranking[1].measured is not None
+    return simplest, _sure(first.measured, ranking[1].measured)
+
+
+def _alike(first: Tried, other: Tried) -> bool:
+    assert first.measured is not None
+    assert other.measured is not None
+    ratio = other.measured.seconds_per_example / first.measured.seconds_per_example
+    return alike(*_side_by_side(first.measured, other.measured), ratio)
+
+
+def _sure(first: Measured, second: Measured) -> float:
+    """How confident one can be that the first is faster."""
+    return told_apart(*_side_by_side(first, second))
+
+
+def _side_by_side(first: Measured, second: Measured) -> tuple[list[float], list[float]]:
+    """Seconds an example, of the rounds that they made in turns."""
+    both = sorted(first.rounds.keys() & second.rounds.keys())
+    a, b = ([m.rounds[turn] * len(m.seconds) / m.examples for turn in both] for m in (first, second))
+    return a, b
+
+
+def _ranks(tried: Tried) -> int:
+    return tried.measured.candidate.ranks if tried.measured is not None else 0
+
+
+def _seconds_per_example(offer: Offer) -> float:
+    return math.inf if offer.cost is None else offer.cost.seconds_per_example
+
+
+def _is_plain(offer: Offer) -> bool:
+    """Every field as it is where nothing is said?"""
+    return str(offer.strategy) == written_name(type(offer.strategy))
+
+
+def _first_of_each(offers: Iterable[Offer]) -> Iterable[Offer]:
+    seen = set[str]()
+    for p in offers:
+        if str(p) not in seen:
+            seen.add(str(p))
+            yield p
+
+
+# The processes
+
+
+class _Bench:
+    """Candidates as they are built and measured; their processes end with the stack."""
+
+    def __init__(
+        self, stack: ExitStack, workload: Workload | str, changes: Mapping[str, Any], building_until: float
+    ) -> None:
+        self._stack, self._workload, self._changes, self._until = stack, workload, changes, building_until
+        self._given: list[Offer] = []
+        self.groups: list[Parked] = []
+        self._of: dict[int, Offer] = {}
+        self._refused: list[tuple[Offer, Exception]] = []
+
+    def build(self, offers: Sequence[Offer]) -> None:
+        """In this order, as many as there is time for; two at least."""
+        for p in offers:
+            if len(self.groups) < 2 or time.monotonic() < self._until:
+                self._add(p)
+        if not self.groups and self._refused:
+            raise self._refused[0][1]
+
+    def _add(self, offer: Offer) -> Parked | None:
+        self._given.append(offer)
+        try:
+            group = Parked(candidate(offer.strategy, offer.launcher), self._workload, self._changes)
+            self._stack.callback(group.crew.close)
+            group.built()
+        except (ValueError, WorkerFailed) as error:
+            self._refused.append((offer, error))
+            return None
+        self.groups.append(group)
+        self._of[id(group)] = offer
+        return group
+
+    def measure(self, groups: Sequence[Parked], seconds: float) -> None:
+        """In turns. Who fails is out; where all do, that is what went wrong."""
+        waiting = list(groups)
+        while waiting:
+            try:
+                take_turns(waiting, seconds)
+                return
+            except (ValueError, WorkerFailed) as error:
+                failed = next(g for g in waiting if g.failed)
+                waiting.remove(failed)
+                self.groups.remove(failed)
+                self._refused.append((self._of[id(failed)], error))
+        if not self.groups:
+            raise self._refused[0][1]
+
+    def one_more(self, offer: Offer, seconds: float) -> None:
+        """Beside the best so far."""
+        group = self._add(offer)
+        if group is not None:
+            self.measure([min(self.groups[:-1], key=lambda g: g.measured.seconds_per_example), group], seconds)
+
+    def known(self) -> list[str]:
+        """What was tried, or refused."""
+        return [str(p) for p in self._given]
+
+    def trials(self) -> list[Trial]:
+        """Of all that was predicted and measured."""
+        found = [(self._of[id(g)], g.measured.step_seconds) for g in self.groups]
+        return [Trial(family(p.strategy), p.cost, seconds) for p, seconds in found if p.cost is not None]
+
+    def best(self) -> float | None:
+        """Seconds an example."""
+        return min((g.measured.seconds_per_example for g in self.groups), default=None)
+
+    def tried(self) -> list[Tried]:
+        """The fastest first, the refused last."""
+        ranked = sorted(self.groups, key=lambda g: g.measured.seconds_per_example)
+        found = [_tried(self._of[id(g)], g.measured) for g in ranked]
+        return found + [replace(_tried(p, None), refused=_told(error)) for p, error in self._refused]
+
+
+def _tried(offer: Offer, measured: Measured | None) -> Tried:
+    where = measured.candidate.launcher if measured is not None else offer.launcher
+    return Tried(strategy=offer.strategy, launcher=where, predicted=offer.cost, measured=measured)
+
+
+def _told(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,1 @@
+"""The changes of a cluster that would change the answer."""

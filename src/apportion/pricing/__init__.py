@@ -1,1 +1,0 @@
-"""What strategies use to say what they cost: times of collectives, an event simulator, cuts, memory."""

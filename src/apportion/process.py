@@ -1,0 +1,84 @@
+"""A process that ends when its parent does; and one that orphans below it are given to."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+"""The folder of this package's own code."""
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_parent(parent: int) -> None:
+    """This process is killed when its parent ends (Linux; elsewhere a closed socket or pipe tells it)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(1)
+
+
+def take_orphans_in() -> None:
+    """From here on the descendants of this process whose parent ends are its children (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+# The C library's memory, as a process that makes the same step again and again wants it.
+
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+"""mallopt's parameters, malloc.h."""
+_MOST = (1 << 31) - 1
+_MORE = 1 << 28
+
+
+def keep_what_is_freed() -> None:
+    """From now on what a step frees is there for the next one.
+
+    By default the largest blocks, and what is free at the end of the heap, go back to the system: every step then asks
+    for the activations' pages again, and each is cleared and mapped when it is first written to, which can take longer
+    than computing what it holds. A process has no more memory than before at its peak. Only where the C library is
+    glibc; elsewhere nothing is changed.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, _MOST)
+        mallopt(_TRIM_THRESHOLD, _MOST)
+        mallopt(_TOP_PAD, _MORE)  # grown in large steps: address space, of which memory is taken as it is used
+
+
+def return_large(nbytes: int) -> None:
+    """From now on a block of so many bytes or more goes back to the system as soon as it is freed (glibc). By default
+    blocks of up to 32 MiB stay with the process once one of their size has been freed, and what lies between two that
+    are in use cannot be given back."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, nbytes)
+
+
+def give_back() -> None:
+    """To the system, what is free by now (glibc): what was needed once, and no step asks for again."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+# How many cores this process may use.
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, and its container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup, or "max": no quota
+        pass
+    return cores

@@ -1,0 +1,1 @@
+"""Measurements of machines and of workloads: the side of the driver and the side of its workers."""

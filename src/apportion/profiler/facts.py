@@ -1,0 +1,123 @@
+"""What a workload is, beside how long it takes: its layers, how they can be cut, what they keep, what is asked of a
+strategy. The facts of a profile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from apportion.comm.channel import Message
+from apportion.core import tree
+from apportion.core.sampler import DataShard
+from apportion.core.torch_private import BatchNormBase
+from apportion.parallel.optim.elementwise import rule_of
+from apportion.parallel.optim.fused import needs_whole_weights
+from apportion.parallel.tracing import network
+from apportion.parallel.tracing.network import Layer
+from apportion.profiler.call_timer import Ran, kept_bytes
+from apportion.profiler.layer_splits import ways, window
+from apportion.profiler.profiled_step import TimedStep
+
+LOADED, LOADING_SECONDS = 64, 0.25
+"""Batches that are loaded at most to see how long that takes; no more are where it takes that long."""
+FEW = 8
+"""What the batch is divided by for a step that is made for its traces alone."""
+
+
+def facts(own: TimedStep) -> Message:
+    """What a profile says beside times; the layers as far as they are known, ``like`` the first that takes as long."""
+    workload, replica, model = own.workload, own.replica, own.replica.model
+    batch_norm = any(isinstance(m, BatchNormBase) and m.training for m in model.modules())
+    own.step(own.rows(min(len(own.batch), max(2, len(own.batch) // FEW))))  # from now on there are slots
+    numel = sum(p.numel() for p in replica.trainable())
+    slots = sum(t.numel() for _, t in replica.slots() if t.dim())
+    layers, untraceable = _layers(own)
+    return {
+        "batch_size": len(own.batch),  # fewer than asked for where there are fewer examples
+        "model": type(model).__name__,
+        "parameter_bytes": sum(p.nbytes for p in model.parameters()),
+        "slots": round(slots / max(1, numel)),
+        "buffer_bytes": sum(b.nbytes for b in model.buffers()),
+        "examples": len(own.step.source.dataset),  # type: ignore[arg-type]
+        "batch_norm": batch_norm,
+        "cut_by_rows": workload.count is not None,
+        "own_update": workload.update is not None,
+        "carries": workload.carry is not None,
+        "element_wise": all(rule_of(o, g) is not None for o in replica.optimizers.values() for g in o.param_groups),
+        "whole_updates": any(needs_whole_weights(o) for o in replica.optimizers.values()),
+        "precision": workload.precision,
+        "layers": layers,
+        "untraceable": untraceable,
+    }
+
+
+def loading(own: TimedStep) -> float:
+    """Seconds of an example, once the data are open: several batches may be gathered at once."""
+    source, rows = own.step.source, 0
+    own.batch.inputs  # noqa: B018 (the first takes longer)
+    before = source.seconds
+    for step in range(source.deal.batches, min(source.total, source.deal.batches + LOADED)):
+        batch = source.at(step, DataShard())
+        batch.inputs  # noqa: B018
+        rows += len(batch)
+        if source.seconds - before > LOADING_SECONDS:
+            break
+    return (source.seconds - before) / max(1, rows)
+
+
+def _layers(own: TimedStep) -> tuple[list[dict[str, Any]], str | None]:
+    """(in order of execution, without times, none where the network is not called by its forward alone; why it cannot
+    be cut between them)."""
+    model, batch = own.replica.model, own.batch
+    if own.workload.loss is None:
+        return [], "update= calls the network as it likes"
+    inputs = own.inputs(batch)
+    with own.replica.autocast():
+        traced = network.trace(model, inputs)
+    followed = own.followed(len(batch))
+    if followed is None:
+        return [_described(layer) for layer in traced.layers], traced.untraceable
+    with own.replica.autocast():
+        kept = kept_bytes(followed.calls, inputs, own.loss(batch))
+    calls = {ran.name: ran for ran in followed.calls.ran}
+    found, first = [], dict[Any, str]()
+    for layer in traced.layers:
+        ran = calls[layer.name]
+        told = _described(layer) | _cuts(ran) | {"kept_bytes": kept.get(layer.name, 0)}
+        found.append(told | {"like": first.setdefault(_signature(layer, ran), layer.name)})
+    return found, traced.untraceable
+
+
+def _described(layer: Layer) -> dict[str, Any]:
+    return {
+        "name": layer.name,
+        "kind": layer.kind,
+        "inputs": list(layer.inputs),
+        "parameter_bytes": layer.parameter_bytes,
+        "activation_bytes": layer.activation_bytes,
+        "kept_bytes": layer.activation_bytes,
+        "flops": float(layer.flops),
+        "like": layer.name,
+        "ways": [],
+    }
+
+
+def _cuts(ran: Ran) -> dict[str, Any]:
+    """How a layer can be cut, and what that depends on."""
+    found: dict[str, Any] = {"ways": list(ways(ran.call, ran.node, ran.args))}
+    first = ran.args[0] if ran.args else None
+    if isinstance(ran.call, nn.RNNBase) and isinstance(first, Tensor) and first.dim() == 3:
+        found |= {"stack": ran.call.num_layers, "length": first.shape[1 if ran.call.batch_first else 0]}
+    if window(ran.call) is None or not isinstance(first, Tensor):
+        return found
+    sides = [[first.shape[2 + axis], *window(ran.call, axis)] for axis in range(min(2, first.dim() - 2))]  # type: ignore[misc]
+    found |= {"image": sides[0], "groups": getattr(ran.call, "groups", 1)}
+    return found | {"across": sides[-1]} if sides[-1] != sides[0] else found
+
+
+def _signature(layer: Layer, ran: Ran) -> Any:
+    """The same of layers that take the same time: repeated blocks are timed as one."""
+    settings = repr(ran.call) if isinstance(ran.call, nn.Module) else repr(ran.node.kwargs)
+    wanted = tuple(t.requires_grad for t in tree.tensors((ran.args, ran.kwargs)))
+    return layer.kind, settings, layer.input_shapes, layer.output_shapes, wanted

@@ -1,0 +1,196 @@
+"""In which ways a layer can be cut, and the parts that strategies make of it, by their own code. A rank's inputs are
+those that it would have: all rows of the batch, and a part of the units or of the image."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from apportion.core import tree
+from apportion.parallel.recurrent.layer import LSTMLayer, chunk_length, layer
+from apportion.parallel.tensor import attention, embedding, recurrent
+from apportion.parallel.tensor.linear import slice_columns, slice_dropout, slice_rows
+from apportion.parallel.tensor.patterns import is_elementwise
+from apportion.parallel.tensor.slicing import Slicer
+from apportion.profiler.layer_shards import Called, OneOfStack, Part, Silent
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+NORMS = (nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm, nn.LocalResponseNorm)
+RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
+BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+FUNCTIONS = frozenset((
+    "abs", "add", "celu", "clamp", "div", "dropout", "dropout2d", "elu", "exp", "gelu", "hardsigmoid", "hardswish",
+    "hardtanh", "iadd", "imul", "isub", "itruediv", "leaky_relu", "mish", "mul", "neg", "pow", "relu", "relu6", "relu_",
+    "selu", "sigmoid", "silu", "softplus", "sqrt", "sub", "tanh", "truediv", "add_", "mul_",
+))  # fmt: skip
+"""That treat each number by itself, by name."""
+
+
+def ways(call: Callable[..., Any], node: fx.Node, args: Any) -> tuple[str, ...]:
+    """In which a call can be cut, on images by ``height`` as well: see ``profile.Timing.way``."""
+    kind = type(call)
+    if not args or not isinstance(args[0], Tensor):
+        return ()
+    is_image = args[0].dim() >= 4
+    if kind is nn.Linear:
+        return ("units", "inputs")
+    if isinstance(call, nn.Module) and kind in RECURRENT:
+        stacked: Any = call
+        slices = ("units",) if recurrent.can_be_sliced(call) else ()
+        plain = args[0].dim() == 3 and args[0].device.type == "cpu" and not stacked.bidirectional
+        return ("layer", "chunk", *slices) if plain else slices  # slices take longest: every moment by itself
+    if kind in CONVOLUTIONS:
+        return ("units", "inputs", "height")
+    if kind in TRANSPOSED or kind in POOLS or (kind in NORMS and is_image):
+        return ("height",)
+    if kind in BLOCKS or (isinstance(call, nn.Module) and _slices_whole(call)):
+        return ("units",)
+    if is_elementwise(call) or kind in (nn.Dropout, nn.Dropout2d) or _name(node) in FUNCTIONS:
+        return ("units", "height") if is_image else ("units",)
+    return ()
+
+
+def _slices_whole(call: nn.Module) -> bool:
+    return attention.can_be_sliced(call) or (isinstance(call, nn.Embedding) and embedding.can_be_sliced(call))
+
+
+def _name(node: fx.Node) -> str:
+    if node.op == "call_module":
+        return ""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def window(call: Callable[..., Any], axis: int = 0) -> tuple[int, int] | None:
+    """The height of the window that a layer moves over an image, and its stride; ``axis=1``: the width."""
+    if type(call) not in (*CONVOLUTIONS, *TRANSPOSED, *POOLS):
+        return None
+    module: Any = call
+    size, stride = _at(module.kernel_size, axis), _at(module.stride or module.kernel_size, axis)
+    return (size - 1) * _at(getattr(module, "dilation", 1), axis) + 1, stride
+
+
+def _at(value: Any, axis: int = 0) -> int:
+    return int(value[axis] if isinstance(value, tuple | list) else value)
+
+
+def part_of(
+    call: Callable[..., Any], given: tuple[Any, Any], way: str, ranks: int, *, copies: bool
+) -> tuple[float, Part] | None:
+    """(share, part) of a call cut in this way for so many ranks; None where it is too small to be."""
+    args, kwargs = given
+    if way in ("layer", "chunk"):
+        return _of_stack(call, args[0], way, ranks)
+    made = _sliced(call, args, way, ranks) if isinstance(call, nn.Module) and way != "height" else None
+    if made is None:
+        made = _strip(call, args, ranks) if way == "height" else _narrow(call, args, ranks)
+    return None if made is None else (1 / ranks, Called(made[0], made[1], kwargs, args[0].device, copies=copies))
+
+
+def _of_stack(net: Any, x: Tensor, way: str, ranks: int) -> tuple[float, Part] | None:
+    if ranks > net.num_layers:
+        return None
+    moments = x.transpose(0, 1) if net.batch_first else x
+    time, rows = moments.shape[:2]
+    short = isinstance(layer(net, 0), LSTMLayer)
+    length = chunk_length(time, rows, ranks, net.num_layers // ranks, short=short)
+    part = OneOfStack(net, moments, length, only_one=way == "chunk")
+    return (1 if way == "layer" else length / time) / net.num_layers, part
+
+
+def _sliced(call: nn.Module, args: Any, way: str, ranks: int) -> tuple[Any, Any] | None:
+    """By the strategies' own slices; None where the layer has none."""
+    kind = type(call)
+    own: Any = copy.deepcopy(call)
+    slicer = Slicer(own, Silent(ranks))
+    if kind is nn.Linear and way == "units":
+        slice_columns(own, slicer, gathers=False)
+    elif kind is nn.Linear:
+        slice_rows(own, slicer)
+        args = (_cut(args[0], -1, own.width), *args[1:])
+    elif kind in CONVOLUTIONS:
+        return _channels(own, args, way, ranks)
+    elif kind in RECURRENT:
+        recurrent.slice_units(own, slicer)
+    elif isinstance(own, nn.Embedding):
+        embedding.slice_vocabulary(own, slicer)
+    elif kind is nn.MultiheadAttention:
+        attention.slice_heads(own, slicer, 0)
+    elif kind in BLOCKS:
+        attention.slice_heads(own.self_attn, slicer, -1)
+        slice_columns(own.linear1, slicer, gathers=False)
+        slice_rows(own.linear2, slicer)
+        slice_dropout(own.dropout, slicer, 0)
+    else:
+        return None
+    return own, args
+
+
+def _channels(conv: Any, args: Any, way: str, ranks: int) -> tuple[Any, Any] | None:
+    """A part of the filters; of what they look at; of the groups."""
+    groups, into, out = conv.groups, conv.in_channels, conv.out_channels
+    if groups >= ranks and groups > 1:
+        groups, into, out = groups // ranks, into // ranks, out // ranks
+    elif way == "units":
+        out //= ranks
+    else:
+        into //= ranks
+    if not out or not into or into % groups or out % groups:
+        return None
+    own = type(conv)(
+        into, out, conv.kernel_size, conv.stride, conv.padding, conv.dilation, groups, conv.bias is not None,
+        conv.padding_mode, dtype=conv.weight.dtype, device=conv.weight.device,
+    )  # fmt: skip
+    return own, (_cut(args[0], 1, into), *args[1:])
+
+
+def _narrow(call: Callable[..., Any], args: Any, ranks: int) -> tuple[Any, Any]:
+    """Element-wise: a part of the units (of an image: of its channels) of everything that has as many."""
+    dim = 1 if args[0].dim() >= 4 else -1
+    return call, _all_cut(args, dim, ranks)
+
+
+def _strip(call: Callable[..., Any], args: Any, ranks: int) -> tuple[Any, Any] | None:
+    moved = window(call)
+    if moved is None:
+        return call, _all_cut(args, 2, ranks)
+    size, stride = moved
+    height, own = args[0].shape[2], copy.deepcopy(call)
+    module: Any = own
+    if type(call) in TRANSPOSED:
+        rows = -(-height // ranks) + -(-(size - 1) // stride)
+        padded = module.padding
+    else:
+        before = (
+            (size - 1) // 2 if module.padding == "same" else _at(0 if module.padding == "valid" else module.padding)
+        )
+        outputs = (height + 2 * before - size) // stride + 1
+        rows = (-(-outputs // ranks) - 1) * stride + size
+        padded = module.padding if not isinstance(module.padding, str) else before
+        module._reversed_padding_repeated_twice = [0] * 2 * (args[0].dim() - 2)
+    if rows < size or rows > height:
+        return None
+    dims = args[0].dim() - 2
+    each = tuple(padded) if isinstance(padded, tuple | list) else (padded,) * dims
+    module.padding = (0, *each[1:]) if dims > 1 else (0,)
+    return own, (_cut(args[0], 2, rows), *args[1:])
+
+
+def _all_cut(args: Any, dim: int, ranks: int) -> Any:
+    """The same part of everything that is as long there as the first; of one element at least."""
+    length = args[0].shape[dim]
+    own, from_the_end = -(-length // ranks), dim % args[0].dim() - args[0].dim()  # as shapes are broadcast
+
+    def cut(t: Tensor) -> Tensor:
+        same = t.dim() >= -from_the_end and t.shape[from_the_end] == length
+        return _cut(t, from_the_end, own) if same else t
+
+    return tree.map_tensors(cut, args)
+
+
+def _cut(t: Tensor, dim: int, length: int) -> Tensor:
+    return t.detach().narrow(dim, 0, length).contiguous().requires_grad_(t.requires_grad)

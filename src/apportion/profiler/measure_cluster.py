@@ -1,0 +1,194 @@
+"""This machine, measured by workers as training starts them: what each of them reaches while all of them compute, and
+how fast they tell each other.
+
+::
+
+    1 worker  x all threads   products | memory |                                      | products | ...
+    1 worker  x 1 thread                         products | memory | calls |           |
+    k workers x 1 thread                                                    products | memory | sums | messages |
+
+One layout is awake at a time and the others sleep; they take turns for several rounds, so that a moment in which the
+machine is busy with something else spoils one value of each and not one number wholly (see ``samples``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from apportion.cost_model.cluster import Cluster, Device, Link, Rate
+from apportion.cost_model.placement import layouts
+from apportion.profiler import cluster_cache
+from apportion.profiler.cluster_worker import Gauging
+from apportion.profiler.discover import discover
+from apportion.profiler.samples import Rounds, measured_link, slowest, spread, typical, whose
+from apportion.runtime.launch.local import Local
+from apportion.runtime.supervisor.worker_pool import Crew
+
+SECONDS = 15.0
+"""Of measuring; starting the workers comes on top."""
+ROUNDS = 5
+AT_ONCE_BYTES = 1 << 20
+_ANSWER_SECONDS = 300.0
+
+
+def measure(*, remeasure: bool = False, seconds: float = SECONDS, cache: Path | None = None) -> Cluster:
+    """This machine's devices and links with their measured rates; from the cache where the same machine was measured
+    before, for so many seconds or longer. ``remeasure``: anew all the same. ``cache``: a folder, instead of
+    ``~/.cache/apportion/clusters``.
+
+    It is real work for about so many seconds: nothing else should run meanwhile. An interruption leaves nothing behind.
+    """
+    if seconds <= 0.0:
+        raise ValueError(f"seconds={seconds} must be positive: something has to be timed")
+    if not remeasure and (found := cluster_cache.read(seconds, cache)) is not None:
+        return found
+    nominal = discover()
+    with _awaiting(places(nominal)) as crews:
+        findings = _rounds(crews, seconds)
+    cluster = _cluster(nominal, findings)
+    cluster_cache.write(cluster, seconds, cache)
+    return cluster
+
+
+@dataclass(frozen=True)
+class Place:
+    """A layout of workers of this machine."""
+
+    kind: Literal["cpu", "cuda"]
+    workers: int
+    threads: int
+
+
+def places(cluster: Cluster) -> list[Place]:
+    """All that a plan may propose on a cluster of one host."""
+    found = [Place(layout.device(0).kind, layout.ranks, layout.threads) for layout in layouts(cluster)]
+    return list(dict.fromkeys(found))
+
+
+@contextmanager
+def _awaiting(chosen: list[Place]) -> Iterator[dict[Place, Crew]]:
+    """The workers of each, started; they sleep until they are asked."""
+    crews: dict[Place, Crew] = {}
+    try:
+        for place in chosen:
+            launcher = Local(workers=place.workers, threads=place.threads, device=place.kind)
+            job = Gauging(threads=place.threads, device=place.kind)
+            crews[place] = Crew(launcher, "apportion.profiler.cluster_worker:main", job, place.workers)
+            crews[place].answers("ready", _ANSWER_SECONDS)
+        yield crews
+    finally:
+        for crew in crews.values():
+            crew.close()
+
+
+class Findings:
+    """Samples of each thing at each place, round by round; of several ranks, one run after the other."""
+
+    def __init__(self) -> None:
+        self.rounds: dict[tuple[Any, ...], list[list[float]]] = defaultdict(list)
+
+    def add(self, samples: list[float], *key: Any) -> None:
+        """One round's."""
+        self.rounds[key].append(samples)
+
+    def tables(self, *key: Any) -> dict[int, Rounds]:
+        """What was found under this key and a number of bytes."""
+        return {found[-1]: rounds for found, rounds in self.rounds.items() if found[:-1] == key}
+
+
+def _rounds(crews: dict[Place, Crew], seconds: float) -> Findings:
+    findings = Findings()
+    several = sum(place.workers > 1 for place in crews)
+    # Half of the time for what is computed, half for what is sent.
+    computing, sending = seconds / (1 + (several > 0)) / ROUNDS / len(crews), seconds / 2 / ROUNDS / max(1, several)
+    end = time.monotonic() + 2 * seconds
+    for done in range(ROUNDS):
+        if done and time.monotonic() > end:  # fewer, where one sample takes longer than all was to take
+            break
+        for place, crew in crews.items():
+            _compute(findings, place, crew, computing)
+            if place.workers > 1:
+                _send(findings, place, crew, sending)
+    return findings
+
+
+def _ask(crew: Crew, what: str, **how: Any) -> list[Any]:
+    answers = crew.ask({"kind": "gauge", "what": what, "how": how}, "gauged", _ANSWER_SECONDS)
+    return [answer["found"] for answer in answers]
+
+
+def _compute(findings: Findings, place: Place, crew: Crew, seconds: float) -> None:
+    for what in ("products", "memory"):
+        runs = _ask(crew, what, seconds=seconds * 0.45)
+        findings.add([sample for run in runs for sample in run], what, place)
+        if what == "products":
+            for run in runs:
+                findings.add(run, "runs", place)
+    if place.workers == 1:
+        findings.add(_ask(crew, "calls", seconds=seconds * 0.1)[0], "calls", place)
+
+
+def _send(findings: Findings, place: Place, crew: Crew, seconds: float) -> None:
+    for ranks in zip(*_ask(crew, "all_reduces", seconds=seconds * 0.5), strict=True):
+        findings.add(slowest([samples for _, samples in ranks]), "all_reduce", place, ranks[0][0])
+    for nbytes, samples in _ask(crew, "all_messages", seconds=seconds * 0.25, pairs=[[0, 1]])[0]:
+        findings.add(samples, "message", place, nbytes)
+    pairs = [[a, a + 1] for a in range(0, place.workers - 1, 2)]
+    how = {"nbytes": AT_ONCE_BYTES, "seconds": seconds * 0.05}
+    findings.add(_ask(crew, "messages", pairs=[[0, 1]], **how)[0], "alone", place)
+    findings.add(slowest(_ask(crew, "messages", pairs=pairs, both=len(pairs) == 1, **how)), "at once", place)
+    for runs in _ask(crew, "overlap", seconds=seconds * 0.15):
+        findings.rounds["overlap", place] += runs
+
+
+# What they come to
+
+
+def _cluster(nominal: Cluster, findings: Findings) -> Cluster:
+    return replace(
+        nominal,
+        devices=tuple(_device(device, findings) for device in nominal.devices),
+        links=tuple(_link(nominal, link, findings) for link in nominal.links),
+        measured=True,
+    )
+
+
+def _device(device: Device, findings: Findings) -> Device:
+    own = [key[1] for key in findings.rounds if key[0] == "products" and key[1].kind == device.kind]
+    widest = max(own, key=lambda place: place.workers)
+    rates = [
+        Rate(
+            threads=place.threads,
+            together=place.workers if device.kind == "cpu" else 1,
+            flops=typical(findings.rounds["products", place]),
+            bytes_per_second=typical(findings.rounds["memory", place]),
+        )
+        for place in (own if device.kind == "cpu" else [widest])  # a GPU has one worker, however many GPUs compute
+    ]
+    calls = [typical(findings.rounds["calls", place]) for place in own if ("calls", place) in findings.rounds]
+    return replace(
+        device,
+        rates=tuple(rates),
+        call_seconds=min(calls),
+        spread=spread(findings.rounds["runs", widest]),
+    )
+
+
+def _link(nominal: Cluster, link: Link, findings: Findings) -> Link:
+    """A link between the devices of workers that were measured; another one stays as it is."""
+    kinds = {nominal.device(name).kind for name in link.devices}
+    places = [key[1] for key in findings.rounds if key[0] == "at once" and {key[1].kind} == kinds]
+    if not places:
+        return link
+    few, most = min(places, key=lambda p: p.workers), max(places, key=lambda p: p.workers)
+    messages = findings.tables("message", few)
+    alone = typical(findings.rounds["alone", most])
+    port = whose(alone, typical(findings.rounds["at once", most]), max(2, most.workers // 2))
+    reduced = {place.workers: findings.tables("all_reduce", place) for place in places}
+    return measured_link(replace(link, port=port), messages, reduced, findings.rounds["overlap", most])

@@ -1,0 +1,342 @@
+"""A workload's profile, measured on this host: whole steps, layers, and the parts of layers that strategies make.
+
+Whatever is timed is timed by as many workers at once as will compute at once: one that has the machine to itself finds
+more memory bandwidth, and a profile of it can be wrong by a factor of two.
+
+::
+
+    layouts     2 threads        1 thread         2 x 1 thread
+                |                |                |
+    a budget    steps ... | layers ... | parts    of layers, the longest first
+    each        B, B/2, B/8 rows         (units, height, ...) by 2, 4, ...
+
+Who computes alone has no share of B/2 rows, and of its layers only the proportions matter: they are timed on B/8. What
+takes long is repeated less often (``timing.Runs``), and its parts are timed on fewer rows: how much longer the whole
+layer takes is the same there.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from apportion.comm.channel import Message
+from apportion.core.value import find
+from apportion.core.workload import Workload
+from apportion.cost_model.cluster import Cluster, Device
+from apportion.cost_model.placement import Layout
+from apportion.cost_model.profile import LayerProfile, Pass, Profile, Timing
+from apportion.runtime.launch.local import Local
+from apportion.runtime.supervisor.worker_pool import Crew
+from apportion.runtime.worker.job import MANY_STEPS, Job
+
+SECONDS = 15.0
+"""Of measuring, for all layouts together."""
+ANSWER_SECONDS = 600.0
+STEPS_SHARE, LAYERS_SHARE = 0.4, 0.3
+"""Of a layout's time; parts of layers have the rest."""
+PARTS_LEAST = 0.5
+"""Of it that they have where the least number of steps takes longer than their share: parts are many, and small."""
+ROWS = (1, 2, 8)
+"""What the batch is divided by: the whole of it, a worker's share (of more workers where there are more), a
+micro-batch."""
+MOST_PARTS = 8
+"""That a layer is timed in; for more it is worked out."""
+PART_SECONDS = 0.5
+"""Of a part of a layer, at most."""
+PARTS_STEP_SECONDS = 0.1
+"""Parts are timed on the fewest rows of which a step takes so long; where none does, on all."""
+
+
+@dataclass
+class _Setting:
+    """Workers that compute at once on a device like this host's, and what their layouts may cut a layer into."""
+
+    threads: int
+    together: int
+    counts: set[int] = field(default_factory=set)
+    shared: bool = False
+    """Is a batch divided among the ranks of one of its layouts?"""
+
+    @property
+    def weight(self) -> int:
+        """Of its time: where there are parts of layers there is more to do."""
+        return 2 if self.counts else 1
+
+
+def profile(
+    workload: Workload | str,
+    cluster: Cluster,
+    layouts: Sequence[Layout],
+    *,
+    seconds: float = SECONDS,
+    device: str | None = None,
+) -> Profile:
+    """What a step of the workload takes on this host, in each way in which workers of these layouts share it.
+
+    ``seconds``: for all of it but the start of the processes; a network so slow that the least number of runs takes
+    longer has these. ``device``: the cluster's device that this host is; None: that of the first layout. ValueError
+    where no layout has a worker on such a device, or where the workload cannot be run.
+    """
+    if not seconds > 0:
+        raise ValueError(f"seconds={seconds} must be above 0: a profile is measured; {SECONDS:g} are enough for most")
+    here = _here(cluster, layouts, device)
+    settings = _settings(layouts, here)
+    if not settings:
+        raise ValueError(f"no layout has a worker on {here.name}, whose times are to be measured: give one that has")
+    facts: Message = {}
+    found: list[Found] = []
+    left = seconds
+    for at, setting in enumerate(settings):
+        share = setting.weight / sum(later.weight for later in settings[at:])
+        with _Measuring(workload, here, setting) as measuring:
+            facts = facts or measuring.facts()
+            began = time.monotonic()
+            found.append(measuring.measure(facts, left * share))
+            left = max(0.0, left - (time.monotonic() - began))
+    return made(workload if isinstance(workload, str) else None, here.model, facts, found)
+
+
+def _here(cluster: Cluster, layouts: Sequence[Layout], device: str | None) -> Device:
+    if device is not None:
+        return cluster.device(device)
+    return layouts[0].device(0) if layouts else cluster.devices[0]
+
+
+def _settings(layouts: Sequence[Layout], here: Device) -> list[_Setting]:
+    found: dict[tuple[int, int], _Setting] = {}
+    for layout in layouts:
+        for rank in range(layout.ranks):
+            if layout.device(rank).model == here.model:
+                key = layout.threads, layout.together(rank)
+                setting = found.setdefault(key, _Setting(*key))
+                setting.counts |= {n for n in _powers(min(layout.ranks, MOST_PARTS)) if layout.ranks % n == 0}
+                setting.counts |= {layout.ranks} if 1 < layout.ranks <= MOST_PARTS else set()
+                setting.shared = setting.shared or layout.ranks > 1
+    return list(found.values())
+
+
+def _powers(most: int) -> list[int]:
+    return [2**k for k in range(1, most.bit_length()) if 2**k <= most]
+
+
+class _Measuring:
+    """The workers of one setting."""
+
+    def __init__(self, workload: Workload | str, here: Device, setting: _Setting) -> None:
+        self._setting = setting
+        launcher = Local(workers=setting.together, threads=setting.threads, device=here.kind)
+        job = Job(
+            workload=workload,
+            strategy=find("single_device", "apportion.strategies")(),
+            launcher=str(launcher),
+            threads=setting.threads,
+            device=here.kind,
+            changes={"steps": MANY_STEPS},
+        )
+        self._crew = Crew(launcher, "apportion.profiler.workload_worker:main", job, setting.together)
+
+    def __enter__(self) -> _Measuring:
+        self._crew.answers("ready", ANSWER_SECONDS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._crew.close()
+
+    def facts(self) -> Message:
+        """What the workload is."""
+        return self._ask({"kind": "facts"})[0]
+
+    def measure(self, facts: Message, seconds: float) -> Found:
+        """Whole steps, layers, parts; each in its share of the time."""
+        found = Found(self._ask({"kind": "loading"})[0]["seconds"])
+        end = time.monotonic() + seconds
+        rows = self._rows(facts)
+        for at in rows:
+            share = 0.5 if at == rows[0] else 0.5 / (len(rows) - 1)  # what is asked for most
+            found.passes.append(self._whole(at, seconds * STEPS_SHARE * share))
+        if not facts["layers"]:
+            return found
+        left = max(0.0, min(seconds * LAYERS_SHARE, end - time.monotonic()))
+        asked = found.passes if self._setting.shared else found.passes[-1:]
+        for whole in asked:
+            self._layers(facts["layers"], whole, left / len(asked), found)
+        if self._setting.counts and facts["untraceable"] is None:
+            self._parts(facts["layers"], found, max(end, time.monotonic() + seconds * PARTS_LEAST))
+        return found
+
+    def _rows(self, facts: Message) -> list[int]:
+        batch = facts["batch_size"]
+        least = 2 if facts["batch_norm"] else 1
+        shares = [by if by != 2 else max(2, self._setting.together) for by in ROWS if by != 2 or self._setting.shared]
+        return sorted({max(min(least, batch), -(-batch // by)) for by in shares}, reverse=True)
+
+    def _ask(self, order: Mapping[str, Any]) -> list[Message]:
+        return self._crew.ask(order, str(order["kind"]), ANSWER_SECONDS)
+
+    def _whole(self, rows: int, seconds: float) -> Pass:
+        answers = self._ask({"kind": "pass", "rows": rows, "seconds": seconds})
+        known = [a["fused"] for a in answers if a["fused"] is not None]
+        return Pass(
+            rows=answers[0]["rows"],
+            threads=self._setting.threads,
+            together=self._setting.together,
+            **{name: statistics.mean(a[name] for a in answers) for name in ("forward", "backward", "update")},
+            fused_update=statistics.mean(known) if known else None,
+            without_core=max(a["without_core"] for a in answers),
+        )
+
+    def _layers(self, layers: Sequence[Mapping[str, Any]], whole: Pass, seconds: float, found: Found) -> None:
+        """The times of layers add up to that of the whole, in each direction."""
+        answers = self._ask({"kind": "layers", "rows": whole.rows, "seconds": seconds})
+        forward, backward = (
+            scaled(layers, [a[way] for a in answers], total)
+            for way, total in (("forward", whole.forward), ("backward", whole.backward))
+        )
+        for layer in layers:
+            name = layer["name"]
+            found.timings.setdefault(name, []).append(self._timing(whole.rows, forward[name], backward[name]))
+
+    def _timing(self, rows: float, forward: float, backward: float, way: str = "", share: float = 1.0) -> Timing:
+        return Timing(
+            rows=rows,
+            threads=self._setting.threads,
+            together=self._setting.together,
+            way=way,
+            share=share,
+            forward=forward,
+            backward=backward,
+        )
+
+    def _parts(self, layers: Sequence[Mapping[str, Any]], found: Found, end: float) -> None:
+        """Of layers that differ; each beside the same layer whole, of which it is then a part."""
+        rows = _few_rows(found.passes)
+        whole = {name: timings[0] for name, timings in found.timings.items()}
+        orders = list(self._orders(layers, whole))
+        told: dict[str, dict[str, float] | None] = {}
+        for at, (name, way, ranks) in enumerate(orders):
+            left = end - time.monotonic()
+            if left <= 0:
+                return
+            seconds = min(PART_SECONDS, left / (2 * (len(orders) - at)))
+            order = {"kind": "part", "layer": name, "rows": rows, "seconds": seconds}
+            if name not in told:
+                told[name] = mean(self._ask({**order, "way": "", "ranks": 1}))
+            part, beside = mean(self._ask({**order, "way": way, "ranks": ranks})), told[name]
+            if part is None or beside is None:
+                continue
+            for layer in layers:
+                if layer["like"] == name:
+                    known = whole[layer["name"]]
+                    timing = self._timing(
+                        known.rows,
+                        known.forward * part["forward"] / max(beside["forward"], 1e-9),
+                        known.backward * part["backward"] / max(beside["backward"], 1e-9),
+                        way,
+                        part["share"],
+                    )
+                    found.timings[layer["name"]].append(timing)
+
+    def _orders(
+        self, layers: Sequence[Mapping[str, Any]], whole: Mapping[str, Timing]
+    ) -> Iterator[tuple[str, str, int]]:
+        """(layer, way, parts): what takes longest first."""
+        first = [layer for layer in layers if layer["like"] == layer["name"]]
+        for layer in sorted(first, key=lambda layer: -_both(whole[layer["name"]])):
+            for way in layer["ways"]:
+                for ranks in sorted(self._setting.counts):
+                    yield layer["name"], way, ranks
+
+
+def _few_rows(passes: Sequence[Pass]) -> float:
+    """The fewest of which a step takes long enough to be timed part by part."""
+    enough = [p.rows for p in passes if p.forward + p.backward >= PARTS_STEP_SECONDS]
+    return min(enough, default=passes[0].rows)
+
+
+def _both(timing: Timing) -> float:
+    return timing.forward + timing.backward
+
+
+# What workers have measured of a workload, made into its profile.
+
+
+@dataclass
+class Found:
+    """By the workers of one setting."""
+
+    loading: float
+    """Seconds of an example."""
+    passes: list[Pass] = field(default_factory=list)
+    timings: dict[str, list[Timing]] = field(default_factory=dict)
+    """By the names of layers."""
+
+
+def made(name: str | None, device: str, facts: Message, found: Sequence[Found]) -> Profile:
+    """The profile: of ``facts`` that one worker has told, and times from all settings. ``name``: None: the model's."""
+    told = {what: value for what, value in facts.items() if what not in ("kind", "layers", "model", "parameter_bytes")}
+    passes = tuple(p for f in found for p in f.passes)
+    layers = [_layer(layer, found) for layer in facts["layers"]]
+    if not layers:  # one that is not known to have parts
+        layers = [_as_one(facts["model"], facts["parameter_bytes"], passes)]
+    return Profile(
+        **told,
+        name=facts["model"] if name is None else name,
+        device=device,
+        layers=tuple(layers),
+        passes=passes,
+        loading_seconds=statistics.median(f.loading for f in found),
+    )
+
+
+def mean(answers: Sequence[Message]) -> dict[str, float] | None:
+    """Of a part, by all ranks; None where the layer cannot be cut so."""
+    if answers[0]["share"] is None:
+        return None
+    return {what: statistics.mean(a[what] for a in answers) for what in ("share", "forward", "backward")}
+
+
+def scaled(layers: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, float]], total: float) -> dict[str, float]:
+    """Seconds of each layer in one direction: the mean of all ranks and of all layers that are alike, and together the
+    total. The loss belongs to the last of them."""
+    known = {layer["name"]: statistics.mean(t.get(layer["name"], 0.0) for t in told) for layer in layers}
+    alike: dict[str, list[float]] = {}
+    for layer in layers:
+        alike.setdefault(layer["like"], []).append(known[layer["name"]])
+    found = {layer["name"]: statistics.mean(alike[layer["like"]]) for layer in layers}
+    found[layers[-1]["name"]] += statistics.mean(t.get("", 0.0) for t in told)
+    both = sum(found.values())
+    return {name: seconds * total / both if both else total / len(layers) for name, seconds in found.items()}
+
+
+def _layer(told: dict[str, Any], found: Sequence[Found]) -> LayerProfile:
+    rest = {k: v for k, v in told.items() if k not in ("like", "ways", "inputs", "image", "across")}
+    image, across = told.get("image"), told.get("across")
+    return LayerProfile(
+        **rest,
+        inputs=tuple(told["inputs"]),
+        ways=tuple(told["ways"]),
+        image=None if image is None else (image[0], image[1], image[2]),
+        across=None if across is None else (across[0], across[1], across[2]),
+        timings=tuple(t for f in found for t in f.timings.get(told["name"], ())),
+    )
+
+
+def _as_one(model: str, parameter_bytes: int, passes: Sequence[Pass]) -> LayerProfile:
+    timings = (
+        Timing(rows=p.rows, threads=p.threads, together=p.together, forward=p.forward, backward=p.backward)
+        for p in passes
+    )
+    return LayerProfile(
+        name=model,
+        kind=model,
+        inputs=(),
+        parameter_bytes=parameter_bytes,
+        activation_bytes=0,
+        kept_bytes=0,
+        flops=0.0,
+        timings=tuple(timings),
+    )

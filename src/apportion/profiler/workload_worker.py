@@ -1,0 +1,253 @@
+"""A workload's step timed in parts, on command, while other workers of the same host time the same: how profiles are
+measured. Between commands the process sleeps."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import nn
+
+from apportion.comm.channel import Channel, Message
+from apportion.comm.world import World
+from apportion.core.data.batch import Batch
+from apportion.core.torch_private import step_hooked
+from apportion.core.workload import Workload
+from apportion.parallel.optim.fused import with_fused_updates
+from apportion.profiler.call_timer import Ran, clock
+from apportion.profiler.facts import facts, loading
+from apportion.profiler.layer_shards import Called, Part
+from apportion.profiler.layer_splits import part_of
+from apportion.profiler.profiled_step import TimedStep
+from apportion.runtime.worker.cpu_wait import Waited
+from apportion.runtime.worker.entry import run_program
+from apportion.runtime.worker.job import Job
+
+
+class Runs(NamedTuple):
+    """So many at least of whatever is timed, beside the first; the time may be up before."""
+
+    quick: int
+    slow: int
+    """Of what takes ``SLOW_SECONDS``: nothing that disturbs for a moment is long beside it."""
+
+
+STEPS = Runs(quick=6, slow=2)
+"""One in two has the workload's own update, the other a fused one."""
+CALLS = Runs(quick=3, slow=1)
+"""Of layers and parts of them, of which the fastest run counts, the first with them."""
+MOST = 400
+SLOW_SECONDS = 0.1
+
+
+def main(sock: socket.socket, payload: bytes) -> int:
+    """Time a step and its parts when told to, as one of the ranks that do."""
+    return run_program(sock, payload, serve_timings)
+
+
+def serve_timings(job: Job, world: World, channel: Channel) -> None:
+    """Make the workload's step (``ready``); then obey: ``facts``, ``loading``, ``pass``, ``layers``, ``part``,
+    ``close``. What a workload is, rank 0 finds out for all.
+
+    Every rank begins to time when all are there, and goes on for the same number of seconds."""
+    timed = Timed(job.open(), world)
+    channel.send({"kind": "ready"})
+    while (order := channel.commands.get()) is not None and order["kind"] != "close":
+        channel.send({"kind": order["kind"], **timed.obey(order)})
+    world.close()
+
+
+@final
+class Timed:
+    """A step of one device, and its parts, timed."""
+
+    def __init__(self, workload: Workload, world: World) -> None:
+        self._world, self._device, self._workload = world, world.device, workload
+        self._own = TimedStep(workload, world)
+        self._fused = self._fused_update()
+
+    def obey(self, order: Message) -> Message:
+        """What the order asks for."""
+        match order["kind"]:
+            case "pass":
+                return self.whole(order["rows"], order["seconds"])
+            case "layers":
+                return self.layers(order["rows"], order["seconds"])
+            case "part":
+                return self.part(order)
+        if self._world.rank:
+            return {}
+        return facts(self._own) if order["kind"] == "facts" else {"seconds": loading(self._own)}
+
+    def _fused_update(self) -> Callable[[], None] | None:
+        """An update by torch's fused kernels, as the strategies make it that divide the weights; None where the
+        workload's own is the same, or nothing is known of when it comes."""
+        replica = self._own.replica
+        if self._workload.update is not None or replica.searching:
+            return None
+        made: Any = with_fused_updates(self._workload).optimizer(list(replica.model.named_parameters()))
+        if not step_hooked(made, before_only=True):
+            return None
+        clip, parameters = self._workload.clip_grad_norm, replica.trainable()
+
+        def update() -> None:
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(parameters, clip)
+            made.step()
+            self._own.forget()
+
+        return update
+
+    # Whole steps
+
+    def whole(self, rows: int, seconds: float) -> Message:
+        """Steps of so many rows: seconds of each one's forward (with the loss), backward and update; every other one
+        with a ``fused`` update, where there is one."""
+        batch = self._own.rows(rows)
+        found: dict[str, list[float]] = {"forward": [], "backward": [], "update": [], "fused": []}
+        waited = Waited()
+        for run in self._timed(seconds, STEPS):
+            if run == 0:
+                self._warm(batch)
+            elif self._workload.update is not None:
+                self._one_of_its_own(batch, found)
+            else:
+                self._one(batch, found, self._fused if run % 2 == 0 else None)
+        told = {"rows": len(batch), "without_core": waited.share()}
+        return {**told, **{name: _median(times) for name, times in found.items()}}
+
+    def _warm(self, batch: Batch) -> None:
+        """A step that nobody counts; with its gradients both updates."""
+        step, parameters = self._own.step, self._own.replica.trainable()
+        if self._workload.update is not None:
+            step(batch)
+            return
+        step.backward(batch)
+        gradients = [p.grad for p in parameters]
+        step.update()
+        if self._fused is not None:
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad = gradient
+            self._fused()
+
+    def _one(self, batch: Batch, found: dict[str, list[float]], fused: Callable[[], None] | None) -> None:
+        """With ``fused``: instead of the workload's own update."""
+        began = clock(self._device)
+        self._own.step.backward(batch)
+        ended = clock(self._device)
+        found["forward"].append(self._own.forward_ended - began)
+        found["backward"].append(ended - self._own.forward_ended)
+        (fused or self._own.step.update)()
+        found["update" if fused is None else "fused"].append(clock(self._device) - ended)
+
+    def _one_of_its_own(self, batch: Batch, found: dict[str, list[float]]) -> None:
+        """Where forward ends and backward begins in an ``update=`` only itself knows: a third and two thirds."""
+        replica = self._own.replica
+        began, updating = clock(self._device), replica.seconds
+        self._own.step(batch)
+        updated = replica.seconds - updating
+        rest = clock(self._device) - began - updated
+        for name, seconds in (("forward", rest / 3), ("backward", rest * 2 / 3), ("update", updated)):
+            found[name].append(seconds)
+
+    # Layers
+
+    def layers(self, rows: int, seconds: float) -> Message:
+        """Seconds of each call, in the course of steps of so many rows: of the loss under ``""``."""
+        batch = self._own.rows(rows)
+        followed = self._own.followed(len(batch))
+        found: dict[str, list[tuple[float, float]]] = {}
+        for _ in self._timed(seconds, CALLS):
+            times = self._watched(batch) if followed is None else self._own.called(followed, batch)
+            for name, both in times.items():
+                found.setdefault(name, []).append(both)
+        return {
+            "rows": len(batch),
+            "forward": {name: _least([f for f, _ in times]) for name, times in found.items()},
+            "backward": {name: _least([b for _, b in times]) for name, times in found.items()},
+        }
+
+    def _watched(self, batch: Batch) -> dict[str, tuple[float, float]]:
+        """By hooks: of a network that cannot be followed. Backward is not seen: twice the forward."""
+        began: dict[str, float] = {}
+        found: dict[str, tuple[float, float]] = {}
+        calls: dict[str, int] = {}
+        handles = []
+        for path, module in self._own.replica.model.named_modules():
+            if any(True for _ in module.children()):
+                continue
+
+            def begin(*_: Any, path: str = path) -> None:
+                began[path] = clock(self._device)
+
+            def end(module: nn.Module, *_: Any, path: str = path) -> None:
+                seconds = clock(self._device) - began[path]
+                calls[path] = calls.get(path, 0) + 1
+                name = path or type(module).__name__
+                name = name if calls[path] == 1 else f"{name}#{calls[path]}"
+                found[name] = (seconds, 2 * seconds)
+
+            handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+        try:
+            self._own.step.backward(batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._own.forget()
+        return found
+
+    def part(self, order: Message) -> Message:
+        """Seconds of a layer by itself: whole (``way=""``), or cut for so many ranks; None where it cannot be."""
+        batch = self._own.rows(order["rows"])
+        followed = self._own.followed(len(batch))
+        assert followed is not None, "only a network that is followed has parts"
+        ran = self._own.ran(followed, batch, order["layer"])
+        with self._own.replica.autocast():
+            made = self._part(ran, order["way"], order["ranks"])
+            if made is None:
+                return {"share": None}
+            found = [made[1].run() for _ in self._timed(order["seconds"], CALLS)]
+        return {
+            "share": made[0],
+            "rows": len(batch),
+            "forward": _least([f for f, _ in found]),
+            "backward": _least([b for _, b in found]),
+        }
+
+    def _part(self, ran: Ran, way: str, ranks: int) -> tuple[float, Part] | None:
+        """With its share, run once; None where the layer has no such part."""
+        given = (ran.args, ran.kwargs)
+        if not way:
+            return 1.0, Called(ran.call, *given, self._device, copies=ran.copies)
+        try:
+            made: tuple[float, Part] | None = part_of(ran.call, given, way, ranks, copies=ran.copies)
+            if made is not None:
+                made[1].run()
+        except (RuntimeError, ValueError):  # its sizes, or shapes that it was told, do not go with a part
+            return None
+        return made
+
+    def _timed(self, seconds: float, least: Runs) -> Iterator[int]:
+        """The number of each run: 0, to get warm; and then, all ranks together, until the time is up."""
+        began = clock(self._device)
+        yield 0
+        many = least.slow if clock(self._device) - began > SLOW_SECONDS else least.quick
+        self._world.group().barrier()
+        end = clock(self._device) + seconds
+        for run in range(1, MOST + 1):
+            if run > many and clock(self._device) > end:
+                return
+            yield run
+
+
+def _median(times: list[float]) -> float | None:
+    """A step's time is predicted as its median, so that is what whole steps are timed by."""
+    return statistics.median_low(times) if times else None
+
+
+def _least(times: list[float]) -> float:
+    """Of layers only the proportions count, and there are few runs of each: whatever disturbs one makes it longer."""
+    return min(times)

@@ -1,0 +1,52 @@
+"""The report of a run, or of a plan: one HTML file that needs nothing else, drawn from what the run wrote down.
+
+``history`` reads the run directory, ``curves`` thins and smooths, ``pictures`` draws (with matplotlib, the only file
+that imports it), ``tables`` says the same in numbers, ``page`` puts them together; ``plan_page`` and ``plan_pictures``
+do so for a plan. ``frame`` is what both stand in, ``style`` is how it looks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from apportion.errors import CheckpointError
+from apportion.reporting.html.history import read_history
+from apportion.reporting.html.plan_page import plan_page
+from apportion.reporting.html.run_page import page
+from apportion.reporting.journal import REPORT
+
+
+def write_html(run_dir: str | Path) -> Path:
+    """Write ``report.html`` into the directory of a run, finished or not; its path.
+
+    Without matplotlib the page holds the tables alone and says how to get the pictures. Raises CheckpointError where
+    there are no events to be read, or the file cannot be written.
+    """
+    path = Path(run_dir) / REPORT
+    try:
+        _write(path, page(read_history(run_dir)))
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}; make room there") from error
+    return path
+
+
+def write_plan_html(plan: Mapping[str, Any], path: str | Path) -> Path:
+    """Write what ``Plan.to_json`` gives as a page; its path. ValueError where there is no such folder."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} to write {path.name} into: make it first")
+    _write(path, plan_page(plan))
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole, or not at all."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,257 @@
+"""A run as its events tell it, over all its sittings: curves by step, speeds by time, what happened when."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.core.event import Event
+from apportion.reporting.journal import Clock, Row, entries, summary
+
+Floats = NDArray[np.float64]
+STAGES = ("loading", "computing", "waiting", "updating")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values against what they belong to: a step, or seconds of training."""
+
+    x: Floats
+    y: Floats
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One rank's speed, and where the time of its steps went."""
+
+    rank: int
+    speed: Curve
+    """Examples a second against seconds."""
+    stages: Mapping[str, float]
+    """Seconds a step, mean over the run: loading, computing, waiting, updating."""
+
+    @property
+    def step_seconds(self) -> float:
+        """How long its step takes."""
+        return sum(self.stages.values())
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An event, when it came."""
+
+    seconds: float
+    """Of training, over all sittings."""
+    time: float
+    """Since 1970."""
+    event: Event
+
+
+@dataclass(frozen=True)
+class History:
+    """All that the report tells."""
+
+    run_dir: Path
+    run: Mapping[str, Any]
+    """What run.json holds; empty where there is none."""
+    rows: list[Row]
+    values: Mapping[str, Curve]
+    """Each named value against the step."""
+    learning_rate: Curve
+    throughput: Curve
+    """Of all workers together, against seconds."""
+    workers: list[Worker]
+    plans: list[Moment]
+    drifts: list[Moment]
+    starts: list[Moment]
+    evaluations: list[Moment]
+    checkpoints: list[Moment]
+    faults: list[Moment]
+    end: Moment | None
+    """None: the run has not ended, or was killed."""
+    began: float | None
+    """Since 1970; None: there are no events."""
+    ended: float | None
+    seconds: float
+    """Of training."""
+
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """What the latest sitting started with."""
+        return self.starts[-1].event.data if self.starts else {}
+
+
+def read_history(run_dir: str | Path) -> History:
+    """From run.json and events.jsonl. Raises CheckpointError where there are no events to be read."""
+    reader = _Reader()
+    rows = summary(reader.taking(entries(run_dir)))
+    return reader.history(Path(run_dir), rows)
+
+
+def _read_run(path: Path) -> Mapping[str, Any]:
+    """What the report can say without: a run that failed at once may not have written it."""
+    try:
+        run = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return run if isinstance(run, dict) else {}
+
+
+class _Growing:
+    """A curve that is being read. What is recorded again replaces what was there: a run that lost a worker, or was
+    resumed, goes on from its last checkpoint."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[Floats, Floats]] = []
+
+    def add(self, x: Floats, y: Floats) -> None:
+        self.rewind(float(x[0]))
+        self._pieces.append((x, y))
+
+    def rewind(self, x: float) -> None:
+        """Forget all from x on."""
+        while self._pieces and self._pieces[-1][0][-1] >= x:
+            xs, ys = self._pieces.pop()
+            if xs[0] < x:
+                keep = xs < x
+                self._pieces.append((xs[keep], ys[keep]))
+
+    def curve(self) -> Curve:
+        empty = np.zeros(0)
+        xs, ys = zip(*self._pieces, strict=True) if self._pieces else ((empty,), (empty,))
+        return Curve(np.concatenate(xs), np.concatenate(ys))
+
+
+@dataclass
+class _WorkerReader:
+    """One rank's ``speed`` events, added up."""
+
+    step: int
+    """Of its previous event."""
+    seconds: list[float] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
+    steps: float = 0.0
+    stages: dict[str, float] = field(default_factory=dict)
+
+    def start(self, step: int) -> None:
+        """A new sitting: its steps may be divided otherwise, and only they count."""
+        self.step, self.steps, self.stages = step, 0.0, {}
+
+    def take(self, seconds: float, event: Event) -> None:
+        if event.step == self.step:
+            return  # no step since: nothing was measured
+        steps = max(1, event.step - self.step)  # 1: it went back after a fault
+        self.step = event.step
+        self.seconds.append(seconds)
+        self.speeds.append(event.data.get("examples_per_second") or 0.0)
+        self.steps += steps
+        for stage in STAGES:
+            self.stages[stage] = self.stages.get(stage, 0.0) + steps * float(event.data.get(stage) or 0.0)
+
+    def worker(self, rank: int) -> Worker:
+        speed = Curve(np.asarray(self.seconds), np.asarray(self.speeds, dtype=float))
+        return Worker(rank, speed, {stage: total / self.steps for stage, total in self.stages.items()})
+
+
+class _Reader:
+    """Events in, a History out."""
+
+    def __init__(self) -> None:
+        self._clock = Clock()
+        self._began: float | None = None
+        self._ended: float | None = None
+        self._values: dict[str, _Growing] = {}
+        self._learning_rate = _Growing()
+        self._throughput: list[tuple[float, float]] = []
+        self._workers: dict[int, _WorkerReader] = {}
+        self._moments: dict[str, list[Moment]] = {}
+        self._first_step = 0
+        self._last_step = 0
+        self._fresh = False
+
+    def taking(self, events: Iterable[tuple[float, Event]]) -> Iterator[Event]:
+        """The same events, taken in as they pass."""
+        for time, event in events:
+            self._take(time, event)
+            yield event
+
+    def _take(self, time: float, event: Event) -> None:
+        seconds = self._clock.tick(event)
+        self._began = time if self._began is None else self._began
+        self._ended = time
+        if event.kind == "step":
+            self._take_step(seconds, event)
+        elif event.kind == "speed":
+            self._take_speed(seconds, event)
+        else:
+            self._moments.setdefault(event.kind, []).append(Moment(seconds, time, event))
+        if event.kind == "start":
+            self._go_on_from(int(event.data.get("first_step") or 0))
+
+    def _take_step(self, seconds: float, event: Event) -> None:
+        for name, values in event.data.get("values", {}).items():
+            if values:
+                x = _steps_of(len(values), event.step, event.step - self._last_step)
+                self._values.setdefault(name, _Growing()).add(x, np.asarray(values, dtype=float))
+        self._last_step = event.step
+        if event.data.get("learning_rate") is not None:
+            self._learning_rate.add(np.array([event.step], float), np.array([event.data["learning_rate"]], float))
+        if event.data.get("examples_per_second") is not None:
+            self._throughput.append((seconds, event.data["examples_per_second"]))
+
+    def _take_speed(self, seconds: float, event: Event) -> None:
+        if self._fresh:  # only now: a sitting that measured nothing leaves what the one before it did
+            for worker in self._workers.values():
+                worker.start(self._first_step)
+            self._fresh = False
+        self._workers.setdefault(int(event.data["rank"]), _WorkerReader(self._first_step)).take(seconds, event)
+
+    def _go_on_from(self, step: int) -> None:
+        self._first_step = self._last_step = step
+        self._fresh = True
+        self._moments.pop("end", None)
+        for curve in (self._learning_rate, *self._values.values()):
+            curve.rewind(step + 1)
+
+    def history(self, run_dir: Path, rows: list[Row]) -> History:
+        throughput = np.asarray(self._throughput, dtype=float).reshape(-1, 2)
+        return History(
+            run_dir=run_dir,
+            run=_read_run(run_dir / "run.json"),
+            rows=rows,
+            values={name: growing.curve() for name, growing in self._values.items()},
+            learning_rate=self._learning_rate.curve(),
+            throughput=Curve(throughput[:, 0], throughput[:, 1]),
+            workers=[reader.worker(rank) for rank, reader in sorted(self._workers.items()) if reader.seconds],
+            plans=self._moments.get("plan", []),
+            drifts=self._moments.get("drift", []),
+            starts=self._moments.get("start", []),
+            evaluations=_without_repeats(self._moments.get("evaluation", [])),
+            checkpoints=self._moments.get("checkpoint", []),
+            faults=self._moments.get("fault", []),
+            end=self._moments["end"][-1] if "end" in self._moments else None,
+            began=self._began,
+            ended=self._ended,
+            seconds=self._clock.seconds,
+        )
+
+
+def _steps_of(values: int, last: int, since: int) -> Floats:
+    """The steps that so many values belong to: one each, up to the last; wider apart where fewer came than steps."""
+    return last - np.arange(values, dtype=np.float64)[::-1] * max(1.0, since / values)
+
+
+def _without_repeats(evaluations: list[Moment]) -> list[Moment]:
+    """Evaluated again after going back, or at the end of the last epoch and at the end: the later counts."""
+    kept: list[Moment] = []
+    for moment in evaluations:
+        while kept and kept[-1].event.step >= moment.event.step:
+            kept.pop()
+        kept.append(moment)
+    return kept

@@ -1,0 +1,345 @@
+"""The drawn curves: matplotlib's SVG, made to stand in a page and to take its colours and its type.
+
+The only file that imports matplotlib. Figures are made without pyplot, and with matplotlib's own defaults whatever
+style the user has set, so that a report written from a notebook changes nothing there.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from apportion.reporting.html.curves import finite, on_log_scale, smoothed, spread, thinned
+from apportion.reporting.html.history import STAGES, Curve, History, Moment, Worker
+from apportion.reporting.journal import measure, number
+
+BROAD, SLIM = 1000, 490
+"""Pixels across, at which the type has the size of the page's."""
+SERIES = 8
+"""Colours that can be told apart; more workers than that are drawn as a band."""
+MOST_BARS = 32
+
+_COLOURS = ("ink", "muted", "grid", "surface", "bad", *(f"series-{n}" for n in range(1, SERIES + 1)))
+MARKS = {name: f"#0{n:x}0b0c" for n, name in enumerate(_COLOURS)}
+"""Colours that are drawn with, each standing for one of the page's: light and dark are the style sheet's matter."""
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text: it takes the page's font, and can be searched and read aloud
+    "svg.hashsalt": "apportion",
+    "text.parse_math": False,  # a metric may be called "$"
+    "font.size": 12,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.edgecolor": MARKS["muted"],
+    "axes.labelcolor": MARKS["muted"],
+    "axes.labelsize": 12,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.xmargin": 0.015,
+    "axes.unicode_minus": False,
+    "grid.color": MARKS["grid"],
+    "grid.linewidth": 1,
+    "text.color": MARKS["ink"],
+    "xtick.color": MARKS["muted"],
+    "ytick.color": MARKS["muted"],
+    "ytick.left": False,
+    "lines.linewidth": 2,
+    "lines.solid_joinstyle": "round",
+    "lines.solid_capstyle": "round",
+    "path.simplify": True,
+    "savefig.transparent": True,
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An SVG element, and the keys to its colours: (what, the colour's name in the style sheet)."""
+
+    svg: str
+    keys: Sequence[tuple[str, str]] = ()
+
+
+def value_picture(name: str, curve: Curve, *, wide: bool) -> Picture | None:
+    """A named value against the step: every value faint, and its course. None where no value is finite."""
+    if not len(finite(curve).x):
+        return None
+    course, points = smoothed(curve), thinned(curve)
+
+    def draw(axes: Axes) -> None:
+        few = len(points.x) <= 60
+        axes.plot(
+            points.x,
+            points.y,
+            color=MARKS["series-1"],
+            alpha=0.35,
+            linewidth=1,
+            marker="o" if few else "",
+            markersize=3,
+        )
+        axes.plot(course.x, course.y, color=MARKS["series-1"], linewidth=2)
+        if on_log_scale(course) and finite(curve).y.min() > 0:
+            _log_scale(axes)
+        _mark_not_finite(axes, curve)
+        _steps(axes)
+        _label_last(axes, course)
+
+    keys = [("smoothed", "series-1"), ("each step", "series-1 faint")]
+    if len(finite(curve).x) < len(curve.x):
+        keys.append(("not finite", "bad"))
+    what = f"{name} against the step"
+    return Picture(broad_and_slim(one_plot(draw), what, 330) if wide else _slim(one_plot(draw), what, 280), keys)
+
+
+def metric_picture(name: str, curve: Curve, best: int | None) -> Picture | None:
+    """A metric against the epoch; ``best``: which of them is marked."""
+    if not len(finite(curve).x):
+        return None
+
+    def draw(axes: Axes) -> None:
+        axes.plot(curve.x, curve.y, color=MARKS["series-2"], marker="o", markersize=4 if len(curve.x) <= 60 else 0)
+        if best is not None and np.isfinite(curve.y[best]):
+            _mark_best(axes, curve, best)
+        axes.margins(y=0.18)
+        axes.set_xlabel("epoch")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+
+    return Picture(_slim(one_plot(draw), f"{name} against the epoch", 280))
+
+
+def learning_rate_picture(curve: Curve) -> Picture | None:
+    """The learning rate against the step; None where it does not change."""
+    if len(finite(curve).x) < 2 or np.ptp(finite(curve).y) == 0:
+        return None
+
+    def draw(axes: Axes) -> None:
+        points = thinned(curve)
+        axes.plot(points.x, points.y, color=MARKS["series-5"])
+        axes.set_ylim(bottom=0)
+        _steps(axes)
+
+    return Picture(_slim(one_plot(draw), "learning rate against the step", 280))
+
+
+def speed_picture(history: History) -> Picture | None:
+    """Examples a second of each worker and of all, against time, above what happened then."""
+    drawn = [worker for worker in history.workers if len(worker.speed.x) > 1]
+    if not drawn and len(history.throughput.x) < 2:
+        return None
+    happened = [(name, moments) for name, moments in _happened(history).items() if moments]
+    unit, per = _time_unit(history.seconds)
+
+    panels: list[Callable[[Axes], None]] = []
+    if len(history.throughput.x) > 1:
+        panels.append(lambda axes: _draw_line(axes, history.throughput, per, "ink"))
+    if len(drawn) > 1 or not panels:  # a lone worker's speed is the whole
+        panels.append(lambda axes: _draw_workers(axes, drawn, per))
+
+    def draw(figure: Figure) -> None:
+        heights = [6.0] * len(panels) + [0.6 + len(happened)]
+        *plots, strip = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+        for axes, panel in zip(plots, panels, strict=True):
+            panel(axes)
+            _speeds(axes)
+        _draw_strip(strip, happened, per)
+        strip.set_xlabel(f"{unit} of training")
+        strip.set_xlim(left=0)
+        for moment in history.starts[1:]:
+            for axes in (*plots, strip):
+                axes.axvline(moment.seconds / per, color=MARKS["muted"], linewidth=1, dashes=(3, 3))
+
+    what = "examples per second of each worker over time, with checkpoints, evaluations and faults"
+    height = 70 + 160 * len(panels) + 24 * len(happened)
+    return Picture(broad_and_slim(draw, what, height), _worker_keys(history, drawn) if len(drawn) > 1 else ())
+
+
+def stages_picture(workers: Sequence[Worker]) -> Picture | None:
+    """Where a step's time goes: a bar for each worker."""
+    workers = slowest([worker for worker in workers if worker.step_seconds > 0])
+    if not workers:
+        return None
+    rows = np.arange(len(workers))
+
+    def draw(axes: Axes) -> None:
+        left = np.zeros(len(workers))
+        for number_, stage in enumerate(STAGES, 1):
+            widths = np.array([worker.stages.get(stage, 0.0) * 1e3 for worker in workers])
+            bars = axes.barh(rows, widths, left=left, height=0.62, color=MARKS[f"series-{number_}"])
+            for bar in bars:
+                bar.set(edgecolor=MARKS["surface"], linewidth=1.5)
+            left += widths
+        for row, total in enumerate(left):
+            axes.annotate(f"{number(total)} ms", (total, row), (6, 0), textcoords="offset points", va="center")
+        axes.set_yticks(rows, [f"worker {worker.rank}" for worker in workers])
+        axes.set_ylim(len(workers) - 0.4, -0.6)
+        axes.set_xlim(0, float(left.max()) * 1.12)
+        axes.grid(visible=False, axis="y")
+        axes.grid(visible=True, axis="x")
+        axes.spines["bottom"].set_visible(False)
+        axes.tick_params(bottom=False)
+        axes.set_xlabel("milliseconds a step")
+
+    keys = [(stage, f"series-{n}") for n, stage in enumerate(STAGES, 1)]
+    return Picture(broad_and_slim(one_plot(draw), "where a step's time goes, by worker", 70 + 34 * len(workers)), keys)
+
+
+def slowest(workers: Sequence[Worker]) -> list[Worker]:
+    """As many as there is room for: all, or those with the longest own work a step (a fast worker waits)."""
+    own = sorted(workers, key=lambda worker: worker.stages.get("waiting", 0.0) - worker.step_seconds)
+    return sorted(own[:MOST_BARS], key=lambda worker: worker.rank)
+
+
+def _speeds(axes: Axes) -> None:
+    """From nothing up: a small wobble shall look small."""
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.08)
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: number(y)))
+    axes.tick_params(bottom=False)
+    axes.spines["bottom"].set_visible(False)
+
+
+def _draw_workers(axes: Axes, workers: Sequence[Worker], per: float) -> None:
+    if len(workers) <= SERIES:
+        for n, worker in enumerate(workers, 1):
+            _draw_line(axes, worker.speed, per, f"series-{n}")
+        return
+    ends = [worker.speed.x[-1] for worker in workers]
+    x = np.linspace(min(worker.speed.x[0] for worker in workers), max(ends), 200)
+    y = np.array([np.interp(x, worker.speed.x, worker.speed.y) for worker in workers])
+    axes.fill_between(x / per, y.min(0), y.max(0), color=MARKS["series-1"], alpha=0.2, linewidth=0)
+    axes.plot(x / per, np.median(y, 0), color=MARKS["series-1"])
+
+
+def _worker_keys(history: History, workers: Sequence[Worker]) -> list[tuple[str, str]]:
+    keys = [("all workers", "ink")] if len(history.throughput.x) > 1 else []
+    if len(workers) > SERIES:
+        between = [("median worker", "series-1"), (f"slowest to fastest of {len(workers)}", "series-1 faint")]
+        return keys + between
+    return keys + [(f"worker {worker.rank}", f"series-{n}") for n, worker in enumerate(workers, 1)]
+
+
+def _draw_line(axes: Axes, curve: Curve, per: float, colour: str) -> None:
+    points = thinned(curve)
+    axes.plot(points.x / per, points.y, color=MARKS[colour], linewidth=1.5)
+
+
+def _happened(history: History) -> dict[str, list[Moment]]:
+    return {"faults": history.faults, "evaluations": history.evaluations, "checkpoints": history.checkpoints}
+
+
+def _draw_strip(axes: Axes, happened: Sequence[tuple[str, list[Moment]]], per: float) -> None:
+    """A row of marks for each kind of event."""
+    look = {"faults": ("bad", "X", 7), "evaluations": ("series-2", "o", 5), "checkpoints": ("muted", "|", 8)}
+    for row, (name, moments) in enumerate(happened):
+        colour, marker, size = look[name]
+        x = [moment.seconds / per for moment in moments]
+        axes.plot(x, [row] * len(x), marker, color=MARKS[colour], markersize=size, linestyle="none", clip_on=False)
+    axes.set_yticks(range(len(happened)), [name for name, _ in happened])
+    axes.set_ylim(len(happened) - 0.4, -0.6)
+    axes.grid(visible=False)
+
+
+def _mark_best(axes: Axes, curve: Curve, best: int) -> None:
+    x, y = float(curve.x[best]), float(curve.y[best])
+    axes.plot([x], [y], "o", markersize=9, color=MARKS["series-2"], markeredgecolor=MARKS["surface"], markeredgewidth=2)
+    _annotate(axes, f"best {measure(y)}", x, y, below=y < float(np.nanmedian(curve.y)))
+
+
+def _label_last(axes: Axes, course: Curve) -> None:
+    _annotate(axes, measure(float(course.y[-1])), float(course.x[-1]), float(course.y[-1]))
+
+
+def _annotate(axes: Axes, text: str, x: float, y: float, *, below: bool = False) -> None:
+    """Beside a point, on the side where there is room."""
+    low, high = axes.get_xlim()
+    late = x > (low + high) / 2
+    offset = (-8 if late else 8, -9 if below else 9)
+    ha, va = "right" if late else "left", "top" if below else "bottom"
+    axes.annotate(text, (x, y), offset, textcoords="offset points", ha=ha, va=va, weight="bold")
+
+
+def _mark_not_finite(axes: Axes, curve: Curve) -> None:
+    """Ticks along the upper edge."""
+    bad = curve.x[~np.isfinite(curve.y)]
+    if len(bad):
+        bad = bad[spread(len(bad), 500)]
+        look: dict[str, Any] = {"color": MARKS["bad"], "markersize": 10, "clip_on": False}
+        axes.plot(bad, np.ones(len(bad)), "|", transform=axes.get_xaxis_transform(), **look)
+
+
+def _log_scale(axes: Axes) -> None:
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if high < 300 * low:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(which="minor", left=False)
+
+
+def _steps(axes: Axes) -> None:
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+
+
+def _time_unit(seconds: float) -> tuple[str, float]:
+    for unit, per in (("hours", 3600.0), ("minutes", 60.0)):
+        if seconds > 3 * per:
+            return unit, per
+    return "seconds", 1.0
+
+
+def one_plot(draw: Callable[[Axes], None]) -> Callable[[Figure], None]:
+    """A figure of one plot."""
+    return lambda figure: draw(figure.subplots())
+
+
+def broad_and_slim(draw: Callable[[Figure], None], what: str, height: int) -> str:
+    """Drawn twice, for a desk and for a telephone: the style sheet shows the one that fits."""
+    return _figure(draw, what, (BROAD, height), "broad") + _figure(draw, what, (SLIM, height), "slim")
+
+
+def _slim(draw: Callable[[Figure], None], what: str, height: int) -> str:
+    return _figure(draw, what, (SLIM, height), "")
+
+
+def _figure(draw: Callable[[Figure], None], what: str, pixels: tuple[int, int], shown: str) -> str:
+    file = io.StringIO()
+    with style.context(["default", _STYLE]):
+        figure = Figure(figsize=(pixels[0] / 72, pixels[1] / 72), dpi=72, layout="constrained")
+        draw(figure)
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", metadata=nothing)
+    return _for_the_page(file.getvalue(), what, shown)
+
+
+def _for_the_page(svg: str, what: str, shown: str) -> str:
+    """The element alone, named for those who cannot see it, in the page's colours and type, with ids of its own."""
+    svg = svg[svg.index("<svg") :]
+    for name, mark in MARKS.items():
+        svg = svg.replace(mark, f"var(--{name})")
+    svg = re.sub(r"font: ((?:\w+ )*)([\d.]+)px [^;\"]*", lambda m: f"font: {m[1]}{m[2]}px var(--type)", svg)
+    svg = svg.replace("xlink:href", "href")
+    box = re.search(r'viewBox="([^"]*)"', svg)
+    assert box is not None
+    element = f'<svg class="{shown}" viewBox="{box[1]}" role="img" aria-label="{escape(what)}">'
+    svg = re.sub(r"<svg[^>]*>", lambda _: element, svg, count=1)
+    return _with_own_ids(svg, prefix=re.sub(r"\W+", "-", f"{what} {shown}"))
+
+
+def _with_own_ids(svg: str, prefix: str) -> str:
+    used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
+    svg = re.sub(r' id="([^"]*)"', lambda m: f' id="{prefix}-{m[1]}"' if m[1] in used else "", svg)
+    return re.sub(r'(url\(#|href="#)', rf"\1{prefix}-", svg)

@@ -1,0 +1,363 @@
+"""A run's events, kept: ``events.jsonl``, TensorBoard, and the table at the end.
+
+Every event is one line of JSON: ``kind``, ``step``, ``epoch``, ``seconds``, ``data`` as in ``Event``, and ``time``, the
+wall clock in seconds since 1970. JSON has no numbers that are not finite; they are written as the strings "NaN",
+"Infinity" and "-Infinity" (as protobuf's JSON does; ``float()`` takes them all), and read back as numbers.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import operator
+import os
+import socket
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+from apportion.core.event import Event, EventKind
+from apportion.errors import CheckpointError
+from apportion.runtime.checkpoint.append_only_file import NO_ROOM, Appended, open_own, reason
+
+EVENTS = "events.jsonl"
+REPORT = "report.html"
+TENSORBOARD = "tensorboard"
+
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_TEXTS = {"strategy", "launcher", "device", "path", "cause", "traceback", "action", "run_dir", "reason", "resume"}
+"""What in an event's data is text whatever it says: a cause may be "NaN"."""
+
+
+class Journal:
+    """Writes down every event of a run as it comes: to ``events.jsonl``, and for TensorBoard where it is installed.
+
+    A resumed run goes on in the same files. Each line is handed to the operating system at once, so that a driver that
+    is killed loses at most the line it was writing. A full disk ends nothing: it is warned of, and what finds no room
+    is written when there is some. Raises CheckpointError where the run directory cannot be written for another reason.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self._run_dir = Path(run_dir)
+        self._path = self._run_dir / EVENTS
+        self._scalars = _Scalars(self._run_dir / TENSORBOARD)
+        try:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            self._lines = Appended(self._path, lambda line: _decode(line) is not None)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def write(self, event: Event) -> None:
+        """Keep this event."""
+        try:
+            self._lines.write(_encode(event))
+            self._scalars.write(event)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        try:
+            self._lines.close()
+        except OSError as error:
+            raise self._refused(error) from error
+        finally:
+            self._scalars.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _refused(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"cannot write the events of the run to {self._path}: {reason(error)}; "
+            f"{'remove it' if error.errno == errno.ELOOP else 'make room there'}, or choose another run directory"
+        )
+
+
+def read_events(run_dir: str | Path) -> list[Event]:
+    """All events of a run, in order; of every sitting, where it was resumed."""
+    return [event for _, event in entries(run_dir)]
+
+
+def entries(run_dir: str | Path) -> Iterator[tuple[float, Event]]:
+    """The same one by one, each with the wall clock (seconds since 1970) when it was written.
+
+    A torn last line, left by a driver that was killed, is passed over; CheckpointError where any other does not parse,
+    or where there are no events at all.
+    """
+    path = Path(run_dir) / EVENTS
+    try:
+        file = open(open_own(path, os.O_RDONLY), "rb")  # noqa: SIM115 (closed by the with below)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {reason(error)}; is {run_dir} the directory of a run?") from error
+    with file:
+        for number, line in enumerate(file, 1):
+            entry = _decode(line)
+            if entry is not None:
+                yield entry
+            elif line.endswith(b"\n"):
+                raise CheckpointError(f"{path}, line {number} is not an event: the file was changed or damaged")
+
+
+def _encode(event: Event) -> bytes:
+    record = {
+        "time": round(time.time(), 3),
+        "kind": event.kind,
+        "step": event.step,
+        "epoch": event.epoch,
+        "seconds": event.seconds,
+        "data": event.data,
+    }
+    try:
+        text = json.dumps(record, allow_nan=False, separators=(",", ":"))
+    except ValueError:  # some number is not finite: rare enough to find out by trying
+        text = json.dumps(_finite(record), allow_nan=False, separators=(",", ":"))
+    return text.encode() + b"\n"
+
+
+def _decode(line: bytes) -> tuple[float, Event] | None:
+    """The event on a line; None where it is no event."""
+    try:
+        record = json.loads(line)
+        data = record["data"]
+        if not isinstance(data, dict) or not isinstance(record["kind"], str):
+            return None
+        if b'NaN"' in line or b'Infinity"' in line:
+            data = {key: value if key in _TEXTS else _numbers(value) for key, value in data.items()}
+        event = Event(
+            kind=cast("EventKind", record["kind"]),
+            step=operator.index(record["step"]),
+            epoch=float(record["epoch"]),
+            seconds=float(record["seconds"]),
+            data=data,
+        )
+        return float(record["time"]), event
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+
+
+def _finite(value: Any) -> Any:
+    """The same with a string for each number that is not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _numbers(value: Any) -> Any:
+    """The inverse of ``_finite``."""
+    if isinstance(value, str):
+        return _NOT_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    return [_numbers(item) for item in value] if isinstance(value, list) else value
+
+
+class _Scalars:
+    """TensorBoard's file of scalars, made with its first one: finding and importing tensorboard takes 0.1 s.
+
+    Written by tensorboard's own record writer and not by torch.utils.tensorboard, which imports TensorFlow where that
+    is installed (seconds, in which the driver would see no worker die), buffers for two minutes what a killed driver
+    then loses, and keeps a thread.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._records: Any = None
+        self._formats: Any = None
+        self._missing = False
+        self._purge: int | None = None
+        self._full = False
+
+    def write(self, event: Event) -> None:
+        if event.kind == "start" and event.data.get("first_step"):
+            # What an earlier sitting recorded beyond the checkpoint is done again: TensorBoard drops it.
+            self._purge = int(event.data["first_step"]) + 1
+        scalars = _scalars(event)
+        try:
+            self._write(event, scalars)
+            self._full = False
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            if not self._full:
+                self._full = True
+                warnings.warn(f"the disk is full: {self._folder} misses scalars; make room there", stacklevel=3)
+
+    def _write(self, event: Event, scalars: Mapping[str, float]) -> None:
+        if scalars and self._open():
+            record = self._formats.Event(step=event.step)
+            for tag, value in scalars.items():
+                record.summary.value.add(tag=tag, simple_value=value)
+            self._keep(record)
+
+    def close(self) -> None:
+        if self._records is not None:
+            with suppress(OSError):  # that the disk is full was told
+                self._records.close()
+            self._records = None
+        self._missing = True
+
+    def _open(self) -> bool:
+        if self._missing or self._records is not None:
+            return not self._missing
+        try:
+            from tensorboard.compat.proto import event_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except Exception as error:  # a protobuf that does not fit raises TypeError: no reason to end a training
+            self._missing = True
+            if not isinstance(error, ModuleNotFoundError):
+                warnings.warn(f"no TensorBoard files, importing tensorboard failed: {error}", stacklevel=2)
+            return False
+        self._formats = event_pb2
+        self._folder.mkdir(exist_ok=True)
+        self._records = RecordWriter(open(self._folder / _scalars_name(), "ab"))  # noqa: SIM115 (closed by close)
+        self._keep(event_pb2.Event(file_version="brain.Event:2"))
+        if self._purge is not None:
+            started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._keep(event_pb2.Event(step=self._purge, session_log=started))
+        return True
+
+    def _keep(self, record: Any) -> None:
+        record.wall_time = time.time()
+        self._records.write(record.SerializeToString())
+        self._records.flush()
+
+
+def _scalars_name() -> str:
+    """TensorBoard takes the files of a folder in the order of their names, so the time comes first."""
+    return f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+
+
+def _scalars(event: Event) -> dict[str, float]:
+    """What of this event goes to TensorBoard, by tag. Of several values the last: the one that belongs to the step."""
+    data = event.data
+    if event.kind == "step":
+        scalars = {name: values[-1] for name, values in data.get("values", {}).items() if values}
+        scalars |= {name: data.get(name) for name in ("learning_rate", "examples_per_second")}
+    elif event.kind == "speed":
+        scalars = {f"worker/{data['rank']}/examples_per_second": data.get("examples_per_second")}
+    elif event.kind == "evaluation":
+        scalars = {f"evaluation/{name}": value for name, value in data.get("metrics", {}).items()}
+    else:
+        scalars = {}
+    return {tag: float(value) for tag, value in scalars.items() if isinstance(value, int | float)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table at the end of a run."""
+
+    name: str
+    """For example "test accuracy"."""
+    value: float | int | str
+    text: str
+    """The value as a person reads it."""
+
+
+def summary(events: Iterable[Event]) -> list[Row]:
+    """The table at the end of a run: what it took, how far it got, and where the results are.
+
+    Takes the events of a whole run, of one sitting, or of a run that ended early; rows that nothing is known of are
+    left out.
+    """
+    last: dict[str, Event] = {}
+    losses: dict[str, float] = {}
+    clock = Clock()
+    metrics: dict[str, Any] = {}
+    for event in events:
+        clock.tick(event)
+        last[event.kind] = event
+        losses |= {name: values[-1] for name, values in event.data.get("values", {}).items() if values}
+        metrics |= event.data.get("metrics") or {}
+    rows = _progress(last, clock)
+    rows += [Row(f"final {name}", value, measure(value)) for name, value in losses.items()]
+    rows += [Row(f"test {name}", value, measure(value)) for name, value in metrics.items()]
+    return rows + _written(last)
+
+
+def _progress(last: Mapping[str, Event], clock: Clock) -> list[Row]:
+    if not last:
+        return []
+    steps, planned = clock.step, last["start"].data.get("steps") if "start" in last else None
+    of_planned = f" of {planned:,}" if planned and planned != steps else ""
+    sittings = f" in {clock.sittings} sittings" if clock.sittings > 1 else ""
+    rows = [
+        Row("steps", steps, f"{steps:,}{of_planned}"),
+        Row("epochs", clock.epoch, number(clock.epoch)),
+        Row("time", clock.seconds, duration(clock.seconds) + sittings),
+    ]
+    speeds = [last[kind].data.get("examples_per_second") for kind in ("end", "step") if kind in last]
+    return rows + [Row("examples/s", speed, number(speed)) for speed in speeds if speed][:1]
+
+
+def _written(last: Mapping[str, Event]) -> list[Row]:
+    rows = []
+    if "checkpoint" in last:
+        path = str(last["checkpoint"].data["path"])
+        rows.append(Row("checkpoint", path, path))
+    if "end" in last and last["end"].data.get("run_dir"):
+        run_dir = Path(last["end"].data["run_dir"])
+        names = [REPORT, TENSORBOARD] if (run_dir / TENSORBOARD).is_dir() else [REPORT]
+        rows += [Row(Path(name).stem, str(run_dir / name), str(run_dir / name)) for name in names]
+    return rows
+
+
+class Clock:
+    """How far a run is, over all its sittings: ``seconds`` adds them up, without the pauses between."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.epoch = 0.0
+        self.sittings = 0
+        self._before = 0.0
+        self._seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self._before + self._seconds
+
+    def tick(self, event: Event) -> float:
+        """Go on to this event: the seconds of training until it."""
+        if event.kind == "start":
+            self._before, self._seconds = self.seconds, 0.0
+            self.sittings += 1
+        self.step, self.epoch = event.step, event.epoch
+        self._seconds = max(self._seconds, event.seconds)
+        return self._before + event.seconds
+
+
+def number(value: float) -> str:
+    """Four significant digits, thousands apart: 0.9722, 12,345, 1.5e-07, nan."""
+    if not math.isfinite(value):
+        return str(float(value))
+    if abs(value) >= 1000:
+        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.4g}"
+    return f"{value:.4g}"
+
+
+def measure(value: float) -> str:
+    """A loss or a metric, its decimals below each other where it is of the usual size: 0.9700, 12.3456."""
+    return f"{value:.4f}" if 0.01 <= abs(value) < 1000 else number(value)
+
+
+def duration(seconds: float) -> str:
+    """0.35 s, 12.3 s, 2 min 05 s, 3 h 20 min."""
+    if seconds < 60:
+        return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

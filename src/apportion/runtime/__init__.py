@@ -1,0 +1,1 @@
+"""The processes of a run: how they are started, what they do, how they are watched, what they save."""

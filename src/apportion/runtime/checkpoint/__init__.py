@@ -1,0 +1,1 @@
+"""The run directory and its checkpoints: written whole, checked when they are read."""

@@ -1,0 +1,167 @@
+"""Whose code a run directory names: the caller's own, or somebody else's.
+
+A run directory is data, and may come from anywhere; the workload that it names is code. It is the caller's own where it
+lies in the project that the caller works in, outside any run directory, and is as it was when the run was started.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from apportion.process import PACKAGE
+
+MARKS = ("pyproject.toml", ".git")
+"""What the folder of a project holds."""
+CURE = "look at it, and say trust=True (--trust) if it may run"
+
+loading: list[str] = []
+"""The address whose file is being imported for ``load``: nothing may train meanwhile."""
+
+
+@contextmanager
+def imported_by_load(address: str) -> Iterator[None]:
+    """While this address is imported."""
+    loading.append(address)
+    try:
+        yield
+    finally:
+        loading.pop()
+
+
+def is_file(place: str) -> bool:
+    """Is the first half of an address a file, and not a module's name?"""
+    return place.endswith(".py") or os.sep in place
+
+
+def projects() -> list[Path]:
+    """The folders that hold what is the caller's own: of the project around the program's script, and of the one around
+    the current folder. A script that is installed, as the command line is, says nothing about its caller."""
+    starts = [Path.cwd()]
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if script is not None and not is_installed(Path(script)):
+        starts.append(Path(script).resolve().parent)
+    found = [folder for start in starts if (folder := _project(start)) is not None]
+    return list(dict.fromkeys(found))
+
+
+def _project(start: Path) -> Path | None:
+    start = start.resolve()
+    for folder in (start, *start.parents):
+        if any((folder / mark).exists() for mark in MARKS):
+            return folder
+    return None
+
+
+def is_installed(file: Path) -> bool:
+    """Does a file belong to an installed package, to Python, or to this package?"""
+    file = file.absolute()
+    if any(part in ("site-packages", "dist-packages") for part in file.parts):
+        return True
+    # Not resolved: the programs of a virtual environment lie in it, and the Python that they link to does not.
+    ours = (Path(sys.prefix).absolute(), Path(os.__file__).parent, PACKAGE)
+    return any(path.is_relative_to(folder) for path in (file, file.resolve()) for folder in ours)
+
+
+def refusal(file: Path, recorded: object, folders: Sequence[Path]) -> str | None:
+    """Why a file is not the caller's own, as the rest of a sentence; None where it is. ``recorded``: its digest in
+    run.json. ``folders``: see ``projects``."""
+    file = file.resolve()
+    if not file.is_file():
+        return None  # there is nothing to run
+    around = _run_directory(file)
+    if around is not None:
+        return f"it lies in the run directory {around}"
+    if not is_below(file, folders):
+        told = " or ".join(map(str, folders)) or "and around the current folder there is neither of them"
+        return f"it does not lie in a project of yours (a folder with {' or '.join(MARKS)}: {told})"
+    if not isinstance(recorded, str):
+        return "run.json has no digest of it to compare with"
+    if digest(file) != recorded:
+        return "it was changed since the run was started"
+    return None
+
+
+def is_below(path: Path, folders: Sequence[Path]) -> bool:
+    """Does a file or a folder lie in one of these, and in no run directory?"""
+    path = path.resolve()
+    return any(path.is_relative_to(folder) for folder in folders) and _run_directory(path) is None
+
+
+def _run_directory(path: Path) -> Path | None:
+    return next((folder for folder in (path, *path.parents) if (folder / "run.json").is_file()), None)
+
+
+def digest(file: Path) -> str:
+    """Of what a file holds."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def source_of(address: object, cwd: str) -> dict[str, str] | None:
+    """The file behind an address and its digest, for run.json; None where it cannot be told."""
+    if not isinstance(address, str):
+        return None
+    place = address.rpartition(":")[0]
+    file = Path(cwd) / place if is_file(place) else located(place, [*sys.path, cwd])
+    return _described(file)
+
+
+def factory_of(make: Callable[..., Any]) -> dict[str, str] | None:
+    """The same of what makes a model, with the ``name`` (package.module:name) that another process imports it by; None
+    where there is no such name."""
+    place, name = getattr(make, "__module__", None), getattr(make, "__qualname__", None)
+    if not isinstance(place, str) or not isinstance(name, str) or place == "__main__" or "<" in name:
+        return None
+    module = sys.modules.get(place)
+    file = getattr(module, "__file__", None)
+    if file is None or attribute(module, name) is not make:
+        return None
+    found = located(place, sys.path)
+    if found is None or found.resolve() != Path(file).resolve():
+        return None  # it is known to this process alone by that name
+    about = _described(found)
+    return None if about is None else {"name": f"{place}:{name}", **about}
+
+
+def attribute(value: Any, name: str) -> Any:
+    """What a dotted name gives; None where it gives nothing."""
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def _described(file: Path | None) -> dict[str, str] | None:
+    try:
+        return None if file is None else {"file": str(file.resolve()), "sha256": digest(file)}
+    except OSError:
+        return None
+
+
+def located(module: str, folders: Sequence[str]) -> Path | None:
+    """The file of a module, by its dotted name. Nothing is imported for it, not even the package around it."""
+    path: Sequence[str] | None = list(folders)
+    found = None
+    parts = module.split(".")
+    for at in range(len(parts)):
+        found = PathFinder.find_spec(".".join(parts[: at + 1]), path)
+        if found is None:
+            return None
+        path = list(found.submodule_search_locations or ())
+    return Path(found.origin) if found is not None and found.origin is not None else None
+
+
+def at_hand(file: Path) -> ModuleType | None:
+    """The module that this process has made of a file already, the running script among them."""
+    file = file.resolve()
+    for module in list(sys.modules.values()):
+        own = getattr(module, "__file__", None)
+        if isinstance(own, str) and Path(own).name == file.name and Path(own).resolve() == file:
+            return module
+    return None

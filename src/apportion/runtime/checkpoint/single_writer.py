@@ -1,0 +1,78 @@
+"""One training at a time writes a run directory. A lock of the system says so, which ends with its holder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from apportion.errors import CheckpointError
+from apportion.runtime.checkpoint.append_only_file import open_own, reason
+
+LOCK = ".training"
+"""In the run directory: the file that is locked. It holds the process's number, for who finds it locked."""
+
+
+@contextmanager
+def single_writer(run_dir: str | Path) -> Iterator[None]:
+    """Write this run directory alone; the folder is made, and goes again where nothing was written. ValueError where
+    another training writes it, CheckpointError where it cannot be made."""
+    folder = Path(run_dir).absolute()
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    descriptor = _locked(folder)
+    try:
+        with suppress(OSError):  # a full disk
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        try:
+            yield
+        finally:
+            _clear(folder, made)
+    finally:
+        os.close(descriptor)
+
+
+def _locked(folder: Path) -> int:
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = open_own(folder / LOCK, os.O_RDWR | os.O_CREAT)
+        except FileNotFoundError:  # another one has cleared it away meanwhile
+            continue
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder} cannot be written: {reason(error)}; make it writable, or use another --run-dir"
+            ) from error
+        try:
+            _lock(descriptor, folder)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # of a file that its holder has cleared away: this lock keeps nobody out
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 20, 0).decode(errors="replace")
+        who = f"process {holder}" if holder.isdecimal() else "another process"
+        raise ValueError(
+            f"{folder} is being written by another training ({who}): wait for its end, or give each run its own "
+            "--run-dir"
+        ) from None
+    except OSError:
+        pass  # a file system without locks: nothing to hold on to
+
+
+def _clear(folder: Path, made: Sequence[Path]) -> None:
+    """Remove the folders that were made, the innermost first, where nothing was written into them."""
+    with suppress(OSError):
+        if made and os.listdir(folder) == [LOCK]:
+            os.unlink(folder / LOCK)
+            for path in made:
+                os.rmdir(path)

@@ -1,0 +1,22 @@
+"""env: the ranks are running already, and this process is one of them (torchrun, Slurm, an MPI launcher)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from apportion.core.value import Value
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Env(Value):
+    """Every rank runs the same script; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say which it is."""
+
+    device: str | None = None
+    """"cpu" or "cuda"; None: the GPUs where there are any."""
+    loaders: int = 0
+    """Data-loading processes a worker."""
+
+    launched = True
+    """Are the ranks running already?"""

@@ -1,0 +1,168 @@
+"""local: processes on this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import final
+
+from apportion.core.value import Value
+from apportion.process import usable_cores
+from apportion.runtime.spawn.client import Forked, NotForked, Task
+from apportion.runtime.spawn.standby import Spare
+from apportion.runtime.spawn.template import template
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Local(Value):
+    """So many processes on this machine, each with so many threads."""
+
+    workers: int | None = None
+    """Processes that take batches; None: one a core, or one a GPU."""
+    threads: int | None = None
+    """Each worker's; None: the cores, divided."""
+    device: str | None = None
+    """"cpu" or "cuda"; None: the GPUs where there are any."""
+    loaders: int = 0
+    """Data-loading processes a worker; they count against the cores."""
+
+    launched = False
+    """Are the ranks running already? No: they have to be started."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("workers", 1), ("threads", 1), ("loaders", 0)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+        if self.device not in (None, "cpu", "cuda"):
+            raise ValueError(f'device={self.device!r} must be "cpu" or "cuda"')
+
+    def on_cpu(self) -> bool:
+        """Do its workers compute on the CPU?"""
+        import torch
+
+        return self.device == "cpu" or not torch.cuda.device_count()
+
+    def places(self) -> int:
+        """Workers where no number is given: one a GPU, or one a core."""
+        import torch  # the command line asks for help without it
+
+        return (torch.cuda.device_count() if self.device != "cpu" else 0) or usable_cores()
+
+    def threads_each(self, ranks: int) -> int:
+        """Threads of each of so many ranks: never more runnable ones than cores, unless asked for."""
+        if self.threads is not None:
+            return self.threads
+        return max(1, usable_cores() // ranks - self.loaders)
+
+    def overload(self, ranks: int) -> str | None:
+        """A warning where there are more runnable threads than cores."""
+        cores, threads = usable_cores(), self.threads_each(ranks)
+        wanted = ranks * (threads + self.loaders)
+        if wanted <= cores:
+            return None
+        return (
+            f"{ranks} workers x {threads + self.loaders} threads and loaders on {cores} cores: they take turns, and "
+            f"the run gets slower; use workers<={max(1, cores // (threads + self.loaders))}"
+        )
+
+    def prepare(self) -> None:
+        """Block until processes can be started at once. ApportionError where they cannot."""
+        template().wait_ready()
+
+    def start(self, target: str, payload: bytes, ranks: int, port: int) -> list[Process]:
+        """One process a rank, which calls ``target`` with its channel and the payload."""
+        parent, started = template(), list[Process]()
+        try:
+            for rank in range(ranks):
+                started.append(self._seat(rank, self._task(target, payload, (rank, ranks, port)), parent.spawn))
+        except BaseException:
+            for process in started:
+                process.kill()
+                process.channel.close()
+            raise
+        return started
+
+    def replace(self, payload: bytes, seat: int, seats: int, port: int, spare: Spare | None = None) -> Process:
+        """A process that takes the seat of one that was lost: forked from the spare where that can be, else from the
+        template."""
+        place = (seat, seats, port)
+        if spare is not None and spare.ready:
+            try:
+                return self._seat(seat, self._task(spare.target, b"", place), spare.spawn)
+            except NotForked:  # it was lost too
+                spare.close()
+        return self._seat(seat, self._task("apportion.runtime.worker.entry:train", payload, place), template().spawn)
+
+    def spare(self, payload: bytes) -> Spare:
+        """The process that replacements are forked from; it takes a while until it is ready."""
+        return Spare(self._task(Spare.program, payload, None))
+
+    def _seat(self, seat: int, task: Task, spawn: Callable[[Task, socket.socket], Forked]) -> Process:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                return Process(seat, ours, spawn(task, theirs))
+        except BaseException:
+            ours.close()
+            raise
+
+    def _task(self, target: str, payload: bytes, place: tuple[int, int, int] | None) -> Task:
+        environment = {} if place is None else _environment(*place, self.threads_each(place[1]))
+        return Task(
+            target=target,
+            payload=payload,
+            environment={**os.environ, **environment},
+            path=sys.path,
+            directory=os.getcwd(),
+        )
+
+
+def _environment(rank: int, ranks: int, port: int, threads: int) -> Mapping[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the driver holds the store: no rank has to outlive the others
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+    }
+
+
+@dataclass
+class Process:
+    """A worker process on this machine."""
+
+    seat: int
+    channel: socket.socket
+    _forked: Forked
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Have this called, from another thread, once it has ended; it may have by now."""
+        self._forked.when_ended = call
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self._forked.pid is not None
+        return self._forked.pid
+
+    def returncode(self) -> int | None:
+        """Negative for a signal, None while it runs."""
+        return self._forked.returncode()
+
+    def wait(self, seconds: float) -> int | None:
+        """The same, once it has ended or the time is up."""
+        return self._forked.wait(seconds)
+
+    def kill(self) -> None:
+        """SIGKILL, for it and for what it has started."""
+        self._forked.kill()

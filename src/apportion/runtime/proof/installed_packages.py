@@ -1,0 +1,97 @@
+"""Which modules belong to an installed package, and to which release of it; all others are the user's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import site
+import sys
+import sysconfig
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+from apportion.process import PACKAGE
+
+_SELF = "apportion"
+
+
+@cache
+def release(module: str) -> str | None:
+    """The release of the installed package, or of Python, that a module belongs to; None for a module of the user's.
+
+    It holds the size and the time of the module's file too: a package may be installed again under the same version.
+    """
+    top = module.partition(".")[0]
+    if top == _SELF:
+        return _own_release()
+    if top == "__main__":
+        return None
+    file = _file(module, top)
+    if file is None:
+        if top in sys.builtin_module_names or top in sys.stdlib_module_names:
+            return platform.python_version()
+        # A module made in memory, or in C within another file, belongs where its package belongs.
+        return release(top) if module != top else None
+    if not _below_installed(os.path.realpath(file)):
+        return None
+    if top in sys.stdlib_module_names:
+        return platform.python_version()
+    return f"{_version(top)} {_stamp(file)}"
+
+
+def importable(value: Any, module: str, name: str) -> bool:
+    """Does this name in this module mean this very value?"""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is value
+
+
+@cache
+def _own_release() -> str:
+    """Of this package, whose files may be edited where they are used."""
+    files = sorted(str(path) for path in PACKAGE.rglob("*.py"))
+    return " ".join([_version(_SELF), *map(_stamp, files)])
+
+
+def _file(module: str, top: str) -> str | None:
+    """Of a module that is loaded; of the package of one that is not, since finding its own would load the package."""
+    if module in sys.modules:
+        return getattr(sys.modules[module], "__file__", None)
+    try:
+        found = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    return found.origin if found is not None and found.has_location else None
+
+
+@cache
+def _roots() -> tuple[str, ...]:
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths += [*site.getsitepackages(), site.getusersitepackages()]
+    return tuple({os.path.realpath(path) + os.sep for path in paths})
+
+
+def _below_installed(file: str) -> bool:
+    return file.startswith(_roots())
+
+
+@cache
+def _version(top: str) -> str:
+    found = getattr(sys.modules.get(top), "__version__", None)
+    if found is not None:
+        return str(found)
+    try:
+        return metadata.version(top)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _stamp(file: str) -> str:
+    try:
+        found = os.stat(file)
+    except OSError:  # within an archive
+        return ""
+    return f"{found.st_size}.{found.st_mtime_ns}"

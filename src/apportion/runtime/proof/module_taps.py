@@ -1,0 +1,114 @@
+"""What every submodule of a network computes in a step, recorded by hooks: its outputs, and the gradients of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apportion.core import tree
+
+
+@dataclass
+class Tap:
+    """One call of a submodule."""
+
+    module: str
+    """Its first name in the network; "": the network itself."""
+    call: int
+    """Which of its calls this is; the first is 0."""
+    outputs: list[Tensor]
+    """Copies of the tensors in what it gave, in the order of the pytree."""
+    gradients: list[Tensor | None]
+    """Of each output, the sum over all backward passes; None where none arrived."""
+
+
+@dataclass
+class Taps:
+    """What was recorded, and can be sent to another process: tensors on the CPU, names and numbers."""
+
+    calls: list[Tap] = field(default_factory=list)
+    """In the order in which the calls ended: a layer stands before those that it is a part of."""
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    """What the backward passes have given as gradients, by name; of a rank of several this is its own term."""
+
+    def of(self, module: str) -> list[Tap]:
+        """The calls of one submodule, in their order."""
+        return [tap for tap in self.calls if tap.module == module]
+
+
+@contextmanager
+def taps(module: nn.Module) -> Iterator[Taps]:
+    """Record what the submodules compute until the context is left. What is computed stays the same to the bit.
+
+    Submodules that are compiled or scripted, and what is within them, are left out: a hook would change how they run.
+    """
+    found, handles = Taps(), []
+    counted: dict[str, int] = defaultdict(int)
+    for name, layer in _tapped(module):
+        handles.append(layer.register_forward_hook(_recorder(found, name, counted)))
+    named = list(module.named_parameters())
+    for name, parameter in named:
+        if parameter.requires_grad:
+            handles.append(parameter.register_hook(_adder(found.parameters, name)))
+    try:
+        yield found
+        for name, parameter in named:
+            if parameter.grad is not None and name not in found.parameters:  # computed outside autograd's own way
+                found.parameters[name] = _copied(parameter.grad)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tapped(module: nn.Module, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    seen = set() if seen is None else seen
+    if id(module) in seen or _compiled(module):
+        return
+    seen.add(id(module))
+    yield name, module
+    for inner, layer in module.named_children():
+        yield from _tapped(layer, f"{name}.{inner}".lstrip("."), seen)
+
+
+def _compiled(module: nn.Module) -> bool:
+    compiled = module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+    return compiled or isinstance(module, torch.jit.ScriptModule)
+
+
+def _recorder(found: Taps, name: str, counted: dict[str, int]) -> Callable[..., None]:
+    def record(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        tensors = tree.tensors(outputs)
+        tap = Tap(name, counted[name], [_copied(t) for t in tensors], [None] * len(tensors))
+        counted[name] += 1
+        found.calls.append(tap)
+        for number, tensor in enumerate(tensors):
+            if tensor.requires_grad:
+                tensor.register_hook(_keeper(tap, number))
+
+    return record
+
+
+def _keeper(tap: Tap, number: int) -> Callable[[Tensor], None]:
+    def keep(gradient: Tensor) -> None:
+        before = tap.gradients[number]
+        tap.gradients[number] = _copied(gradient) if before is None else before + _copied(gradient)
+
+    return keep
+
+
+def _adder(found: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:
+    def add(gradient: Tensor) -> None:
+        found[name] = found[name] + _copied(gradient) if name in found else _copied(gradient)
+
+    return add
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    plain = tensor.detach()
+    return (plain.to_dense() if plain.layout != torch.strided else plain).to("cpu", copy=True)

@@ -1,0 +1,142 @@
+"""A workload as a proof trains it: on a few rows, with rates at which weights move, or with plain SGD."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset, TensorDataset
+
+from apportion.core.rng import seeded_rng
+from apportion.core.workload import Parameters, Workload
+from apportion.runtime.proof.short_sequences import with_short_sequences
+
+SMALL = 1e-2
+"""Below this share of the optimizer's own rate nothing much moves."""
+FURTHEST = 100_000
+"""Steps that a schedule is advanced by at most."""
+
+
+def moving(workload: Workload) -> Workload:
+    """The same with its schedule begun where the rate is not next to nothing, as it is at the start of a warm-up."""
+    if workload.schedule is None:
+        return workload
+    return replace(workload, schedule=_Moving(workload.schedule))
+
+
+def with_plain_sgd(workload: Workload) -> Workload:
+    """The same with SGD of rate 1 in the place of each optimizer: what the weights move by is the gradient."""
+    return replace(workload, optimizer=_PlainSgd(workload.optimizer), schedule=None)
+
+
+def few_rows(workload: Workload, rows: int, steps: int, workers: int) -> Workload:
+    """The same on so many rows a batch, taken evenly from its data, with an epoch that ends in a short batch where the
+    workload's own does, and with as many steps as it has. ``steps``: that will be made of it; an epoch of whole batches
+    that is no longer than that stays as it is."""
+    with seeded_rng(workload.seed):
+        examples: int = len(workload.open_data())  # type: ignore[arg-type]
+    rows = min(rows, workload.batch_size)
+    batches = -(-examples // workload.batch_size)
+    last = examples % workload.batch_size
+    if rows == workload.batch_size and (last == 0 or batches <= max(2, steps)):
+        return workload
+    short = 0 if last == 0 else last if last < workers else max(workers, rows * last // workload.batch_size)
+    wanted = min(examples, 2 * rows if short == 0 else rows + short)
+    evenly = workload.order == "shuffled"
+    # Opened anew each time, as the workload's own is: a dataset may change as it is read.
+    return replace(
+        workload,
+        data=lambda: _sample(workload.open_data(), wanted, evenly=evenly),
+        batch_size=rows,
+        steps=workload.total_steps(batches),
+    )
+
+
+def short_sequences(workload: Workload) -> Workload:
+    """The same on the beginnings of its sequences. Raises ValueError, as its data are opened, where it has none."""
+    return replace(workload, data=lambda: with_short_sequences(workload.open_data()))
+
+
+def dealt_evenly(workload: Workload, workers: int) -> Workload:
+    """The same with as many batches for each worker as for the others. Where each takes whole batches, one that has
+    fewer in the last round waits for the others, which a proof has told to make no more steps than it."""
+    with seeded_rng(workload.seed):
+        examples: int = len(workload.open_data())  # type: ignore[arg-type]
+    steps = workload.total_steps(-(-examples // workload.batch_size))
+    return replace(workload, steps=max(1, steps // workers) * workers)
+
+
+def _sample(data: Dataset[Any], wanted: int, *, evenly: bool) -> Dataset[Any]:
+    examples: int = len(data)  # type: ignore[arg-type]
+    index = [i * examples // wanted if evenly else i for i in range(wanted)]
+    if type(data) is TensorDataset:  # so that its rows are gathered as the run gathers them
+        at = torch.tensor(index)
+        return TensorDataset(*(t.index_select(0, at.to(t.device)) for t in data.tensors))
+    return _Chosen(data, index) if getattr(data, "__getitems__", None) is None else _ChosenTogether(data, index)
+
+
+@dataclass(frozen=True)
+class _Chosen(Dataset[Any]):
+    """These examples of a dataset, each asked for by itself: what it draws is then its own."""
+
+    data: Dataset[Any]
+    index: list[int]
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.data[self.index[number]]
+
+
+class _ChosenTogether(_Chosen):
+    """The same of a dataset that is asked for many at once."""
+
+    def __getitems__(self, numbers: list[int]) -> Any:
+        together: Any = self.data
+        return together.__getitems__([self.index[number] for number in numbers])
+
+
+@dataclass(frozen=True)
+class _Moving:
+    schedule: Callable[[Optimizer, int], LRScheduler]
+
+    def __call__(self, optimizer: Optimizer, total: int) -> LRScheduler:
+        made = self.schedule(optimizer, total)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch expects an update before each step of a schedule
+            for _ in range(min(total // 2, FURTHEST)):
+                if not _stands_still(optimizer):
+                    break
+                made.step()
+        return made
+
+
+def _stands_still(optimizer: Optimizer) -> bool:
+    return all(
+        float(group["lr"]) < SMALL * float(group.get("initial_lr", group["lr"]))
+        for group in optimizer.param_groups
+        if isinstance(group.get("lr"), float | int | Tensor)
+    )
+
+
+@dataclass(frozen=True)
+class _PlainSgd:
+    optimizer: Callable[[Parameters], Optimizer | Mapping[str, Optimizer]]
+
+    def __call__(self, parameters: Parameters) -> Optimizer | Mapping[str, Optimizer]:
+        made = self.optimizer(parameters)
+        if isinstance(made, Optimizer):
+            return _plain(made)
+        return {name: _plain(one) for name, one in made.items()}
+
+
+def _plain(optimizer: Optimizer) -> Optimizer:
+    groups: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
+    return torch.optim.SGD([{"params": group} for group in groups], lr=1.0)

@@ -1,0 +1,129 @@
+"""What decides which network a workload trains, and on what, in one digest: a proof under it need not be made again."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from apportion.core import tree
+from apportion.core.workload import Workload
+from apportion.runtime.proof.installed_packages import release
+from apportion.runtime.proof.value_digest import Digester, UnhashableError, seal
+
+FIELDS = (
+    "model",
+    "loss",
+    "update",
+    "count",
+    "collate",
+    "augment",
+    "carry",
+    "schedule",
+    "optimizer",
+    "batch_size",
+    "clip_grad_norm",
+    "order",
+    "precision",
+    "compile",
+)
+"""Of the workload. The data and the seed are not among them: the proof is of the computation, on any rows."""
+
+
+class Digested(NamedTuple):
+    """A digest, or what stands in its way."""
+
+    digest: str | None
+    unhashable: str | None
+    """Where the value is that has no digest, and what it is: ``loss: log: a _io.TextIOWrapper``."""
+
+
+def workload_digest(
+    workload: Workload,
+    *,
+    network: nn.Module | None = None,
+    optimizers: Mapping[str, Optimizer] | None = None,
+    batch: Any = None,
+    given: Mapping[str, Any] | None = None,
+) -> str | None:
+    """Everything that decides which network is trained, as a hexadecimal digest: the same in every process, another
+    after every edit. None where something has no digest (``digested`` names it).
+
+    ``network``: as the workload's factory made it, before a strategy has changed it; ``optimizers``: made for it,
+    before any update; ``batch``: a pytree, of which shapes and dtypes count; ``given``: what else decides, as plain
+    values (strategy, ranks, device, threads).
+    """
+    return digested(workload, network=network, optimizers=optimizers, batch=batch, given=given).digest
+
+
+def digested(
+    workload: Workload,
+    *,
+    network: nn.Module | None = None,
+    optimizers: Mapping[str, Optimizer] | None = None,
+    batch: Any = None,
+    given: Mapping[str, Any] | None = None,
+) -> Digested:
+    """``workload_digest``, with the name of what has none."""
+    of = Digester()
+    try:
+        parts: list[Any] = [part for name in FIELDS for part in (name, of(name, getattr(workload, name)))]
+        if network is not None:
+            parts += ["network", *_network(of, network)]
+        if optimizers is not None:
+            parts += ["optimizers", *_optimizers(of, optimizers)]
+        parts += ["batch", *(f"{tuple(t.shape)} {t.dtype}" for t in tree.tensors(batch))]
+        parts += ["given", of("given", dict(given or {})), *_versions()]
+    except UnhashableError as error:
+        return Digested(None, str(error))
+    return Digested(seal("workload", *parts).hex(), None)
+
+
+def _network(of: Digester, network: nn.Module) -> Iterator[Any]:
+    """Every layer's class and plain attributes; names, shapes and dtypes of all parameters and buffers, and which of
+    them are one tensor. Not their values: a network is the same whatever its weights are."""
+    first: dict[int, int] = {}
+    tensors = (*network.named_parameters(remove_duplicate=False), *network.named_buffers(remove_duplicate=False))
+    for number, (name, tensor) in enumerate(tensors):
+        alike = first.setdefault(id(tensor), number)
+        kind = type(tensor).__qualname__
+        line = f"{name} {kind} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad} {alike}"
+        of.stands_for(tensor, seal("network's", line))
+        yield line
+    for name, layer in network.named_modules(remove_duplicate=False):
+        yield name
+        try:
+            yield of.layer(layer)
+        except UnhashableError as error:
+            error.place.insert(0, f"the network's layer {name}" if name else "the network")
+            raise
+
+
+def _optimizers(of: Digester, optimizers: Mapping[str, Optimizer]) -> Iterator[Any]:
+    for name, optimizer in optimizers.items():
+        yield from (name, of(f"the class of optimizer {name}".rstrip(), type(optimizer)))
+        for group in optimizer.param_groups:
+            settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            yield from (len(group["params"]), of(f"the settings of optimizer {name}".rstrip(), settings))
+
+
+def _versions() -> tuple[str, ...]:
+    """Of what computes, and how it is told to."""
+    switches = (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision())
+    return (
+        platform.python_version(),
+        platform.machine(),
+        torch.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+        np.__version__,
+        str(release("apportion")),
+        str(torch.get_default_dtype()),
+        str(switches),
+        os.environ.get("APPORTION_PLAIN", ""),
+    )

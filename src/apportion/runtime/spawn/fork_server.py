@@ -1,0 +1,203 @@
+"""A process that only waits, forks and reaps: the template, and the spare that was forked from it.
+
+It is single-threaded, so a fork of it is safe: no other thread can hold a lock that the child would wait for.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, final
+
+from apportion.comm.channel import Lines
+from apportion.process import die_with_parent
+
+_STRANGERS = 1000
+"""Of the ended processes that nobody has asked about, so many are remembered."""
+
+
+@final
+class Server:
+    """Forks what it is told to. ``gives_to``: the process id of an ancestor that its children are given to: they
+    outlive this process, and die with that one."""
+
+    def __init__(self, sock: socket.socket, *, gives_to: int | None = None) -> None:
+        self._lines, self._gives_to = Lines(sock), gives_to
+        self._children: dict[int, int] = {}
+        """The driver's numbers, by process id."""
+        self._strangers: dict[int, int] = {}
+        """How processes ended that became ours when their parent did: orphans, and the spare's before it says so."""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(sock, selectors.EVENT_READ)
+        wake_read, wake_write = socket.socketpair()
+        for end in (wake_read, wake_write):
+            end.setblocking(False)
+        signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._wake = (wake_read, wake_write)
+        self._selector.register(wake_read, selectors.EVENT_READ)
+
+    def serve(self) -> None:
+        """Until the driver is gone."""
+        self._tell({"kind": "ready"})
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._wake[0]:
+                    self._wake[0].recv(4096)
+                elif not self._take():
+                    return
+            self._reap()
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        try:
+            self._lines.send(message)
+        except OSError:
+            pass  # the driver is gone: the next read says so
+
+    def _take(self) -> bool:
+        messages = self._lines.receive()
+        if messages is None:
+            for pid in self._children:
+                _kill(pid)
+            return False
+        for message in messages:
+            if message["kind"] == "spawn":
+                self._spawn(message)
+            elif message["kind"] == "adopt":
+                self._adopt(message["pid"], message["worker"])
+            else:
+                for pid in [p for p, worker in self._children.items() if worker == message["worker"]]:
+                    _kill(pid)
+        return True
+
+    def _spawn(self, message: dict[str, Any]) -> None:
+        channel, payload = self._lines.take_fd(), self._lines.take_fd()
+        answer = {"worker": message["worker"]}
+        parent = os.getpid() if self._gives_to is None else self._gives_to
+        try:
+            pid = os.fork() if self._gives_to is None else _fork_away()
+        except OSError as error:
+            self._tell({"kind": "refused", "why": str(error), **answer})
+        else:
+            if pid == 0:
+                self._become(message, channel, payload, parent)
+            if self._gives_to is None:
+                self._children[pid] = message["worker"]
+            self._tell({"kind": "started", "pid": pid, **answer})
+        os.close(channel)
+        os.close(payload)
+
+    def _become(self, message: dict[str, Any], channel: int, payload: int, parent: int) -> None:
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._lines.socket.close()
+            self._selector.close()
+            for end in self._wake:
+                end.close()
+            os.setsid()
+            die_with_parent(parent)
+            _set_environment(message["environment"])
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a killed worker has no time to flush
+            sys.path[:] = message["path"]
+            os.chdir(message["directory"])
+            module, _, function = message["target"].partition(":")
+            call = getattr(importlib.import_module(module), function)
+            with open(payload, "rb") as file:
+                file.seek(0)
+                given = file.read()
+            status = call(socket.socket(fileno=channel), given)
+        except SystemExit as leaving:
+            status = leaving.code if isinstance(leaving.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(Exception):  # the driver's terminal may be gone
+                    stream.flush()
+            os._exit(status)
+
+    def _adopt(self, pid: int, worker: int) -> None:
+        try:
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # it has ended, and was waited for, before we were told whose it is
+            self._ended(pid, worker, self._strangers.pop(pid, -signal.SIGKILL))
+        else:
+            self._children[pid] = worker
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            if pid in self._children:
+                self._ended(pid, self._children.pop(pid), code)
+            else:
+                self._strangers[pid] = code
+                if len(self._strangers) > _STRANGERS:
+                    del self._strangers[next(iter(self._strangers))]
+
+    def _ended(self, pid: int, worker: int, code: int) -> None:
+        _kill_group(pid)
+        self._tell({"kind": "exited", "worker": worker, "status": code})
+
+
+def _fork_away() -> int:
+    """fork, but the child is no child of this process: the one in between has ended, and been waited for, before the
+    new process goes on, so its parent is the nearest ancestor that takes orphans in."""
+    told, tell = os.pipe()
+    gone, go = os.pipe()
+    between = os.fork()
+    if between == 0:
+        try:
+            child = os.fork()
+        except OSError as error:
+            os.write(tell, f"{-(error.errno or 1)}".encode())
+            os._exit(1)
+        if child == 0:
+            for end in (told, tell, go):
+                os.close(end)
+            os.read(gone, 1)
+            os.close(gone)
+            return 0
+        os.write(tell, f"{child}".encode())
+        os._exit(0)
+    os.waitpid(between, 0)
+    os.close(tell)
+    answer = int(os.read(told, 32) or -errno.ECHILD)
+    for end in (told, go, gone):
+        os.close(end)
+    if answer < 0:
+        raise OSError(-answer, os.strerror(-answer))
+    return answer
+
+
+def _kill(pid: int) -> None:
+    """A child that is not waited for yet, and all that it has started."""
+    _kill_group(pid)
+    os.kill(pid, signal.SIGKILL)  # it may not lead a group yet
+
+
+def _kill_group(pid: int) -> None:
+    """What a worker has started and left; its number is taken for as long as one of them lives."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _set_environment(environment: Mapping[str, str]) -> None:
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)

@@ -1,0 +1,71 @@
+"""The process that replacements of lost workers are forked from, as the driver sees it.
+
+It is forked from the template once a run is under way, opens the job, and from then on only waits and forks: a
+replacement begins with everything loaded, in milliseconds. What it forks it gives to the template, so that its own
+death costs no worker. A workload that it cannot stand by for (see ``standby``) has its replacements forked from the
+template, with torch imported but the job still to open.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import ClassVar, final
+
+from apportion.runtime.spawn.client import Forked, Forks, Task
+from apportion.runtime.spawn.template import template
+
+SPAWN_SECONDS = 1.0
+"""A fork takes milliseconds; a spare that has not answered by then is stopped, or worse."""
+CLOSE_SECONDS = 5.0
+UNFIT = 3
+"""Its exit status where it cannot stand by for the workload."""
+
+
+@final
+class Spare:
+    """A spare, from its start on."""
+
+    program: ClassVar[str] = "apportion.runtime.worker.preloaded:serve"
+    target: ClassVar[str] = "apportion.runtime.worker.preloaded:train_opened"
+    """What a replacement is to call."""
+
+    def __init__(self, task: Task) -> None:
+        ours, theirs = socket.socketpair()
+        parent = template()
+        with theirs:
+            self._process = parent.spawn(task, theirs)
+        self._forks = Forks(ours, reaper=parent.forks)
+        self._thread = threading.Thread(target=self._forks.listen, name="spare", daemon=True)
+        self._thread.start()
+
+    @property
+    def ready(self) -> bool:
+        """Can it fork at once?"""
+        return self._forks.ready and not self._forks.gone
+
+    @property
+    def gone(self) -> bool:
+        """Has it ended?"""
+        return self._forks.gone
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def unfit(self) -> bool:
+        """Once it is gone: because it cannot stand by for the workload?"""
+        return self._process.wait(SPAWN_SECONDS) == UNFIT
+
+    def spawn(self, task: Task, channel: socket.socket) -> Forked:
+        """Fork a replacement. NotForked where it is gone, or does not answer."""
+        return self._forks.spawn(task, channel, SPAWN_SECONDS)
+
+    def close(self) -> None:
+        """End it; what it has forked lives on."""
+        self._process.kill()
+        self._process.wait(CLOSE_SECONDS)
+        self._forks.close()
+        self._thread.join(CLOSE_SECONDS)

@@ -1,0 +1,163 @@
+"""The process that workers are forked from: it has torch imported and a first optimizer step behind it.
+
+A cold Python with torch takes seconds; a fork of this one takes milliseconds. It is safe because the template is
+single-threaded (one BLAS thread, one torch thread, no CUDA) and only ever waits, forks and reaps. It lives as long as
+the driver: the driver's death closes its socket and, on Linux, kills it; its own death kills the workers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import final
+
+from apportion.errors import ApportionError
+from apportion.process import die_with_parent, take_orphans_in
+from apportion.runtime.spawn.client import Forked, Forks, NotForked, Task
+from apportion.runtime.spawn.fork_server import Server
+
+START_SECONDS = 120.0
+"""To import torch on a busy machine with a cold disk."""
+SPAWN_SECONDS = 10.0
+
+
+@final
+class Template:
+    """A running template; start it early, it imports while the driver goes on."""
+
+    program: tuple[str, ...] = ("-m", "apportion.runtime.spawn.template")
+    """What Python is told to run. Whoever starts very many workers may name a program that imports more, and then
+    calls ``main``."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.forks = Forks(ours)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._why = ""
+        threading.Thread(target=self._live, args=(theirs,), name="template", daemon=True).start()
+
+    def _live(self, theirs: socket.socket) -> None:
+        """Start it and listen to it. One thread for both: on Linux the process dies with the thread that started it,
+        and the caller's may end before the driver does."""
+        try:
+            with theirs:
+                self._process = self._start(theirs.fileno())
+        except OSError as error:
+            self._why = f" ({error})"
+            self.forks.lose()
+        else:
+            self.forks.listen()
+
+    def _start(self, descriptor: int) -> subprocess.Popen[bytes]:
+        one_thread = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        return subprocess.Popen(
+            [sys.executable, *self.program, str(descriptor), str(os.getpid())],
+            pass_fds=[descriptor],
+            env={**os.environ, **one_thread},
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what a worker prints does not mix with what a program may read from the driver
+            start_new_session=True,  # Ctrl-C at the terminal is for the driver
+        )
+
+    @property
+    def alive(self) -> bool:
+        """Can it still fork?"""
+        return not self.forks.gone and (self._process is None or self._process.poll() is None)
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Block until it holds, or the template is gone, or the time is up; does it hold?"""
+        return self.forks.wait_for(condition, seconds)
+
+    def wait_ready(self) -> None:
+        """Block until it can fork at once. ApportionError where it cannot start."""
+        if not self.wait_for(lambda: self.forks.ready, START_SECONDS):
+            raise self._died()
+
+    def spawn(self, task: Task, channel: socket.socket) -> Forked:
+        """Fork a worker that talks through the other end of ``channel``."""
+        try:
+            return self.forks.spawn(task, channel, START_SECONDS)
+        except NotForked as error:
+            raise self._died() from error
+
+    def _died(self) -> ApportionError:
+        status = None
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                status = self._process.wait(1.0)
+        return ApportionError(
+            f"the process that workers are forked from did not answer{self._why} (exit status {status}): if it said "
+            "why, that is above; check that `python -c 'import torch'` works and that memory is left"
+        )
+
+    def close(self) -> None:
+        """End it and every worker."""
+        self.forks.close()
+        self.wait_for(lambda: False, SPAWN_SECONDS)
+        if self._process is None:
+            return
+        try:
+            self._process.wait(SPAWN_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+_template: Template | None = None
+_template_lock = threading.Lock()
+
+
+def template() -> Template:
+    """This driver's template, started on first use and kept for the next run, like multiprocessing's forkserver."""
+    global _template
+    with _template_lock:
+        if _template is not None and not _template.alive:
+            _template.close()
+            _template = None
+        if _template is None:
+            _template = Template()
+        return _template
+
+
+def close_template() -> None:
+    """End the template now rather than with the driver."""
+    global _template
+    with _template_lock:
+        if _template is not None:
+            _template.close()
+        _template = None
+
+
+# The template's side
+
+
+def _warm_up() -> None:
+    """Everything that a worker imports and the first optimizer step sets up, done once for all."""
+    import torch
+
+    torch.set_num_threads(1)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.0).step()  # the first optimizer imports torch._dynamo
+    importlib.import_module("apportion.runtime.worker.loop")
+
+
+def main() -> None:
+    """``python -m apportion.runtime.spawn.template FD DRIVER_PID``."""
+    descriptor, driver = int(sys.argv[1]), int(sys.argv[2])
+    die_with_parent(driver)
+    take_orphans_in()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _warm_up()
+    Server(socket.socket(fileno=descriptor)).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The side of the driver: start the workers, watch them, decide, replace, end."""

@@ -1,0 +1,216 @@
+"""What to do about what happened to the workers: pure decisions. The supervisor does the I/O around them.
+
+A worker that is lost (killed, crashed, stopped) is replaced, or the others go on without it, as the policy says and
+where the strategy survives that: ``max_restarts`` times in a run; the next one stops it. What the program itself does
+(an exception, an exit) stops the run at once: a replacement would do the same. Whoever is left then saves the last
+update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from apportion.core.policy import Policy
+from apportion.runtime.supervisor.failures import (
+    Began,
+    Changed,
+    Exited,
+    Finished,
+    Happening,
+    Late,
+    Loss,
+    Raised,
+    death_text,
+    late_text,
+    was_ended,
+)
+
+CAUSE_SECONDS = 1.0
+"""After a symptom (a lost peer), how long the cause has to arrive."""
+REPEATS = 3
+"""A rank that is lost so often at one step, with no update in between, will be lost there again."""
+
+
+# What to do about it
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """Nothing to do yet; look again after so many seconds, or when something happens."""
+
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Every rank is done."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The run cannot go on: end every process and tell why."""
+
+    rank: int
+    cause: str
+    """In one line, where it can be said in one."""
+    traceback: str | None = None
+    where: str | None = None
+    """The user's own line that raised."""
+    mistake: bool = False
+    checkpoint: bool = False
+    not_finite: bool = False
+    differs: bool = False
+    """The ranks no longer hold one state, so there is none to be saved."""
+    lost: tuple[int, ...] = ()
+    """Ranks without which the others can save the last update first; none: nobody can."""
+
+
+@dataclass(frozen=True)
+class Replace:
+    """Seat new workers in place of these; the others go on from the last update."""
+
+    losses: tuple[Loss, ...]
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """Go on without these."""
+
+    losses: tuple[Loss, ...]
+
+
+@dataclass(frozen=True)
+class Restart:
+    """End every worker and begin again, from the last checkpoint where there is one: nobody has a state to go on
+    from."""
+
+    losses: tuple[Loss, ...]
+
+
+Action = GoOn | Finish | Stop | Replace | Shrink | Restart
+
+
+def next_action(
+    happened: Sequence[Happening],
+    workers: int,
+    seconds: float,
+    *,
+    policy: Policy | None = None,
+    survives: bool = False,
+) -> Action:
+    """The decision after all of these happenings, in the order they arrived, ``seconds`` after the last of them.
+
+    ``workers``: that the run began with. ``survives``: the strategy can lose a worker. The first real cause wins: an
+    exception, then a death by a signal, then a rank that does not move. A lost peer or a closed connection is a
+    symptom, and waits a little for its cause.
+    """
+    seen = _Seen(happened, workers)
+    action = _decide(seen, seconds, policy or Policy(), survives)
+    final = isinstance(action, Stop) and (action.mistake or action.checkpoint or action.not_finite or action.differs)
+    if isinstance(action, Stop) and survives and not final:
+        return replace(action, lost=seen.gone if seen.can_save else ())
+    return action
+
+
+def _decide(seen: _Seen, seconds: float, policy: Policy, survives: bool) -> Action:
+    for raised in seen.raised:
+        if not raised.symptom and not (raised.state_lost and survives):
+            return _stop(raised)
+    if seen.losses:
+        if not survives:
+            return Stop(seen.losses[0].rank, seen.losses[0].cause + seen.cure)
+        if seen.exits:
+            return Stop(seen.exits[0].rank, death_text(seen.exits[0]))
+        if not seen.finished:
+            return _with_losses(seen, policy)
+    if seen.late is not None:
+        return Stop(seen.late.ranks[0], late_text(seen.late))
+    if seen.exits or seen.symptoms:
+        if seconds < CAUSE_SECONDS:
+            return GoOn(CAUSE_SECONDS - seconds)
+        return Stop(seen.exits[0].rank, death_text(seen.exits[0])) if seen.exits else _stop(seen.symptoms[0])
+    # A rank is done when all have arrived at the end: whoever is lost after that had nothing more to do.
+    return Finish() if len(seen.finished | {loss.rank for loss in seen.losses}) >= seen.workers else GoOn()
+
+
+class _Seen:
+    """What happened, sorted: to the world as it is now, and the losses before."""
+
+    def __init__(self, happened: Sequence[Happening], workers: int) -> None:
+        changes = [(at, h) for at, h in enumerate(happened, 1) if isinstance(h, Changed)]
+        self.workers = changes[-1][1].workers if changes else workers
+        """In the run now."""
+        self.before = [loss for _, change in changes for loss in change.losses]
+        started = max((at for at, change in changes if change.restarted), default=0)
+        now = happened[changes[-1][0] :] if changes else happened
+        self.raised = [h for h in now if isinstance(h, Raised)]
+        self.finished = {h.rank for h in now if isinstance(h, Finished)}
+        self.symptoms = [h for h in self.raised if not h.state_lost]
+        self.state_lost = next((h for h in self.raised if h.state_lost), None)
+        self.has_state = self.state_lost is None and any(isinstance(h, Began) for h in happened[started:])
+        """Has every worker begun, and is the state still there?"""
+        ended = [h for h in now if isinstance(h, Exited) and h.rank not in self.finished]
+        told = {h.rank for h in self.raised}
+        self.exits = [h for h in ended if h.returncode >= 0 and h.rank not in told]
+        """By the program itself."""
+        late = [h for h in now if isinstance(h, Late)]
+        self.late = next((h for h in late if not (h.stopped or h.silent)), None)
+        self.gone = tuple(sorted(told | {h.rank for h in ended} | {rank for h in late for rank in h.ranks}))
+        """Ranks that take part in nothing more."""
+        self.cure = ""
+        """Where it was no fault of the run's that the first of them was lost."""
+        self.losses = self._losses([h for h in now if h in late or (h in ended and h.rank not in told)])
+
+    @property
+    def can_save(self) -> bool:
+        """Have the others a last update that is not saved yet?"""
+        return self.has_state and not self.finished and len(self.gone) < self.workers
+
+    def _losses(self, troubles: Sequence[Happening]) -> tuple[Loss, ...]:
+        """One a rank, in the order in which they were noticed."""
+        lost: dict[int, Loss] = {}
+        for h in troubles:
+            if isinstance(h, Exited) and h.returncode < 0:
+                self.cure = self.cure or _RESUME * (not lost and was_ended(h))
+                lost.setdefault(h.rank, Loss(h.rank, death_text(h), h.step))
+            elif isinstance(h, Late) and (h.stopped or h.silent):
+                self.cure = self.cure or _RESUME * (not lost)
+                for rank in set(h.ranks) - self.finished:
+                    lost.setdefault(rank, Loss(rank, late_text(replace(h, ranks=(rank,))), h.step))
+        if self.state_lost is not None:  # everyone tells; it counts once
+            h = self.state_lost
+            lost.setdefault(h.rank, Loss(h.rank, _stop(h).cause, h.step))
+        return tuple(lost.values())
+
+
+def _with_losses(seen: _Seen, policy: Policy) -> Action:
+    for loss in seen.losses:
+        if sum((before.rank, before.step) == (loss.rank, loss.step) for before in seen.before) + 1 >= REPEATS:
+            often = f"it has happened {REPEATS} times at step {loss.step}, which is no accident"
+            return Stop(loss.rank, f"{loss.cause}; {often}")
+    if len(seen.before) + len(seen.losses) > policy.max_restarts:
+        first, most = seen.losses[0], policy.max_restarts
+        return Stop(first.rank, f"{first.cause}; the run may lose no more workers (max_restarts={most}){_RESUME}")
+    if not seen.has_state:
+        return Restart(seen.losses)
+    shrinks = policy.on_loss == "shrink" and len(seen.losses) < seen.workers
+    return Shrink(seen.losses) if shrinks else Replace(seen.losses)
+
+
+_RESUME = "; --resume goes on"
+
+
+def _stop(raised: Raised) -> Stop:
+    # What went wrong on behalf of the whole run is not about the rank that happened to find it.
+    whose = "" if raised.traceback is None else f"rank {raised.rank}: "
+    return Stop(
+        raised.rank,
+        f"{whose}{raised.summary}",
+        raised.traceback,
+        raised.where,
+        mistake=raised.mistake,
+        checkpoint=raised.checkpoint,
+        not_finite=raised.not_finite,
+        differs=raised.differs,
+    )

@@ -1,0 +1,211 @@
+"""Looks after a crew in a thread of its own: whatever the body of the user's loop does, who is lost is replaced."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from apportion.comm.channel import Message
+from apportion.errors import ApportionError
+from apportion.runtime.supervisor.decisions import Action, Finish, GoOn, Replace, Restart, Shrink, Stop
+from apportion.runtime.supervisor.failures import Loss
+from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance
+from apportion.runtime.supervisor.worker_pool import Crew
+
+ANSWER_SECONDS = 0.001
+"""Between two looks at who has answered that another is lost."""
+STEP_SECONDS = 0.002
+"""Between two looks whether the training goes on."""
+SPARE_SECONDS = 0.5
+"""After the first step, before a spare is started: the run's start is over, and a short run needs none."""
+SPARES = 5
+"""Started in a run, where they are lost too."""
+LEAVE_SECONDS = 3.5
+"""Before a run is stopped: how long those who are left may take to save the last update."""
+CLOSE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Said:
+    """By a rank."""
+
+    rank: int
+    message: Message
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A loss, and what was done about it."""
+
+    loss: Loss
+    action: str
+
+
+News = Said | Fault | Finish | Stop | Exception
+"""After Finish, Stop or an exception nothing more comes."""
+
+
+@final
+class Attendant:
+    """Listens to a crew, does what is decided about its losses, and hands on what the user is to know."""
+
+    def __init__(self, crew: Crew, *, spares: bool) -> None:
+        self._crew, self._spares_left = crew, SPARES if spares else 0
+        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._closing = False
+        self._mended: _Mended | None = None
+        self._first_step: float | None = None
+        self._thread = threading.Thread(target=self._attend, name="attendant", daemon=True)
+        self._thread.start()
+
+    def news(self, seconds: float) -> News | None:
+        """The next, or None within this time."""
+        try:
+            return self._news.get(timeout=max(0.0, seconds))
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        """Do no more for the crew; then end it."""
+        self._closing = True
+        self._crew.wake()
+        self._thread.join(CLOSE_SECONDS)
+        self._crew.close()
+
+    def _attend(self) -> None:
+        try:
+            last = self._until_the_end()
+        except Exception as error:
+            self._news.put(error)
+        else:
+            self._tell_mended(told=True)
+            if last is not None:
+                self._news.put(last)
+
+    def _until_the_end(self) -> Finish | Stop | None:
+        seconds: float | None = 0.0
+        while not self._closing:
+            self._hear(
+                STEP_SECONDS if self._mended else LOOK_SECONDS if seconds is None else min(seconds, LOOK_SECONDS)
+            )
+            self._tell_mended()
+            self._prepare_spare()
+            action = self._crew.action()
+            if isinstance(action, Replace | Shrink | Restart):
+                action = self._change(action)
+            if isinstance(action, Finish):
+                self._say(self._crew.part())
+            if isinstance(action, Stop) and action.lost:
+                self._leave(action.lost)
+            if isinstance(action, Finish | Stop):
+                return action
+            seconds = action.seconds if isinstance(action, GoOn) else 0.0
+        return None
+
+    def _hear(self, seconds: float) -> None:
+        self._say(self._crew.hear(seconds))
+
+    def _say(self, said: Iterable[tuple[int, Message]]) -> None:
+        for rank, message in said:
+            self._news.put(Said(rank, message))
+
+    # What is lost
+
+    def _change(self, action: Replace | Shrink | Restart) -> Action:
+        """Take who is lost out of the run; whoever is lost meanwhile, too. What was decided in the end, and done."""
+        self._tell_mended(told=True)
+        began = time.monotonic()
+        if isinstance(action, Restart):
+            self._crew.restart(action.losses)
+            self._tell(action.losses, "all workers are started again")
+            return GoOn()
+        decided = self._settled(action)
+        if isinstance(decided, Replace):
+            self._mended = _Mended(decided.losses, began, self._crew.step)
+            self._crew.replace(decided.losses)
+        elif isinstance(decided, Shrink):
+            self._crew.shrink(decided.losses)
+            left = self._crew.ranks
+            self._tell(decided.losses, f"goes on with {left} worker{'s' * (left > 1)}")
+        return decided
+
+    def _settled(self, action: Action) -> Action:
+        """Once everyone lost is waited for, and everyone else has let go of the old world: what to do, again."""
+        assert isinstance(action, Replace | Shrink)
+        lost = [loss.rank for loss in action.losses]
+        silence = self._crew.open_change(lost)
+        while not self._closing:
+            settled = self._crew.settled(lost, silence)
+            decided = self._crew.action()
+            if isinstance(decided, Finish | Stop | Restart):
+                return decided
+            if isinstance(decided, GoOn) and settled:  # some have passed the end: it is there for the others, too
+                self._crew.dismiss()
+                self._say(self._crew.part())
+                return Finish()
+            if isinstance(decided, Replace | Shrink):
+                if settled and len(decided.losses) == len(lost):
+                    return decided
+                lost = [loss.rank for loss in decided.losses]
+            self._hear(ANSWER_SECONDS)
+        return GoOn()
+
+    def _leave(self, lost: Sequence[int]) -> None:
+        """Have those who are left save the last update, and end; in the little time that there is."""
+        self._tell_mended(told=True)
+        allowed = Allowance(LEAVE_SECONDS)
+        silence = self._crew.open_change(lost)
+        while not self._crew.settled(lost, silence):
+            if self._closing or allowed.left < 0:
+                return
+            self._hear(ANSWER_SECONDS)
+        self._crew.dismiss()
+        self._say(self._crew.part(allowed.left))
+
+    def _tell_mended(self, *, told: bool = False) -> None:
+        """That the training goes on after a loss, once it does. ``told``: now, whether it does or not."""
+        mended = self._mended
+        if mended is None:
+            return
+        if self._crew.step > mended.step:
+            self._tell(mended.losses, f"replaced in {time.monotonic() - mended.began:.2f} s")
+        elif told:
+            self._tell(mended.losses, "replaced")
+        else:
+            return
+        self._mended = None
+
+    def _tell(self, losses: Sequence[Loss], action: str) -> None:
+        for loss in losses:
+            self._news.put(Fault(loss, action))
+
+    def _prepare_spare(self) -> None:
+        """What replacements are forked from, once the run is under way; another one where it was lost too."""
+        crew = self._crew
+        if crew.spare is not None and crew.spare.gone:
+            self._spares_left = 0 if crew.spare.unfit() else self._spares_left
+            crew.spare.close()
+            crew.spare = None
+        if crew.spare is not None or not self._spares_left or crew.step == 0:
+            return
+        now = time.monotonic()
+        self._first_step = self._first_step or now
+        if now - self._first_step >= SPARE_SECONDS:
+            self._spares_left -= 1
+            try:
+                crew.prepare_spare()
+            except ApportionError:  # no process is left to be had: the run does without
+                self._spares_left = 0
+
+
+@dataclass(frozen=True)
+class _Mended:
+    """Workers that were replaced, of whom it is not told yet how long it took until the next step was made."""
+
+    losses: tuple[Loss, ...]
+    began: float
+    step: int

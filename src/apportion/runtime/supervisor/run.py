@@ -1,0 +1,320 @@
+"""A run seen from the driver: starts the workers, passes on what they tell, and does what ``supervise`` decides."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+import warnings
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from apportion.core.event import Event
+from apportion.core.policy import Policy
+from apportion.runtime.checkpoint.run_directory import RunDirectory
+from apportion.runtime.launch.local import Local
+from apportion.runtime.proof.proof import Settled
+from apportion.runtime.supervisor.decisions import Finish, Stop
+from apportion.runtime.supervisor.interrupts import Interrupts
+from apportion.runtime.supervisor.recovery import Attendant, Fault, News, Said
+from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance
+from apportion.runtime.supervisor.worker_pool import Crew, failure
+from apportion.runtime.worker.job import Job
+
+SAVE_SECONDS = 3.5
+"""After Ctrl-C: how long writing the last update may take."""
+HURRY_SECONDS = 0.1
+"""Meanwhile: how soon a second Ctrl-C is noticed."""
+STOP_SECONDS = 120.0
+"""After ``break``: how long the step under way and its checkpoint may take."""
+
+
+class RunProof(Protocol):
+    """What proves a run before its first step (``api.run_proof``)."""
+
+    def known(self, asked: Mapping[str, Any]) -> Settled | None:
+        """Returns what an earlier proof has found, or None."""
+
+    def seconds(self, steps: int) -> float:
+        """Returns the seconds that a proof may take before a run of so many steps."""
+
+    def settle(self, asked: Mapping[str, Any]) -> Settled:
+        """Make the proof."""
+
+    def check(self, settled: Settled) -> dict[str, Any]:
+        """Returns the verdict as plain JSON. Raises NotProved where the run must not go on."""
+
+
+class Supervised:
+    """One run of a job on this machine's processes."""
+
+    def __init__(self, job: Job, launcher: Local, ranks: int, proof: RunProof | None = None) -> None:
+        """``proof``: what a job is asked about that is to prove itself."""
+        self._job, self._launcher, self._ranks, self._proof = job, launcher, ranks, proof
+        self._crew: Crew | None = None
+        self._attendant: Attendant | None = None
+        self.started = False
+        """Has a ``start`` been told?"""
+        self._began = time.perf_counter()
+        self._last: Event | None = None
+        self._end: Event | None = None
+        """The event that the run ends with, once it is known."""
+        self._finished: Event | None = None
+        """The ``end`` that the workers have told."""
+        self._over: Finish | Stop | Exception | None = None
+        """After this the workers have nothing more to tell, and nothing more to be asked."""
+        self._interrupts = Interrupts(self._interrupted_outside)
+        self.rest: list[Event] = []
+        """What happened after the loop over the events was left."""
+
+    def events(self) -> Generator[Event, None, None]:
+        """Everything that happens, as it happens. Closing it (``break``) checkpoints and stops every rank at one step;
+        Ctrl-C, also in the body of the loop, writes the last update at once. Once the run is over, both leave it as it
+        is. Raises WorkerFailed, CheckpointError, RanksDiffer, or ValueError for the user's mistakes."""
+        try:
+            self._interrupts.install()
+            yield from self._guarded()
+        except KeyboardInterrupt as interrupt:
+            if self._end is None and not self._failed():
+                end = self._save_and_stop()
+                self._interrupts.restore()
+                while self.rest:
+                    yield self.rest.pop(0)
+                yield end
+                interrupt.add_note(interrupted_text(end))
+            raise
+        except GeneratorExit:
+            self._leave()
+            raise
+        finally:
+            self._interrupts.hold()
+            self._close()
+            self._interrupts.restore()
+
+    def _guarded(self) -> Iterator[Event]:
+        """The events, with the place of an interrupt noted: inside, or in the body of the user's loop."""
+        self._launcher.prepare()
+        self._interrupts.hold()  # no worker may be started and not known
+        self._crew = Crew(self._launcher, "apportion.runtime.worker.entry:train", self._job, self._ranks)
+        self._attendant = Attendant(self._crew, spares=self._job.replaceable and sys.platform == "linux")
+        self._interrupts.release()
+        for event in self._listen(self._attendant):
+            self._interrupts.outside = True
+            yield event
+            self._interrupts.outside = False
+            if self._end is not None:  # an interrupt that the body of the loop has caught
+                yield self._end
+                return
+        if self._finished is not None:
+            self._end = self._finished
+            self._interrupts.outside = True
+            yield self._end
+            self._interrupts.outside = False
+
+    def _close(self) -> None:
+        if self._attendant is not None:
+            self._attendant.close()
+        elif self._crew is not None:
+            self._crew.close()
+
+    def _listen(self, attendant: Attendant) -> Iterator[Event]:
+        while True:
+            news = self._news(attendant, LOOK_SECONDS)
+            if isinstance(news, Said) and news.message["kind"] == "prove":
+                yield from self._settle(news.message)
+                continue
+            event = self._told(news)
+            if event is not None:
+                yield event
+            if isinstance(news, Finish):
+                return
+            if isinstance(news, Stop):
+                self._close()
+                yield self._fault(news.rank, news.cause, "stops", news.traceback)
+                raise failure(news)
+            if isinstance(news, Exception):
+                raise news
+
+    def _settle(self, asked: Mapping[str, Any]) -> Iterator[Event]:
+        """The ranks are built, and wait for what is known of their strategy."""
+        assert self._proof is not None
+        assert self._crew is not None
+        settled = self._proof.known(asked)
+        if settled is None:
+            seconds = self._proof.seconds(asked["steps"])
+            yield self._proof_event(
+                verdict="begun",
+                sentence=f"proving that {self._job.strategy} on {self._ranks} workers trains the same network as one "
+                f"device: {seconds:.0f} s at most; without: --no-check",
+                seconds=0.0,
+                remembered=False,
+            )
+            settled = self._proof.settle(asked)
+            told = {name: getattr(settled, name) for name in ("verdict", "sentence", "seconds", "remembered")}
+            yield self._proof_event(**told)
+        self._crew.send({"kind": "settled", "proof": self._proof.check(settled)})
+
+    def _proof_event(self, **data: Any) -> Event:
+        return self._own_event("proof", **data)
+
+    def _news(self, attendant: Attendant, seconds: float) -> News | None:
+        """The next, or None within this time; whether it is the last is noted."""
+        news = attendant.news(seconds)
+        if isinstance(news, Finish | Stop | Exception):
+            self._over = news
+        return news
+
+    def _told(self, news: News | None) -> Event | None:
+        """As an event, where it is one for the user. The ``end`` is kept: it comes last, also where another rank still
+        has something to tell."""
+        if isinstance(news, Fault):
+            return self._fault(news.loss.rank, news.loss.cause, f"{news.action}{self._proved_for()}")
+        if not isinstance(news, Said) or news.message["kind"] != "event":
+            return None
+        event = Event(**news.message["event"])
+        if event.kind == "start":  # all workers may have been started again
+            if self.started:
+                return None
+            self.started = True
+        if event.kind != "speed":
+            self._last = event
+        if event.kind == "end":
+            self._finished = self._finished or event
+            return None
+        return event
+
+    def _fault(self, rank: int, cause: str, action: str, traceback: str | None = None) -> Event:
+        return self._own_event("fault", rank=rank, cause=cause, traceback=traceback, action=action)
+
+    def _proved_for(self) -> str:
+        """Where the proof is of another number of workers than there are now."""
+        left = len(self._crew.pids()) if self._crew is not None else 0
+        if self._proof is None or left in (0, self._ranks):
+            return ""
+        return f"; the run is proved for {self._ranks} workers, and {left} are left"
+
+    def _own_event(self, kind: Any, **data: Any) -> Event:
+        last = self._last
+        return Event(
+            kind=kind,
+            step=last.step if last else 0,
+            epoch=last.epoch if last else 0.0,
+            seconds=time.perf_counter() - self._began,
+            data=data,
+        )
+
+    def _interrupted_outside(self) -> str:
+        """Ctrl-C in the body of the loop: nobody knows when, or whether, it comes back here."""
+        if self._failed():
+            return f"interrupted; the run had stopped: {failed_text(self._over)}"
+        if self._end is None:
+            self.rest.append(self._save_and_stop())
+        assert self._end is not None
+        return interrupted_text(self._end)
+
+    def _failed(self) -> bool:
+        """Has the run ended with a failure, which is told and about to be raised?"""
+        return isinstance(self._over, Stop | Exception)
+
+    def _save_and_stop(self) -> Event:
+        """The last update, without waiting for the step under way. A second Ctrl-C cuts it short. A run that has come
+        to its end by itself meanwhile keeps that end."""
+        step, why = self._save() if self._last is not None else (None, "the first step had not begun")
+        self._close()
+        if self._finished is not None and (isinstance(self._over, Finish) or why is None):
+            self._end = self._finished
+            return self._end
+        saved = self._steps_saved()
+        end = self._own_event(
+            "end",
+            reason="interrupted",
+            examples_per_second=0.0,
+            metrics={},
+            run_dir=self._job.run_dir,
+            resume=resume_command(self._job) if saved else None,
+            why=why,
+        )
+        self._end = replace(end, step=step if step is not None else max(saved, default=0))
+        return self._end
+
+    def _steps_saved(self) -> list[int]:
+        return RunDirectory(self._job.run_dir).steps() if self._job.run_dir is not None else []
+
+    def _save(self) -> tuple[int | None, str | None]:
+        """(the step that was saved, why none was)."""
+        assert self._crew is not None
+        assert self._attendant is not None
+        if self._over is not None:
+            return None, "the run has ended"
+        asked: list[int] = []
+        allowed = Allowance(SAVE_SECONDS)
+        while (left := allowed.left) > 0 and not self._interrupts.again:
+            if asked != (asked := self._crew.pids()[:1]):  # rank 0 may just be being replaced
+                self._crew.send({"kind": "save", "seconds": SAVE_SECONDS}, [0])
+            news = self._news(self._attendant, min(HURRY_SECONDS, left))
+            if isinstance(news, Said) and news.message["kind"] == "saved":
+                return news.message["step"], news.message["why"]
+            if (event := self._told(news)) is not None:
+                self.rest.append(event)
+            if isinstance(news, Stop):
+                return None, news.cause
+            if isinstance(news, Finish | Exception):
+                return None, "the run has ended"
+        return None, "interrupted again" if self._interrupts.again else f"it took longer than {SAVE_SECONDS:g} s"
+
+    def _leave(self) -> None:
+        """The loop over the events was left: stop all ranks at one step."""
+        self._interrupts.hold()
+        if self._crew is None or self._attendant is None or self._end is not None or self._failed():
+            return
+        self._crew.send({"kind": "stop"})
+        allowed = Allowance(STOP_SECONDS)
+        while allowed.left > 0:
+            news = self._news(self._attendant, LOOK_SECONDS)
+            if (event := self._told(news)) is not None:
+                self.rest.append(event)
+            if isinstance(news, Finish):
+                if self._finished is not None:
+                    self.rest.append(self._finished)
+                return
+            if isinstance(news, Stop | Exception):
+                cause, rank = failed_text(news), news.rank if isinstance(news, Stop) else 0
+                self.rest.append(self._fault(rank, cause, "stops"))
+                warnings.warn(f"the run was left, and could not be saved as it was: {cause}", stacklevel=2)
+                return
+            if self._interrupts.pending:
+                break
+        self.rest.append(self._save_and_stop())
+
+
+def failed_text(news: object) -> str:
+    """Why a run has stopped."""
+    return news.cause if isinstance(news, Stop) else str(news)
+
+
+def interrupted_text(end: Event) -> str:
+    """What was saved of an interrupted run, and how to go on."""
+    why, resume = end.data.get("why"), end.data["resume"]
+    if end.data["reason"] != "interrupted":
+        return f"interrupted; the run had {end.data['reason']} by then: step {end.step} is its last"
+    if resume is None:
+        return "interrupted before anything was saved"
+    lost = "" if why is None else f"; what followed is not ({why})"
+    return f"interrupted; step {end.step} is saved{lost}\ngo on with: {resume}"
+
+
+def resume_command(job: Job) -> str | None:
+    """How to go on, as it is typed."""
+    if job.run_dir is None:
+        return None
+    if job.address is None or Path(sys.argv[0]).name != "apportion":
+        return f"resume=True, run_dir={job.run_dir!r}"
+    words = ["apportion", "train", job.address, "--run-dir", job.run_dir, "--resume", "--launcher", job.launcher]
+    for name in ("steps", "seed"):
+        if name in job.changes:
+            words += [f"--{name}", str(job.changes[name])]
+    if job.policy != Policy():
+        words += ["--policy", str(job.policy)]
+    return shlex.join(words)

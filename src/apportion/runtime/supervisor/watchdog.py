@@ -1,0 +1,216 @@
+"""Who is late: what the supervisor sees of its workers from outside, by a clock of its own looks.
+
+Time in which nobody looked (the driver was stopped, or the whole machine) does not count, so it makes nobody late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from apportion.runtime.supervisor.failures import Late
+
+LOOK_SECONDS = 0.5
+"""Between two looks at every rank's progress."""
+LATE_SECONDS, LATE_STEPS, LATE_FIRST = 30.0, 20, 2
+"""A rank is late after others have waited for it this long, or so many of the slowest steps so far, or so many of the
+first one, which may have compiled the network: whichever is most."""
+FIRST_SECONDS = 900.0
+"""Before anything moves: data sets are opened, networks compiled."""
+STOPPED_SECONDS, STOPPED_STEPS = 1.0, 8
+"""A rank whose process is stopped is taken for dead after this long, or so many median steps, whichever is more: with
+the look that finds it, within 2 s or 10 median steps."""
+SILENT_SECONDS, SILENT_STEPS = 2.0, 10
+"""The same for one that does not answer when another is lost, and gets nothing done."""
+SILENT_SLOWEST = 1.5
+"""Or so many of whatever took the longest so far: a batch of an evaluation may take longer than ten steps."""
+_DONE, _WAITING, _STEP, _BEGUN = 0, 1, 2, 3
+
+
+class Clock:
+    """Seconds between two looks; at most what two of them may take."""
+
+    def __init__(self, now: float | None = None) -> None:
+        self._looked = time.monotonic() if now is None else now
+
+    def passed(self, now: float) -> float:
+        """Since the last call."""
+        seconds = min(now - self._looked, 2 * LOOK_SECONDS)
+        self._looked = now
+        return seconds
+
+
+class Allowance:
+    """So many seconds, of which time in which nobody looked does not count."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left, self._clock = seconds, Clock()
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left now; negative once it has passed."""
+        self._left -= self._clock.passed(time.monotonic())
+        return self._left
+
+
+@final
+class Watch:
+    """Finds the ranks that the others wait for, from each seat's line: what it got done, and whether it waits."""
+
+    def __init__(self, lines: Any) -> None:
+        self._all = lines
+        self._clock = Clock()
+        self._first: float | None = None
+        self._slowest = 0.0
+        self._steps: deque[float] = deque(maxlen=50)
+        self.sit(range(len(lines)))
+
+    def sit(self, seats: Sequence[int]) -> None:
+        """These seats are in the run from now on, in the order of their ranks."""
+        self._seats = list(seats)
+        self._seen = self._lines[:, _DONE]
+        self._still = self._waited = 0.0
+        """Seconds since something moved; and of these, while a rank waited."""
+        self._stopped = np.zeros(len(self._seats))
+        """Of each rank: seconds that its process has been stopped while another's ran."""
+
+    @property
+    def _lines(self) -> Any:
+        """By rank. A copy."""
+        return self._all[self._seats]
+
+    @property
+    def step(self) -> int:
+        """Updates made."""
+        return int(self._lines[:, _STEP].max())
+
+    def step_of(self, seat: int) -> int:
+        """Updates that this one has seen made."""
+        return int(self._all[seat, _STEP])
+
+    @property
+    def begun(self) -> bool:
+        """Is every rank in its loop?"""
+        return bool(self._lines[:, _BEGUN].all())
+
+    def reset(self, seat: int) -> None:
+        """Another process takes the seat."""
+        self._all[seat, [_WAITING, _BEGUN]] = 0
+
+    def late(self, now: float, stopped: Collection[int] = ()) -> Late | None:
+        """The ranks that have kept the others waiting for too long. ``stopped``: whose processes are."""
+        passed = self._clock.passed(now)
+        self._still += passed
+        found = self._too_long_stopped(passed, stopped)
+        if found is not None:
+            return found
+        lines = self._lines
+        done, waiting = lines[:, _DONE], lines[:, _WAITING] != 0
+        if (done != self._seen).any():
+            self._move(done)
+            return None
+        self._waited = self._waited + passed if waiting.any() else 0.0
+        if self._waited <= self._allowed():
+            return None
+        late = np.flatnonzero(~waiting).tolist() or list(range(len(done)))
+        return Late(tuple(late), self.step, self._waited)
+
+    def _too_long_stopped(self, passed: float, stopped: Collection[int]) -> Late | None:
+        if not stopped and not self._stopped.any():
+            return None
+        for rank in range(len(self._stopped)):
+            # Where all are stopped, someone has stopped the run as a whole.
+            others_run = len(stopped) < len(self._stopped)
+            self._stopped[rank] = self._stopped[rank] + passed if rank in stopped and others_run else 0.0
+        ranks = np.flatnonzero(self._stopped > self._pace(STOPPED_SECONDS, STOPPED_STEPS)).tolist()
+        if not ranks:
+            return None
+        return Late(tuple(ranks), self.step, float(self._stopped.max()), stopped=True)
+
+    def _move(self, done: Any) -> None:
+        if self._first is None:
+            self._first = self._still
+        else:
+            self._slowest = max(self._slowest, self._still)
+            self._steps.append(self._still / max(1, int((done - self._seen).max())))
+        self._seen, self._still, self._waited = done, 0.0, 0.0
+
+    def _allowed(self) -> float:
+        if self._first is None:
+            return FIRST_SECONDS
+        return max(LATE_SECONDS, LATE_STEPS * self._slowest, LATE_FIRST * self._first)
+
+    def _pace(self, seconds: float, steps: int) -> float:
+        return max(seconds, steps * float(np.median(self._steps)) if self._steps else 0.0)
+
+    def silence(self) -> Silence:
+        """From now on."""
+        usual = max(self._pace(SILENT_SECONDS, SILENT_STEPS), SILENT_SLOWEST * self._slowest)
+        patience = FIRST_SECONDS if self._first is None else usual
+        return Silence(lambda: self._lines, patience, max(patience, self._allowed()))
+
+
+@final
+class Silence:
+    """Finds the ranks that neither answer nor get anything done: for ``patience`` seconds, or ``opening`` where they
+    still open the workload and have no wait to be called out of."""
+
+    def __init__(self, look: Callable[[], Any], patience: float, opening: float) -> None:
+        self._look, self._patience, self._opening = look, patience, opening
+        lines = look()
+        self._seen = lines[:, [_DONE, _BEGUN]]
+        self._clock = Clock()
+        self._still = np.zeros(len(lines))
+
+    def broken_by(self, asked: Collection[int], now: float) -> Late | None:
+        """Of those that have not answered yet, the ones that will not."""
+        lines = self._look()
+        self._still += self._clock.passed(now)
+        seen = lines[:, [_DONE, _BEGUN]]
+        self._still[(seen != self._seen).any(1)] = 0.0
+        self._seen = seen
+        patience = np.where(lines[:, _BEGUN] != 0, self._patience, self._opening)
+        silent = [rank for rank in asked if self._still[rank] > patience[rank]]
+        if not silent:
+            return None
+        return Late(tuple(silent), int(lines[:, _STEP].max()), float(self._still[silent].max()), silent=True)
+
+
+def is_stopped(pid: int) -> bool:
+    """Is a process stopped, by a signal or a debugger? Known on Linux."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
+
+
+def memory_kills() -> int:
+    """How many processes the kernel has killed for memory, as far as this one is told."""
+    return sum(map(_kills_in, _memory_counters()))
+
+
+def _kills_in(path: str) -> int:
+    try:
+        entries = dict(line.split() for line in Path(path).read_text().splitlines())
+        return int(entries["oom_kill"])
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+def _memory_counters() -> Iterator[str]:
+    try:
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0":
+                yield f"/sys/fs/cgroup{path}/memory.events"
+            elif "memory" in controllers.split(","):
+                yield f"/sys/fs/cgroup/memory{path}/memory.oom_control"
+    except (OSError, ValueError):
+        pass
+    yield "/sys/fs/cgroup/memory.events"
+    yield "/proc/vmstat"

@@ -1,0 +1,118 @@
+"""What a network draws while it computes: dropout is turned off for a proof and named; anything else is found."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from apportion.core.rng import strategy_is_drawing
+from apportion.core.torch_private import DispatchMode
+
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+
+@contextmanager
+def without_dropout() -> Iterator[set[str]]:
+    """Dropout passes everything on, in this process. Gives the functions that would have dropped something."""
+    used: set[str] = set()
+    functional: Any = nn.functional
+    originals = {name: getattr(functional, name) for name in (*_DROPOUTS, "scaled_dot_product_attention")}
+
+    def passing(name: str) -> Callable[..., Any]:
+        def pass_on(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+            if training and p > 0:
+                used.add(f"{name}(p={p:g})")
+            return input
+
+        return pass_on
+
+    def attention(*arguments: Any, **options: Any) -> Any:
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        options = {**dict(zip(names, arguments, strict=False)), **options}
+        if options.get("dropout_p", 0.0) > 0:
+            used.add(f"attention(dropout_p={options['dropout_p']:g})")
+        return originals["scaled_dot_product_attention"](**{**options, "dropout_p": 0.0})
+
+    for name in _DROPOUTS:
+        setattr(functional, name, passing(name))
+    functional.scaled_dot_product_attention = attention
+    try:
+        yield used
+    finally:
+        for name, original in originals.items():
+            setattr(functional, name, original)
+
+
+def silence_recurrent_dropout(model: nn.Module) -> set[str]:
+    """Dropout between the layers of nn.LSTM, GRU and RNN is inside their kernels: set it to 0; where it was."""
+    found = set()
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.RNNBase) and layer.dropout > 0:
+            found.add(f"{name or type(layer).__name__}(dropout={layer.dropout:g})")
+            layer.dropout = 0.0
+    return found
+
+
+class Observed(DispatchMode):
+    """Sees every operation of a model's forward passes: which ones draw random numbers, and (in float64) which ones
+    give less than float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: set[str] = set()
+        self.narrow: set[str] = set()
+        self.plain_draws: set[str] = set()
+        """Which of Python's and numpy's generators it draws from."""
+        self._before: tuple[object, ...] = ()
+        self._depth = 0
+
+    def watch(self, model: nn.Module) -> None:
+        """From here on, whichever of the model's layers is called first."""
+        for layer in model.modules():
+            layer.register_forward_pre_hook(self._begin)
+            layer.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, *_: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._before = _plain_states()
+            self.__enter__()
+
+    def _end(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.__exit__(None, None, None)
+            both = zip(("random", "numpy.random"), self._before, _plain_states(), strict=True)
+            self.plain_draws.update(name for name, before, after in both if before != after)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        drawing = torch.Tag.nondeterministic_seeded in func.tags
+        if drawing and not strategy_is_drawing() and _draws(func, args, kwargs or {}):
+            self.draws.add(name)
+        first = result[0] if isinstance(result, tuple | list) and result else result
+        if isinstance(first, torch.Tensor) and first.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            self.narrow.add(name)
+        return result
+
+
+def _plain_states() -> tuple[object, ...]:
+    return random.getstate(), repr(np.random.get_state())
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Operations that may draw (a dropout inside an attention) do so only with a probability above 0."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(given)
+    return True

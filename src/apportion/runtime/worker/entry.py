@@ -1,0 +1,198 @@
+"""What a worker process does from its first line to its last: become a rank, do its job, tell how it went."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from apportion.comm.channel import Channel
+from apportion.comm.world import World
+from apportion.errors import ApportionError, CheckpointError, NotFinite, PeerLost, RanksDiffer, StateLost
+from apportion.process import PACKAGE, keep_what_is_freed
+from apportion.runtime.worker.coordination import Wish
+from apportion.runtime.worker.job import Job, WorkerJob
+from apportion.runtime.worker.loop import work
+from apportion.runtime.worker.step_server import serve_reference, serve_steps
+
+PROGRESS_BYTES = 64
+"""A seat's line in the memory where the supervisor sees how far each one is: a cache line of its own."""
+
+
+def train(sock: socket.socket, payload: bytes) -> int:
+    """Run a job to its end."""
+    return run_program(sock, payload, train_job)
+
+
+def steps(sock: socket.socket, payload: bytes) -> int:
+    """Make steps when told to."""
+    return run_program(sock, payload, serve_steps)
+
+
+def reference(sock: socket.socket, payload: bytes) -> int:
+    """Give the states that a strategy must compute."""
+    return run_program(sock, payload, serve_reference)
+
+
+def run_program(sock: socket.socket, payload: bytes, program: Callable[[Any, World, Channel], None]) -> int:
+    """Become a rank and call ``program`` with the pickled job; returns the exit status of the process."""
+    return run_loaded(sock, lambda: cloudpickle.loads(payload), program)
+
+
+def run_loaded(
+    sock: socket.socket, load: Callable[[], WorkerJob], program: Callable[[Any, World, Channel], None]
+) -> int:
+    """The same as ``run_program`` for a job that ``load`` returns."""
+    channel = Channel(sock)
+    try:
+        job = load()
+        torch.set_num_threads(job.threads)
+        keep_what_is_freed()
+        world = World.from_env(device=job.device, channel=channel)
+        if job.replaceable:
+            world = world.join()
+        program(job, world, channel)
+        channel.send({"kind": "finished"})
+    except BaseException as error:
+        _report(channel, error)
+        return 1
+    return 0
+
+
+def train_job(job: Job, world: World, channel: Channel) -> None:
+    """Train as one rank, under the supervisor's orders, and tell it every event."""
+    wish = Wish()
+    settled = queue.SimpleQueue[dict[str, Any]]()
+    threading.Thread(target=_obey, args=(channel, wish, settled), name="orders", daemon=True).start()
+    wish.progress = progress(world)
+    wish.settle = lambda asked: _settle(asked, world, channel, settled)
+    wish.rejoined = lambda changed: _rejoined(changed, wish)
+    for event in work(job, world, wish):
+        channel.send({"kind": "event", "event": asdict(event)})
+
+
+def progress(world: World) -> Any:
+    """This rank's line of the progress that the supervisor sees, as int64; its group notes there when it waits."""
+    memory = world.shared("progress", PROGRESS_BYTES * world.seats)
+    words = PROGRESS_BYTES // 8
+    line = np.frombuffer(memory, dtype=np.int64)[world.seat * words : (world.seat + 1) * words]
+    _watched(world, line)
+    return line
+
+
+def _rejoined(world: World, wish: Wish) -> None:
+    _watched(world, wish.progress)
+    assert world.members is not None
+    wish.stop = wish.stop or world.members.ending
+
+
+def _watched(world: World, line: Any) -> None:
+    world.group().waiting = line[1:2]
+
+
+def _settle(
+    asked: dict[str, Any], world: World, channel: Channel, settled: queue.SimpleQueue[dict[str, Any]]
+) -> dict[str, Any]:
+    """The supervisor's answer whether the run is proved; a run that it ends is waiting here."""
+    if world.rank == 0:
+        channel.send({"kind": "prove", **asked})
+    return settled.get()
+
+
+def _obey(channel: Channel, wish: Wish, settled: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """The supervisor's orders, while the main thread trains."""
+    while (order := channel.commands.get()) is not None:
+        if order["kind"] == "stop":
+            wish.stop = True
+        elif order["kind"] == "settled":
+            settled.put(order["proof"])
+        elif order["kind"] == "save":
+            channel.send({"kind": "saved", **_save_now(wish, order["seconds"])})
+    os._exit(1)  # the supervisor is gone
+
+
+def _save_now(wish: Wish, seconds: float) -> dict[str, Any]:
+    """The last update, written without waiting for the step under way: its number, or None and why not. A replacement
+    has so many seconds until it has one."""
+    if not wish.begun.wait(seconds):
+        return {"step": None, "why": "its worker had not begun"}
+    try:
+        return {"step": wish.save_now(), "why": None}
+    except Exception as error:  # whatever it is, the supervisor is waiting for an answer
+        return {"step": None, "why": _summary(error)}
+
+
+def _report(channel: Channel, error: BaseException) -> None:
+    own = isinstance(error, ApportionError) or _is_mistake(error)
+    message = {
+        "kind": "raised",
+        "summary": _summary(error),
+        "traceback": None if own else "".join(traceback.format_exception(error)),
+        "mistake": _is_mistake(error),
+        "symptom": isinstance(error, PeerLost),
+        "state_lost": isinstance(error, StateLost),
+        "where": None if own else _where(error),
+        "checkpoint": isinstance(error, CheckpointError),
+        "not_finite": isinstance(error, NotFinite),
+        "differs": isinstance(error, RanksDiffer),
+    }
+    try:
+        channel.send(message)
+    except OSError:
+        traceback.print_exception(error)
+        sys.stderr.flush()
+
+
+def _is_mistake(error: BaseException) -> bool:
+    return isinstance(error, ValueError) and _package((_frames(error) or [_NOWHERE])[-1]) == "apportion"
+
+
+def _summary(error: BaseException) -> str:
+    text = str(error).strip()
+    if isinstance(error, ApportionError) or _is_mistake(error):
+        return text
+    kind, first = type(error).__name__, text.partition("\n")[0]  # the rest is in the traceback
+    if isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text.lower():
+        cure = "no memory is left: use fewer workers, a smaller batch_size, or data_parallel(microbatches=2)"
+        return f"{kind}: {first} ({cure})" if first else f"{kind}: {cure}"
+    if isinstance(error, SystemExit):
+        return f"SystemExit: the model, the data or the loss left Python with status {error.code!r}"
+    return f"{kind}: {first}" if first else kind
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    return list(traceback.extract_tb(error.__traceback__))
+
+
+def _package(frame: traceback.FrameSummary) -> str | None:
+    """ "apportion" or "library" for installed code, None for the user's own."""
+    file = Path(frame.filename)
+    if file.is_relative_to(PACKAGE):
+        return "apportion"
+    installed = any(part in ("site-packages", "dist-packages") for part in file.parts)
+    return "library" if installed or frame.filename.startswith("<frozen") or file.is_relative_to(_STANDARD) else None
+
+
+_STANDARD = Path(os.__file__).parent
+_NOWHERE = traceback.FrameSummary("", None, "")
+
+
+def _where(error: BaseException) -> str | None:
+    """The innermost line of the user's own code."""
+    if isinstance(error, SyntaxError):  # the line that did not even run
+        return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
+    own = [f for f in _frames(error) if _package(f) is None]
+    if own:
+        return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}".rstrip(": ")
+    return _where(error.__cause__) if error.__cause__ is not None else None

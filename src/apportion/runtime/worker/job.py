@@ -1,0 +1,152 @@
+"""What a worker process is given to do."""
+
+from __future__ import annotations
+
+import copyreg
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from apportion.core import fast_paths
+from apportion.core.address import load_workload
+from apportion.core.policy import Policy
+from apportion.core.strategy import Strategy
+from apportion.core.workload import Workload
+from apportion.parallel.replica.initial_model import in_precision
+from apportion.runtime.proof.coarse_rounding import moved
+
+MANY_STEPS = 1_000_000
+"""The number of steps that a schedule is told where steps are only timed: it may refuse to go on where it takes the
+training to be over."""
+
+
+def _module(module: Any) -> Any:
+    return importlib.import_module, (module.__name__,)
+
+
+# A function that names `torch` and has something of its own called `ops` or `classes` takes these along when it is
+# pickled by value, and they are modules of a type that pickle does not know.
+for _kind in (type(torch.ops), type(torch.classes)):
+    copyreg.pickle(_kind, _module)
+
+
+class WorkerJob(Protocol):
+    """What a worker process has to know of its job before it becomes a rank."""
+
+    @property
+    def threads(self) -> int:
+        """The number of threads that torch computes with."""
+
+    @property
+    def device(self) -> str | None:
+        """The type of the device, such as "cpu"; None: the best that the host has."""
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether workers may be lost and replaced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A workload under a strategy, and what to do with it."""
+
+    workload: Workload | str
+    """Itself, or its address: then each process imports it anew."""
+    strategy: Strategy
+    launcher: str = "local"
+    """As it is written."""
+    threads: int = 1
+    device: str | None = None
+    loaders: int = 0
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the workload to replace, for example ``{"steps": 100}``."""
+    run_dir: str | None = None
+    """None: nothing is written."""
+    resume: bool = False
+    policy: Policy = field(default_factory=Policy)
+    address: str | None = None
+    """Where the workload can be found again."""
+    prove: bool = False
+    """Is the run to ask, before its first step, whether it is proved?"""
+
+    replaceable: bool = False
+    """May workers be lost and replaced?"""
+    workers: int = 1
+    """At the start: what ``reference`` is told, and how large a share a spare gets ready for."""
+    proof: bool = False
+    """For a proof: dropout is off and named, and what else draws is found."""
+    rows: int = 0
+    """For a proof: examples in a batch, in the place of the workload's; 0: its own."""
+    short: bool = False
+    """For a proof: on the beginnings of the sequences."""
+    cut: int = 0
+    """For a proof: so many steps are made, with the short last batch of an epoch among them; 0: as they come."""
+    gradients: bool = False
+    """For a proof: plain SGD of rate 1 in the place of each optimizer."""
+    nudge: float = 0.0
+    """Every initial weight is moved by this, relatively, up or down: how far rounding alone leads astray."""
+    jitter: float = 0.0
+    """The same for every gradient of every step."""
+    coarse: bool = False
+    """For a proof: the same for all that comes of operations in a type which is coarser than the precision."""
+    plain: tuple[str, ...] = field(default_factory=fast_paths.chosen)
+    """The fast paths that each process leaves for the plain ones (``plain_paths``)."""
+
+    def open(self) -> Workload:
+        """The workload, imported where it is an address, with the changes; what this process builds from here on takes
+        the plain paths that the job names."""
+        fast_paths.switch_off(self.plain)
+        workload = replace(self.as_written(), **self.changes)
+        if self.proof:
+            workload = self._as_proved(workload)
+        if not self.nudge and not self.jitter:
+            return workload
+        return replace(workload, model=_Nudged(workload.model, self.nudge, self.jitter))
+
+    def _as_proved(self, workload: Workload) -> Workload:
+        from apportion.runtime.proof.proof_workload import (
+            dealt_evenly,
+            few_rows,
+            moving,
+            short_sequences,
+            with_plain_sgd,
+        )
+
+        workload = moving(workload)
+        if self.rows or self.cut:
+            workload = few_rows(workload, self.rows or workload.batch_size, self.cut, self.workers)
+        if self.short:
+            workload = short_sequences(workload)
+        if not self.strategy.exact and not self.strategy.replays(self.workers):
+            workload = dealt_evenly(workload, self.workers)
+        return with_plain_sgd(workload) if self.gradients else workload
+
+    def as_written(self) -> Workload:
+        """The workload without the changes."""
+        return load_workload(self.workload) if isinstance(self.workload, str) else self.workload
+
+
+@dataclass(frozen=True)
+class _Nudged:
+    """The same model with every weight moved by one rounding, or so, and every gradient."""
+
+    make: Callable[[], nn.Module]
+    nudge: float
+    jitter: float
+
+    def __call__(self) -> nn.Module:
+        model = self.make()
+        if self.nudge < torch.finfo(torch.float32).eps:
+            model = in_precision(model, torch.float64)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(moved(p, self.nudge, generator))
+        for p in model.parameters():
+            if p.requires_grad and self.jitter:
+                p.register_hook(lambda gradient: moved(gradient, self.jitter, generator))
+        return model

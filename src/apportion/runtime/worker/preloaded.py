@@ -1,0 +1,139 @@
+"""A spare's own side: a job is opened before anybody needs it, and workers are forked that find it open.
+
+The spare is as single-threaded as the template, and shares nothing that moves: a workload that starts threads, or
+keeps files open (all copies of an open file read at one place of it), cannot be stood by for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import cloudpickle
+import torch
+from torch import nn
+
+from apportion.core.data.batch import Batches
+from apportion.core.rng import RngState, seed_everything
+from apportion.core.workload import Workload
+from apportion.parallel.replica.single_process import OneDeviceStep
+from apportion.runtime.spawn.fork_server import Server
+from apportion.runtime.spawn.standby import UNFIT
+from apportion.runtime.worker.entry import run_loaded, train_job
+from apportion.runtime.worker.job import Job
+
+opened: Job | None = None
+"""What the processes forked here find."""
+
+
+def train_opened(sock: socket.socket, payload: bytes) -> int:
+    """Run the job that the spare, which this process was forked from, has opened, to its end."""
+    job = opened
+    assert job is not None
+    return run_loaded(sock, lambda: job, train_job)
+
+
+def serve(sock: socket.socket, payload: bytes) -> int:
+    """Open the job, and fork what is asked for."""
+    global opened
+    torch.set_num_threads(1)
+    files = _files()
+    with _silent(), suppress(Exception):  # whatever it is, the workers have it too
+        opened = _open(cloudpickle.loads(payload))
+    _give_back()
+    gc.freeze()  # a collection would write to every page that is shared with the template
+    if opened is None or _threads() > 1 or _files() - files:
+        return UNFIT
+    Server(sock, gives_to=os.getppid()).serve()
+    return 0
+
+
+def _open(job: Job) -> Job:
+    """The same job with its data in memory, and everything imported that a first step imports."""
+    workload = job.open()
+    data = Batches(workload).dataset
+    opened = replace(workload, data=lambda: data)
+    if workload.evaluation is not None:
+        held = Batches.of_evaluation(workload).dataset
+        opened = replace(opened, evaluation=replace(workload.evaluation, data=lambda: held))
+    with suppress(Exception):  # then the first step loads it
+        _warm(opened, -(-workload.batch_size // job.workers))
+    return replace(job, workload=replace(opened, model=_Built(workload)), changes={})
+
+
+def _warm(workload: Workload, rows: int) -> None:
+    """One step of a model that is thrown away, on as many rows as a worker takes: kernels are made for a shape."""
+    share = replace(workload, batch_size=rows, compile=False, evaluation=None)
+    step = OneDeviceStep(share, torch.device("cpu"))
+    batch = step.take()
+    if batch is not None:
+        step(batch)
+
+
+def _give_back() -> None:
+    """To the system, memory that is free: a child would copy its pages where fresh ones are zeros (glibc)."""
+    gc.collect()
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class _Built:
+    """A workload's model, built before it is asked for: for who asks as it was built, once."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._make = workload.model
+        seed_everything(workload.seed)
+        self._before = _surroundings()
+        self._model: nn.Module | None = self._make()
+        self._after = RngState.now()
+
+    def __call__(self) -> nn.Module:
+        model, self._model = self._model, None
+        if model is None or _surroundings() != self._before:
+            return self._make()
+        self._after.restore()
+        return model
+
+
+def _surroundings() -> object:
+    """What a model that is built may depend on, besides the workload."""
+    return RngState.now().fingerprint(), torch.get_default_dtype(), torch.get_default_device()
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """What the workload prints while it is opened, its workers print too."""
+    kept = [os.dup(descriptor) for descriptor in (1, 2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for descriptor in (1, 2):
+            os.dup2(nowhere, descriptor)
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        for descriptor, own in zip((1, 2), kept, strict=True):
+            os.dup2(own, descriptor)
+            os.close(own)
+        os.close(nowhere)
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _files() -> set[str]:
+    """The open descriptors, by number and what they are of."""
+    found = set[str]()
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the one that lists them is gone
+            found.add(f"{entry.name} {os.readlink(entry)}")
+    return found

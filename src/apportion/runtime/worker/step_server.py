@@ -1,0 +1,332 @@
+"""Steps on command: how trials, comparisons and checks drive a strategy. Between commands the process sleeps."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import pickle
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.data import Subset
+
+from apportion.comm.channel import Channel, Message
+from apportion.comm.group import Alone, bytes_of
+from apportion.comm.world import World
+from apportion.core import tree
+from apportion.core.data.batch import Batches
+from apportion.core.sampler import DataShard
+from apportion.core.strategy import State, Step, batches
+from apportion.core.workload import Evaluation, Workload
+from apportion.parallel.replica.single_process import OneDeviceStep
+from apportion.parallel.tracing.uncompiled import uncompiled
+from apportion.runtime.proof.coarse_rounding import coarse_types
+from apportion.runtime.proof.module_taps import taps
+from apportion.runtime.worker.cpu_wait import Waited
+from apportion.runtime.worker.determinism import Observed, silence_recurrent_dropout, without_dropout
+from apportion.runtime.worker.evaluation import evaluate
+from apportion.runtime.worker.job import Job
+
+
+def serve_steps(job: Job, world: World, channel: Channel) -> None:
+    """Build the step, say so, and obey: ``go`` (so many steps, timed), ``state`` and ``log`` (into a file), ``facts``
+    (what a plan for this workload holds for), ``evaluate`` (the loss on examples that are kept for it), ``again`` (from
+    the beginning, in another precision), ``close``."""
+    again: Job | None = job
+    while again is not None:
+        again = _serve_steps(again, world, channel)
+    world.close()
+
+
+def _serve_steps(job: Job, world: World, channel: Channel) -> Job | None:
+    workload, again = job.open(), None
+    with _proving(job, workload) as seen:
+        step = job.strategy.build(seen.quiet(workload), world)
+        step.source.load_ahead(job.loaders)
+        if not workload.compile:  # what is compiled cannot be watched
+            seen.watch(step.model)
+        serving = _Serving(job, workload, step, world, seen)
+        steps = _steps(step)
+        told = {"steps": steps, "each": _each(step, world, steps), "precision": job.as_written().precision}
+        told |= {"linear": _is_linear(step), "parameters": step.parameters, "batch_size": job.as_written().batch_size}
+        channel.send({"kind": "built", **told})
+        while (order := channel.commands.get()) is not None and order["kind"] != "close":
+            if order["kind"] == "again":
+                again = replace(job, **order["job"])
+                break
+            channel.send(serving.answer(order))
+        serving.close()
+    step.source.close()
+    step.close()
+    return again
+
+
+class _Serving:
+    """A step that is built, and what it is asked."""
+
+    def __init__(self, job: Job, workload: Workload, step: Step, world: World, seen: _Seen) -> None:
+        self._job, self._workload, self._step, self._world, self._seen = job, workload, step, world, seen
+        self._kept: tuple[Evaluation, Batches] | None = None
+
+    def answer(self, order: Message) -> Message:
+        """What an order is answered with."""
+        kind, rank = order["kind"], self._world.rank
+        if kind == "go":
+            return {"kind": "went", **_go(self._step, self._world, order["steps"]), **self._seen.told()}
+        if kind == "state":
+            state = self._step.state_dict()
+            delivered = _deliver(state, order["path"] if rank in order["ranks"] else None)
+            return {"kind": "state", "digest": _digested(state), **delivered}
+        if kind == "facts":
+            return {"kind": "facts", **_facts(self._step, self._workload, self._job.as_written())}
+        if kind == "evaluate":
+            return {"kind": "evaluated", "loss": self._loss(order["examples"])}
+        if kind == "taps":
+            return {"kind": "tapped", "rows": _tapped(self._step, order["path"], rank)}
+        assert kind == "log", kind
+        if rank == 0:
+            Path(order["path"]).write_bytes(pickle.dumps(self._step.log()))
+        return {"kind": "log"}
+
+    def _loss(self, examples: int) -> float | None:
+        """The mean loss on at most so many examples of the evaluation set, or of the training set where there is none.
+        None of a rank that takes no part: where each goes its own way, all but the first."""
+        if not self._step.lockstep and self._world.rank != 0:
+            return None
+        if self._kept is None:
+            kept = _kept(self._workload, examples)
+            workload = replace(self._workload, evaluation=kept)
+            source = Batches.of_evaluation(
+                workload, device=self._step.device, dtype=self._step.source.dtype, rank=self._world.rank
+            )
+            self._kept = kept, source
+        group = self._world.group() if self._step.lockstep else Alone()
+        return evaluate(self._step, *self._kept, group, lambda: None)["loss"]
+
+    def close(self) -> None:
+        """Let go of the examples."""
+        if self._kept is not None:
+            self._kept[1].close()
+
+
+def _kept(workload: Workload, examples: int) -> Evaluation:
+    given, loss = workload.data if workload.evaluation is None else workload.evaluation.data, workload.loss
+    if loss is None:
+        raise ValueError("update= has no loss that two strategies could be compared by: choose an exact one")
+
+    def data() -> Any:
+        everything: Any = given()
+        return Subset(everything, range(min(examples, len(everything))))
+
+    return Evaluation(data=data, metrics={"loss": lambda outputs, targets: loss(outputs, targets)})
+
+
+def _facts(step: Step, workload: Workload, written: Workload) -> dict[str, Any]:
+    """What tells this workload from others whose steps take another time; and how many there are of them."""
+    mark = step.fingerprint(workload)
+    for name in ("seed", "total steps", "schedule"):  # of no account here
+        mark.pop(name, None)
+    batch = step.source.at(0, DataShard())
+    shapes = [[list(t.shape), str(t.dtype)] for t in tree.tensors((batch.inputs, batch.targets))]
+    network = hashlib.sha256(repr(step.model).encode()).hexdigest()[:16]
+    return {
+        "mark": {**mark, "network": network, "batch": shapes, "compile": workload.compile},
+        "steps": written.total_steps(step.source.deal.batches),
+    }
+
+
+def serve_reference(job: Job, world: World, channel: Channel) -> None:
+    """What the strategy must compute: one state on each ``next``, or the one that a log leads to; ``again`` and
+    ``close`` as above."""
+    again: Job | None = job
+    while again is not None:
+        again = _serve_reference(again, channel)
+
+
+def _serve_reference(job: Job, channel: Channel) -> Job | None:
+    workload = job.open()
+    with _proving(job, workload) as seen:
+        quiet = seen.quiet(workload)
+        states = None if job.strategy.replays(job.workers) else job.strategy.reference(quiet, job.workers)
+        channel.send({"kind": "built"})
+        while (order := channel.commands.get()) is not None:
+            if order["kind"] == "close":
+                break
+            if order["kind"] == "again":
+                return replace(job, **order["job"])
+            if order["kind"] == "start":
+                channel.send({"kind": "started", **_start(quiet, order["path"])})
+                continue
+            if order["kind"] == "taps":
+                rows = _tapped(_after(quiet, order["steps"]), order["path"], 0)
+                channel.send({"kind": "tapped", "rows": rows})
+                continue
+            if states is None:
+                log = pickle.loads(Path(order["log"]).read_bytes())
+                state, coarse = next(job.strategy.reference(quiet, job.workers, log)), set[str]()
+            else:
+                with coarse_types(workload.precision, moves=job.coarse) as coarse:
+                    state = next(states)
+            channel.send({"kind": "state", "coarse": sorted(coarse), **_deliver(state, order["path"])})
+    return None
+
+
+def _after(workload: Workload, steps: int) -> Step:
+    """One device that has made so many steps."""
+    step = OneDeviceStep(workload, torch.device("cpu"))
+    for batch in batches(step, stop=steps):
+        step(batch)
+    return step
+
+
+def _tapped(step: Step, path: str, rank: int) -> int:
+    """One step with what every submodule computes written into the file; how many rows this rank had."""
+    batch = step.take()
+    assert batch is not None, "a step that was compared can be made again"
+    with taps(step.model) as found:
+        step(batch)
+    Path(f"{path}{rank}").write_bytes(pickle.dumps(found))
+    return len(batch)
+
+
+def _start(workload: Workload, path: str) -> dict[str, Any]:
+    """What one device begins with, into the file; and which of it are parameters."""
+    step = OneDeviceStep(workload, torch.device("cpu"))
+    weights = [name for name, _ in step.model.named_parameters(remove_duplicate=False)]
+    delivered = _deliver(step.state_dict(), path)
+    step.source.close()
+    step.close()
+    return {**delivered, "weights": weights}
+
+
+class _Seen:
+    """What a proof has to name; nothing is looked at otherwise."""
+
+    def __init__(self, observed: Observed | None, dropped: set[str], uncompiled: ExitStack | None) -> None:
+        """``uncompiled``: how long what compiles itself does not, from where there is a model."""
+        self._observed, self._dropped, self._uncompiled = observed, dropped, uncompiled
+
+    def quiet(self, workload: Workload) -> Workload:
+        """With the dropout turned off that is inside of kernels, and nothing compiled."""
+        if self._observed is None:
+            return workload
+
+        def model() -> nn.Module:
+            made = workload.model()
+            self._dropped.update(silence_recurrent_dropout(made))
+            if self._uncompiled is not None:
+                self._uncompiled.enter_context(uncompiled())
+            return made
+
+        return replace(workload, model=model)
+
+    def watch(self, model: nn.Module) -> None:
+        """Look for what else it draws."""
+        if self._observed is not None:
+            self._observed.watch(model)
+
+    def told(self) -> dict[str, list[str]]:
+        """Dropout that was turned off, other draws, and operations in less than float64."""
+        if self._observed is None:
+            return {}
+        seen = self._observed
+        return {
+            "dropout": sorted(self._dropped),
+            "draws": sorted(seen.draws),
+            "narrow": sorted(seen.narrow),
+            "plain_draws": sorted(seen.plain_draws),
+        }
+
+
+@contextmanager
+def _proving(job: Job, workload: Workload) -> Iterator[_Seen]:
+    """What is proved is the network as it is written: parts that compile themselves do not, unless all of it does."""
+    with ExitStack() as stack:
+        if not job.proof:
+            yield _Seen(None, set(), None)
+            return
+        dropped = stack.enter_context(without_dropout())
+        yield _Seen(Observed(), dropped, None if workload.compile else stack)
+
+
+def _is_linear(step: Step) -> bool:
+    """Is what the weights move by proportional to the gradient, whatever its size?"""
+    optimizers = getattr(step, "optimizers", {})  # where each rank has a part, it may have none
+    return bool(optimizers) and all(type(optimizer) is torch.optim.SGD for optimizer in optimizers.values())
+
+
+def _steps(step: Step) -> int:
+    """There are: where whole batches are dealt in turn, a round of them is a step."""
+    shard = step.data_shard
+    return step.source.total // (shard.of if shard is not None and shard.whole_batches else 1)
+
+
+def _each(step: Step, world: World, steps: int) -> int:
+    """That every rank can make: where each takes what comes next, its part of them."""
+    shard = step.data_shard
+    shared = shard is not None and shard.whole_batches and shard.of == 1 and not step.lockstep
+    return steps // world.size if shared else steps
+
+
+def _go(step: Step, world: World, many: int) -> Message:
+    """Steps, each timed; what the time went to; and every wait, by a clock that the host's processes share."""
+    group, values = world.group(), []
+    step.source.start_over()  # what was loaded between commands would be free
+    group.barrier()
+    group.waits.clear()
+    waited = Waited()
+    before, times, examples = dict(step.spent()), [time.perf_counter()], 0
+    for _ in range(many if step.data_shard is not None else 0):  # a server answers the others meanwhile
+        batch = step.take()
+        assert batch is not None, "more steps were asked for than there are"
+        values.append(step(batch))
+        examples += batch.size
+        times.append(time.perf_counter())
+    waits = list(group.waits)
+    return {
+        "without_core": waited.share(),
+        "seconds": [b - a for a, b in itertools.pairwise(times)],
+        "examples": examples,
+        "lockstep": step.lockstep,
+        "spent": {name: seconds - before[name] for name, seconds in step.spent().items()},
+        "waits": waits,
+        "values": {n: torch.stack([v[n].reshape(()) for v in values]).tolist() for n in values[-1]} if values else {},
+        "peak_bytes": _peak_bytes(),
+        "held": step.held()._asdict(),
+    }
+
+
+def _peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _deliver(state: State, path: str | None) -> dict[str, Any]:
+    """The tensors of a state into the file, where one is asked for."""
+    if path is not None:
+        save_file(_delivered(state), path)
+    return {"path": path, "step": state.step}
+
+
+def _digested(state: State) -> str:
+    """A digest of every tensor of a state."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(_delivered(state).items()):
+        digest.update(name.encode())
+        digest.update(bytes_of(tensor).numpy().data)
+    return digest.hexdigest()
+
+
+def _delivered(state: State) -> dict[str, Tensor]:
+    """On the CPU and contiguous; complex numbers as pairs, since the file's format has no complex128."""
+    tensors = {name: tensor.detach().cpu().resolve_conj().resolve_neg() for name, tensor in state.tensors()}
+    return {name: (torch.view_as_real(t) if t.is_complex() else t).contiguous() for name, t in tensors.items()}

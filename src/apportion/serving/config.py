@@ -1,0 +1,121 @@
+"""How a server serves: what the command line has no flag for is here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from apportion.core.value import Value
+from apportion.serving.ensemble.aggregation import Aggregation
+from apportion.serving.pool.circuit_breaker import Patience
+
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+
+Replication = Literal["auto", "in_graph", "between_graph"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Serving(Value):
+    """Times in seconds, sizes in bytes."""
+
+    deadline: float = 1.0
+    """Of a request that asks for none by ``parameters.timeout``."""
+    longest_deadline: float = 60.0
+    """That a request may ask for."""
+    quorum: int = 1
+    """Members that an answer needs."""
+    replication: Replication = "auto"
+    aggregation: Aggregation = "mean"
+    weights: Mapping[str, float] | None = None
+    """By member, for ``aggregation="weighted_mean"``."""
+    host: str = "127.0.0.1"
+    names: tuple[str, ...] = ()
+    """Names by which clients address the server, besides ``host``, this machine's own name, localhost and the addresses
+    that are listened at; requests that name another one in Host or Origin are answered 403. "*": any."""
+    port: int = 8000
+    queue_length: int = 64
+    """Requests that wait for one member; more are answered 429."""
+    most_rows: int = 32
+    """Of a batch that is put together."""
+    most_bytes: int = 64 << 20
+    """Of a request's body."""
+    most_json_bytes: int = 8 << 20
+    """Of JSON in a request: while it is read nothing else is; large tensors are better sent as bytes."""
+    body_seconds: float = 10.0
+    """For a request's body to come."""
+    most_requests: int = 256
+    """That are answered at once; more are answered 429."""
+    inbox_bytes: int = 256 << 20
+    """Of the memory that holds large bodies and tensors of requests; where it is full more are answered 429. It is
+    taken as it is used."""
+    outbox_bytes: int = 64 << 20
+    """Of the memory that holds a member's large outputs; what does not fit goes through a socket."""
+    threads: int | None = None
+    """Of each member; None measures."""
+    load_seconds: float = 60.0
+    """For a member's process to start and load its net."""
+    drain_seconds: float = 1.0
+    """For requests to be answered that are there when the server is told to end."""
+    trust: bool = False
+    """May the file that a run names run whosever it is? Otherwise the caller's own (see ``load``)."""
+    patience: Patience = field(default_factory=Patience)
+
+    def __post_init__(self) -> None:
+        for name in ("deadline", "longest_deadline", "body_seconds", "load_seconds", "drain_seconds"):
+            if not 0.0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)} must be a positive number of seconds")
+        for name in (
+            "queue_length", "most_rows", "most_bytes", "most_json_bytes", "most_requests", "inbox_bytes", "outbox_bytes"
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.deadline > self.longest_deadline:
+            raise ValueError(f"deadline={self.deadline} is longer than longest_deadline={self.longest_deadline}")
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"port={self.port} must be from 0 (any that is free) to 65535")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads={self.threads} must be at least 1")
+        if self.replication not in get_args(Replication):
+            raise ValueError(f"replication={self.replication!r} must be one of {', '.join(get_args(Replication))}")
+
+
+def seconds_of(text: str) -> float:
+    """Of "50ms", "2 s", "1.5min"."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", text)
+    if found is None or found[2] not in _UNITS:
+        raise ValueError(f"{text!r} is no time: write a number and one of {', '.join(_UNITS)}, for example 50ms")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+# How members are written on the command line: a place, or NAME=PLACE.
+
+
+ENSEMBLE = "ensemble"
+"""What all members together are called; none of them may be."""
+_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
+
+
+def named(places: Sequence[str]) -> dict[str, str]:
+    """By name: those that are given, m1, m2, ... for the others, by their place in the list."""
+    found: dict[str, str] = {}
+    for at, text in enumerate(places, start=1):
+        given = re.fullmatch(rf"({_NAME})=(.+)", text)
+        name, place = (given[1], given[2]) if given else (f"m{at}", text)
+        if name in found:
+            raise ValueError(f"two members are named {name}: {found[name]} and {place}")
+        found[name] = place
+    check_names(found)
+    return found
+
+
+def check_names(members: Mapping[str, str]) -> None:
+    """ValueError where they cannot be served under these names."""
+    if not members:
+        raise ValueError("there is no member: give at least one net")
+    for name in members:
+        if name == ENSEMBLE or not re.fullmatch(_NAME, name):
+            raise ValueError(
+                f"member {name!r} must be named by letters, digits, '_', '.' and '-', and not {ENSEMBLE!r}: that is all"
+            )

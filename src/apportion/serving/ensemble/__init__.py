@@ -1,0 +1,1 @@
+"""The answer of several members: deadline, quorum, aggregation, and the request that is pending."""

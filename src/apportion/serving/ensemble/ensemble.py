@@ -1,0 +1,280 @@
+"""Several members as one model: who is asked, who is waited for, and what comes of their answers.
+
+The decisions are pure (deadline.py, breaker.py, aggregation.py); here they meet the clock, the queues and the callers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from apportion.serving.ensemble.aggregation import Aggregation, combined
+from apportion.serving.ensemble.deadline import Answer, Gathering
+from apportion.serving.errors import DeadlineExceeded, NoQuorum, Overloaded
+from apportion.serving.pool.frames import Placed
+from apportion.serving.pool.member import Seat
+from apportion.serving.pool.shared_arena import Lease
+from apportion.serving.pool.task import Lost, Outcome, Refused, Work
+from apportion.serving.protocol.datatypes import Array
+
+SLOW = 4.0
+"""Who takes longer than usual by so many times as much as the others do holds everybody up: such an answer counts, and
+counts as late."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """An answer, and the outputs it came to."""
+
+    answer: Answer
+    outputs: list[Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """To these members, until this deadline. ``held``: the memory in which the tensors lie."""
+
+    tensors: Sequence[Placed]
+    rows: int
+    deadline: float
+    names: tuple[str, ...]
+    held: Sequence[Lease] = ()
+
+
+@dataclass(eq=False)
+class Ensemble:
+    """``members``: names, each of a seat's. A seat that computes several gives their outputs one after the other."""
+
+    members: dict[str, Seat]
+    quorum: int
+    aggregation: Aggregation = "mean"
+    weights: dict[str, float] | None = None
+    reserve: float = 0.001
+    """Seconds before the deadline in which an answer is put together and sent."""
+    missed: Callable[[str], None] = lambda member: None
+    """Told of each deadline that a member that was waited for has missed."""
+
+    @property
+    def seats(self) -> list[Seat]:
+        """Each once."""
+        return list(dict.fromkeys(self.members.values()))
+
+    def ask(self, question: Question, told: Callable[[Result | Exception], None]) -> Asking:
+        """What these members say by the deadline. ``told`` is called once, perhaps at once: with the result, or with
+        DeadlineExceeded, NoQuorum, Overloaded, or Refused where the nets do not take these inputs."""
+        asking = Asking(self, question, told)
+        asking.begin()
+        return asking
+
+    async def infer(self, question: Question) -> Result:
+        """``ask``, for those who wait."""
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+
+        def told(found: Result | Exception) -> None:
+            if future.done():
+                return
+            if isinstance(found, Result):
+                future.set_result(found)
+            else:
+                future.set_exception(found)
+
+        asking = self.ask(question, told)
+        try:
+            return await future
+        finally:
+            asking.leave()
+
+    def waited_for(self, names: Sequence[str], quorum: int, now: float) -> tuple[list[str], list[str]]:
+        """(those to wait for, those to probe). Who is down or out is waited for only where the quorum needs it, those
+        who are up first."""
+        if all(self.members[name].unhurt for name in names):
+            return list(names), []
+        up = [name for name in names if self.members[name].state == "up"]
+        awaited = [name for name in up if self.members[name].breaker.state(now) == "closed"]
+        probed = [name for name in up if name not in awaited and self.members[name].breaker.probe_due(now)]
+        others = [name for name in up if name not in awaited]
+        others += [name for name in names if name not in up and self.members[name].refusal is None]
+        for name in others[: max(0, quorum - len(awaited))]:
+            awaited.append(name)
+            if name in probed:
+                probed.remove(name)
+        seats = {self.members[name] for name in awaited}  # who computes one of several has the others as well
+        awaited += [name for name in names if name not in awaited and self.members[name] in seats]
+        return awaited, [name for name in probed if name not in awaited]
+
+
+class Asking:
+    """One request, from the first queue to its outcome."""
+
+    def __init__(self, ensemble: Ensemble, question: Question, told: Callable[[Result | Exception], None]) -> None:
+        self.ensemble, self.question, self._told = ensemble, question, told
+        self.names, self.deadline = question.names, question.deadline
+        self.over = False
+        self.outputs: dict[str, list[Array]] = {}
+        self.works: dict[Seat, Work] = {}
+        self.refused: list[Refused] = []
+        self.full: list[Overloaded] = []
+        self.again: set[Seat] = set()
+
+    def begin(self) -> None:
+        """Ask them."""
+        loop = asyncio.get_running_loop()
+        self.began = now = loop.time()
+        quorum = min(self.ensemble.quorum, len(self.names))
+        awaited, probed = self.ensemble.waited_for(self.names, quorum, now)
+        ends = self.deadline - self.ensemble.reserve
+        self.gathering = Gathering(
+            members=self.names,
+            awaited=frozenset(awaited),
+            quorum=quorum,
+            deadline=ends,
+        )
+        self.timer = loop.call_at(ends, self._decide, ends)
+        if now >= ends:  # it came too late: nobody is asked, nobody is to blame
+            self._decide()
+            return
+        seats: dict[Seat, list[str]] = {}
+        for name in [*awaited, *probed]:
+            seats.setdefault(self.ensemble.members[name], []).append(name)
+        for seat, names in seats.items():
+            if self.over:
+                return
+            if names[0] in probed:
+                seat.breaker = seat.breaker.probed()
+            self._ask(seat, names)
+        self._decide()
+
+    def leave(self) -> None:
+        """The caller has gone away: nobody waits for the rest."""
+        if not self.over:
+            self.over = True
+            self.timer.cancel()
+            self._give_up_on_the_rest(0.0, timed_out=False)
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of all that refers back to this: the request's memory is free when the last member is done with it, and not
+        when Python comes to look for what nobody can reach."""
+        self.works, self.full, self.refused = {}, [], []
+
+    def _ask(self, seat: Seat, names: list[str], *, first: bool = False) -> None:
+        asked = self.question
+        work = Work(
+            asked.tensors,
+            asked.rows,
+            asked.deadline,
+            lambda outcome: self._settled(seat, names, outcome),
+            held=asked.held,
+        )
+        self.works[seat] = work
+        try:
+            seat.submit(work, first=first)
+        except Overloaded as error:
+            self.full.append(error)
+            seat.breaker = seat.breaker.refused()
+            for name in names:
+                self.gathering = self.gathering.with_failure(name)
+
+    def _settled(self, seat: Seat, names: list[str], outcome: Outcome) -> None:
+        now = asyncio.get_running_loop().time()
+        if isinstance(outcome, list):
+            self._answered(seat, names, outcome, now)
+            return
+        if isinstance(outcome, Lost) and self._ask_again(seat, names, now):
+            return
+        if isinstance(outcome, Refused):
+            self.refused.append(outcome)
+            seat.breaker = seat.breaker.in_time(now)
+        elif not isinstance(outcome, Lost):
+            self._late(seat, names, now)
+        for name in names:
+            self.gathering = self.gathering.with_failure(name)
+        self._decide()
+
+    def _answered(self, seat: Seat, names: list[str], outputs: list[Array], now: float) -> None:
+        every = [name for name, other in self.ensemble.members.items() if other is seat]
+        each = len(outputs) // len(every)
+        last = not self.gathering.open - {*names}
+        if now > self.deadline or (last and self._holds_up(seat)):
+            self._late(seat, names, now)
+        else:
+            seat.breaker = seat.breaker.in_time(now)
+        if self.over:
+            return
+        for name in names:
+            at = each * every.index(name)
+            self.outputs[name] = outputs[at : at + each]
+            self.gathering = self.gathering.with_answer(name)
+        self._decide()
+
+    def _holds_up(self, seat: Seat) -> bool:
+        """Is it slower than usual by far more than the others of this request are?"""
+        others = [other.strain for other in self.works if other is not seat]
+        return bool(others) and seat.strain > SLOW * max(1.0, median(others))
+
+    def _ask_again(self, seat: Seat, names: list[str], now: float) -> bool:
+        """What a process took with it is asked of its successor, once, where the quorum cannot do without."""
+        without = self.gathering
+        for name in names:
+            without = without.with_failure(name)
+        if self.over or seat in self.again or not isinstance(without.outcome(now), NoQuorum):
+            return False
+        if now >= self.gathering.deadline:
+            return False
+        self.again.add(seat)
+        self._ask(seat, names, first=True)
+        self._decide()
+        return True
+
+    def _late(self, seat: Seat, names: Sequence[str], now: float) -> None:
+        if self.deadline - self.began < 2 * seat.pace.expected(self.question.rows) + 2 * self.ensemble.reserve:
+            seat.breaker = seat.breaker.refused()  # nobody could have been in time
+            return
+        if self.began >= seat.missed_at:  # of those that waited at the same time one counts
+            seat.breaker, seat.missed_at = seat.breaker.late(now), now
+        for name in names:
+            self.ensemble.missed(name)
+
+    def _decide(self, at: float = 0.0) -> None:
+        """``at``: a clock may ring a little before its time."""
+        if self.over:
+            return
+        now = max(at, asyncio.get_running_loop().time())
+        outcome = self.gathering.outcome(now)
+        if outcome is None:
+            return
+        self.over = True
+        self.timer.cancel()
+        self._give_up_on_the_rest(now, timed_out=now >= self.gathering.deadline)
+        found = self._found(outcome)
+        self._let_go()
+        self._told(found)
+
+    def _found(self, outcome: Answer | DeadlineExceeded | NoQuorum) -> Result | Exception:
+        if isinstance(outcome, Answer):
+            try:
+                return Result(outcome, self._combined(outcome))
+            except Exception as error:  # nobody may be left waiting
+                return NoQuorum(f"the members' outputs do not fit together: {error}")
+        if isinstance(outcome, NoQuorum) and (self.refused or self.full):
+            return self.refused[0] if self.refused else self.full[0]
+        return outcome
+
+    def _give_up_on_the_rest(self, now: float, *, timed_out: bool) -> None:
+        for seat, work in self.works.items():
+            names = [name for name in self.names if self.ensemble.members[name] is seat]
+            if work.over or not self.gathering.awaited & {*names}:
+                continue  # a probe goes on until its own deadline
+            work.over = True
+            if timed_out:
+                self._late(seat, names, now)
+
+    def _combined(self, answer: Answer) -> list[Array]:
+        weights = self.ensemble.weights
+        used = None if weights is None else [weights[name] for name in answer.used]
+        columns = zip(*(self.outputs[name] for name in answer.used), strict=True)
+        if len(self.names) == 1:
+            return self.outputs[answer.used[0]]
+        return [combined(self.ensemble.aggregation, column, used) for column in columns]

@@ -1,0 +1,1 @@
+"""HTTP/1.1 on httptools, and the routes."""

@@ -1,0 +1,69 @@
+"""A body that comes in chunks (RFC 9112, 7.1): each with its length before it, a chunk of none is the last."""
+
+from __future__ import annotations
+
+import re
+
+from apportion.serving.http.response import Wrong
+
+MOST_LINE = 4096
+"""Bytes of a line: a length with what may follow it, or a trailer."""
+MOST_TRAILERS = 64 << 10
+"""Bytes of all trailers, which are not read."""
+_LENGTH = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?")
+
+
+class Chunks:
+    """``body``: what has come so far, ``most`` bytes at most."""
+
+    def __init__(self, most: int) -> None:
+        self.body, self._most = bytearray(), most
+        self._trailers = 0
+        self._left, self._within, self._last, self._whole = 0, False, False, False
+
+    def feed(self, data: memoryview) -> tuple[int, bool]:
+        """(bytes that were its own, whether it is whole). What is of no use yet is to be fed again with what follows.
+        Wrong where it is malformed or too large."""
+        at = 0
+        while at < len(data) and not self._whole:
+            took = self._data(data[at:]) if self._within else self._line(data[at:])
+            if took is None:
+                break
+            at += took
+        return at, self._whole
+
+    def _data(self, data: memoryview) -> int | None:
+        if self._left:
+            took = data[: self._left]
+            self.body += took
+            self._left -= len(took)
+            return len(took)
+        if len(data) < 2:
+            return None
+        if bytes(data[:2]) != b"\r\n":
+            raise Wrong(400, "a chunk is longer than it says")
+        self._within = False
+        return 2
+
+    def _line(self, data: memoryview) -> int | None:
+        line = bytes(data[: MOST_LINE + 2])
+        end = line.find(b"\r\n")
+        if end < 0:
+            if len(line) > MOST_LINE:
+                raise Wrong(400, f"a line between chunks has more than {MOST_LINE} bytes")
+            return None
+        if any(mark in line[:end] for mark in (b"\n", b"\r", b"\0")):
+            raise Wrong(400, "a line between chunks or after them has a line feed, a carriage return or a zero in it")
+        if self._last:
+            self._whole, self._trailers = end == 0, self._trailers + end + 2
+            if self._trailers > MOST_TRAILERS:
+                raise Wrong(431, f"the body's trailers have more than {MOST_TRAILERS} bytes")
+            return end + 2
+        found = _LENGTH.fullmatch(line[:end])
+        if found is None:
+            raise Wrong(400, f"{line[: min(end, 40)]!r} is no length of a chunk")
+        self._left = int(found[1], 16)
+        if len(self.body) + self._left > self._most:
+            raise Wrong(413, f"the body has more than {self._most} bytes: say its content-length")
+        self._last, self._within = self._left == 0, self._left > 0
+        return end + 2

@@ -1,0 +1,265 @@
+"""One request for inference: from its head to its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from apportion.serving.config import Serving
+from apportion.serving.ensemble.deadline import expires
+from apportion.serving.ensemble.ensemble import Asking, Ensemble, Question, Result
+from apportion.serving.errors import DeadlineExceeded, NoQuorum, Overloaded
+from apportion.serving.http.request_head import Head, number
+from apportion.serving.http.response import Reply, Wrong
+from apportion.serving.http.unread_responses import Unread
+from apportion.serving.log import log
+from apportion.serving.pool.frames import INLINE_BYTES, placed
+from apportion.serving.pool.shared_arena import ALIGNED, Arena, Lease
+from apportion.serving.protocol.v2 import (
+    HEADER,
+    Named,
+    Request,
+    Unfit,
+    check_declared,
+    read_request,
+    shown,
+    write_response,
+)
+from apportion.serving.runtimes.runtime import Spec
+
+VERSION = "1"
+BINARY = b"application/octet-stream"
+JUDGED_JSON_BYTES = 64 << 10
+"""JSON of at most so many bytes is read twice: once as soon as it has come, and with the tensors that follow it."""
+LEFT = 499
+"""The status under which it is counted that a client did not wait for its answer."""
+_HEADER = HEADER.lower().encode()
+
+
+class InferServer(Protocol):
+    """What a request for inference needs of the server that has taken it."""
+
+    @property
+    def ensemble(self) -> Ensemble:
+        """The members that compute the answer."""
+
+    @property
+    def serving(self) -> Serving:
+        """The server's settings: its limits and deadlines."""
+
+    @property
+    def inbox(self) -> Arena:
+        """The shared memory that bodies are read into."""
+
+    @property
+    def unread(self) -> Unread:
+        """The answers that clients have not read yet."""
+
+    busy: int
+    """The number of requests for inference that are being answered."""
+
+    def specs(self, model: str) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
+        """Returns the inputs and the outputs of a model."""
+
+    def noted(self, reply: Reply, model: str, began: float, result: Result | None = None) -> Reply:
+        """Returns the response, which is counted once it is sent."""
+
+    def note(self, model: str, status: int, seconds: float, result: Result | None) -> None:
+        """Count a request that has been answered."""
+
+
+class Inference:
+    """It takes a place among those that are answered, until it is over."""
+
+    def __init__(self, app: InferServer, head: Head, model: str, names: tuple[str, ...], began: float) -> None:
+        if head.encoding != b"identity":
+            raise Wrong(415, f"content-encoding {head.encoding[:40].decode('latin-1')!r} is not read: send it as it is")
+        self._json_bytes = None if head.json_bytes is None else number(_HEADER, head.json_bytes)
+        self._app, self._model, self._names, self._began = app, model, names, began
+        self._came = asyncio.get_running_loop().time()
+        self._asking: Asking | None = None
+        self._request: Request | None = None
+        self._told: Callable[[Reply], None] | None = None
+        self._over = False
+        app.busy += 1
+
+    def room(self, length: int) -> tuple[memoryview, Lease | None]:
+        """Memory for its body. Members read large tensors where they lie; the first one begins on a cache line."""
+        most = min(self._app.serving.most_bytes, self._app.inbox.nbytes - ALIGNED)
+        if length > most:
+            raise Wrong(413, f"the body has {length} bytes, of {most} at most")
+        self._check_json(length if self._json_bytes is None else self._json_bytes)
+        if length <= INLINE_BYTES:
+            return memoryview(bytearray(length)), None
+        before = -(self._json_bytes or 0) % ALIGNED
+        lease = self._app.inbox.lease(before + length)
+        if lease is None:
+            raise Overloaded(f"there is no memory for {length} bytes now", seconds=self._app.serving.deadline)
+        return lease.memory[before : before + length], lease
+
+    def _check_json(self, size: int) -> None:
+        if size > (most := self._app.serving.most_json_bytes):
+            raise Wrong(413, f"the request has {size} bytes of JSON, of {most} at most: send its tensors as bytes")
+
+    def judged(self, so_far: memoryview) -> bool:
+        """Refuse a long body by the JSON that it begins with, before its tensors come. Returns whether that is done."""
+        size = self._json_bytes
+        if size is None or not 0 < size <= JUDGED_JSON_BYTES:
+            return True
+        if len(so_far) < size:
+            return False
+        specs = {spec.name: spec for spec in self._app.specs(self._model)[0]}
+        check_declared(so_far[:size], takes=[*specs], check=lambda *tensor: _check(specs, *tensor))
+        return True
+
+    def came(self, body: memoryview, held: Lease | None, told: Callable[[Reply], None]) -> None:
+        """The body: the members are asked. ``told`` is called once, perhaps at once."""
+        self._told = told
+        try:
+            self._check_json(len(body) if self._json_bytes is None else self._json_bytes)
+            specs = {spec.name: spec for spec in self._app.specs(self._model)[0]}
+            self._request = request = read_request(
+                body, self._json_bytes, takes=[*specs], check=lambda *tensor: _check(specs, *tensor)
+            )
+            question = self._question(request, () if held is None else (held,))
+            asking = self._app.ensemble.ask(question, self._answered)
+            if not self._over:
+                self._asking = asking
+        except Exception as error:
+            if self._over:  # it has been answered already
+                defect(error)
+            else:
+                told(self.failed(error))
+
+    def _question(self, request: Request, held: tuple[Lease, ...]) -> Question:
+        app = self._app
+        inputs, outputs = app.specs(self._model)
+        given = _in_order(request, inputs)
+        if request.outputs is not None:
+            known = [spec.name for spec in outputs]
+            if strange := [asked.name for asked in request.outputs if asked.name not in known]:
+                raise ValueError(f"there is no output {shown(strange[0])}: it is one of {', '.join(known)}")
+        timeout = request.timeout
+        if timeout is not None and timeout > app.serving.longest_deadline:
+            raise ValueError(
+                f"parameters.timeout={request.parameters['timeout']} is longer than the "
+                f"{app.serving.longest_deadline * 1e6:.0f} microseconds that this server allows"
+            )
+        rows = len(given[0].array) if given[0].array.ndim else 1
+        tensors, leases = placed([(tensor.datatype, tensor.array) for tensor in given], app.inbox, held)
+        return Question(tensors, rows, expires(self._came, timeout, app.serving.deadline), self._names, leases)
+
+    def _answered(self, found: Result | Exception) -> None:
+        assert self._told is not None
+        if self._over:
+            return
+        if isinstance(found, Exception):
+            self._told(self.failed(found))
+            return
+        try:
+            reply = self._reply(found)
+        except Exception as error:
+            reply = self.failed(error)
+        else:
+            self._leave()
+            self._app.noted(reply, self._model, self._began, found)
+        self._told(reply)
+
+    def _reply(self, result: Result) -> Reply:
+        assert self._request is not None
+        request, specs = self._request, self._app.specs(self._model)[1]
+        found = {s.name: Named(s.name, s.datatype, x) for s, x in zip(specs, result.outputs, strict=True)}
+        coming = sum(tensor.array.nbytes for tensor in found.values())
+        self._app.unread.make_room(asyncio.get_running_loop().time(), coming=coming)
+        asked = list(found.values()) if request.outputs is None else [found[asked.name] for asked in request.outputs]
+        pieces, said = write_response(_head(self._model, request, result), asked, request)
+        if said is None:
+            return Reply(200, b"".join(pieces))
+        return Reply(200, b"".join(pieces), BINARY, ((_HEADER, b"%d" % said),))
+
+    def failed(self, error: Exception) -> Reply:
+        """What is answered to that."""
+        self._leave()
+        return self._app.noted(reply_to(error), self._model, self._began)
+
+    def leave(self) -> None:
+        """The client has gone: nothing more is computed for it."""
+        if not self._over:
+            asking = self._asking
+            self._leave()
+            if asking is not None:
+                asking.leave()
+            self._app.note(self._model, LEFT, time.perf_counter() - self._began, None)
+
+    def _leave(self) -> None:
+        if not self._over:
+            self._over, self._asking = True, None
+            self._app.busy -= 1
+
+
+def defect(error: Exception) -> Reply:
+    """What is answered where the fault is ours."""
+    log("defect", level="error", why=repr(error)[:500])
+    return Wrong(500, "the server failed at this request; its log says how").reply()
+
+
+def _check(specs: Mapping[str, Spec], name: str, datatype: str, shape: Sequence[int]) -> None:
+    spec = specs.get(name)
+    if spec is None:
+        raise Unfit(f"there is no input {shown(name)}: it is one of {', '.join(specs)}")
+    if (why := spec.refusal(datatype, shape)) is not None:
+        raise Unfit(why)
+
+
+def _in_order(request: Request, inputs: tuple[Spec, ...]) -> list[Named]:
+    """The tensors as the net takes them. ValueError where one is missing."""
+    given = {tensor.name: tensor for tensor in request.inputs}
+    found = []
+    for spec in inputs:
+        tensor = given.get(spec.name)
+        if tensor is None:
+            raise ValueError(f"input {spec.name} is missing")
+        found.append(tensor)
+    rows = {len(t.array) for t, spec in zip(found, inputs, strict=True) if spec.shape and spec.shape[0] is None}
+    if len(rows) > 1:
+        raise ValueError(f"inputs have {' and '.join(map(str, sorted(rows)))} rows: they need as many as each other")
+    return found
+
+
+def _head(model: str, request: Request, result: Result) -> dict[str, Any]:
+    answer = result.answer
+    head: dict[str, Any] = {"model_name": model, "model_version": VERSION}
+    if request.id is not None:
+        head["id"] = request.id
+    head["parameters"] = {
+        "members_used": ",".join(answer.used),
+        "members_late": ",".join(answer.late),
+        "members_failed": ",".join(answer.failed),
+        "members_absent": ",".join(answer.absent),
+        "degraded": answer.degraded,
+    }
+    return head
+
+
+def reply_to(error: Exception) -> Reply:
+    """What is answered where that has come of it."""
+    said = _wrong(error)
+    return defect(error) if said is None else said.reply()
+
+
+def _wrong(error: Exception) -> Wrong | None:
+    """None: the fault is ours."""
+    match error:
+        case Wrong():
+            return error
+        case Overloaded():
+            return Wrong(429, str(error), (b"retry-after", b"%d" % max(1, -int(-error.seconds // 1))))
+        case DeadlineExceeded():
+            return Wrong(504, str(error))
+        case NoQuorum():
+            return Wrong(503, str(error), (b"retry-after", b"1"))
+        case ValueError():
+            return Wrong(400, str(error))
+    return None

@@ -1,0 +1,79 @@
+"""What a person or a monitor looks at: the page at /, the numbers that it shows, metrics, and the OpenAPI file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from apportion.serving.config import Serving
+from apportion.serving.http.openapi import document
+from apportion.serving.metrics import Metrics
+from apportion.serving.pool.shared_arena import Arena
+from apportion.serving.replication.choose import Staffed
+
+HTML = b"text/html; charset=utf-8"
+PAGE = (Path(__file__).parent / "page.html").read_bytes()
+TEXT = b"text/plain; version=0.0.4; charset=utf-8"
+JSON = b"application/json"
+
+
+def pages(
+    staffed: Staffed, serving: Serving, inbox: Arena, metrics: Metrics
+) -> dict[str, tuple[bytes, Callable[[], bytes]]]:
+    """By path: (content type, a function of the body)."""
+    return {
+        "/": (HTML, lambda: PAGE),
+        "/status": (JSON, lambda: orjson.dumps(status(staffed, serving, inbox, metrics))),
+        "/metrics": (TEXT, lambda: _metrics(staffed, metrics)),
+        "/openapi.json": (JSON, lambda: orjson.dumps(document(staffed.ensemble, serving))),
+    }
+
+
+def status(staffed: Staffed, serving: Serving, inbox: Arena, metrics: Metrics) -> dict[str, Any]:
+    """What the page shows."""
+    now, members = time.monotonic(), []
+    for name, seat in staffed.ensemble.members.items():
+        members.append(
+            {
+                "name": name,
+                "pid": None if seat.child is None else seat.child.pid,
+                "state": seat.state if seat.state != "up" else seat.breaker.state(now),
+                "proven": seat.proven,
+                "runtime": seat.runtime,
+                "row_ms": round(seat.pace.expected(1) * 1e3, 3),
+                "waiting": seat.waiting,
+                "computing": sum(len(flight.works) for flight in seat.flights.values()),
+                "batches": seat.counts.batches,
+                "rows": seat.counts.rows,
+                "late": seat.counts.late,
+                "lost": seat.counts.lost,
+                "restarts": seat.counts.restarts,
+            }
+        )
+    return {
+        "replication": staffed.replication,
+        "deadline_ms": serving.deadline * 1e3,
+        "inbox_bytes": inbox.nbytes - inbox.free,
+        "quorum": staffed.ensemble.quorum,
+        "members": members,
+        **metrics.summary(),
+    }
+
+
+def _metrics(staffed: Staffed, metrics: Metrics) -> bytes:
+    now = time.monotonic()
+    for name, seat in staffed.ensemble.members.items():
+        up = seat.state == "up" and seat.breaker.state(now) == "closed"
+        for gauge, value in (
+            (metrics.restarts, seat.counts.restarts),
+            (metrics.queued, seat.waiting),
+            (metrics.up, int(up)),
+            (metrics.batches, seat.counts.batches),
+            (metrics.rows, seat.counts.rows),
+        ):
+            metrics.of(gauge, name).set(value)
+    return metrics.text()

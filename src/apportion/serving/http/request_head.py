@@ -1,0 +1,120 @@
+"""The head of an HTTP request: llhttp reads it (httptools), and what the server goes by is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+import httptools
+
+from apportion.serving.http.response import Wrong
+from apportion.serving.protocol.v2 import HEADER
+
+MOST_BYTES = 64 << 10
+"""Of a head."""
+END = b"\r\n\r\n"
+_JSON_BYTES = HEADER.lower().encode()
+_ONCE = (b"host", b"origin", b"content-length", b"transfer-encoding", _JSON_BYTES)
+
+
+@dataclass(slots=True)
+class Head:
+    """``length``: of the body; None: it says itself where it ends, by its chunks."""
+
+    method: str
+    path: str
+    keep_alive: bool
+    length: int | None = 0
+    json_bytes: bytes | None = None
+    encoding: bytes = b"identity"
+    waits: bool = False
+    """Does the client wait to be told to go on (``Expect: 100-continue``)?"""
+    host: bytes | None = None
+    origin: bytes | None = None
+
+
+class HeadReader:
+    """One request's. ``feed`` takes it in pieces, up to its end and no further."""
+
+    def __init__(self) -> None:
+        self._parser = httptools.HttpRequestParser(self)
+        self._url, self._headers = b"", dict[bytes, bytes]()
+        self._whole = self._keep_alive = self._newest = False
+
+    def on_url(self, url: bytes) -> None:
+        """Of httptools."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Of httptools."""
+        name = name.lower()
+        if name in _ONCE and name in self._headers:
+            raise Wrong(400, f"{name.decode()} is given twice")
+        self._headers[name] = value
+
+    def on_headers_complete(self) -> None:
+        """Of httptools. It forgets the second once a request without a body is whole."""
+        self._whole = True
+        self._newest = self._parser.get_http_version() == "1.1"
+        self._keep_alive = self._newest and self._parser.should_keep_alive()
+
+    def feed(self, data: bytes | memoryview) -> None:
+        """Wrong where it is no HTTP."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # to what is not offered: the request is answered as it is
+            pass
+        except httptools.HttpParserCallbackError as error:
+            if isinstance(error.__context__, Wrong):
+                raise error.__context__ from None
+            raise
+        except httptools.HttpParserError as error:
+            raise Wrong(400, f"this is no HTTP request: {error}") from error
+
+    def head(self) -> Head:
+        """Once all has been fed."""
+        if not self._whole:
+            raise Wrong(400, "this is no HTTP request: its head ends too early")
+        found = self._headers
+        if self._newest and b"host" not in found:
+            raise Wrong(400, "a request of HTTP/1.1 says by its host header whom it asks: there is none")
+        length: int | None = 0
+        if (coding := found.get(b"transfer-encoding")) is not None:
+            if coding.strip().lower() != b"chunked" or b"content-length" in found:
+                raise Wrong(400, f"transfer-encoding {_text(coding)!r} is not read: chunked is, or a content-length")
+            length = None
+        elif (said := found.get(b"content-length")) is not None:
+            length = number(b"content-length", said)
+        return Head(
+            self._parser.get_method().decode(),
+            _path(self._url),
+            self._keep_alive,
+            length,
+            found.get(_JSON_BYTES),
+            found.get(b"content-encoding", b"identity").strip().lower(),
+            self._newest and found.get(b"expect", b"").lower() == b"100-continue",
+            found.get(b"host"),
+            found.get(b"origin"),
+        )
+
+
+def number(name: bytes, value: bytes) -> int:
+    """Of bytes, in a header. Wrong where it is none."""
+    if not value.isdigit() or len(value) > 18:
+        raise Wrong(400, f"{name.decode()}: {_text(value)[:60]!r} is no number of bytes")
+    return int(value)
+
+
+def _path(url: bytes) -> str:
+    if not url.startswith(b"/"):
+        try:
+            url = httptools.parse_url(url).path or b"/"
+        except (httptools.HttpParserError, ValueError):
+            return _text(url)
+    path = url.partition(b"?")[0].decode("latin-1")
+    return unquote(path) if "%" in path else path
+
+
+def _text(value: Any) -> str:
+    return bytes(value).decode(errors="replace")

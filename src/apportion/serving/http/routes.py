@@ -1,0 +1,199 @@
+"""The Open Inference Protocol over HTTP: what is asked, of whom, and how it is answered.
+
+Whatever goes wrong is ``{"error": "..."}`` with a status that says whose fault it is: 400 the request's, 429 too many
+of them, 503 the members', 504 the deadline's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from apportion.serving.config import ENSEMBLE, Serving
+from apportion.serving.ensemble.ensemble import Ensemble, Result
+from apportion.serving.errors import Overloaded
+from apportion.serving.http.host_names import Hosts
+from apportion.serving.http.infer_request import VERSION, Inference, defect, reply_to
+from apportion.serving.http.request_head import Head
+from apportion.serving.http.response import Reply, Wrong
+from apportion.serving.http.unread_responses import Unread
+from apportion.serving.log import log
+from apportion.serving.metrics import Metrics
+from apportion.serving.pool.shared_arena import Arena
+from apportion.serving.protocol.v2 import shown
+from apportion.serving.runtimes.runtime import Spec
+
+Specs = tuple[Spec, ...]
+
+
+class App:
+    """``pages``: what is answered to GET besides the protocol, by its path: (content type, a function of its body)."""
+
+    def __init__(  # noqa: PLR0913 (what it answers from)
+        self,
+        ensemble: Ensemble,
+        serving: Serving,
+        inbox: Arena,
+        metrics: Metrics,
+        *,
+        version: str,
+        pages: Mapping[str, tuple[bytes, Callable[[], bytes]]],
+        hosts: Hosts,
+    ) -> None:
+        self.ensemble, self.serving, self.inbox = ensemble, serving, inbox
+        self._metrics, self._version, self._pages, self._hosts = metrics, version, pages, hosts
+        names = list(ensemble.members)
+        self._models: dict[str, tuple[str, ...]] = {name: (name,) for name in names}
+        self._models[ENSEMBLE if len(names) > 1 else names[0]] = tuple(names)
+        self._known_specs: dict[str, tuple[Specs, tuple[Specs, Specs]]] = {}
+        self.busy = 0
+        """Requests for inference that are being answered."""
+        self.draining = False
+        self.unread = Unread()
+
+    def opened(self, head: Head) -> Reply | Inference:
+        """What is answered to this head; or who takes its body."""
+        try:
+            self._hosts.check(head)
+        except Wrong as error:
+            return error.reply()
+        if not (head.path.endswith("/infer") and head.path.count("/") > 3):
+            return self._other(head.method, head.path)
+        began, parts = time.perf_counter(), head.path.strip("/").split("/")
+        model = parts[2] if len(parts) > 2 and parts[2] in self._models else "?"
+        try:
+            return Inference(self, head, model, self._addressed(head, parts), began)
+        except (Wrong, Overloaded) as error:
+            return self.noted(reply_to(error), model, began)
+
+    # What is no inference
+
+    def _other(self, method: str, path: str) -> Reply:
+        try:
+            found = self._found(path)
+            if method not in ("GET", "HEAD"):
+                raise Wrong(405, f"{path[:200]} is asked for with GET, not {method}", (b"allow", b"GET, HEAD"))
+            return found()
+        except Wrong as error:
+            return error.reply()
+        except Exception as error:
+            return defect(error)
+
+    def _found(self, path: str) -> Callable[[], Reply]:
+        if path in self._pages:
+            kind, body = self._pages[path]
+            return lambda: Reply(200, body(), kind)
+        match path.strip("/").split("/"):
+            case ["v2"]:
+                return lambda: _told(self._server())
+            case ["v2", "health", "live"]:
+                return lambda: _told({"live": True})
+            case ["v2", "health", "ready"]:
+                return lambda: _ready(self.ready)
+            case ["v2", "models", model] | ["v2", "models", model, "versions", _]:
+                self._known(path, model)
+                return lambda: _told(self._metadata(model))
+            case ["v2", "models", model, "ready"] | ["v2", "models", model, "versions", _, "ready"]:
+                self._known(path, model)
+                return lambda: self._model_ready(model)
+        raise Wrong(404, f"there is no {path[:200]}")
+
+    def _known(self, path: str, model: str) -> tuple[str, ...]:
+        parts = path.strip("/").split("/")
+        if model not in self._models:
+            raise Wrong(404, f"there is no model {shown(model)}: it is one of {', '.join(self._models)}")
+        if len(parts) > 4 and parts[3] == "versions" and parts[4] != VERSION:
+            raise Wrong(404, f"model {model!r} has no version {shown(parts[4])}: it is {VERSION!r}")
+        return self._models[model]
+
+    @property
+    def ready(self) -> bool:
+        """Have as many members as the quorum answered, since their processes were started, and does it go on?"""
+        return not self.draining and self._able(tuple(self.ensemble.members)) >= self.ensemble.quorum
+
+    def _able(self, names: tuple[str, ...]) -> int:
+        return sum(self.ensemble.members[name].proven for name in names)
+
+    def _model_ready(self, model: str) -> Reply:
+        names = self._models[model]
+        ready = not self.draining and self._able(names) >= min(self.ensemble.quorum, len(names))
+        return _ready(ready, name=model)
+
+    def _server(self) -> dict[str, Any]:
+        return {"name": "apportion", "version": self._version, "extensions": ["binary_tensor_data"]}
+
+    def _metadata(self, model: str) -> dict[str, Any]:
+        inputs, outputs = self.specs(model)
+        runtimes = dict.fromkeys(self.ensemble.members[name].runtime for name in self._models[model])
+        return {
+            "name": model,
+            "versions": [VERSION],
+            "platform": ", ".join(runtimes),
+            "inputs": [_described(spec) for spec in inputs],
+            "outputs": [_described(spec) for spec in outputs],
+        }
+
+    def specs(self, model: str) -> tuple[Specs, Specs]:
+        """The inputs and outputs of a model."""
+        seat = self.ensemble.members[self._models[model][0]]
+        if (known := self._known_specs.get(model)) is not None and known[0] is seat.outputs:
+            return known[1]
+        each = len(seat.outputs) // sum(other is seat for other in self.ensemble.members.values())
+        outputs = seat.outputs[:each]
+        if each < len(seat.outputs):  # of a merged program: "m1/output"
+            outputs = tuple(replace(spec, name=spec.name.partition("/")[2]) for spec in outputs)
+        self._known_specs[model] = seat.outputs, (seat.inputs, outputs)
+        return seat.inputs, outputs
+
+    # Inference
+
+    def _addressed(self, head: Head, parts: Sequence[str]) -> tuple[str, ...]:
+        match parts:
+            case ["v2", "models", model, "infer"] | ["v2", "models", model, "versions", _, "infer"]:
+                names = self._known(head.path, model)
+            case _:
+                raise Wrong(404, f"there is no {head.path[:200]}")
+        if head.method != "POST":
+            raise Wrong(405, f"{head.path[:200]} is asked for with POST, not {head.method}", (b"allow", b"POST"))
+        if self.draining:
+            raise Wrong(503, "the server is ending")
+        if self.busy >= self.serving.most_requests:
+            raise Overloaded(f"{self.busy} requests are being answered already", seconds=self.serving.deadline)
+        return names
+
+    def noted(self, reply: Reply, model: str, began: float, result: Result | None = None) -> Reply:
+        """It, to be counted once it is sent."""
+        reply.sent = lambda: self.note(model, reply.status, time.perf_counter() - began, result)
+        return reply
+
+    def note(self, model: str, status: int, seconds: float, result: Result | None) -> None:
+        """A request that has been answered."""
+        about: dict[str, Any] = {"model": model, "status": status, "ms": round(seconds * 1e3, 3)}
+        used: tuple[str, ...] = ()
+        degraded = False
+        if result is not None:
+            used, degraded = result.answer.used, result.answer.degraded
+            about["members_used"] = ",".join(used)
+            if degraded:
+                about["degraded"] = True
+        self._metrics.answered(model, status, seconds, used, degraded=degraded)
+        log("request", level="info" if status < 500 else "warning", **about)
+
+
+def _described(spec: Spec) -> dict[str, Any]:
+    return {"name": spec.name, "datatype": spec.datatype, "shape": [-1 if n is None else n for n in spec.shape]}
+
+
+def _told(answer: Mapping[str, Any], status: int = 200) -> Reply:
+    return Reply(status, orjson.dumps(answer))
+
+
+def _ready(ready: bool, **about: str) -> Reply:
+    """Whatever is wrong has an "error"."""
+    if ready:
+        return _told({**about, "ready": True})
+    return _told({**about, "ready": False, "error": "fewer members have answered than the quorum needs"}, 503)

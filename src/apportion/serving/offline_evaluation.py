@@ -1,0 +1,165 @@
+"""``apportion serve --evaluate``: the members on test data, and what it costs to answer without some of them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from math import comb, inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from apportion.serving.config import Serving
+from apportion.serving.ensemble.aggregation import Aggregation, Array, combined
+from apportion.serving.model_preparation import prepared
+from apportion.serving.protocol.datatypes import DATATYPES
+from apportion.serving.runtimes.runtime import Program
+
+ROWS = 64
+"""That are computed at once."""
+
+
+def evaluate(members: Mapping[str, str], data: str, serving: Serving) -> Statement:
+    """``data``: a workload's address (its evaluation's data), or a file (.npz) with ``targets`` and the nets' inputs:
+    ``input``, or several by their names. ValueError where it is neither, or the nets do not take it."""
+    outputs: dict[str, Array] = {}
+    targets: Array = np.empty(0)
+    with tempfile.TemporaryDirectory(prefix="apportion-evaluate-") as folder:
+        for name, place in members.items():
+            program = prepared(name, place, Path(folder), serving, len(members)).open()
+            try:
+                found, targets = _computed(program, data)
+            finally:
+                program.close()
+            outputs[name] = found
+    return statement(outputs, targets, serving.aggregation, serving.weights)
+
+
+def _computed(program: Program, data: str) -> tuple[Array, Array]:
+    """(the first output, the targets) of all examples."""
+    outputs, targets = [], []
+    for inputs, wanted in _npz(program, data) if data.endswith(".npz") else _workload(data):
+        if len(inputs) != len(program.inputs):
+            raise ValueError(f"{data} has {len(inputs)} inputs, the net takes {len(program.inputs)}")
+        rows = [x.astype(DATATYPES[s.datatype], copy=False) for x, s in zip(inputs, program.inputs, strict=True)]
+        for spec, x in zip(program.inputs, rows, strict=True):
+            if (why := spec.refusal(spec.datatype, x.shape)) is not None:
+                raise ValueError(f"{data}: {why}")
+        outputs.append(program.run(rows, inf)[0])
+        targets.append(wanted)
+    if not outputs:
+        raise ValueError(f"{data} has no examples")
+    return np.concatenate(outputs), np.concatenate(targets)
+
+
+def _npz(program: Program, data: str) -> Iterator[tuple[list[Array], Array]]:
+    if not Path(data).is_file():
+        raise ValueError(f"there is no {data}")
+    with np.load(data) as file:
+        names = [spec.name for spec in program.inputs]
+        if len(names) == 1 and "input" in file.files:
+            names = ["input"]
+        if missing := [name for name in [*names, "targets"] if name not in file.files]:
+            raise ValueError(f"{data} has {', '.join(file.files)}, and no {missing[0]}")
+        inputs, targets = [file[name] for name in names], file["targets"]
+    for at in range(0, len(targets), ROWS):
+        yield [x[at : at + ROWS] for x in inputs], targets[at : at + ROWS]
+
+
+def _workload(data: str) -> Iterator[tuple[list[Array], Array]]:
+    from apportion.core.address import load_workload
+    from apportion.core.torch_private import pytree
+
+    workload = load_workload(data)
+    if workload.evaluation is None:
+        raise ValueError(f"{data} has no evaluation: its test data is what the nets are held against")
+    dataset = workload.evaluation.data()
+    size = len(dataset)  # type: ignore[arg-type]
+    for at in range(0, size, ROWS):
+        inputs, targets = workload.collate([dataset[n] for n in range(at, min(at + ROWS, size))])
+        yield [x.numpy() for x in pytree.tree_leaves(inputs)], targets.numpy()
+
+
+# What an answer without some of the members costs: the accuracy of every subset of an ensemble. Pure.
+
+
+MOST_SUBSETS = 500
+"""Of one size: of more, so many that are spread over all of them."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """All subsets of so many members."""
+
+    members: int
+    subsets: int
+    least: float
+    mean: float
+    most: float
+    """Accuracies, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """Accuracies, 0 to 1, on so many examples."""
+
+    examples: int
+    whole: float
+    """With all members."""
+    alone: Mapping[str, float]
+    """Each member by itself."""
+    without: Mapping[str, float]
+    """All but that one; nothing where there is but one."""
+    sizes: tuple[Size, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For people, in percent."""
+        said = [f"{self.examples:,} examples", f"{'all members':<24}{self.whole:8.2%}"]
+        said += [f"{f'{name} alone':<24}{share:8.2%}" for name, share in self.alone.items()]
+        said += [f"{f'without {n}':<24}{s:8.2%}  {100 * (s - self.whole):+.2f} points" for n, s in self.without.items()]
+        for size in self.sizes:
+            name = f"any {size.members} of {len(self.alone)}"
+            said.append(f"{name:<24}{size.mean:8.2%}  from {size.least:.2%} to {size.most:.2%}")
+        return said
+
+
+def statement(
+    outputs: Mapping[str, Array], targets: Array, how: Aggregation, weights: Mapping[str, float] | None = None
+) -> Statement:
+    """``outputs``: of each member, [examples, classes], or labels [examples]. ``targets``: [examples], of integers."""
+    names = list(outputs)
+
+    def share(some: Sequence[str]) -> float:
+        own = None if weights is None else [weights[name] for name in some]
+        return accuracy(combined(how, [outputs[name] for name in some], own), targets)
+
+    sizes = []
+    for many in range(1, len(names)):
+        stride = -(-comb(len(names), many) // MOST_SUBSETS)
+        found = [share(some) for at, some in enumerate(combinations(names, many)) if at % stride == 0]
+        sizes.append(Size(many, len(found), min(found), sum(found) / len(found), max(found)))
+    return Statement(
+        examples=len(targets),
+        whole=share(names),
+        alone={name: share([name]) for name in names},
+        without={n: share([other for other in names if other != n]) for n in names} if len(names) > 1 else {},
+        sizes=tuple(sizes),
+    )
+
+
+def accuracy(outputs: Array, targets: Array) -> float:
+    """The share of examples whose largest score, or label, is the target."""
+    labels = outputs.argmax(-1) if outputs.ndim > 1 else outputs
+    if labels.shape != targets.shape:
+        raise ValueError(
+            f"outputs {list(outputs.shape)} are no scores of {list(targets.shape)} targets: accuracy is for nets that "
+            "give one row of scores, or one label, an example"
+        )
+    return float(np.mean(labels == targets))

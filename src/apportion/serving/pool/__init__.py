@@ -1,0 +1,1 @@
+"""Member processes: their queues, circuit breakers, handles, shared memory and frames."""

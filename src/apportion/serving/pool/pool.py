@@ -1,0 +1,279 @@
+"""Who sits where: starts the processes, keeps a spare one ready that has every net loaded, and replaces who dies.
+
+::
+
+    start        each seat's process loads its net, times it
+    keep_spare   then the spare loads them all
+    one dies     the spare becomes it (its socket answers at once);  another spare is started
+    two die      the second waits for the new spare
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from apportion.errors import ApportionError
+from apportion.runtime.supervisor.watchdog import is_stopped
+from apportion.serving.pool.frames import Frame, Kind
+from apportion.serving.pool.member import Seat
+from apportion.serving.pool.shared_arena import Arena
+from apportion.serving.pool.worker_handle import Child
+
+LEAST_LIFE = 1.0
+"""Seconds: a process that dies younger makes its seat wait, twice as long each time, ..."""
+LONGEST_WAIT = 5.0
+"""... up to this."""
+BECOME_SECONDS = 1.0
+"""For a spare to become a member whose net it has loaded; then it is given up, and a new process started."""
+END_SECONDS = 0.5
+"""For processes to end by themselves when the server does; then they are killed."""
+STOPPED_SECONDS = 2.0
+"""Then a process that is stopped, by a signal or a debugger, is given up where it loads its nets or waits as the spare;
+one that sits in a seat is missed when it does not answer."""
+TOLD_SECONDS = 5.0
+"""Between two lines about a process that still loads or times its nets."""
+LOOK_SECONDS = 0.05
+"""Between two looks at what has expired or hangs."""
+STALLED_SECONDS = 0.5
+"""Longer than that between two looks: nobody was looked after, and nobody is to blame."""
+
+Log = Callable[..., None]
+Answer = asyncio.Future[dict[str, Any]]
+
+
+class Staff:
+    """``load_seconds``: for a process to start and load its nets. ``timing_seconds``: of that, for timing them."""
+
+    def __init__(
+        self,
+        seats: Sequence[Seat],
+        log: Log,
+        *,
+        inbox: Arena,
+        outbox_bytes: int,
+        load_seconds: float,
+        timing_seconds: float,
+    ) -> None:
+        self._seats, self._log = seats, log
+        self._inbox, self._outbox_bytes = inbox, outbox_bytes
+        self._load, self._timing = load_seconds, timing_seconds
+        self._spare: Child | None = None
+        self._spare_has: frozenset[str] = frozenset()
+        """Members whose nets it has loaded."""
+        self._dead: list[Child] = []
+        self._born: dict[Seat, float] = {}
+        self._waits: dict[Seat, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._spare_stopped = 0.0
+        """For how many seconds."""
+        self._over = False
+
+    async def start(self) -> None:
+        """All seats, one after the other loading so that each is timed alone. Raises ApportionError with what the net's
+        process says where one cannot be loaded."""
+        for seat in self._seats:
+            told = await self._hire(seat)
+            if told["what"] == "refused":
+                raise ApportionError(f"member {seat.name} ({seat.source.path}): {told['why']}")
+        self._go(self._look())
+
+    def keep_spare(self) -> None:
+        """From now on."""
+        self._go(self._keep_spare())
+
+    def vacant(self, seat: Seat, child: Child) -> None:
+        """Its process has died."""
+        child.kill()  # its socket has ended; that it has is to be sure
+        self._dead.append(child)
+        now = asyncio.get_running_loop().time()
+        young = now - self._born.get(seat, now) < LEAST_LIFE
+        self._waits[seat] = min(LONGEST_WAIT, 2 * (self._waits.get(seat) or 0.125)) if young else 0.0
+        self._log("member died", level="warning", member=seat.name, restarts=seat.counts.restarts)
+        self._go(self._replace(seat, self._waits[seat]))
+
+    async def close(self) -> None:
+        """All processes have ended afterwards."""
+        self._over = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # who was being hired is among the dead then
+        children = [seat.child for seat in self._seats if seat.child is not None]
+        children += [self._spare] if self._spare is not None else []
+        for seat in self._seats:
+            seat.unseat()
+        if self._spare is not None:
+            self._spare.close()
+        every = [*children, *self._dead]
+        if not all(await asyncio.gather(*(child.ended(END_SECONDS) for child in every))):
+            for child in every:
+                child.process.kill()
+            for child in every:
+                child.process.wait()
+
+    # One process
+
+    async def _hire(self, seat: Seat, child: Child | None = None) -> dict[str, Any]:
+        """A process for the seat: this one, which has its net loaded, or a new one."""
+        hired = child or self._new(seat.source.threads)
+        try:
+            told = await self._ask(
+                hired,
+                "become",
+                self._load if child is None else BECOME_SECONDS,
+                source=asdict(seat.source),
+                seconds=0.0 if seat.pace.seconds else self._timing,
+                most_rows=seat.most_rows,
+                batched=seat.batched if seat.pace.seconds else None,
+            )
+        except BaseException:
+            hired.kill()
+            self._dead.append(hired)
+            raise
+        if told["what"] == "refused":
+            hired.close()
+            self._dead.append(hired)
+            seat.refusal, seat.state = told["why"], "down"
+            return told
+        seat.refusal = None
+        now = asyncio.get_running_loop().time()
+        self._born[seat] = now
+        seat.breaker = seat.breaker.fresh(now)
+        seat.seated(hired, told)
+        self._log(f"member {seat.name} pid {hired.pid}", member=seat.name, pid=hired.pid, runtime=seat.runtime)
+        return told
+
+    def _new(self, threads: int) -> Child:
+        return Child(self._inbox, self._outbox_bytes, lambda frame: None, lambda: None, threads=threads)
+
+    async def _ask(self, child: Child, what: str, seconds: float, /, **how: Any) -> dict[str, Any]:
+        """What it says to that. ApportionError where it dies over it, or takes too long."""
+        answer: Answer = asyncio.get_running_loop().create_future()
+
+        def heard(frame: Frame) -> None:
+            if frame.kind == Kind.TOLD and not answer.done():
+                answer.set_result(json.loads(frame.text))
+
+        def gone() -> None:
+            if not answer.done():
+                answer.set_exception(ApportionError(f"process {child.pid} died while it was to {what}"))
+
+        child.heard, child.gone = heard, gone
+        child.tell(what, **how)
+        told = await self._come(answer, child.pid, what, seconds)
+        if child.over:  # between its words and now
+            raise ApportionError(f"process {child.pid} died after it was to {what}")
+        return told
+
+    async def _come(self, answer: Answer, pid: int, what: str, seconds: float) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        began = now = told = loop.time()
+        stopped = 0.0
+        while not answer.done():
+            if now >= began + seconds:
+                raise ApportionError(f"process {pid} took more than {seconds:g} s to {what}")
+            if stopped >= STOPPED_SECONDS:
+                why = f"has been stopped (SIGSTOP, or a debugger) for {stopped:.0f} s"
+                raise ApportionError(f"process {pid} {why} while it was to {what}")
+            if now >= told + TOLD_SECONDS:
+                told = now
+                doing = "loads or times its net" if what == "become" else "loads the nets"
+                self._log("still starting", pid=pid, why=f"it {doing}, for {now - began:.0f} s so far")
+            await asyncio.wait({answer}, timeout=min(LOOK_SECONDS, began + seconds - now))
+            last, now = now, loop.time()
+            stopped = stopped + min(now - last, STALLED_SECONDS) if is_stopped(pid) else 0.0
+        return answer.result()
+
+    # The spare
+
+    async def _keep_spare(self, wait: float = 0.0) -> None:
+        """Until there is one that is ready, with as many nets as can be loaded."""
+        await asyncio.sleep(wait)
+        sources = [asdict(seat.source) for seat in self._seats]
+        while not self._over and self._spare is None:
+            spare = None
+            try:
+                spare = self._spare = self._new(max(seat.source.threads for seat in self._seats))
+                told = await self._ask(spare, "prepare", self._load, sources=sources)
+                for name, why in told["refused"].items():
+                    self._log("no spare", level="warning", member=name, why=why)
+                has = frozenset(seat.name for seat in self._seats) - {*told["refused"]}
+                if not has:
+                    raise ApportionError("it could load no net")
+            except (ApportionError, OSError) as error:
+                self._log("no spare", level="warning", why=str(error))
+                if spare is not None:
+                    spare.kill()
+                    self._dead.append(spare)
+                self._spare = None
+                await asyncio.sleep(LEAST_LIFE)
+                continue
+            spare.gone = self._spare_gone
+            self._spare_has = has
+            self._log("spare ready", pid=spare.pid)
+
+    def _look_at_spare(self, passed: float) -> None:
+        spare = self._spare
+        ready = spare is not None and bool(self._spare_has)
+        self._spare_stopped = self._spare_stopped + passed if ready and spare and is_stopped(spare.pid) else 0.0
+        if spare is not None and self._spare_stopped >= STOPPED_SECONDS:
+            why = f"process {spare.pid} has been stopped (SIGSTOP, or a debugger) for {self._spare_stopped:.0f} s"
+            self._log("no spare", level="warning", why=why)
+            self._spare_stopped = 0.0
+            spare.kill()  # and gone, as soon as its socket ends
+
+    def _spare_gone(self) -> None:
+        assert self._spare is not None
+        self._dead.append(self._spare)
+        self._spare, self._spare_has = None, frozenset()
+        self._go(self._keep_spare(LEAST_LIFE))
+
+    async def _replace(self, seat: Seat, wait: float) -> None:
+        await asyncio.sleep(wait)
+        while not self._over and seat.state != "up":
+            child = None
+            if seat.name in self._spare_has:
+                child, self._spare, self._spare_has = self._spare, None, frozenset()
+            try:
+                await self._hire(seat, child)
+            except (ApportionError, OSError) as error:
+                level = "warning" if child else "error"  # a spare that is dead too: a new process is next, at once
+                self._log("member not replaced", level=level, member=seat.name, why=str(error))
+                if child is None:
+                    await asyncio.sleep(LEAST_LIFE)
+            finally:
+                if child is not None:
+                    self._go(self._keep_spare())
+            if seat.refusal is not None:
+                self._log("member not replaced", level="error", member=seat.name, why=seat.refusal)
+                await asyncio.sleep(LONGEST_WAIT)
+
+    async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        while True:
+            last = now
+            await asyncio.sleep(LOOK_SECONDS)
+            now = loop.time()
+            if now - last > STALLED_SECONDS:
+                continue  # it was this program that stood still: what members have said has not been heard yet
+            self._look_at_spare(now - last)
+            for seat in self._seats:
+                try:
+                    seat.check(now)
+                except Exception as error:  # the others are to be looked after all the same
+                    self._log("defect", level="error", member=seat.name, why=repr(error))
+            self._dead = [child for child in self._dead if child.process.poll() is None]
+
+    def _go(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log("defect", level="error", why=repr(error))

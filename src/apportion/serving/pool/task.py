@@ -1,0 +1,52 @@
+"""What a member is given to do, and what may become of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from apportion.errors import ApportionError
+from apportion.serving.pool.frames import Placed
+from apportion.serving.pool.shared_arena import Lease
+from apportion.serving.protocol.datatypes import Array
+
+
+class Lost(ApportionError):
+    """The member's process died while it had the request."""
+
+
+class Refused(ValueError):
+    """The net does not take these inputs."""
+
+
+class Failed(ApportionError):
+    """The member could not compute it."""
+
+
+Outcome = list[Array] | Exception
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One request, for one member. ``settle`` is called once: with the outputs, or with why there are none."""
+
+    tensors: Sequence[Placed]
+    rows: int
+    deadline: float
+    settle: Callable[[Outcome], None]
+    held: Sequence[Lease] = ()
+    """The memory in which the tensors lie, if it is shared."""
+    over: bool = False
+    """Nobody waits for it any more."""
+    alone: bool = False
+    """Not to be computed together with others."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A batch that a process has."""
+
+    works: list[Work]
+    rows: int
+    sent: float
+    deadline: float

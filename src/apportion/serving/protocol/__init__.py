@@ -1,0 +1,1 @@
+"""The Open Inference Protocol: requests and responses in JSON and in binary tensors."""

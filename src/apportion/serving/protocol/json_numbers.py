@@ -1,0 +1,143 @@
+"""JSON whose lists of numbers become arrays at once. A Python object for each number takes twice as long to make,
+to convert and to throw away, and much of what a server does for a request in JSON is that.
+
+It reads what is usual; all else, and all that is wrong, is left to orjson and to those who look at what that found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from simdjson import Array, Object, Parser
+
+from apportion.serving.protocol.datatypes import DATATYPES
+
+LEAST_BYTES = 512
+"""Of less of it there is nothing to be gained."""
+KEPT_BYTES = 256 << 10
+"""A parser keeps many times the memory of the longest text that it has read: a longer one has a parser of its own."""
+MOST_TENSORS = 1000
+"""Of a request or an answer."""
+MOST_LISTS, MOST_OBJECTS = 250_000, 20_000
+"""In a text of which Python objects are made: while they are, nothing else is done. Even lists of numbers, which become
+arrays, are not counted."""
+FEW_LISTS = 10_000
+"""With fewer lists nothing needs to be counted."""
+PLAIN_BYTES = 64 << 10
+"""Of what is no data, in a text with many lists."""
+_KINDS: dict[str, tuple[Any, type[np.generic]]] = {
+    **{name: ("d", np.float64) for name in ("FP16", "FP32", "FP64", "BF16")},
+    **{name: ("i", np.int64) for name in DATATYPES if name.startswith("INT")},
+    **{name: ("u", np.uint64) for name in DATATYPES if name.startswith("UINT")},
+}
+"""By datatype, what its numbers are read as; simdjson refuses what is none of these."""
+_OF_NUMBERS = b"0123456789+-.eE \t\r\n"
+
+
+_parser = Parser()
+
+
+def check_lists(text: bytes) -> None:
+    """ValueError where it has more lists or objects than may be made at once."""
+    if text.count(b"[") <= MOST_LISTS and text.count(b"{") <= MOST_OBJECTS:
+        return
+    marks = np.frombuffer(text.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
+    bare = np.bitwise_xor.accumulate((marks == ord('"')).view(np.uint8)) == 0  # outside of its strings
+    for what, mark, most in (("lists", "[", MOST_LISTS), ("objects", "{", MOST_OBJECTS)):
+        if (many := np.count_nonzero(bare & (marks == ord(mark)))) > most:
+            raise ValueError(f"the body has {many} {what} in JSON, of {most} at most: send its tensors as bytes")
+
+
+def loads(text: bytes, what: str) -> dict[str, Any] | None:
+    """As ``orjson.loads``, but that ``data`` of each of the tensors listed under ``what`` is an array, of the shape in
+    which it is nested. None where it is anything but even lists of numbers of its datatype's kind."""
+    global _parser
+    if len(text) < LEAST_BYTES or b"\\" in text:
+        return None
+    careful = text.count(b"[") + text.count(b"{") > FEW_LISTS
+    try:
+        found = _read((_parser if len(text) <= KEPT_BYTES else Parser()).parse(text), what, careful)
+        arrays = [tensor["data"] for tensor in found[what] if "data" in tensor]
+        even = _flat(text, _lists(found)) if all(x.ndim == 1 for x in arrays) else _nested(text, arrays)
+        return found if even else None  # of any nest simdjson gives all numbers that are in it
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError):  # no JSON, or no numbers, or no tensors
+        _parser = Parser()  # the old one reads nothing more while somebody, such as a traceback, has some of its text
+        return None
+
+
+def _read(root: Any, what: str, careful: bool) -> dict[str, Any]:
+    if careful and len(root[what]) > MOST_TENSORS:
+        raise ValueError("it has too many tensors")
+    made = partial(_tensor, careful=careful)
+    return {key: [*map(made, root[key])] if key == what else _plain(root[key], careful) for key in _keys(root)}
+
+
+def _tensor(tensor: Any, *, careful: bool) -> dict[str, Any]:
+    return {key: _numbers(tensor, careful) if key == "data" else _plain(tensor[key], careful) for key in _keys(tensor)}
+
+
+def _keys(value: Any) -> list[str]:
+    keys = list(value.keys())
+    if len({*keys}) < len(keys):  # simdjson would take the first, as no other does
+        raise ValueError("a name is there twice")
+    return keys
+
+
+def _numbers(tensor: Any, careful: bool) -> Any:
+    code, dtype = _KINDS[tensor["datatype"]]
+    data = tensor["data"]
+    array = np.frombuffer(data.as_buffer(of_type=code), dtype)
+    if careful and not array.size:
+        raise ValueError("there are many lists and no numbers")
+    return array.reshape(_shape(data))
+
+
+def _shape(data: Any) -> list[int]:
+    """If all is nested as the first rows are."""
+    shape, row = [], data
+    while isinstance(row, Array):
+        shape.append(len(row))
+        row = row[0] if len(row) else None
+    return shape
+
+
+def _plain(value: Any, careful: bool) -> Any:
+    if careful and isinstance(value, Object | Array) and len(value.mini) > PLAIN_BYTES:
+        raise ValueError("what is no data is too long")
+    if isinstance(value, Object):
+        return value.as_dict()
+    return value.as_list() if isinstance(value, Array) else value
+
+
+def _lists(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(map(_lists, value.values()))
+    if isinstance(value, list):
+        return 1 + sum(map(_lists, value))
+    return int(isinstance(value, np.ndarray))
+
+
+def _flat(text: bytes, lists: int) -> bool:
+    """Are there so many lists, and none within another's numbers? ``count`` would take ten times as long."""
+    many, at = 0, text.find(b"[")
+    while at >= 0 and many <= lists:
+        many, at = many + 1, text.find(b"[", at + 1)
+    return many == lists
+
+
+def _nested(text: bytes, arrays: Sequence[NDArray[Any]]) -> bool:
+    """Are there just these, nested just so? What is left of their text without the numbers says it."""
+    _, *parts = text.translate(None, _OF_NUMBERS).split(b'"data":')
+    if len(parts) != len(arrays):
+        return False
+    for part, array in zip(parts, arrays, strict=True):
+        nest = b""
+        for size in reversed(array.shape):
+            nest = b"[" + b",".join([nest] * size) + b"]"
+        if not part.startswith(nest):
+            return False
+    return True

@@ -1,0 +1,48 @@
+"""Each member in its own process: one that is slow or dies takes nobody with it.
+
+::
+
+    request --+--> queue m1 --> process m1 --+
+              +--> queue m2 --> process m2 --+--> what is there by the deadline
+              +--> queue m3 --> process m3 --+
+                                spare process: every net loaded, becomes whoever dies
+
+It wins where an answer by the deadline matters, and where members are large enough for several cores. It loses on
+members so small that a message to each is what takes the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from apportion.serving.config import Serving
+from apportion.serving.pool.circuit_breaker import Breaker
+from apportion.serving.pool.member import Seat
+from apportion.serving.pool.pool import Log, Staff
+from apportion.serving.pool.shared_arena import Arena
+from apportion.serving.runtimes.source import Source
+
+
+def staffed(
+    sources: Sequence[Source], serving: Serving, inbox: Arena, log: Log, *, timing_seconds: float
+) -> tuple[list[Seat], Staff]:
+    """A seat for each source, and who gives out their processes; not started."""
+    seats = [
+        Seat(
+            source=source,
+            queue_length=serving.queue_length,
+            most_rows=serving.most_rows,
+            breaker=Breaker(patience=serving.patience),
+            wanted=lambda seat, child: staff.vacant(seat, child),
+        )
+        for source in sources
+    ]
+    staff = Staff(
+        seats,
+        log,
+        inbox=inbox,
+        outbox_bytes=serving.outbox_bytes,
+        load_seconds=serving.load_seconds,
+        timing_seconds=timing_seconds,
+    )
+    return seats, staff

@@ -1,0 +1,162 @@
+"""in_graph or between_graph: both measured on this machine, with requests one at a time and many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from apportion.errors import ApportionError
+from apportion.serving.config import Serving
+from apportion.serving.ensemble.aggregation import check_aggregation, check_outputs
+from apportion.serving.ensemble.deadline import check_quorum
+from apportion.serving.ensemble.ensemble import Ensemble, Question
+from apportion.serving.pool.frames import placed
+from apportion.serving.pool.member import Seat
+from apportion.serving.pool.pool import Log, Staff
+from apportion.serving.pool.shared_arena import Arena
+from apportion.serving.protocol.datatypes import DATATYPES
+from apportion.serving.replication import between_graph, in_graph
+from apportion.serving.runtimes.source import Source
+
+AT_ONCE = 16
+SECONDS = 0.6
+"""Of measuring each of the two, one at a time and at once."""
+WORTH = 1.25
+"""in_graph gives up the answer by the deadline: it has to be so many times as fast."""
+TIMING_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Staffed:
+    """Members that answer."""
+
+    ensemble: Ensemble
+    staff: Staff
+    replication: str
+
+
+@dataclass(frozen=True)
+class Means:
+    """What members are started with. ``folder``: for files that are made. ``missed``: told of who was late."""
+
+    folder: Path
+    inbox: Arena
+    log: Log
+    missed: Callable[[str], None]
+
+
+async def replicated(sources: Sequence[Source], serving: Serving, means: Means) -> Staffed:
+    """The members, started as ``serving.replication`` says. ValueError where they cannot be: their inputs differ, they
+    cannot be merged."""
+    check_quorum(serving.quorum, [source.name for source in sources])
+
+    async def start(kind: str) -> Staffed:
+        return await _started(kind, sources, serving, means)
+
+    if serving.replication == "in_graph":
+        taken = await start("in_graph")
+    else:
+        taken = await start("between_graph")
+        if serving.replication == "auto" and len(sources) > 1:
+            taken = await _better(taken, start, means)
+    taken.staff.keep_spare()  # not before: it would take part of what is measured
+    return taken
+
+
+async def _better(between: Staffed, start: Callable[[str], Awaitable[Staffed]], means: Means) -> Staffed:
+    """This one or in_graph, as measured; the other one is closed, and both are where that fails."""
+    started = [between]
+    try:
+        try:
+            started.append(within := await start("in_graph"))
+        except (ValueError, ApportionError) as error:
+            means.log(f"replication between_graph: {error}", replication="between_graph")
+            return between
+        one, many = await _measured(between.ensemble, means.inbox)
+        one_within, many_within = await _measured(within.ensemble, means.inbox)
+    except BaseException:
+        for staffed in started:
+            await staffed.staff.close()
+        raise
+    taken = within if many_within >= WORTH * many and one_within <= one else between
+    await (between if taken is within else within).staff.close()
+    means.log(
+        f"replication {taken.replication}: between_graph {one * 1e3:.2f} ms alone and {many:.0f} requests/s at once, "
+        f"in_graph {one_within * 1e3:.2f} ms and {many_within:.0f}; in_graph cannot answer without a member, so it has "
+        f"to be {WORTH:g} times as fast",
+        replication=taken.replication,
+    )
+    return taken
+
+
+async def _started(kind: str, sources: Sequence[Source], serving: Serving, means: Means) -> Staffed:
+    whole = [in_graph.merged(sources, means.folder)] if kind == "in_graph" else sources
+    seats, staff = between_graph.staffed(whole, serving, means.inbox, means.log, timing_seconds=TIMING_SECONDS)
+    try:
+        await staff.start()
+        names = [source.name for source in sources]
+        members = dict.fromkeys(names, seats[0]) if kind == "in_graph" else dict(zip(names, seats, strict=True))
+        if kind == "between_graph":
+            _check_alike(seats)
+        if len(sources) > 1:
+            weights = None if serving.weights is None else [serving.weights[n] for n in names if n in serving.weights]
+            check_aggregation(serving.aggregation, weights, len(names))
+            kinds = ["u" if s.datatype == "BF16" else DATATYPES[s.datatype].kind for s in seats[0].outputs]
+            check_outputs(serving.aggregation, kinds)
+    except BaseException:
+        await staff.close()
+        raise
+    ensemble = Ensemble(
+        members=members,
+        quorum=serving.quorum,
+        aggregation=serving.aggregation,
+        weights=None if serving.weights is None else dict(serving.weights),
+        missed=means.missed,
+    )
+    return Staffed(ensemble, staff, kind)
+
+
+def _check_alike(seats: Sequence[Seat]) -> None:
+    first = seats[0]
+    for seat in seats[1:]:
+        for what in ("inputs", "outputs"):
+            own, other = ([(s.datatype, s.shape) for s in getattr(x, what)] for x in (first, seat))
+            if own != other:
+                raise ValueError(
+                    f"members {first.name} and {seat.name} have different {what}, {own} and {other}: an ensemble needs "
+                    "the same of each"
+                )
+
+
+async def _measured(ensemble: Ensemble, inbox: Arena) -> tuple[float, float]:
+    """(seconds of a request by itself, requests/s of many at once)."""
+    seat = ensemble.seats[0]
+    rows = seat.source.rows() or [spec.filled(1) for spec in seat.inputs]
+    tensors, held = placed([(spec.datatype, row) for spec, row in zip(seat.inputs, rows, strict=True)], inbox)
+    names = tuple(ensemble.members)
+    loop = asyncio.get_running_loop()
+
+    async def ask() -> float:
+        began = time.perf_counter()
+        await ensemble.infer(Question(tensors, 1, loop.time() + 60.0, names, held))
+        return time.perf_counter() - began
+
+    alone: list[float] = []
+    end = loop.time() + SECONDS
+    while loop.time() < end or len(alone) < 3:
+        alone.append(await ask())
+    done, end = 0, loop.time() + SECONDS
+
+    async def keep_asking() -> None:
+        nonlocal done
+        while loop.time() < end:
+            await ask()
+            done += 1
+
+    began = loop.time()
+    await asyncio.gather(*(keep_asking() for _ in range(AT_ONCE)))
+    return statistics.median(alone), done / (loop.time() - began)

@@ -1,0 +1,1 @@
+"""ONNX Runtime, torch and remote servers behind one interface."""

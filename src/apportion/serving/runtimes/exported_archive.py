@@ -1,0 +1,161 @@
+"""The archive of ``torch.export.save`` (.pt2), checked before torch reads any of it.
+
+torch's own loader trusts the file: it unpickles weights, constants and example inputs, loads compiled libraries, hands
+expressions of sizes to ``sympify``, which evaluates them as Python, and writes names and guards into source code that
+it executes. So the archive is read here as what it is, a zip file with JSON in it, and what may run code is refused.
+torch is then given a copy that holds the checked entries and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from apportion.serving.runtimes.exported_graph import check_expression, check_guard, check_target, check_tree
+
+MOST_JSON_BYTES = 256 << 20
+"""Of one description of a graph."""
+_PLAIN = re.compile(r"[\w.@+:-]*", re.ASCII)
+"""A name that is written into source code cannot call anything."""
+_TEXT = re.compile(r"[^\"'\\\x00-\x1f\x7f\u0085\u2028\u2029{}]{0,10000}")
+"""A text that an operator is called with stands between quotes."""
+_KEPT = ("archive_format", "archive_version", "byteorder", "version", ".data/version", ".data/serialization_id")
+_RAW = re.compile(r"data/(weights/weight_\d+|constants/tensor_\d+)")
+_CONFIG = re.compile(r"data/(weights|constants)/\w+_config\.json")
+_PICKLED = re.compile(r"data/(sample_inputs|weights|constants)/\w+\.pt")
+_MODEL = re.compile(r"models/\w+\.json")
+
+
+def checked(path: Path, check_pickle: Callable[[IO[bytes]], None]) -> IO[bytes]:
+    """A copy of this archive that runs no code when it is loaded; the caller closes it. ``check_pickle`` raises for a
+    pickle of more than tensors. ValueError where the file is no such archive, or would run code."""
+    copied = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
+    try:
+        with zipfile.ZipFile(path) as archive, zipfile.ZipFile(copied, "w", zipfile.ZIP_STORED) as copy:
+            names = archive.namelist()
+            if len(names) != len({*names}):
+                raise ValueError("it has two entries of one name")
+            if len(roots := {name.partition("/")[0] for name in names}) != 1:
+                raise ValueError(
+                    f"its entries lie in {len(roots)} folders instead of one: torch.export.save writes one"
+                )
+            for name in names:
+                _copy(archive, copy, name, check_pickle)
+        copied.seek(0)
+    except BaseException as error:
+        copied.close()
+        if isinstance(error, zipfile.BadZipFile | NotImplementedError | RecursionError | EOFError):
+            raise ValueError(str(error) or type(error).__name__) from error
+        raise
+    return copied
+
+
+def _copy(
+    archive: zipfile.ZipFile, copy: zipfile.ZipFile, name: str, check_pickle: Callable[[IO[bytes]], None]
+) -> None:
+    inner = name.partition("/")[2]
+    if inner.startswith("extra/"):
+        return
+    if _MODEL.fullmatch(inner):
+        graph = _json(archive, name)
+        if not isinstance(graph, dict):
+            raise ValueError(f"{inner} is no JSON object")
+        _strings(graph, inner)
+        copy.writestr(name, json.dumps(graph))
+        return
+    if _CONFIG.fullmatch(inner):
+        config = _json(archive, name)
+        _check_config(config, inner)
+        copy.writestr(name, json.dumps(config))
+        return
+    if not (inner in _KEPT or _RAW.fullmatch(inner) or _PICKLED.fullmatch(inner)):
+        raise ValueError(
+            f"its entry {inner[:80]!r} is a pickle, a compiled library or unknown, and could run code: save the "
+            "program anew by torch.export.save"
+        )
+    with archive.open(name) as source, copy.open(name, "w", force_zip64=True) as target:
+        shutil.copyfileobj(source, target, 1 << 20)
+    if _PICKLED.fullmatch(inner):
+        with archive.open(name) as source:
+            try:
+                check_pickle(source)
+            except Exception as error:  # whatever an unpickler says
+                raise ValueError(
+                    f"its entry {inner} is a pickle of more than tensors, which could run code: export the program "
+                    "with example inputs that are tensors in lists, tuples and dicts"
+                ) from error
+
+
+def _json(archive: zipfile.ZipFile, name: str) -> Any:
+    if archive.getinfo(name).file_size > MOST_JSON_BYTES:
+        raise ValueError(f"{name} has {archive.getinfo(name).file_size} bytes, of {MOST_JSON_BYTES} at most")
+    return json.loads(archive.read(name))
+
+
+def _check_config(config: Any, inner: str) -> None:
+    """A tensor is raw bytes in an entry of its own; the other kinds are pickles."""
+    listed = config.get("config") if isinstance(config, dict) else None
+    if not isinstance(listed, dict):
+        raise ValueError(f"{inner} lists no tensors")
+    for tensor, about in listed.items():
+        path = about.get("path_name") if isinstance(about, dict) else None
+        if (
+            not isinstance(path, str)
+            or about.get("use_pickle") is not False
+            or not _RAW.fullmatch(f"{inner.rpartition('/')[0]}/{path}")
+        ):
+            raise ValueError(f"{inner}: {tensor[:80]!r} is a pickle, which could run code: only plain tensors are read")
+        _strings(about, f"{inner}: {tensor[:80]}")
+    _check_names(listed, inner)
+
+
+def _strings(value: Any, where: str, key: str = "") -> None:
+    """Every text in it is checked by the name under which it lies. Metadata, from which comments in source code are
+    made, is emptied."""
+    if isinstance(value, dict):
+        metadata = value.get("metadata")
+        if isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values()):
+            value["metadata"] = {}
+        _check_names(value, where)
+        for name, inner in value.items():
+            _strings(inner, where, name)
+    elif isinstance(value, list):
+        for inner in value:
+            _strings(inner, where, key)
+    elif isinstance(value, str):
+        _CHECKS.get(key, _check_name)(value, where)
+
+
+def _check_names(names: Mapping[str, Any], where: str) -> None:
+    for name in names:
+        _check_name(name, where)
+
+
+def _check_name(text: str, where: str) -> None:
+    if not _PLAIN.fullmatch(text):
+        raise ValueError(
+            f"{where}: the name {text[:80]!r} has more than letters, digits, '_' and '.', and could run code"
+        )
+
+
+def _check_text(text: str, where: str) -> None:
+    if not _TEXT.fullmatch(text):
+        raise ValueError(f"{where}: the text {text[:80]!r} has quotes or the like, and could run code")
+
+
+_CHECKS: dict[str, Callable[[str, str], None]] = {
+    "expr_str": check_expression,
+    "guards_code": check_guard,
+    "target": check_target,
+    "as_operator": check_target,
+    "in_spec": check_tree,
+    "out_spec": check_tree,
+    "as_string": _check_text,
+    "as_strings": _check_text,
+}

@@ -1,0 +1,87 @@
+"""An ONNX file, run by ONNX Runtime on the CPU. What is past its deadline is stopped after the operation it is at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from apportion.exporting.onnxruntime_session import run_bits, runtime, session
+from apportion.serving.protocol.datatypes import NAMES, Array, objects
+from apportion.serving.runtimes.runtime import Expired, Program, Spec
+from apportion.serving.runtimes.timer import Alarm
+
+_TYPES = {
+    "float16": "FP16", "float": "FP32", "double": "FP64", "bfloat16": "BF16", "bool": "BOOL", "string": "BYTES",
+    **{f"{sign}int{bits}": f"{sign}INT{bits}".upper() for sign in ("", "u") for bits in (8, 16, 32, 64)},
+}  # fmt: skip
+
+
+@final
+class OnnxProgram(Program):
+    """``threads``: that one run computes with; they block while they wait."""
+
+    def __init__(self, path: str | Path, *, threads: int = 1) -> None:
+        try:
+            self._session = session(path, threads=threads)
+        except Exception as error:  # onnxruntime's own have no base but this
+            raise ValueError(f"{path} cannot be run: {error}") from error
+        self._ort = runtime()
+        self.runtime = f"onnxruntime {self._ort.__version__}"
+        self.inputs = tuple(map(_spec, self._session.get_inputs()))
+        self.outputs = tuple(map(_spec, self._session.get_outputs()))
+        self._names = [spec.name for spec in self.inputs]
+        self._bf16 = "BF16" in {spec.datatype for spec in (*self.inputs, *self.outputs)}
+        self._running: Any = None
+        self._alarm = Alarm(self._stop)
+
+    def run(self, inputs: Sequence[Array], deadline: float) -> list[Array]:
+        """See ``Program``."""
+        given = [_texts(x) if spec.datatype == "BYTES" else x for x, spec in zip(inputs, self.inputs, strict=True)]
+        named = dict(zip(self._names, given, strict=True))
+        self._running = options = self._ort.RunOptions()
+        self._alarm.set(deadline)
+        try:
+            found: list[Array]
+            found = run_bits(self._session, named, options) if self._bf16 else self._session.run(None, named, options)
+        except Exception as error:
+            if options.terminate:
+                raise Expired from error
+            raise ValueError(str(error)) from error
+        finally:
+            self._alarm.clear()
+        if time.monotonic() > deadline:
+            raise Expired
+        return [_bytes(x) if spec.datatype == "BYTES" else x for x, spec in zip(found, self.outputs, strict=True)]
+
+    def close(self) -> None:
+        """See ``Program``."""
+        self._alarm.close()
+
+    def _stop(self) -> None:
+        self._running.terminate = True
+
+
+def _texts(values: Array) -> Array:
+    """ONNX Runtime's strings are Python's. A value that is no UTF-8 is a UnicodeDecodeError, which is a ValueError."""
+    made = np.empty(values.size, dtype=object)
+    made[:] = [value.decode() for value in values.reshape(-1)]
+    return made.reshape(values.shape)
+
+
+def _bytes(texts: Array) -> Array:
+    return objects([text.encode() for text in texts.reshape(-1)]).reshape(texts.shape)
+
+
+def _spec(argument: Any) -> Spec:
+    kind = str(argument.type)
+    inner = kind.removeprefix("tensor(").removesuffix(")")
+    if inner not in _TYPES:
+        raise ValueError(f"{argument.name} is a {kind}: only tensors of {', '.join(_TYPES)} are served")
+    return Spec(argument.name, _TYPES[inner], tuple(n if isinstance(n, int) else None for n in argument.shape))
+
+
+assert {*NAMES.values()} | {"BF16"} == {*_TYPES.values()}

@@ -1,0 +1,162 @@
+"""A model on another server of the Open Inference Protocol. The deadline goes with the request."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, final
+from urllib.parse import urlsplit
+
+from apportion.errors import ApportionError
+from apportion.serving.protocol.datatypes import Array
+from apportion.serving.protocol.v2 import HEADER, Named, read_response, write_request
+from apportion.serving.runtimes.runtime import Expired, Program, Spec
+from apportion.serving.runtimes.timer import Alarm
+
+CONNECT_SECONDS = 5.0
+MOST_SECONDS = 60.0
+"""For an answer; where there is more time than that the other server is asked by its own deadline."""
+MOST_BYTES = 256 << 20
+"""Of an answer."""
+
+
+class Unreachable(ApportionError):
+    """The other server does not answer, or answers what cannot be read."""
+
+
+def check_address(address: str) -> None:
+    """ValueError where it names no model."""
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname or "/v2/models/" not in parts.path:
+        raise ValueError(f"{address} must be written http://host:port/v2/models/NAME")
+
+
+@final
+class RemoteProgram(Program):
+    """``address``: http://host:port/v2/models/NAME. One connection, kept open; made again where it has ended."""
+
+    def __init__(self, address: str) -> None:
+        check_address(address)
+        parts = urlsplit(address)
+        assert parts.hostname is not None
+        self._path, self.address = parts.path.rstrip("/"), address
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._connection = kind(parts.hostname, parts.port)
+        self._rung = False
+        self._socket: socket.socket | None = None
+        self._alarm = Alarm(self._stop)
+        try:
+            status, _, body = self._asked("GET", self._path, b"", {}, time.monotonic() + CONNECT_SECONDS)
+            if status != 200:
+                raise ValueError(f"{address} is no model: it answers {status}")
+        except Expired as error:
+            self.close()
+            raise Unreachable(f"{address} does not answer within {CONNECT_SECONDS:g} s") from error
+        except BaseException:
+            self.close()
+            raise
+        about: dict[str, Any] = json.loads(body)
+        self.runtime = f"{about.get('platform', 'unknown')} at {parts.netloc}"
+        self.inputs, self.outputs = (tuple(map(_spec, about[what])) for what in ("inputs", "outputs"))
+
+    def run(self, inputs: Sequence[Array], deadline: float) -> list[Array]:
+        """See ``Program``."""
+        now = time.monotonic()
+        left = deadline - now
+        named = [Named(spec.name, spec.datatype, array) for spec, array in zip(self.inputs, inputs, strict=True)]
+        parameters: dict[str, Any] = {"binary_data_output": True}
+        if left < MOST_SECONDS:
+            parameters["timeout"] = max(1, int(left * 1e6))
+        pieces, json_bytes = write_request(named, parameters=parameters)
+        headers = {HEADER: str(json_bytes), "content-type": "application/octet-stream"}
+        ends = min(deadline, now + MOST_SECONDS)
+        status, said, body = self._asked("POST", f"{self._path}/infer", b"".join(pieces), headers, ends)
+        if status == 504:
+            raise Expired
+        if status != 200:
+            why = f"{self.address} answers {status}: {body[:500].decode(errors='replace')}"
+            raise ValueError(why) if status == 400 else Unreachable(why)
+        try:
+            _, outputs = read_response(body, said)
+        except ValueError as error:
+            raise Unreachable(f"{self.address} answers what cannot be read: {error}") from error
+        by_name = {(tensor.name, tensor.datatype): tensor.array for tensor in outputs}
+        if missing := [s.name for s in self.outputs if (s.name, s.datatype) not in by_name]:
+            raise Unreachable(f"{self.address} answers without {missing[0]}, or with another datatype")
+        return [by_name[spec.name, spec.datatype] for spec in self.outputs]
+
+    def close(self) -> None:
+        """See ``Program``."""
+        self._alarm.close()
+        self._connection.close()
+
+    def _asked(
+        self, method: str, path: str, body: bytes, headers: dict[str, str], deadline: float
+    ) -> tuple[int, int | None, bytes]:
+        """(status, bytes of JSON, body)."""
+        connection = self._connection
+        for fresh in (connection.sock is None, True):
+            try:
+                return self._asked_once(method, path, body, headers, deadline)
+            except TimeoutError as error:
+                connection.close()
+                raise Expired from error
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                if self._rung:
+                    raise Expired from error
+                if fresh:  # else the server may only have ended a connection that was idle
+                    raise Unreachable(f"{self.address} does not answer: {error}") from error
+            except Unreachable:
+                connection.close()
+                raise
+        raise AssertionError("the second time is the last")
+
+    def _asked_once(
+        self, method: str, path: str, body: bytes, headers: dict[str, str], deadline: float
+    ) -> tuple[int, int | None, bytes]:
+        connection, self._rung = self._connection, False
+        if (left := deadline - time.monotonic()) <= 0.0:
+            raise TimeoutError
+        connection.timeout = left
+        if connection.sock is None:
+            connection.connect()
+        else:
+            connection.sock.settimeout(left)
+        self._socket = connection.sock  # the connection forgets it where the answer is to be the last
+        self._alarm.set(deadline)  # the socket's own limit is of each piece that comes, however small
+        try:
+            connection.request(method, path, body or None, headers)
+            answer = connection.getresponse()
+            found = self._read(answer)
+        finally:
+            self._alarm.clear()
+        if self._rung:
+            raise TimeoutError
+        said = answer.headers.get(HEADER)
+        if said is not None and not said.isdecimal():
+            raise Unreachable(f"{self.address} answers with {HEADER}: {said!r:.40}, which is no number of bytes")
+        return answer.status, None if said is None else int(said), found
+
+    def _read(self, answer: http.client.HTTPResponse) -> bytes:
+        long = answer.length is not None and answer.length > MOST_BYTES
+        found = b"" if long else answer.read() if answer.length is not None else answer.read(MOST_BYTES + 1)
+        if long or len(found) > MOST_BYTES:
+            raise Unreachable(f"{self.address} answers with more than {MOST_BYTES} bytes")
+        return found
+
+    def _stop(self) -> None:
+        """Whoever waits for the socket finds that it has ended."""
+        self._rung = True
+        assert self._socket is not None
+        try:
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # of TLS as well: nothing is said any more
+        except OSError:  # the other server was first
+            pass
+
+
+def _spec(told: dict[str, Any]) -> Spec:
+    return Spec(told["name"], told["datatype"], tuple(None if n < 0 else n for n in told["shape"]))

@@ -1,0 +1,129 @@
+"""What a member computes: a net, loaded, with the runtime it is run by."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from apportion.serving.batching import Pace
+from apportion.serving.protocol.datatypes import DATATYPES, Array, objects
+
+SIZES = (1, 2, 4, 8, 16, 32)
+"""Rows of the batches that are timed when a program is loaded."""
+TIMES = 5
+"""Of each, in turns."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """An input or an output. None in its shape: any number."""
+
+    name: str
+    datatype: str
+    shape: tuple[int | None, ...]
+
+    def refusal(self, datatype: str, shape: Sequence[int]) -> str | None:
+        """Why a tensor does not fit; None where it does."""
+        if datatype != self.datatype:
+            return f"{self.name} is {datatype}, the net takes {self.datatype}"
+        if len(shape) != len(self.shape) or any(w not in (None, n) for w, n in zip(self.shape, shape, strict=True)):
+            wanted = [-1 if n is None else n for n in self.shape]
+            return f"{self.name} has shape {list(shape)}, the net takes {wanted} (-1: any number)"
+        return None
+
+    def filled(self, rows: int) -> Array:
+        """Zeros of this shape; what is any number besides the rows is 1."""
+        shape = [n if n is not None else rows if at == 0 else 1 for at, n in enumerate(self.shape)]
+        if self.datatype == "BYTES":
+            return objects([b""] * int(np.prod(shape))).reshape(shape)
+        return np.zeros(shape, dtype=DATATYPES[self.datatype])
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is told between processes."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Spec:
+        """What ``to_json`` gave."""
+        return Spec(data["name"], data["datatype"], tuple(data["shape"]))
+
+
+class Expired(Exception):
+    """The deadline passed while it was computed; what was left of it was not."""
+
+
+class Program(ABC):
+    """Used by one thread."""
+
+    runtime: str
+    """What runs it, with its version."""
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+
+    @abstractmethod
+    def run(self, inputs: Sequence[Array], deadline: float) -> list[Array]:
+        """The outputs for these inputs, in the order of the specs. ``deadline`` is of ``time.monotonic``: past it
+        ``Expired`` is raised, as soon as one operation has ended. ValueError where the net refuses the inputs."""
+
+    def close(self) -> None:  # noqa: B027 (most hold nothing)
+        """Give back what it holds."""
+
+    @property
+    def batched(self) -> bool:
+        """May the rows of several requests be computed at once?"""
+        every = (*self.inputs, *self.outputs)
+        return bool(every) and all(spec.shape and spec.shape[0] is None for spec in every)
+
+
+def rows_by_themselves(program: Program, sample: Sequence[Array] | None) -> bool:
+    """Are the outputs of two rows those of each of them? Only then may requests be computed together."""
+    if not program.batched:
+        return False
+    first = list(sample) if sample is not None else [spec.filled(1) for spec in program.inputs]
+    second = [x * x.dtype.type(0.5) + x.dtype.type(0.25) if x.dtype.kind == "f" else x for x in first]
+    try:
+        both = program.run([np.concatenate(rows) for rows in zip(first, second, strict=True)], float("inf"))
+        alone = [program.run(rows, float("inf")) for rows in (first, second)]
+    except (ValueError, IndexError):
+        return False
+    return all(
+        len(whole) == 2 and _close(whole[n : n + 1], own)
+        for n, outputs in enumerate(alone)
+        for whole, own in zip(both, outputs, strict=True)
+    )
+
+
+def _close(some: Array, other: Array) -> bool:
+    """But for rounding."""
+    if some.shape != other.shape:
+        return False
+    if some.dtype.kind != "f":
+        return bool((some == other).all())
+    largest = float(np.abs(other).max(initial=0.0))
+    return bool(np.allclose(some, other, rtol=1e-3, atol=1e-3 * largest + 1e-6, equal_nan=True))
+
+
+def timed(program: Program, sample: Sequence[Array] | None, *, seconds: float, sizes: Sequence[int]) -> Pace:
+    """How long its batches of these sizes take: medians, growing as far as the time allows. ``sample``: one row."""
+    pace, end = Pace(), time.monotonic() + seconds
+    for rows in sizes:
+        inputs = [spec.filled(rows) for spec in program.inputs]
+        if sample is not None:
+            inputs = [np.ascontiguousarray(np.repeat(row[:1], rows, 0)) if rows > 1 else row for row in sample]
+        taken = []
+        for turn in range(TIMES + 1):
+            began = time.monotonic()
+            program.run(inputs, float("inf"))
+            if turn:  # the first one touches its memory
+                taken.append(time.monotonic() - began)
+            if time.monotonic() > end and taken:
+                break
+        pace.seconds[rows] = sorted(taken)[len(taken) // 2]
+        if time.monotonic() + 2 * TIMES * pace.seconds[rows] > end:
+            break
+    return pace

@@ -1,0 +1,61 @@
+"""Where a member comes from, and what was found out about it before it is served: plain data, told to its process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from apportion.serving.protocol.datatypes import Array
+from apportion.serving.runtimes.runtime import Program
+
+Runtime = Literal["onnx", "torch", "remote"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A program that a process can load."""
+
+    name: str
+    runtime: Runtime
+    path: str
+    """Of the ONNX file, of the run, checkpoint or program; the address of the other server."""
+    threads: int = 1
+    channels_last: bool = False
+    others: tuple[str, ...] = ()
+    """Of other programs of torch that are run as one with it; then the name has all their names, with + between."""
+    sample: str | None = None
+    """A file (.npz) of one row of each input, in their order, that the net is known to compute."""
+
+    def open(self) -> Program:
+        """Load it, in this process. ValueError where it cannot be run."""
+        if self.runtime == "onnx":
+            from apportion.serving.runtimes.onnx_runtime import OnnxProgram
+
+            return OnnxProgram(self.path, threads=self.threads)
+        if self.runtime == "remote":
+            from apportion.serving.runtimes.remote_runtime import RemoteProgram
+
+            return RemoteProgram(self.path)
+        from apportion.serving.runtimes.torch_runtime import loaded, loaded_together
+
+        if self.others:
+            members = dict(zip(self.name.split("+"), (self.path, *self.others), strict=True))
+            return loaded_together(members, threads=self.threads, channels_last=self.channels_last)
+        return loaded(self.path, threads=self.threads, channels_last=self.channels_last)
+
+    def rows(self) -> list[Array] | None:
+        """The sample."""
+        if self.sample is None:
+            return None
+        with np.load(self.sample) as file:
+            return [file[name] for name in sorted(file.files, key=int)]
+
+
+def save_rows(path: Path, rows: Sequence[Array]) -> str:
+    """A sample, where ``Source.rows`` finds it."""
+    np.savez(path, **{str(n): row for n, row in enumerate(rows)})  # type: ignore[arg-type]
+    return str(path)

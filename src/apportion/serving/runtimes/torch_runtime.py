@@ -1,0 +1,190 @@
+"""A torch module, or a program of ``torch.export``, for nets that ONNX has no words for. Past its deadline it stops at
+the next module, or the next operation of a program."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from apportion.core.torch_private import pytree
+from apportion.serving.protocol.datatypes import NAMES, Array
+from apportion.serving.runtimes.exported_archive import checked
+from apportion.serving.runtimes.runtime import Expired, Program, Spec
+from apportion.serving.runtimes.stacked_modules import called, together
+
+_FROM_TORCH = {
+    torch.bool: "BOOL", torch.uint8: "UINT8", torch.uint16: "UINT16", torch.uint32: "UINT32", torch.uint64: "UINT64",
+    torch.int8: "INT8", torch.int16: "INT16", torch.int32: "INT32", torch.int64: "INT64",
+    torch.float16: "FP16", torch.float32: "FP32", torch.float64: "FP64", torch.bfloat16: "BF16",
+}  # fmt: skip
+
+assert {*_FROM_TORCH.values()} | {"BYTES"} == {*NAMES.values()} | {"BF16"}
+
+
+@final
+class TorchProgram(Program):
+    """``sample``: inputs of one example or more, as the module is called with them; its dimension 0 is the example.
+    ``channels_last``: images go through it in that order."""
+
+    def __init__(self, module: nn.Module, sample: Any, *, threads: int = 1, channels_last: bool = False) -> None:
+        self._threads = threads
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
+        self._deadline = float("inf")
+        module.to(memory_format=self._format)  # type: ignore[call-overload]
+        self._module = _stopped(module, self._check)
+        leaves, self._tree = pytree.tree_flatten(sample)
+        self.runtime = f"torch {torch.__version__.partition('+')[0]}" + (" channels_last" if channels_last else "")
+        self.inputs = tuple(_spec(f"input_{n}" if len(leaves) > 1 else "input", x) for n, x in enumerate(leaves))
+        if isinstance(sample, dict):
+            self.inputs = tuple(Spec(name, s.datatype, s.shape) for name, s in zip(sample, self.inputs, strict=True))
+        torch.set_num_threads(threads)
+        with torch.inference_mode():
+            outputs = self._call(leaves)
+        self.outputs = tuple(_spec(f"output_{n}" if len(outputs) > 1 else "output", x) for n, x in enumerate(outputs))
+
+    def run(self, inputs: Sequence[Array], deadline: float) -> list[Array]:
+        """See ``Program``."""
+        if torch.get_num_threads() != self._threads:  # it is the process's, who has other programs as well
+            torch.set_num_threads(self._threads)
+        self._deadline = deadline
+        try:
+            self._check()
+            with torch.inference_mode():
+                outputs = self._call([_tensor(x, s.datatype) for x, s in zip(inputs, self.inputs, strict=True)])
+            self._check()
+        except (RuntimeError, IndexError, TypeError, KeyError, AttributeError, AssertionError) as error:
+            raise ValueError(str(error).partition("\n")[0]) from error
+        finally:
+            self._deadline = float("inf")  # the module is its owner's too
+        return [_array(x) for x in outputs]
+
+    def _call(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        images = [x.contiguous(memory_format=self._format) if x.ndim == 4 else x for x in leaves]
+        sample = pytree.tree_unflatten(images, self._tree)
+        return pytree.tree_leaves(called(self._module, sample))
+
+    def _check(self, *_: object) -> None:
+        if time.monotonic() > self._deadline:
+            raise Expired
+
+
+def _stopped(module: nn.Module, check: Any) -> nn.Module:
+    """The same, with a look at the clock between its parts."""
+    if isinstance(module, fx.GraphModule) and not any(True for _ in module.children()):
+        return _ByNode(module, check)
+    for part in module.modules():
+        part.register_forward_pre_hook(check)
+    return module
+
+
+class _ByNode(nn.Module):
+    """A graph without modules, one operation at a time."""
+
+    def __init__(self, graph: fx.GraphModule, check: Any) -> None:
+        super().__init__()
+        self.graph, self._check = graph, check
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        check = self._check
+
+        class Stopping(fx.Interpreter):
+            def run_node(self, n: fx.Node) -> Any:
+                check()
+                return super().run_node(n)
+
+        # fx runs a graph by itself on inputs by position alone
+        return self.graph(*args, **kwargs) if kwargs else Stopping(self.graph).run(*args)
+
+
+def _spec(name: str, tensor: Tensor) -> Spec:
+    return Spec(name, _FROM_TORCH[tensor.dtype], (None, *tensor.shape[1:]) if tensor.ndim else ())
+
+
+def _tensor(array: Array, datatype: str) -> Tensor:
+    if not array.flags.writeable:  # torch warns of such
+        array = array.copy()
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.view(torch.bfloat16) if datatype == "BF16" else tensor
+
+
+def _array(tensor: Tensor) -> Array:
+    tensor = tensor.detach().contiguous()
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def opened(path: Path) -> tuple[nn.Module, Any]:
+    """(the module, inputs of one example or more) of a run, a checkpoint, or a program of torch.export."""
+    if path.is_file():
+        try:
+            with checked(path, lambda pickled: torch.load(BytesIO(pickled.read()), weights_only=True)) as archive:
+                program = torch.export.load(archive)
+        except OSError:
+            raise
+        except Exception as error:  # whatever a file that is no program leads to
+            raise ValueError(f"{path} is no program of torch.export that can be served: {error}") from error
+        if program.example_inputs is None:
+            raise ValueError(f"{path} has no example inputs: save it with those that it was exported with")
+        _check_rows(program, path)
+        args, kwargs = program.example_inputs
+        if args and kwargs:
+            raise ValueError(f"{path} takes arguments by position and by name: export it with one kind")
+        return program.module(), kwargs or (args[0] if len(args) == 1 else args)
+    from apportion.runtime.checkpoint.load import load, workload_of
+
+    workload = workload_of(path, trust=True)  # whose code it names was asked when the run was pinned
+    inputs, _ = workload.collate([workload.data()[0]])
+    return load(path, trust=True), inputs
+
+
+def _check_rows(program: torch.export.ExportedProgram, path: Path) -> None:
+    """ValueError where it takes so many examples and no other number."""
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "placeholder" or node.name not in program.graph_signature.user_inputs or not value.ndim:
+            continue
+        if isinstance(rows := value.shape[0], int) and rows > 1:
+            raise ValueError(
+                f"{path} takes {rows} examples at once and no other number: export it with "
+                "dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), one for each input"
+            )
+
+
+def leaves_of(sample: Any) -> list[Array]:
+    """The first row of each tensor."""
+    return [_array(x[:1]) for x in pytree.tree_leaves(sample)]
+
+
+def loaded(path: str, *, threads: int, channels_last: bool) -> TorchProgram:
+    """What a ``Source`` of torch names."""
+    module, sample = opened(Path(path))
+    return TorchProgram(module, sample, threads=threads, channels_last=channels_last)
+
+
+def loaded_together(members: Mapping[str, str], *, threads: int, channels_last: bool) -> TorchProgram:
+    """These as one program, whose outputs are those of the first, then of the second, and so on. ValueError where they
+    do not take the same inputs, or give other outputs than each other."""
+    torch.set_num_threads(threads)
+    modules, samples = zip(*(opened(Path(path)) for path in members.values()), strict=True)
+    names, sample = list(members), samples[0]
+    specs = []
+    for name, module in zip(names, modules, strict=True):
+        try:
+            with torch.inference_mode():
+                specs.append([(x.dtype, x.shape) for x in pytree.tree_leaves(called(module, sample))])
+        except Exception as error:  # whatever a module raises
+            raise ValueError(f"in_graph: {name} does not take what {names[0]} does: {error}") from error
+    if other := next((n for n, own in zip(names, specs, strict=True) if own != specs[0]), None):
+        raise ValueError(f"in_graph: {names[0]} and {other} have different outputs")
+    program = TorchProgram(together(modules, sample), sample, threads=threads, channels_last=channels_last)
+    ends = [f"output_{n}" if len(specs[0]) > 1 else "output" for n in range(len(specs[0]))]
+    called_so = [f"{name}/{end}" for name in names for end in ends]
+    program.outputs = tuple(replace(spec, name=n) for spec, n in zip(program.outputs, called_so, strict=True))
+    return program

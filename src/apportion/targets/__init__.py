@@ -1,1 +1,0 @@
-"""What trained nets are exported to: peers, one file each; the folder is the registry."""
