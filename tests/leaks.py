@@ -25,6 +25,7 @@ HELPERS = (
     "apportion.runtime.spawn.template",
     "warm_template.py",
     "model_template.py",
+    "vision_template.py",
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
 )

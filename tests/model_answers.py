@@ -68,7 +68,8 @@ def answer(workload: Workload, strategy: str, workers: int = 2) -> str:
     assert proof.gradients is None or proof.gradients.verdict == "equal"
     if proof.rounds[0].precision != "float64":
         return f"exact in {proof.rounds[0].precision}"
-    assert proof.rounds[0].worst.relative <= FLOOR == EXACT
+    worst = proof.rounds[0].worst  # where little has moved, rounding alone is more than this share of it
+    assert min(worst.relative, worst.absolute) <= FLOOR == EXACT
     return "exact"
 
 

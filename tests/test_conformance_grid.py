@@ -127,7 +127,7 @@ def refused(strategy: str, workers: int) -> Refused:
     kind = strategy.partition("(")[0]
     cannot_feed: Refused = {"cannot feed": fewer(ROWS, workers)}
     staged: Refused = {
-        "update=": UPDATES, "carried": CARRIED, "cannot be followed": (*CHANGING, "lbfgs"),
+        "update=": UPDATES, "carried": CARRIED, "cannot be followed|calls other layers": (*CHANGING, "lbfgs"),
         "use workers<=": fewer(STAGES, workers),
     }  # fmt: skip
     found: dict[str, Refused] = {
@@ -154,7 +154,7 @@ def refused(strategy: str, workers: int) -> Refused:
         "single_device": {},
         "tensor_parallel": {"update=": UPDATES, "no layer that it can slice": ("lbfgs",)},
         "wavefront_parallel": {
-            "update=": UPDATES, "use workers<=": fewer(LAYERS, workers), "recurrent": besides(LAYERS),
+            "update=": UPDATES, "use workers<=": fewer(LAYERS, workers), "has no nn.LSTM": besides(LAYERS),
         },
     }  # fmt: skip
     if strategy == WHOLE:  # whoever needs the whole batch computes it at once

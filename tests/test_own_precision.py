@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import apportion
 from apportion import Workload
 from apportion.parallel.tracing.network import settle, undisturbed
+from apportion.runtime.proof.coarse_rounding import coarse_types
 from apportion.runtime.proof.proof import Proof
 
 
@@ -55,6 +57,29 @@ def test_a_line_that_insists_on_a_type_without_a_word_is_understood() -> None:
     proof = check(workload(Insists), "data_parallel")
     assert [r.precision for r in proof.rounds] == ["float32"]
     assert proof.holds
+
+
+def test_a_network_that_has_no_float64_and_trains_in_bfloat16_is_proved_in_float32_first() -> None:
+    proof = check(replace(workload(Insists), precision="bfloat16"), "data_parallel")
+    assert [r.precision for r in proof.rounds] == ["float32", "bfloat16"]
+    assert proof.holds, proof.sentence
+    assert "shown in float32" in proof.sentence
+    assert "checked in float32 and bfloat16 alone" in proof.by_design[0]
+    faulty = check(replace(workload(Insists), precision="bfloat16"), Faulty("mean_of_means"))
+    assert faulty.verdict == "different"
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
+def test_the_rounding_of_every_operation_in_bfloat16_is_moved_whatever_the_precision(precision: str) -> None:
+    x, w = torch.randn(8, 8), torch.randn(8, 8)
+    short = x.bfloat16(), w.bfloat16()
+    plain = torch.mm(*short)
+    with coarse_types(precision, moves=True) as types:
+        moved, kept = torch.mm(*short), torch.mm(x, w)
+    assert (moved != plain).any()
+    assert torch.allclose(moved, plain, rtol=0.02)
+    assert torch.equal(kept, torch.mm(x, w))
+    assert types == ({"bfloat16", "float32"} if precision == "float64" else {"bfloat16"} - {precision})
 
 
 def test_a_mistake_in_a_network_that_has_no_float64_is_caught() -> None:

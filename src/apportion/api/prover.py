@@ -31,6 +31,8 @@ from apportion.runtime.supervisor.worker_pool import Crew
 from apportion.runtime.worker.job import Job
 
 STEP_SECONDS = 600.0
+HALF = ("bfloat16", "float16")
+"""Precisions that a run computes in under autocast, its weights in float32."""
 WARMING = 2.0
 """The first step of a process takes up to so many times as long as those after it."""
 GRADIENT_STEPS = 2
@@ -146,15 +148,25 @@ class _Proving:
             built = self._built(crews)
             if built["precision"] == "float64":
                 raise why
-            if built["precision"] != self._own:
-                self._own = built["precision"]
-                self._again(crews, self._own)
-            self._named = [f"the model does not compute in float64 ({why}): checked in {self._own} alone"]
+            begun, self._own = self._own, built["precision"]
             steps = _many(self._chosen, self._asked.steps, built["steps"])
-            narrow, seen = self._round(crews, steps, self._own)
-            self._named[:0], self._drawn = _by_design(seen), seen["plain_draws"]
-            self._gradients = self._gradient_round(crews, narrow, self._own)
-            return [narrow]
+            return self._without_float64(crews, steps, begun, str(why))
+
+    def _without_float64(self, crews: Sequence[Crew], steps: int, begun: str, why: str) -> list[Round]:
+        """The rounds of a model that does not compute in float64, in crews that are built in the precision ``begun``:
+        in float32, and in the run's own precision where that is shorter, which may leave the answer open."""
+        precisions = ("float32", self._own) if self._own in HALF else (self._own,)
+        named = f"the model does not compute in float64 ({why}): checked in {' and '.join(precisions)} alone"
+        rounds: list[Round] = []
+        for precision in precisions:
+            if precision != begun or rounds:
+                self._again(crews, precision)
+            found, seen = self._round(crews, steps, precision)
+            rounds.append(found)
+            if precision == precisions[0]:
+                self._named, self._drawn = [*_by_design(seen), named], seen["plain_draws"]
+                self._gradients = self._gradient_round(crews, found, precision)
+        return rounds
 
     def _wide_then_own(self, crews: Sequence[Crew], built: Message) -> list[Round]:
         wide, seen = self._round(crews, _many(self._chosen, self._asked.steps, built["steps"]), "float64")
@@ -171,9 +183,13 @@ class _Proving:
                 f"{where}: equal in float64 all the same" if kept else f"{where}: checked in {self._own} alone"
             )
             rounds = [wide] if kept else []
-        self._gradients = self._gradient_round(crews, wide, "float64" if rounds else self._own)
-        if rounds and any(r.verdict == "different" for r in (wide, self._gradients) if r is not None):
-            self._first = self._first_difference(crews, wide)
+        if not rounds and self._own in HALF:  # which may leave the answer open, where float32 does not
+            self._again(crews, "float32")
+            rounds = [self._round(crews, wide.steps, "float32")[0]]
+            self._named[-1] = f"{where}: checked in float32 and {self._own}"
+        self._gradients = self._gradient_round(crews, wide, rounds[0].precision if rounds else self._own)
+        if rounds and any(r.verdict == "different" for r in (rounds[0], self._gradients) if r is not None):
+            self._first = self._first_difference(crews, rounds[0])
         if self._own == "float64" or (self._asked.brief and not self._proved()):
             return rounds or [wide]
         self._again(crews, self._own)
@@ -340,7 +356,10 @@ class _Proving:
             with tempfile.TemporaryDirectory(prefix="apportion-check-") as folder:
                 return self._compare_replay(crews, steps, precision, Path(folder))
         found, seen, coarse = self._compare_steps(crews, steps, precision)
-        # In float64 what computes in less is named, and left to the run's own precision.
+        # In float64 what computes in less is named, and left to the run's own precision. Under autocast every operation
+        # rounds, and not the gradients alone: an optimizer that looks at the signs of small ones shows it.
+        if precision in HALF:
+            coarse = coarse | {precision}
         if found.verdict == "equal" or found.disagreement is not None or precision == "float64" or not coarse:
             return found, seen
         self._again(crews, precision, gradients=gradients, coarse=True)

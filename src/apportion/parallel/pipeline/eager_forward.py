@@ -37,7 +37,7 @@ class _Reached(BaseException):
     """The end of a rank's stretch. No exception of the usual kind, which a forward might catch."""
 
 
-class OtherWay(RuntimeError):
+class OtherWay(ValueError):
     """For this batch a forward calls other modules or functions."""
 
 

@@ -21,13 +21,16 @@ def eps_of(precision: str) -> float:
 class Coarse(torch_private.DispatchMode):
     """Sees what is computed in a type that is coarser than the precision.
 
-    ``moves``: every number that comes of such an operation goes to its neighbour, up or down, which is what
-    the rounding of another order of the same sum may do.
+    ``moves``: every number that comes of such an operation, or of one in the precision itself where that is shorter
+    than the weights' own, goes to its neighbour, up or down, which is what the rounding of another order of the same
+    sum may do.
     """
 
     def __init__(self, precision: str, *, moves: bool = False) -> None:
         super().__init__()
         self._eps, self._moves = eps_of(precision), moves
+        self._least = max(self._eps, 2 * eps_of("float32"))
+        """Numbers are moved that come in a type with this rounding at least."""
         self._generator = torch.Generator().manual_seed(0)
         self.types: set[str] = set()
         """The names of these types."""
@@ -45,12 +48,13 @@ class Coarse(torch_private.DispatchMode):
         if not isinstance(result, Tensor) or not result.is_floating_point():
             return result
         eps = torch.finfo(result.dtype).eps
-        if eps <= self._eps:
+        if eps > self._eps:
+            self.types.add(str(result.dtype).removeprefix("torch."))
+        if not self._moves or eps < self._least:
             return result
-        self.types.add(str(result.dtype).removeprefix("torch."))
         returns = func._schema.returns
         fresh = at < len(returns) and returns[at].alias_info is None
-        return moved(result, eps, self._generator) if self._moves and fresh else result
+        return moved(result, eps, self._generator) if fresh else result
 
 
 @contextmanager
