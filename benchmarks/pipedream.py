@@ -11,7 +11,7 @@ have them.
 import re
 
 from apportion.cost_model.cluster import Cluster, Device, Link, Rate
-from apportion.cost_model.partitioning import Work
+from apportion.cost_model.partitioning import LayerWork
 from apportion.cost_model.profile import LayerProfile, Profile, Timing
 
 BATCH_SIZE = 128
@@ -60,7 +60,7 @@ def _layer(name, text, numbers, inputs, batch_size):
 def works(profile):
     """Its layers, as the recurrence for stages with replicas takes them."""
     return [
-        Work(layer.timings[0].forward, layer.timings[0].backward, layer.parameter_bytes, crossing)
+        LayerWork(layer.timings[0].forward, layer.timings[0].backward, layer.parameter_bytes, crossing)
         for layer, crossing in zip(profile.layers, profile.crossing_bytes, strict=True)
     ]
 

@@ -15,18 +15,18 @@ from parked import serve, settle
 from torch import nn
 
 from apportion import World
-from apportion.parallel.parameter_store.protocol import Server, Sessions
-from apportion.parallel.parameter_store.shard_layout import Layout
+from apportion.parallel.parameter_store.protocol import Sessions, StoreServer
+from apportion.parallel.parameter_store.shard_layout import StoreLayout
 from apportion.parallel.parameter_store.store import Contents, Store
-from apportion.parallel.parameter_store.store_memory import Extent, Memory
+from apportion.parallel.parameter_store.store_memory import Memory, StoreSpec
 
 
 def shared_store(nbytes, world, *, shards=None, lock_free=False, servers=0):
     """(the store of this rank, the rule's hyperparameters, its extent and memory)."""
     weights = nn.Parameter(torch.zeros(nbytes // 4))
     optimizer = torch.optim.SGD([weights], lr=0.01)
-    layout = Layout({weights: "weights"}, optimizer, shards=shards)
-    extent = Extent(layout=layout, seats=world.size, lock_free=lock_free, batches=1 << 12, servers=servers)
+    layout = StoreLayout({weights: "weights"}, optimizer, shards=shards)
+    extent = StoreSpec(layout=layout, seats=world.size, lock_free=lock_free, batches=1 << 12, servers=servers)
     memory = world.shared("store", Memory(extent).nbytes)
     store = Store(extent, memory, seat=world.rank)
     counts = [torch.zeros(len(pieces)).numpy() for pieces in layout.pieces]
@@ -58,7 +58,7 @@ def server(nbytes, world):
             found.settle(lambda: None, first=False)
             return found
 
-        answers = Server(extent, 0, of_seat)
+        answers = StoreServer(extent, 0, of_seat)
         store.memory.ports[0] = answers.port, 0
         store.memory.ports[0, 1] = os.getpid()
         return lambda steps: answers and None

@@ -14,7 +14,7 @@ from random import Random
 from statistics import mean
 
 from apportion.cost_model.cluster import Cluster, Device, Link, Rate
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.published.fit import fitted
 from apportion.cost_model.published.mesh import Mesh
 from apportion.cost_model.published.transformer import Transformer
@@ -89,7 +89,7 @@ def predicted(rows, constants):
     layouts = {}
     for ranks in {row.mesh.ranks for row in rows}:
         cluster = machine(ranks, **constants)
-        layouts[ranks] = Layout(cluster=cluster, devices=tuple(d.name for d in cluster.devices))
+        layouts[ranks] = Placement(cluster=cluster, devices=tuple(d.name for d in cluster.devices))
     return [row.mesh.cost(layouts[row.mesh.ranks]).step_seconds for row in rows]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from apportion.core.strategy import Strategy
 from apportion.cost_model.cluster import Cluster, Device, Link, Port, Rate
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile, Timing
 
 GB = 10**9
@@ -25,7 +25,7 @@ def machine(  # noqa: PLR0913 (what a machine has)
     memory_rate: float = 1e9,
     flops: float = 1e9,
     **link: Any,
-) -> Layout:
+) -> Placement:
     """So many ranks on each of these hosts: on its cores, or a GPU each. One link joins all, without latency."""
     rates = (
         Rate(threads=1, together=1, flops=flops, bytes_per_second=memory_rate),
@@ -50,7 +50,7 @@ def machine(  # noqa: PLR0913 (what a machine has)
     port: Port = "device"
     joined = Link(**{"kind": "wire", "devices": names, "latency": 0.0, "bandwidth": 1e9, "port": port, **link})
     places = tuple(name for name in names for _ in range(ranks if kind == "cpu" else 1))
-    return Layout(cluster=Cluster(name="made", devices=devices, links=(joined,)), devices=places)
+    return Placement(cluster=Cluster(name="made", devices=devices, links=(joined,)), devices=places)
 
 
 def layer(name: str, *inputs: str, forward: float = 1.0, **facts: Any) -> LayerProfile:
@@ -77,7 +77,7 @@ def chain(*seconds: float, **facts: Any) -> Profile:
     return network(*(layer(n, s, forward=t, **facts) for n, s, t in zip(names, sources, seconds, strict=True)))
 
 
-def bookkeeping(strategy: Strategy, profile: Profile, layout: Layout) -> float:
+def bookkeeping(strategy: Strategy, profile: Profile, layout: Placement) -> float:
     """How many calls a step takes besides its layers, whose times were measured."""
     slow = tuple(replace(d, call_seconds=1.0) for d in layout.cluster.devices)
     slower = replace(layout, cluster=replace(layout.cluster, devices=slow))

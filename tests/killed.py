@@ -20,18 +20,18 @@ from apportion.api import running as verb
 from apportion.core.strategy import Strategy
 from apportion.runtime.launch.local import Local
 from apportion.runtime.supervisor import run as supervisor
-from apportion.runtime.supervisor.worker_pool import Crew
+from apportion.runtime.supervisor.worker_pool import WorkerPool
 
 
 def faults_of(
     workload: Workload, strategy: Strategy, workers: int, run_dir: Path, doomed: Sequence[int] = (), **options: Any
 ) -> list[apportion.Event]:
     """``doomed``: ranks to be killed, each once the one before has been replaced; what was told of them."""
-    crews: list[Crew] = []
+    crews: list[WorkerPool] = []
     faults: list[apportion.Event] = []
     waiting = list(doomed)
     with pytest.MonkeyPatch.context() as patch, by_value(networks):
-        patch.setattr(supervisor, "Crew", lambda *made: crews.append(Crew(*made)) or crews[-1])
+        patch.setattr(supervisor, "WorkerPool", lambda *made: crews.append(WorkerPool(*made)) or crews[-1])
         patch.setattr(verb, "_report", lambda run_dir: None)
         launcher = Local(workers=workers, threads=1)
         for event in apportion.run(workload, strategy, launcher=launcher, run_dir=run_dir, **options):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from apportion.cost_model.cluster import Cluster, Device, Link, Rate
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile, Timing
 
 
@@ -93,9 +93,11 @@ def gpus(hosts: int = 1, each: int = 8, *, bandwidth: float = 1.25e9, memory_byt
     return Cluster(name="made up", devices=devices, links=tuple(links))
 
 
-def on(cluster: Cluster, each: int = 1, threads: int = 1) -> Layout:
+def on(cluster: Cluster, each: int = 1, threads: int = 1) -> Placement:
     """So many ranks on every device."""
-    return Layout(cluster=cluster, devices=tuple(d.name for d in cluster.devices for _ in range(each)), threads=threads)
+    return Placement(
+        cluster=cluster, devices=tuple(d.name for d in cluster.devices for _ in range(each)), threads=threads
+    )
 
 
 Stage = Literal[56, 28, 14, 7]

@@ -17,7 +17,7 @@ import torch
 from apportion.comm.channel import Channel
 from apportion.comm.world import World
 from apportion.runtime.launch.local import Local
-from apportion.runtime.supervisor.worker_pool import Crew
+from apportion.runtime.supervisor.worker_pool import WorkerPool
 
 SECONDS = 60.0
 
@@ -35,7 +35,7 @@ def by_value(module: ModuleType) -> Iterator[None]:
 def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
     """``function(world, *arguments)`` on so many ranks; what each returned, by rank."""
     with by_value(sys.modules[function.__module__]):
-        crew = Crew(Local(workers=ranks, threads=1, device="cpu"), "ranks:run", (function, arguments), ranks)  # type: ignore[arg-type]
+        crew = WorkerPool(Local(workers=ranks, threads=1, device="cpu"), "ranks:run", (function, arguments), ranks)  # type: ignore[arg-type]
     try:
         return [pickle.loads(base64.b64decode(a["data"])) for a in crew.answers("result", SECONDS)]
     finally:

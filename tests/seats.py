@@ -20,7 +20,7 @@ import ranks
 import torch
 
 from apportion import Strategy, Workload, batches
-from apportion.comm.channel import Channel, Lines, SharedMemory
+from apportion.comm.channel import Channel, Lines, SharedMemoryOwner
 from apportion.comm.membership import Membership
 from apportion.comm.world import World
 from apportion.core.strategy import State, Step
@@ -83,7 +83,7 @@ def _supervise(
 class _Supervisor:
     def __init__(self, function: Callable[..., Any], seats: int, arguments: tuple[Any, ...], replaced: bool) -> None:
         self._function, self._arguments, self._seats, self._replaced = function, arguments, seats, replaced
-        self._memory = SharedMemory()
+        self._memory = SharedMemoryOwner()
         self._members = Membership(self._memory.map("members", Membership.nbytes(seats)), seats)  # type: ignore[arg-type]
         self._members.begin()
         self._progress = np.frombuffer(self._memory.map("test/progress", 8 * seats), dtype=np.int64)

@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 from apportion import Evaluation, Workload
 from apportion.comm.world import World
-from apportion.core.data.batch import Batch, Batches
+from apportion.core.data.batch import Batch, BatchSource
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Step, Strategy
@@ -177,7 +177,7 @@ class SurvivingStep(Step):
         self._replica = Replica(workload, rank=0, device=world.device)
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
         seed_everything(workload.seed)
-        self.source = Batches(workload, device=world.device, dtype=self._replica.input_dtype)
+        self.source = BatchSource(workload, device=world.device, dtype=self._replica.input_dtype)
         self._replica.start_schedules(self.source.total)
         self._memory = world.shared("kept", 64 + 2 * VERSION_BYTES)
         self._kept = np.frombuffer(self._memory, dtype=np.int64, count=1)

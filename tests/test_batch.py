@@ -16,18 +16,18 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import apportion.core.data.batch
 from apportion import Workload
-from apportion.core.data.batch import Batches
+from apportion.core.data.batch import BatchSource
 from apportion.core.sampler import DataShard
 
 
 def source(
     data: Any, batch_size: int = 8, *, dtype: torch.dtype | None = None, rank: int = 0, **options: Any
-) -> Batches:
+) -> BatchSource:
     workload = Workload(
         model=lambda: nn.Linear(1, 1), data=data if callable(data) else lambda: data, batch_size=batch_size,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1), loss=nn.functional.mse_loss, **options,
     )  # fmt: skip
-    return Batches(workload, dtype=dtype, rank=rank)
+    return BatchSource(workload, dtype=dtype, rank=rank)
 
 
 def tensors(n: int, width: int = 3) -> TensorDataset:
@@ -53,7 +53,7 @@ class AtOnce(Recorded):
         return [self[i] for i in indices]
 
 
-def whole(made: Batches, step: int, workers: int) -> tuple[Tensor, Tensor]:
+def whole(made: BatchSource, step: int, workers: int) -> tuple[Tensor, Tensor]:
     batches = [made.at(step, DataShard(rank, workers)) for rank in range(workers)]
     taken = [b for b in batches if len(b)]
     assert sum(len(b) for b in batches) == batches[0].size

@@ -10,7 +10,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 
 from apportion.comm.world import World
-from apportion.parallel.ops.sync_batch_norm import Attendance, use_whole_batch
+from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
 
 CHANNELS = 5
 Answer = dict[str, Tensor]
@@ -45,7 +45,7 @@ def share(rank: int, sizes: tuple[int, ...]) -> slice:
 def normalise(world: World, kind: str, options: Any, whole: tuple[Tensor, Tensor], sizes: tuple[int, ...]) -> Answer:
     rows, present = share(world.rank, sizes), sizes[world.rank] > 0
     norm = layer(kind, options.pop("weights", whole[0].dtype), options)
-    use_whole_batch(norm, Attendance(world.group(), present))
+    use_whole_batch(norm, NonEmptyRanks(world.group(), present))
     if present:
         return through(norm, whole[0][rows], whole[1][rows])
     return through(norm, whole[0][:1], torch.zeros_like(whole[1][:1]))
@@ -126,7 +126,7 @@ def test_short_types_keep_their_statistics_in_float32(dtype: torch.dtype) -> Non
 
 def lonely(world: World) -> str:
     norm = nn.BatchNorm1d(3)
-    use_whole_batch(norm, Attendance(world.group(), world.rank == 0))
+    use_whole_batch(norm, NonEmptyRanks(world.group(), world.rank == 0))
     try:
         norm(torch.ones(1, 3))
     except ValueError as error:
@@ -147,7 +147,7 @@ def test_evaluation_and_other_layers_are_left_alone() -> None:
 
     model = nn.Sequential(nn.BatchNorm1d(3), Own(3), nn.LayerNorm(3))
     names = list(model.state_dict())
-    assert use_whole_batch(model, Attendance(Alone())) == ["0"]
+    assert use_whole_batch(model, NonEmptyRanks(Alone())) == ["0"]
     assert list(model.state_dict()) == names
     assert isinstance(model[0], nn.BatchNorm1d)
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))

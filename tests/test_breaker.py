@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from apportion.serving.pool.circuit_breaker import Breaker, Patience
+from apportion.serving.pool.circuit_breaker import Breaker, BreakerConfig
 
-PATIENCE = Patience(misses=3, rest=1.0, longest=4.0, proven=10.0)
+PATIENCE = BreakerConfig(misses=3, rest=1.0, longest=4.0, proven=10.0)
 
 
 def late(breaker: Breaker, now: float, times: int = 1) -> Breaker:
@@ -66,4 +66,4 @@ def test_a_new_process_is_not_judged_by_the_last_one() -> None:
 @pytest.mark.parametrize(("name", "value"), [("misses", 0), ("rest", 0.0), ("longest", -1.0), ("proven", 0.0)])
 def test_a_patience_that_cannot_be_is_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name}={value}"):
-        Patience(**{name: value})  # type: ignore[arg-type]
+        BreakerConfig(**{name: value})  # type: ignore[arg-type]

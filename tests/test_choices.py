@@ -11,8 +11,8 @@ from by_hand import GB, ROWS, chain, conv, machine, network
 from apportion.core.strategy import Strategy
 from apportion.cost_model.cluster import Cluster
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Layout
-from apportion.planner.candidate import MEASURED_BAND, TIE, Priced, Tried, folded, misfit, ranked, tied
+from apportion.cost_model.placement import Placement
+from apportion.planner.candidate import MEASURED_BAND, TIE, Measurement, Priced, folded, misfit, ranked, tied
 from apportion.planner.search import group_sizes, places_of, search
 from apportion.planner.units import gibibytes
 from apportion.runtime.launch.env import Env
@@ -27,13 +27,13 @@ from apportion.strategies.tensor_parallel import TensorParallel
 COMPOSITE = DataParallel(of=PipelineParallel(), replicas=2)
 
 
-def row(strategy: Strategy, seconds: float = 1.0, layout: Layout | None = None, **changed: Any) -> Priced:
+def row(strategy: Strategy, seconds: float = 1.0, layout: Placement | None = None, **changed: Any) -> Priced:
     cost = Cost(terms={"computing": seconds}, examples=ROWS, memory={"weights": GB})
     return Priced(**{"strategy": strategy, "layout": layout or machine(), "cost": cost, **changed})
 
 
-def took(low: float, median: float, high: float, *, steps: int = 1) -> Tried:
-    return Tried(step_seconds=median, low=low, high=high, steps=steps)
+def took(low: float, median: float, high: float, *, steps: int = 1) -> Measurement:
+    return Measurement(step_seconds=median, low=low, high=high, steps=steps)
 
 
 def refused(strategy: Strategy) -> Priced:
@@ -134,8 +134,8 @@ def test_workers_take_batches_and_servers_do_not() -> None:
 
 
 def test_who_starts_workers_is_told_of_the_cores_only_where_there_are_gpus_too() -> None:
-    on_cores = Layout(cluster=with_cores(), devices=("h0/cpu0",) * 2)
-    on_gpus = Layout(cluster=with_cores(), devices=("h0/cuda0", "h0/cuda1"))
+    on_cores = Placement(cluster=with_cores(), devices=("h0/cpu0",) * 2)
+    on_gpus = Placement(cluster=with_cores(), devices=("h0/cuda0", "h0/cuda1"))
     assert row(DataParallel(), layout=on_cores).launcher == Local(workers=2, threads=1, device="cpu")
     assert row(DataParallel(), layout=on_gpus).launcher == Local(workers=2, threads=1)
     assert row(DataParallel(), layout=machine(2)).launcher == Local(workers=2, threads=1)

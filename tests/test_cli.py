@@ -21,7 +21,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from apportion.api.compare import Row
+from apportion.api.compare import ComparedRow
 from apportion.api.train import run
 from apportion.cli.app import app
 from apportion.cli.run_display import plan_line, show_rows
@@ -326,7 +326,7 @@ def test_resume_goes_on_with_the_strategy_of_the_run(apportion: Any) -> None:
 # compare
 
 
-def rows(**changed: Any) -> list[Row]:
+def rows(**changed: Any) -> list[ComparedRow]:
     given: dict[str, Any] = {
         "strategy": "data_parallel(microbatches=2)",
         "launcher": "local(workers=16, threads=12)",
@@ -344,7 +344,7 @@ def rows(**changed: Any) -> list[Row]:
         "steps": 50,
         "predicted_seconds": 0.0111111,
     }
-    return [Row(**{**given, **changed}), Row(**{**given, "strategy": "single_device"})]
+    return [ComparedRow(**{**given, **changed}), ComparedRow(**{**given, "strategy": "single_device"})]
 
 
 def test_the_table_of_compare_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from apportion.cost_model import catalogue, collectives
 from apportion.cost_model.cluster import Cluster, Device, Link, Moved, Rate
-from apportion.cost_model.placement import Layout, layouts
+from apportion.cost_model.placement import Placement, layouts
 
 
 def rate(threads: int, together: int, flops: float, memory: float = 1e10) -> Rate:
@@ -140,7 +140,7 @@ def test_the_fastest_link_of_two_and_the_slowest_on_the_way() -> None:
 
 def test_sums_over_the_ranks_that_were_measured_take_what_was_measured() -> None:
     """Four ranks on two hosts: their own entry, rather than one within the hosts and one between them."""
-    layout = Layout(cluster=two_hosts(), devices=("a/cpu", "a/cpu", "b/cpu", "b/cpu"))
+    layout = Placement(cluster=two_hosts(), devices=("a/cpu", "a/cpu", "b/cpu", "b/cpu"))
     assert collectives.all_reduce(layout, range(4), 1 << 20) == pytest.approx(0.4)
     assert collectives.all_reduce(layout, (0, 2), 1 << 20) == pytest.approx(0.2)
 

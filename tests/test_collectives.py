@@ -9,12 +9,12 @@ import pytest
 from apportion.cost_model.cluster import Cluster, Device, Link, Moved, Port, Rate
 from apportion.cost_model.collectives import all_gather, all_reduce, broadcast, message, reduce_scatter
 from apportion.cost_model.cost import Span
-from apportion.cost_model.placement import Layout
-from apportion.cost_model.simulator import Task, makespan, simulate, terms
+from apportion.cost_model.placement import Placement
+from apportion.cost_model.simulator import SimulatedTask, makespan, simulate, terms
 
 RATE = Rate(threads=1, together=1, flops=1e9, bytes_per_second=1e9)
 GB = 1e9
-Collective = Callable[[Layout, Sequence[int], float], float]
+Collective = Callable[[Placement, Sequence[int], float], float]
 
 
 def device(host: str, number: int = 0) -> Device:
@@ -28,7 +28,7 @@ def place(
     bandwidth: float = GB,
     measured: tuple[Moved, ...] = (),
     within: float = 2 * GB,
-) -> Layout:
+) -> Placement:
     """A rank on each of so many GPUs of each host; what joins all is as it is given, each host has a link inside."""
     devices = tuple(device(f"h{h}", n) for h, many in enumerate(hosts) for n in range(many))
     names = tuple(d.name for d in devices)
@@ -37,7 +37,7 @@ def place(
         for h in range(len(hosts)):
             own = tuple(d.name for d in devices if d.host == f"h{h}")
             links.append(Link(kind="inside", devices=own, latency=0.0, bandwidth=within))
-    return Layout(cluster=Cluster(name="c", devices=devices, links=tuple(links)), devices=names)
+    return Placement(cluster=Cluster(name="c", devices=devices, links=tuple(links)), devices=names)
 
 
 @pytest.mark.parametrize(("collective", "seconds"), [(all_reduce, 6.0), (all_gather, 3.0), (reduce_scatter, 3.0)])
@@ -131,10 +131,10 @@ def test_a_group_is_as_slow_as_its_slowest_link_whoever_was_asked_about_before()
 def test_tasks_wait_for_what_they_need_and_for_what_is_taken() -> None:
     """The first two share a device, and the lower order goes first; the last needs both devices at once."""
     tasks = (
-        Task("late", "computing", ("a",), 1.0, order=2.0),
-        Task("first", "computing", ("a",), 2.0, order=1.0),
-        Task("other", "computing", ("b",), 4.0),
-        Task("both", "communicating", ("a", "b"), 1.0, (0,)),
+        SimulatedTask("late", "computing", ("a",), 1.0, order=2.0),
+        SimulatedTask("first", "computing", ("a",), 2.0, order=1.0),
+        SimulatedTask("other", "computing", ("b",), 4.0),
+        SimulatedTask("both", "communicating", ("a", "b"), 1.0, (0,)),
     )
     spans = simulate(tasks)
     assert [(s.begin, s.end) for s in spans] == [(2.0, 3.0), (0.0, 2.0), (0.0, 4.0), (4.0, 5.0)]
@@ -143,18 +143,20 @@ def test_tasks_wait_for_what_they_need_and_for_what_is_taken() -> None:
 
 def test_a_follower_waits_for_all_that_it_needs() -> None:
     tasks = (
-        Task("short", "computing", ("a",), 1.0),
-        Task("long", "computing", ("b",), 3.0),
-        Task("after", "computing", ("c",), 1.0, (0, 1)),
+        SimulatedTask("short", "computing", ("a",), 1.0),
+        SimulatedTask("long", "computing", ("b",), 3.0),
+        SimulatedTask("after", "computing", ("c",), 1.0, (0, 1)),
     )
     assert simulate(tasks)[2].begin == 3.0
 
 
 def test_a_circle_is_refused() -> None:
     with pytest.raises(ValueError, match="task one waits for itself"):
-        simulate([Task("one", "computing", ("a",), 1.0, (1,)), Task("two", "computing", ("a",), 1.0, (0,))])
+        simulate(
+            [SimulatedTask("one", "computing", ("a",), 1.0, (1,)), SimulatedTask("two", "computing", ("a",), 1.0, (0,))]
+        )
     with pytest.raises(ValueError, match="task nowhere: it has to occupy something"):
-        simulate([Task("nowhere", "computing", (), 1.0)])
+        simulate([SimulatedTask("nowhere", "computing", (), 1.0)])
 
 
 def test_idle_time_is_communication_while_a_link_carries_something_and_else_bubble() -> None:

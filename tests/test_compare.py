@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion.api import compare as verb
-from apportion.api.compare import Row
+from apportion.api.compare import ComparedRow
 from apportion.cost_model.cost import Cost
 
 
@@ -23,7 +23,7 @@ def whole_batches() -> TensorDataset:
     return TensorDataset(torch.randn(256, 10, generator=generator), torch.arange(256) % 3)
 
 
-def compared(strategy: str) -> Row:
+def compared(strategy: str) -> ComparedRow:
     """On two workers; one device is always beside it."""
     with by_value(networks), by_value(sys.modules[__name__]):
         workload = replace(networks.cases["mlp"](64), data=whole_batches)

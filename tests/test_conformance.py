@@ -19,7 +19,7 @@ import apportion
 from apportion import Evaluation, Workload, accuracy
 from apportion.comm.world import World
 from apportion.core.address import load_workload
-from apportion.core.data.batch import Batches
+from apportion.core.data.batch import BatchSource
 from apportion.core.strategy import State, Strategy
 from apportion.core.value import find, names
 from apportion.runtime.proof.proof import Proof
@@ -310,7 +310,7 @@ def measured(world: World, workload: Workload, examples: int, batch_size: int) -
     )
     workload = replace(workload, evaluation=evaluation)
     step = DataParallel().build(workload, world)
-    source = Batches.of_evaluation(workload, dtype=torch.float64, rank=world.rank)
+    source = BatchSource.of_evaluation(workload, dtype=torch.float64, rank=world.rank)
     before = dict(step.state_dict().tensors())
     results = evaluate(step, evaluation, source, world.group(), lambda: None)
     assert all(torch.equal(t, before[name]) for name, t in step.state_dict().tensors()), "evaluation changes nothing"

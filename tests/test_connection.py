@@ -28,11 +28,11 @@ from apportion.serving.http import connection as connections
 from apportion.serving.http.chunked_body import Chunks
 from apportion.serving.http.connection import Connection
 from apportion.serving.http.request_head import Head
-from apportion.serving.http.response import Reply, Wrong
+from apportion.serving.http.response import HTTPError, Response
 from apportion.serving.pool.circuit_breaker import Breaker
 from apportion.serving.pool.frames import Frame, Kind, Placed, decode
-from apportion.serving.pool.member import AT_ONCE, Seat
-from apportion.serving.pool.task import Work
+from apportion.serving.pool.member import AT_ONCE, Member
+from apportion.serving.pool.task import MemberTask
 from apportion.serving.protocol.v2 import HEADER, Named, read_response, write_request
 from apportion.serving.runtimes.source import Source
 
@@ -176,7 +176,7 @@ TRAILERS = b"0\r\n" + b"t: v\r\n" * 20_000
     ],
 )
 def test_chunks_that_are_none_are_refused(stream: bytes, status: int) -> None:
-    with pytest.raises(Wrong) as found:
+    with pytest.raises(HTTPError) as found:
         Chunks(1000).feed(memoryview(stream))
     assert found.value.status == status
 
@@ -389,8 +389,8 @@ def test_who_takes_too_long_is_let_go(received: bytes, seconds: float, status: i
         def room(self, length: int) -> tuple[memoryview, None]:
             return memoryview(bytearray(length)), None
 
-        def failed(self, error: Exception) -> Reply:
-            assert isinstance(error, Wrong)
+        def failed(self, error: Exception) -> Response:
+            assert isinstance(error, HTTPError)
             return error.reply()
 
         def leave(self) -> None:
@@ -419,7 +419,7 @@ def test_who_takes_too_long_is_let_go(received: bytes, seconds: float, status: i
 
 def test_who_does_not_read_its_answer_is_let_go() -> None:
     async def told() -> Transport:
-        connection, transport = Connection(lambda head: Reply(200, b""), set(), body_seconds=3.0), Transport()
+        connection, transport = Connection(lambda head: Response(200, b""), set(), body_seconds=3.0), Transport()
         connection.connection_made(transport)  # type: ignore[arg-type]
         connection.pause_writing()
         now = asyncio.get_running_loop().time()
@@ -492,9 +492,9 @@ class Instant(Pace):
         pass
 
 
-def seated() -> tuple[Seat, Child]:
+def seated() -> tuple[Member, Child]:
     seat, child = (
-        Seat(Source(name="m", runtime="onnx", path="m"), 64, 32, Breaker(), lambda seat, child: None),
+        Member(Source(name="m", runtime="onnx", path="m"), 64, 32, Breaker(), lambda seat, child: None),
         Child(),
     )
     seat.child, seat.state, seat.batched = child, "up", True  # type: ignore[assignment]
@@ -502,9 +502,9 @@ def seated() -> tuple[Seat, Child]:
     return seat, child
 
 
-def work(settle: Callable[[Any], None], seconds: float = 10.0) -> Work:
+def work(settle: Callable[[Any], None], seconds: float = 10.0) -> MemberTask:
     deadline = asyncio.get_running_loop().time() + seconds
-    return Work([Placed("FP32", X)], 1, deadline, settle)
+    return MemberTask([Placed("FP32", X)], 1, deadline, settle)
 
 
 def test_who_asks_again_while_answers_are_given_disturbs_no_one() -> None:

@@ -17,8 +17,8 @@ from apportion import Workload
 from apportion.core.strategy import Strategy
 from apportion.cost_model.compute import computed, dealt, of_rows
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.memory import Holding
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.memory import MemoryUse
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies import data_parallel as exchange
 from apportion.cost_model.strategies import shared_weights
@@ -349,11 +349,11 @@ def test_pushing_and_pulling_less_often_costs_less() -> None:
 class Halves(Strategy):
     """A split that has a price for every network: a millisecond an example. ``asked``: what it was asked for."""
 
-    asked: list[tuple[Profile, Layout]] = field(default_factory=list)
+    asked: list[tuple[Profile, Placement]] = field(default_factory=list)
     splits = True
     exact = True
 
-    def cost(self, profile: Profile, layout: Layout) -> Cost:
+    def cost(self, profile: Profile, layout: Placement) -> Cost:
         self.asked.append((profile, layout))
         terms = {"computing": 1e-3 * profile.batch_size, "communicating": 1e-3}
         return Cost(terms=terms, memory={"weights": 10}, examples=profile.batch_size)
@@ -369,7 +369,7 @@ class TestReplicas:
     seen: Profile = profile(4_000_000, 4_000_000, rows=64)
 
     def test_a_replica_computes_its_part_of_the_batch_beside_the_others(self) -> None:
-        asked: list[tuple[Profile, Layout]] = []
+        asked: list[tuple[Profile, Placement]] = []
         cost = DataParallel(of=Halves(asked), replicas=2).cost(self.seen, on(cpus(cores=4), 4))
         [(share, part)] = asked  # replicas that sit alike are asked once
         assert share.batch_size == 32
@@ -404,7 +404,7 @@ class TestReplicas:
 
 
 def test_what_a_host_has_in_common_is_counted_once_a_host() -> None:
-    held = Holding(own={"weights": 10, "activations": 5}, shared={"weights": 100, "slots": 40})
+    held = MemoryUse(own={"weights": 10, "activations": 5}, shared={"weights": 100, "slots": 40})
     assert held.a_worker(4) == {"weights": 35, "slots": 10, "activations": 5}
     assert 4 * sum(held.a_worker(4).values()) == 4 * 15 + 140  # what a host holds
 

@@ -14,12 +14,12 @@ from apportion.core.strategy import Strategy
 from apportion.cost_model.cluster import Cluster, Device, Link, Rate
 from apportion.cost_model.collectives import all_gather, all_reduce, reduce_scatter
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.partitioning import Work, balanced, chain, replicated
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.partitioning import LayerWork, balanced, chain, replicated
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile, Timing
-from apportion.cost_model.simulator import Task, simulate, terms
+from apportion.cost_model.simulator import SimulatedTask, simulate, terms
 from apportion.cost_model.strategies import pipeline, wavefront
-from apportion.cost_model.strategies.pipeline_timeline import Passes, Stage
+from apportion.cost_model.strategies.pipeline_timeline import TimedPasses, TimedStage
 from apportion.parallel.pipeline.schedules import Turn, turns
 from apportion.strategies.conv_parallel import ConvParallel
 from apportion.strategies.hybrid_parallel import HybridParallel
@@ -53,7 +53,7 @@ def layout(  # noqa: PLR0913 (what machines are)
     hidden: float = 1.0,
     spread: float = 0.0,
     memory: int = 1 << 40,
-) -> Layout:
+) -> Placement:
     """Machines of one core, each on a port of its own."""
     devices = tuple(
         Device(
@@ -70,7 +70,7 @@ def layout(  # noqa: PLR0913 (what machines are)
     )
     names = tuple(d.name for d in devices)
     link = Link(kind="ethernet", devices=names, latency=latency, bandwidth=bandwidth, hidden=hidden)
-    return Layout(cluster=Cluster(name="made", devices=devices, links=(link,)), devices=names)
+    return Placement(cluster=Cluster(name="made", devices=devices, links=(link,)), devices=names)
 
 
 def layer(name: str, kind: str, *inputs: str, **facts: object) -> LayerProfile:
@@ -201,7 +201,7 @@ def test_of_cuts_that_are_equally_good_the_one_that_sends_less_is_taken() -> Non
 def test_replicated_stages_are_the_best_of_all_ways(
     numbers: list[tuple[int, ...]], workers: int, bandwidth: float
 ) -> None:
-    layers = [Work(*map(float, n)) for n in numbers]
+    layers = [LayerWork(*map(float, n)) for n in numbers]
 
     def seconds(begin: int, end: int, m: int) -> float:
         own = layers[begin:end]
@@ -338,16 +338,16 @@ def test_passes_in_their_order_are_when_the_simulator_says(
     """To the last bit, with stages that wait for the whole batch and links that take no time among them."""
     seconds = st.sampled_from([0.0, 0.1, 0.3, 1.0, 2.7])
     whole = [data.draw(st.booleans()) if schedule == "gpipe" else False for _ in range(ranks)]
-    stages = [Stage(data.draw(seconds), data.draw(seconds), 0.0, 0.0, at_once) for at_once in whole]
+    stages = [TimedStage(data.draw(seconds), data.draw(seconds), 0.0, 0.0, at_once) for at_once in whole]
     links = [data.draw(seconds) for _ in range(ranks - 1)]
     orders = [turns(schedule, stage, ranks, many) for stage in range(ranks)]
-    found = Passes(stages, orders, links)
+    found = TimedPasses(stages, orders, links)
     spans = simulate(tasks_of(stages, orders, links))
     assert found.timeline() == spans
     assert all(found.terms(stage) == terms(spans, f"rank {stage}") for stage in range(ranks))
 
 
-def tasks_of(stages: list[Stage], orders: list[list[Turn]], links: list[float]) -> list[Task]:
+def tasks_of(stages: list[TimedStage], orders: list[list[Turn]], links: list[float]) -> list[SimulatedTask]:
     """Every pass on its rank, after the one before it there and after what it needs of its neighbours."""
     places: dict[tuple[str, int, int], int] = {}
     for stage, (part, order) in enumerate(zip(stages, orders, strict=True)):
@@ -356,7 +356,7 @@ def tasks_of(stages: list[Stage], orders: list[list[Turn]], links: list[float]) 
             cut = stage - 1 if kind == "forward" else stage
             if 0 <= cut < len(links) and links[cut] > 0:
                 places[f"{kind} sent", stage, number] = len(places)
-    tasks: dict[int, Task] = {}
+    tasks: dict[int, SimulatedTask] = {}
     for stage, (part, order) in enumerate(zip(stages, orders, strict=True)):
         before: list[int] = []
         for kind, number in [("forward", -1), ("backward", -1)] if part.at_once else order:
@@ -370,11 +370,11 @@ def tasks_of(stages: list[Stage], orders: list[list[Turn]], links: list[float]) 
                     if sent is not None:
                         link = f"{min(source, stage)}-{max(source, stage)} {kind}"
                         name = f"{kind} {each}"
-                        tasks[sent] = Task(name, "communicating", (link,), links[cut], (sender,), order=sent)
+                        tasks[sent] = SimulatedTask(name, "communicating", (link,), links[cut], (sender,), order=sent)
             name = f"{kind} of the batch" if part.at_once else f"{kind} {number}"
             seconds = part.forward if kind == "forward" else part.backward
             before = [places[kind, stage, number]]
-            tasks[before[0]] = Task(name, "computing", (f"rank {stage}",), seconds, tuple(needs))
+            tasks[before[0]] = SimulatedTask(name, "computing", (f"rank {stage}",), seconds, tuple(needs))
     return [tasks[place] for place in sorted(tasks)]
 
 

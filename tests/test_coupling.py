@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Workload
-from apportion.core.data.batch import Batches
+from apportion.core.data.batch import BatchSource
 from apportion.core.strategy import Strategy
 from apportion.parallel.batch_coupling.analysis import refuse_coupling, whole_batch_functions
 from apportion.strategies.data_parallel import DataParallel
@@ -90,7 +90,7 @@ def _fresh(between: Any) -> Any:
 
 def look(made: Workload) -> list[str]:
     torch.manual_seed(0)
-    return whole_batch_functions(made.model(), made, Batches(made).sample, strategy="data_parallel")
+    return whole_batch_functions(made.model(), made, BatchSource(made).sample, strategy="data_parallel")
 
 
 def prove(made: Workload, strategy: Strategy, workers: int = 2) -> None:
@@ -124,7 +124,7 @@ def test_a_rank_without_rows_takes_no_part_in_statistics_by_a_function() -> None
 def test_parts_of_a_batch_cannot_have_statistics_of_the_whole_one(kind: str) -> None:
     made = work(STATISTICS[kind])
     with pytest.raises(ValueError, match=r"would give (between|.*Called).* the statistics of a part of the batch"):
-        refuse_coupling(made.model(), made, Batches(made).sample, strategy="map_reduce")
+        refuse_coupling(made.model(), made, BatchSource(made).sample, strategy="map_reduce")
 
 
 # What is refused
@@ -344,7 +344,7 @@ def test_none_of_the_networks_of_the_tests_is_refused(name: str) -> None:
 def test_a_look_leaves_no_trace() -> None:
     made = work(nn.Sequential(nn.BatchNorm1d(12), nn.Dropout(0.5), Paths()))
     torch.manual_seed(0)
-    model, source = made.model(), Batches(made)
+    model, source = made.model(), BatchSource(made)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     whole_batch_functions(model, made, source.sample, strategy="data_parallel")

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from apportion.serving.ensemble.deadline import Answer, Gathering, check_quorum
+from apportion.serving.ensemble.deadline import Answer, QuorumState, check_quorum
 from apportion.serving.errors import DeadlineExceeded, NoQuorum
 
 MEMBERS = ("a", "b", "c")
 AT = 10.0
 
 
-def gathering(quorum: int = 1, awaited: Sequence[str] = MEMBERS) -> Gathering:
-    return Gathering(members=MEMBERS, awaited=frozenset(awaited), quorum=quorum, deadline=AT)
+def gathering(quorum: int = 1, awaited: Sequence[str] = MEMBERS) -> QuorumState:
+    return QuorumState(members=MEMBERS, awaited=frozenset(awaited), quorum=quorum, deadline=AT)
 
 
-def first_outcome(start: Gathering, events: Sequence[tuple[str, str]]) -> tuple[int, object]:
+def first_outcome(start: QuorumState, events: Sequence[tuple[str, str]]) -> tuple[int, object]:
     """(after how many events, what) of the first outcome; ("time", "") is the deadline."""
     now, state = 0.0, start
     for at, (what, member) in enumerate([("start", ""), *events]):

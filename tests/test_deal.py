@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apportion.core.sampler import DataShard, Deal, mix, split
+from apportion.core.sampler import DataShard, Sampler, mix, split
 
 sizes = st.integers(1, 300)
 ranks = st.integers(1, 9)
@@ -20,7 +20,7 @@ orders = st.sampled_from(["shuffled", "sequential"])
 def test_every_example_is_dealt_once_an_epoch(
     examples: int, batch: int, workers: int, order: str, seed: int, epoch: int
 ) -> None:
-    deal = Deal(examples, batch, order=order, seed=seed)  # type: ignore[arg-type]
+    deal = Sampler(examples, batch, order=order, seed=seed)  # type: ignore[arg-type]
     dealt: list[int] = []
     for step in range(epoch * deal.batches, (epoch + 1) * deal.batches):
         assert deal.place(step) == (epoch, step - epoch * deal.batches)
@@ -34,7 +34,7 @@ def test_every_example_is_dealt_once_an_epoch(
 
 @given(examples=sizes, lanes=st.integers(1, 70), workers=ranks)
 def test_every_lane_walks_through_its_own_stretch(examples: int, lanes: int, workers: int) -> None:
-    deal = Deal(examples, lanes, order="sequential", lanes=True)
+    deal = Sampler(examples, lanes, order="sequential", lanes=True)
     walks: dict[int, list[int]] = {}
     owner: dict[int, int] = {}
     for step in range(deal.batches):
@@ -78,7 +78,7 @@ def test_unequal_shares_take_their_part(rows: int, shares: list[float]) -> None:
 
 @given(examples=sizes, batch=st.integers(1, 40), workers=ranks)
 def test_whole_batches_are_dealt_out_in_turn(examples: int, batch: int, workers: int) -> None:
-    deal, dealt = Deal(examples, batch, seed=5), []
+    deal, dealt = Sampler(examples, batch, seed=5), []
     for step in range(deal.batches):
         for rank in range(workers):
             number, rows = deal.shard(step, DataShard(rank, workers, whole_batches=True))
@@ -88,18 +88,18 @@ def test_whole_batches_are_dealt_out_in_turn(examples: int, batch: int, workers:
 
 
 def test_the_order_is_a_function_of_seed_and_step() -> None:
-    straight, jumping = Deal(1000, 64, seed=7), Deal(1000, 64, seed=7)
+    straight, jumping = Sampler(1000, 64, seed=7), Sampler(1000, 64, seed=7)
     expected = [straight.index(step).tolist() for step in range(48)]
     for step in (47, 3, 17, 16, 15, 31, 0, 32):
         assert jumping.index(step).tolist() == expected[step]
-    assert Deal(1000, 64, seed=8).index(0).tolist() != expected[0]
+    assert Sampler(1000, 64, seed=8).index(0).tolist() != expected[0]
     assert expected[16] != expected[0], "every epoch has an order of its own"
 
 
 def test_the_shuffle_is_even() -> None:
     """How often each of 20 examples comes in each place, over 4000 epochs: chi-squared with 361 degrees of freedom."""
     counts, epochs = np.zeros((20, 20)), 4000
-    deal = Deal(20, 20, seed=11)
+    deal = Sampler(20, 20, seed=11)
     for epoch in range(epochs):
         counts[np.arange(20), deal.index(epoch)] += 1
     expected = epochs / 20
@@ -138,4 +138,4 @@ def test_a_share_that_is_none_is_refused(fields: dict[str, object], told: str) -
 
 def test_an_empty_dataset_is_refused() -> None:
     with pytest.raises(ValueError, match="dataset is empty"):
-        Deal(0, 4)
+        Sampler(0, 4)

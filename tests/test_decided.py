@@ -18,7 +18,7 @@ from apportion.planner.calibration import Correction, Trial, correction, divided
 from apportion.planner.predict import _layout
 from apportion.planner.trials.significance import SURE
 from apportion.planner.trials.trial import Measured, candidate
-from apportion.planner.trials.tune import Offer, Refined, Tried, choose, surprising
+from apportion.planner.trials.tune import Offer, TuningResult, TuningTrial, choose, surprising
 from apportion.profiler.measure_workload import Found, made, mean, scaled
 from apportion.runtime.launch.local import Local
 
@@ -35,7 +35,7 @@ def offer(name: str, price: Cost | None = None, workers: int = 2) -> Offer:
     return Offer(strategy=strategy(name), launcher=Local(workers=workers, threads=1), cost=price)
 
 
-def tried(name: str, rounds: Sequence[float] | None, *, workers: int = 2, predicted: Cost | None = None) -> Tried:
+def tried(name: str, rounds: Sequence[float] | None, *, workers: int = 2, predicted: Cost | None = None) -> TuningTrial:
     """None: it was refused."""
     given = offer(name, workers=workers)
     measured = None
@@ -43,7 +43,7 @@ def tried(name: str, rounds: Sequence[float] | None, *, workers: int = 2, predic
         who = candidate(given.strategy, given.launcher)
         measured = Measured(who, seconds=[*rounds], rounds=dict(enumerate(rounds)), examples=64 * len(rounds))
     refused = "no" if rounds is None else None
-    return Tried(
+    return TuningTrial(
         strategy=given.strategy, launcher=given.launcher, predicted=predicted, measured=measured, refused=refused
     )
 
@@ -78,8 +78,10 @@ def test_what_was_tried_comes_before_what_was_priced_and_what_was_refused_after_
 def test_why_it_was_taken_says_how_sure_that_is() -> None:
     first, second = tried("data_parallel", [0.5] * 3), tried("single_device", [0.6] * 3, workers=1)
 
-    def why(chosen: Tried, confidence: float, *some: Tried) -> str:
-        return _why(Refined(tried=some, chosen=chosen, confidence=confidence, correction=Correction(), seconds=1.0))
+    def why(chosen: TuningTrial, confidence: float, *some: TuningTrial) -> str:
+        return _why(
+            TuningResult(tried=some, chosen=chosen, confidence=confidence, correction=Correction(), seconds=1.0)
+        )
 
     assert why(first, 0.99, first, second) == "the fastest, 500 ms a step"
     assert why(first, 0.5, first, second).endswith(", though it cannot be told apart from the next")

@@ -22,7 +22,7 @@ from apportion.core.event import Event
 from apportion.core.workload import Workload
 from apportion.planner import auto, decision_cache
 from apportion.planner.auto import decide
-from apportion.planner.performance_monitor import WINDOW, Expected, Watch
+from apportion.planner.performance_monitor import WINDOW, Expected, PerformanceMonitor
 from apportion.planner.predict import offered
 from apportion.reporting.journal import read_events
 from apportion.runtime.launch.local import Local
@@ -183,7 +183,7 @@ def events() -> Generator[Event, None, None]:
 def test_a_drift_is_told_once_kept_and_shown_in_the_report(tmp_path: Path) -> None:
     expected = Expected(step_seconds=0.01, terms={"computing": 0.01}, measured=True)
     job = Job(workload="none.py:none", strategy=SingleDevice(), run_dir=str(tmp_path / "run"))
-    told = list(journaled(job, events(), [], [], Watch(expected)))
+    told = list(journaled(job, events(), [], [], PerformanceMonitor(expected)))
     drifts = [event for event in told if event.kind == "drift"]
     assert len(drifts) == 1
     assert drifts[0].data["ratio"] == pytest.approx(2.0)

@@ -10,7 +10,7 @@ import pytest
 
 from apportion.core.event import Event
 from apportion.cost_model.cost import Cost
-from apportion.planner.performance_monitor import WINDOW, Expected, Watch, cores_wanted, drift, expected_of
+from apportion.planner.performance_monitor import WINDOW, Expected, PerformanceMonitor, cores_wanted, drift, expected_of
 
 EXPECTED = Expected(
     step_seconds=0.010,
@@ -124,13 +124,13 @@ def speed(number: int, data: Mapping[str, float]) -> Event:
     return Event(kind="speed", step=7, epoch=0.5, seconds=3.0, data={"rank": number, **data})
 
 
-def told(watch: Watch, *, times: int, **more: float) -> list[Event]:
+def told(watch: PerformanceMonitor, *, times: int, **more: float) -> list[Event]:
     found = [watch.take(speed(number, rank(**more))) for _ in range(times) for number in (0, 1)]
     return [event for event in found if event is not None]
 
 
 def test_a_change_is_told_once_and_a_spike_not_at_all() -> None:
-    watch = Watch(EXPECTED, wanted=lambda: None)
+    watch = PerformanceMonitor(EXPECTED, wanted=lambda: None)
     assert told(watch, times=1, computing=9.0) == [], "a first step takes longer"
     assert told(watch, times=WINDOW) == []
     assert told(watch, times=1, computing=0.5) == []
@@ -148,7 +148,7 @@ def fault(action: str) -> Event:
 
 
 def test_after_a_fault_it_begins_anew_and_with_fewer_workers_nothing_is_compared() -> None:
-    watch = Watch(EXPECTED, wanted=lambda: None)
+    watch = PerformanceMonitor(EXPECTED, wanted=lambda: None)
     told(watch, times=WINDOW)
     watch.take(fault("replaced in 0.30 s"))
     assert told(watch, times=WINDOW, computing=0.006) == []

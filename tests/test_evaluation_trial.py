@@ -22,7 +22,7 @@ from apportion import Evaluation, Workload
 from apportion.cli.app import app
 from apportion.comm.group import Alone
 from apportion.comm.world import World
-from apportion.core.data.batch import Batches
+from apportion.core.data.batch import BatchSource
 from apportion.reporting.journal import read_events
 from apportion.runtime.worker.evaluation_trial import try_evaluation
 from apportion.strategies.single_device import SingleDevice
@@ -138,7 +138,7 @@ def test_a_metric_that_needs_more_than_one_batch_is_not_refused(tmp_path: Path) 
 def test_it_leaves_no_trace() -> None:
     work = workload({"accuracy": apportion.accuracy, "largest": Largest}, model=Counting)
     step = SingleDevice().build(work, World.from_env(device="cpu"))
-    source = Batches.of_evaluation(work, device=step.device)
+    source = BatchSource.of_evaluation(work, device=step.device)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), step.model.calls.item()
     assert work.evaluation is not None
     try_evaluation(step, work.evaluation, source, Alone())

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 from apportion import DataShard, Step, Workload, World, batches, single_device
 from apportion.core.address import load_workload
-from apportion.core.data.batch import Batches
+from apportion.core.data.batch import BatchSource
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NAMES = (
@@ -142,8 +142,8 @@ def test_augmented_rows_do_not_depend_on_the_split(name: str, shares: int) -> No
     dataset = TensorDataset(inputs, torch.arange(150))
     workload = replace(example(name).workload, data=lambda: dataset, batch_size=61)
     for step in range(4):  # the third batch is short, the fourth of another epoch
-        whole = Batches(workload).at(step)
-        parts = [Batches(workload).at(step, DataShard(index, shares)) for index in range(shares)]
+        whole = BatchSource(workload).at(step)
+        parts = [BatchSource(workload).at(step, DataShard(index, shares)) for index in range(shares)]
         assert torch.equal(torch.cat([part.inputs for part in parts]), whole.inputs)
         assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
 
@@ -151,9 +151,9 @@ def test_augmented_rows_do_not_depend_on_the_split(name: str, shares: int) -> No
 def test_an_image_is_augmented_differently_in_each_epoch() -> None:
     dataset = TensorDataset(made_images(8), torch.arange(8))
     workload = replace(example("cifar10").workload, data=lambda: dataset, order="sequential", batch_size=8)
-    source = Batches(workload)
+    source = BatchSource(workload)
     assert not torch.equal(source.at(0).inputs, source.at(1).inputs)
-    assert torch.equal(source.at(0).inputs, Batches(workload).at(0).inputs)
+    assert torch.equal(source.at(0).inputs, BatchSource(workload).at(0).inputs)
 
 
 def test_a_crop_is_the_square_at_its_corner_mirrored_where_asked() -> None:

@@ -567,14 +567,14 @@ def test_a_second_ctrl_c_does_not_wait_for_the_save(
     monkeypatch.setattr(supervisor, "SAVE_SECONDS", 60.0)
     template().wait_ready()
     interrupt_when(tmp_path / "mark")
-    original = worker_pool.Crew.send
+    original = worker_pool.WorkerPool.send
 
-    def send(self: worker_pool.Crew, order: Any, ranks: Any = None) -> None:
+    def send(self: worker_pool.WorkerPool, order: Any, ranks: Any = None) -> None:
         original(self, order, ranks)
         if order["kind"] == "save":
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(worker_pool.Crew, "send", send)
+    monkeypatch.setattr(worker_pool.WorkerPool, "send", send)
     every = Policy(checkpoint_every="2 steps")
     with within(SECONDS, "two interrupts"), pytest.raises(KeyboardInterrupt) as interrupt:
         train(address("stopped"), "data_parallel", launcher=local(2), run_dir=tmp_path / "run", policy=every)

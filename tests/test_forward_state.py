@@ -34,7 +34,7 @@ from apportion.parallel.tracing.network import undisturbed
 from apportion.parallel.tracing.tracer import Unfollowed, follow
 from apportion.runtime.launch.local import Local
 from apportion.runtime.supervisor import run as supervisor
-from apportion.runtime.supervisor.worker_pool import Crew
+from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.strategies.conv_parallel import ConvParallel
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.fully_sharded import FullySharded
@@ -134,10 +134,10 @@ def test_what_cannot_be_kept_is_refused_by_name(strategy: Strategy, names: dict[
 
 
 @contextmanager
-def crews() -> Iterator[list[Crew]]:
-    made: list[Crew] = []
+def crews() -> Iterator[list[WorkerPool]]:
+    made: list[WorkerPool] = []
     with pytest.MonkeyPatch.context() as patch, by_value(moving):
-        patch.setattr(supervisor, "Crew", lambda *given: made.append(Crew(*given)) or made[-1])
+        patch.setattr(supervisor, "WorkerPool", lambda *given: made.append(WorkerPool(*given)) or made[-1])
         patch.setattr(verb, "_report", lambda run_dir: None)
         yield made
 

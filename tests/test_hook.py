@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import apportion
 from apportion.comm import ddp_hook as hook_file
-from apportion.comm.shared_memory_group import SharedMemory
+from apportion.comm.shared_memory_group import SharedMemoryGroup
 from apportion.comm.world import World
 
 EXACT = 1e-12
@@ -87,7 +87,7 @@ def always_shared() -> None:
 
 
 def uses_memory() -> bool:
-    return any(isinstance(found, SharedMemory) for found in hook_file._known.values())
+    return any(isinstance(found, SharedMemoryGroup) for found in hook_file._known.values())
 
 
 def largest_difference(a: Weights, b: Weights) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import apportion
-from apportion.core.data.batch import Batch, Batches
+from apportion.core.data.batch import Batch, BatchSource
 from apportion.core.data.loader import _Shelf
 from apportion.core.sampler import DataShard, Draws
 from apportion.core.strategy import batches
@@ -78,7 +78,7 @@ def workload(**changed: Any) -> apportion.Workload:
     return apportion.Workload(**{**given, **changed})
 
 
-def seen(source: Batches, numbers: Any, shard: DataShard = DataShard()) -> list[tuple[Tensor, Tensor]]:  # noqa: B008
+def seen(source: BatchSource, numbers: Any, shard: DataShard = DataShard()) -> list[tuple[Tensor, Tensor]]:  # noqa: B008
     return [(b.inputs, b.targets) for b in (source.at(n, shard) for n in numbers)]
 
 
@@ -95,10 +95,10 @@ def losses(events: Iterator[apportion.Event]) -> list[float]:
 @pytest.fixture
 def loaded_ahead() -> Iterator[Any]:
     """Batches with loaders, which are ended after the test."""
-    made: list[Batches] = []
+    made: list[BatchSource] = []
 
-    def make(job: apportion.Workload, loaders: int) -> Batches:
-        made.append(Batches(job))
+    def make(job: apportion.Workload, loaders: int) -> BatchSource:
+        made.append(BatchSource(job))
         made[-1].load_ahead(loaders)
         return made[-1]
 
@@ -114,22 +114,22 @@ def loaded_ahead() -> Iterator[Any]:
 def test_the_same_bits_with_and_without_loaders(loaded_ahead: Any, loaders: int) -> None:
     job = workload()
     for shard in (DataShard(), DataShard(1, 3), DataShard(1, 2, whole_batches=True)):
-        assert same(seen(loaded_ahead(job, loaders), range(12), shard), seen(Batches(job), range(12), shard))
+        assert same(seen(loaded_ahead(job, loaders), range(12), shard), seen(BatchSource(job), range(12), shard))
 
 
 def test_a_tensor_dataset_needs_no_loaders_unless_it_is_augmented(loaded_ahead: Any) -> None:
     job = workload(data=lambda: TensorDataset(torch.arange(183.0).reshape(61, 3), torch.arange(61) % 3))
     plain = replace(job, augment=None)
     before = psutil.Process().children()
-    assert same(seen(loaded_ahead(plain, 2), range(12)), seen(Batches(plain), range(12)))
+    assert same(seen(loaded_ahead(plain, 2), range(12)), seen(BatchSource(plain), range(12)))
     assert psutil.Process().children() == before
-    assert same(seen(loaded_ahead(job, 2), range(12)), seen(Batches(job), range(12)))
+    assert same(seen(loaded_ahead(job, 2), range(12)), seen(BatchSource(job), range(12)))
     assert len(psutil.Process().children()) == len(before) + 2
 
 
 def test_another_share_or_another_step_discards_what_was_loaded_ahead(loaded_ahead: Any) -> None:
     job = workload()
-    source, plain = loaded_ahead(job, 2), Batches(job)
+    source, plain = loaded_ahead(job, 2), BatchSource(job)
     first, second = DataShard(0, 2), DataShard(0, 2, shares=(3.0, 1.0))
     for numbers, shard in ((range(3), first), (range(3, 6), second), (range(3), second), (range(9, 12), first)):
         assert same(seen(source, numbers, shard), seen(plain, numbers, shard))
@@ -140,7 +140,7 @@ def test_another_share_or_another_step_discards_what_was_loaded_ahead(loaded_ahe
 
 def test_shares_without_rows_are_passed_over(loaded_ahead: Any) -> None:
     job = workload(batch_size=20)
-    source, plain, shard = loaded_ahead(job, 2), Batches(job), DataShard(1, 2)
+    source, plain, shard = loaded_ahead(job, 2), BatchSource(job), DataShard(1, 2)
     for number in range(8):
         batch, expected = source.at(number, shard), plain.at(number, shard)
         if len(expected):
@@ -152,7 +152,7 @@ def test_shares_without_rows_are_passed_over(loaded_ahead: Any) -> None:
 
 def test_microbatches_are_cut_from_what_was_loaded(loaded_ahead: Any) -> None:
     job = workload()
-    source, plain = loaded_ahead(job, 1), Batches(job)
+    source, plain = loaded_ahead(job, 1), BatchSource(job)
     for number in range(3):
         parts, expected = source.at(number).parts(3), plain.at(number)
         assert torch.equal(torch.cat([p.inputs for p in parts]), expected.inputs)
@@ -184,7 +184,7 @@ def test_tensors_come_with_their_strides_and_types() -> None:
 def test_a_batch_larger_than_its_place_comes_all_the_same(monkeypatch: pytest.MonkeyPatch, loaded_ahead: Any) -> None:
     monkeypatch.setattr("apportion.core.data.loader.PLACE_BYTES", 128)
     job = workload(batch_size=16)
-    assert same(seen(loaded_ahead(job, 2), range(12)), seen(Batches(job), range(12)))
+    assert same(seen(loaded_ahead(job, 2), range(12)), seen(BatchSource(job), range(12)))
 
 
 def test_training_gives_the_same_losses_with_loaders_on_one_and_two_workers(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def nowhere_else(samples: list[Any]) -> Any:
 
 def test_what_a_loader_collates_is_in_no_shared_memory_of_its_own(loaded_ahead: Any) -> None:
     job = workload(collate=nowhere_else)
-    assert same(seen(loaded_ahead(job, 2), range(12)), seen(Batches(job), range(12)))
+    assert same(seen(loaded_ahead(job, 2), range(12)), seen(BatchSource(job), range(12)))
 
 
 def test_an_exception_in_a_loader_is_told_with_the_users_own_line(tmp_path: Path) -> None:

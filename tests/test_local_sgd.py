@@ -29,7 +29,7 @@ from apportion.comm.world import World
 from apportion.core.strategy import State, batches
 from apportion.parallel.averaging.rounds import LATE_SECONDS, dealt, is_late
 from apportion.runtime.supervisor import run as supervisor
-from apportion.runtime.supervisor.worker_pool import Crew
+from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.strategies.local_sgd import LocalSgd
 from apportion.strategies.single_device import SingleDevice
 
@@ -337,8 +337,8 @@ def test_two_replicas_learn_mnist(strategy: LocalSgd) -> None:
 
 
 def test_a_run_goes_on_after_deaths_with_all_its_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    crews: list[Crew] = []
-    monkeypatch.setattr(supervisor, "Crew", lambda *made: crews.append(Crew(*made)) or crews[-1])
+    crews: list[WorkerPool] = []
+    monkeypatch.setattr(supervisor, "WorkerPool", lambda *made: crews.append(WorkerPool(*made)) or crews[-1])
     workload = stamped(1500, 2)
     assert workload.steps is not None
     workload = replace(

@@ -30,9 +30,9 @@ from apportion.comm.world import World
 from apportion.core.address import load_workload
 from apportion.core.strategy import State, Strategy, batches
 from apportion.errors import MembershipChanged
-from apportion.parallel.replica.committed_state import Kept
+from apportion.parallel.replica.committed_state import CommittedState
 from apportion.runtime.supervisor import run as supervisor
-from apportion.runtime.supervisor.worker_pool import Crew
+from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.strategies.map_reduce import MapReduce
 from apportion.strategies.single_device import SingleDevice
 
@@ -369,7 +369,7 @@ def test_the_death_of_all_workers_at_once_changes_no_bit() -> None:
 
 def keep(world: World, progress: Any, steps: int) -> int:
     """One rank keeps a state a step, whose every element is its step; whoever comes reads the last one."""
-    kept = Kept(world)
+    kept = CommittedState(world)
     while True:
         try:
             state, step = kept.read(), 0
@@ -405,8 +405,8 @@ def test_a_run_of_the_supervisors_goes_on_with_the_same_bits(
     optimizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verb, "_report", lambda run_dir: None)  # it takes longer than the runs
-    crews: list[Crew] = []
-    monkeypatch.setattr(supervisor, "Crew", lambda *made: crews.append(Crew(*made)) or crews[-1])
+    crews: list[WorkerPool] = []
+    monkeypatch.setattr(supervisor, "WorkerPool", lambda *made: crews.append(WorkerPool(*made)) or crews[-1])
     workload = disturbed(optimizer, steps=600 if optimizer is networks.momentum else 100)
     assert workload.steps is not None
     options: dict[str, Any] = {"launcher": apportion.local(workers=2, threads=1)}

@@ -13,7 +13,7 @@ import torch
 from commands import SECONDS, start
 
 import apportion
-from apportion.api.train_ensemble import Group, divided
+from apportion.api.train_ensemble import EnsembleGroup, divided
 
 WORK = """
 import torch
@@ -48,11 +48,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_devices_are_divided_among_as_many_as_there_is_room_for() -> None:
-    assert divided([0, 1, 2, 3, 4], [], 2) == [Group((0, 1), ()), Group((2, 3), ())]
-    assert divided([3, 7], [], 4) == [Group((3,), ()), Group((7,), ())]
-    assert divided([], [], 3) == [Group((), ())]
-    assert divided([0, 1, 2, 3], ["0", "1", "2"], 3) == [Group((n,), (str(n),)) for n in range(3)]
-    assert divided([0, 1, 2, 3], ["5"], 3) == [Group((0, 1, 2, 3), ("5",))]
+    assert divided([0, 1, 2, 3, 4], [], 2) == [EnsembleGroup((0, 1), ()), EnsembleGroup((2, 3), ())]
+    assert divided([3, 7], [], 4) == [EnsembleGroup((3,), ()), EnsembleGroup((7,), ())]
+    assert divided([], [], 3) == [EnsembleGroup((), ())]
+    assert divided([0, 1, 2, 3], ["0", "1", "2"], 3) == [EnsembleGroup((n,), (str(n),)) for n in range(3)]
+    assert divided([0, 1, 2, 3], ["5"], 3) == [EnsembleGroup((0, 1, 2, 3), ("5",))]
 
 
 def test_each_member_is_a_run_of_its_own_from_a_seed_of_its_own(folder: Path) -> None:

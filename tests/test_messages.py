@@ -23,12 +23,12 @@ from torch import Tensor
 
 from apportion.comm import barrier as meeting
 from apportion.comm import shared_memory_group
-from apportion.comm.group import DONE, Alone, Group, Waits
+from apportion.comm.group import DONE, Alone, Group, WaitClock
 from apportion.comm.host_memory import host_memory
 from apportion.comm.membership import Membership
 from apportion.comm.p2p import LINE, PIECE, RING, Receiver, Sender, nbytes
 from apportion.comm.process_group import ProcessGroup, _Buffered
-from apportion.comm.shared_memory_group import SharedMemory, links_in
+from apportion.comm.shared_memory_group import SharedMemoryGroup, links_in
 from apportion.comm.world import World
 from apportion.errors import MembershipChanged, PeerLost
 
@@ -274,7 +274,7 @@ def ends(sent: int = 0) -> tuple[Sender, Receiver, memoryview]:
     def wait(word: Any, asleep: Any, holds: Any) -> None:
         assert holds(), "it would wait for ever"
 
-    sender, receiver = Sender(memory, 0, Waits(), wait), Receiver(memory, 0, Waits(), wait)
+    sender, receiver = Sender(memory, 0, WaitClock(), wait), Receiver(memory, 0, WaitClock(), wait)
     for end in (sender, receiver):
         end._lines = end._base = end._own.value = sent
     return sender, receiver, memory
@@ -376,7 +376,7 @@ def after_a_death(world: World, sends: bool) -> list[Any]:
     memory = memoryview(mmap.mmap(-1, shared_memory_group.nbytes(2) + 4 * nbytes))
     links = links_in(memory[shared_memory_group.nbytes(2) :], 2)
     child = os.fork()
-    group = SharedMemory(memory[: shared_memory_group.nbytes(2)], int(child == 0), 2, links=links)
+    group = SharedMemoryGroup(memory[: shared_memory_group.nbytes(2)], int(child == 0), 2, links=links)
     other, small = 1 - group.rank, torch.zeros(1)
     group.send(small, other)
     group.receive(small, other).wait()
@@ -406,9 +406,11 @@ def test_a_killed_rank_ends_a_wait_for_a_message_in_about_a_second_and_is_named(
     assert seconds < 2.0
 
 
-def with_deadline(world: World) -> SharedMemory:
+def with_deadline(world: World) -> SharedMemoryGroup:
     links = links_in(world.shared("links", 4 * nbytes), 2)
-    return SharedMemory(world.shared("meet", shared_memory_group.nbytes(2)), world.rank, 2, links=links, deadline=0.5)
+    return SharedMemoryGroup(
+        world.shared("meet", shared_memory_group.nbytes(2)), world.rank, 2, links=links, deadline=0.5
+    )
 
 
 def waits_in_vain(world: World) -> list[float]:

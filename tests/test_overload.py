@@ -24,7 +24,7 @@ from apportion.exporting.exporter import export
 from apportion.serving.http.host_names import Hosts
 from apportion.serving.http.listener import MOST_CONNECTIONS, most_connections
 from apportion.serving.http.request_head import Head
-from apportion.serving.http.response import Wrong
+from apportion.serving.http.response import HTTPError
 from apportion.serving.http.unread_responses import STUCK_SECONDS, Unread
 from apportion.serving.protocol import v2
 from apportion.serving.protocol.datatypes import MOST_TEXTS
@@ -376,7 +376,7 @@ def test_names_by_which_a_server_is_addressed(
     if permitted:
         hosts.check(head)
         return
-    with pytest.raises(Wrong, match="is no name of this server") as refused:
+    with pytest.raises(HTTPError, match="is no name of this server") as refused:
         hosts.check(head)
     assert refused.value.status == 403
 

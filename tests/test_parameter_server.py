@@ -24,7 +24,7 @@ from apportion.comm.world import World
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, batches
 from apportion.core.value import parse
-from apportion.parallel.parameter_store.push_log import Log
+from apportion.parallel.parameter_store.push_log import PushLog
 from apportion.parallel.parameter_store.replay import replay
 from apportion.parallel.replica.single_process import reference
 from apportion.runtime.proof.proof import Proof
@@ -111,7 +111,7 @@ def test_an_evaluation_in_the_middle_of_a_round_changes_nothing() -> None:
 # Each its own way
 
 
-def trained(world: World, strategy: ParameterServer, workload: Workload) -> tuple[State, Log, list[float]]:
+def trained(world: World, strategy: ParameterServer, workload: Workload) -> tuple[State, PushLog, list[float]]:
     step = strategy.build(workload, world)
     stale: list[float] = []
     if step.data_shard is None:
@@ -122,7 +122,9 @@ def trained(world: World, strategy: ParameterServer, workload: Workload) -> tupl
     return step.state_dict(), step.log()[0], stale
 
 
-def again(world: World, strategy: ParameterServer, workload: Workload, log: Log, start: State | None = None) -> State:
+def again(
+    world: World, strategy: ParameterServer, workload: Workload, log: PushLog, start: State | None = None
+) -> State:
     return replay(strategy._ruled(workload), log, strategy._rhythm, start=start)
 
 
@@ -180,7 +182,7 @@ def test_a_log_with_one_push_exchanged_is_another_network() -> None:
         state, log, _ = on_ranks(trained, 2, strategy, workload)[0]
         entries = [e.copy() for e in log.entries]
         entries[0][[1, 2], 0] = entries[0][[2, 1], 0]
-        (replayed,) = on_ranks(again, 1, strategy, workload, Log(log.first, tuple(entries), log.made))
+        (replayed,) = on_ranks(again, 1, strategy, workload, PushLog(log.first, tuple(entries), log.made))
     assert any(not torch.equal(t, replayed.model[name]) for name, t in state.model.items())
 
 
@@ -199,14 +201,14 @@ def test_a_log_that_is_cut_off_or_has_a_batch_twice_is_refused() -> None:
         ((again, two), log.made, "pushed more than once"),
     ):
         with pytest.raises(ValueError, match=message):
-            replay(workload, Log(log.first, entries, made))
+            replay(workload, PushLog(log.first, entries, made))
 
 
 def test_a_log_can_be_kept_in_a_file(tmp_path: Path) -> None:
     with by_value(networks):
         _, log, _ = on_ranks(trained, 2, ParameterServer(), in_float32("mlp"))[0]
     log.save(tmp_path / "pushes.log")
-    assert list(Log.load(tmp_path / "pushes.log").pushes()) == list(log.pushes())
+    assert list(PushLog.load(tmp_path / "pushes.log").pushes()) == list(log.pushes())
 
 
 def test_staleness_is_measured_and_in_rank_order_it_is_the_place_in_the_round() -> None:
@@ -286,7 +288,7 @@ def test_a_run_that_goes_on_from_a_state_is_done_again_too_and_deals_what_was_no
     assert sorted(b for p in runs[0][1].pushes() for b, _ in p.batches) == [4, 7, *range(11, 60)]
 
 
-def from_there(world: World, strategy: ParameterServer, workload: Workload, start: State) -> tuple[State, Log]:
+def from_there(world: World, strategy: ParameterServer, workload: Workload, start: State) -> tuple[State, PushLog]:
     step = strategy.build(workload, world)
     step.load_state_dict(start)
     for batch in batches(step):
@@ -298,7 +300,7 @@ def from_there(world: World, strategy: ParameterServer, workload: Workload, star
 # Kills
 
 
-def surviving_run(world: World, progress: Any, strategy: ParameterServer, workload: Workload) -> tuple[State, Log]:
+def surviving_run(world: World, progress: Any, strategy: ParameterServer, workload: Workload) -> tuple[State, PushLog]:
     step = strategy.build(workload, world)
     ready = world.generation == 0
     while True:

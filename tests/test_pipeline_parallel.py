@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 import apportion
 from apportion import Workload
 from apportion.comm.world import World
-from apportion.core.data.batch import Batches
+from apportion.core.data.batch import BatchSource
 from apportion.core.strategy import State, Strategy
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.layer_placement import LayerPlacement
@@ -523,7 +523,7 @@ def test_activations_take_no_more_memory_than_the_schedule_promises() -> None:
 
 def test_a_batch_that_was_let_go_of_is_loaded_again() -> None:
     """What a pipeline was built with is not kept beside the batches that come."""
-    batch = Batches(networks.cases["augmented"](7)).at(0)
+    batch = BatchSource(networks.cases["augmented"](7)).at(0)
     inputs = batch.inputs.clone()
     gone = weakref.ref(batch.inputs)
     batch.let_go()

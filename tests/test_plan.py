@@ -29,10 +29,10 @@ from apportion.cost_model.cluster import Cluster, Device, Link, Moved, Rate
 from apportion.cost_model.collectives import all_reduce
 from apportion.cost_model.compute import of_rows
 from apportion.cost_model.cost import TERMS, Cost, Span
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile
 from apportion.planner.build import hosts_to_match, make
-from apportion.planner.candidate import TIE, Priced, Tried, folded, misfit, ranked
+from apportion.planner.candidate import TIE, Measurement, Priced, folded, misfit, ranked
 from apportion.planner.explain import why_not
 from apportion.planner.plan import commands
 from apportion.planner.search import MOST_PRICED, group_sizes, places_of, search
@@ -40,7 +40,7 @@ from apportion.planner.units import gibibytes, milliseconds, rate
 from apportion.planner.what_if import hypothetical
 from apportion.planner.what_if.cluster_variants import of_hosts, one_gpu_more, one_host_more, with_bandwidth
 from apportion.planner.what_if.crossover import crossings
-from apportion.planner.what_if.hypothetical import Elsewhere
+from apportion.planner.what_if.hypothetical import WhatIf
 from apportion.planner.what_if.sensitivity import sensitivities
 from apportion.profiler import cluster_cache
 from apportion.reporting.html import write_plan_html
@@ -120,14 +120,14 @@ def cost(seconds: float = 1.0, *, examples: float = 64, memory: int = 1 << 20, *
     return Cost(terms={"computing": seconds, **terms}, memory={"weights": memory}, examples=examples)
 
 
-def alone(self: SingleDevice, profile: Profile, layout: Layout) -> Cost:
+def alone(self: SingleDevice, profile: Profile, layout: Placement) -> Cost:
     rows = layout.ranks and profile.batch_size
     took = profile.network_seconds(layout.device(0), rows=rows, threads=layout.threads)
     update = profile.update_seconds(layout.device(0), threads=layout.threads)
     return cost(took.both, examples=profile.batch_size, updating=update, memory=profile.parameter_bytes * 3)
 
 
-def in_shares(self: DataParallel, profile: Profile, layout: Layout) -> Cost:
+def in_shares(self: DataParallel, profile: Profile, layout: Placement) -> Cost:
     if self.of is not None:
         raise ValueError(f"{self.of} has no price here")
     rows = profile.batch_size / layout.ranks
@@ -139,12 +139,12 @@ def in_shares(self: DataParallel, profile: Profile, layout: Layout) -> Cost:
     return cost(took.both, examples=profile.batch_size, communicating=sent, updating=update, memory=memory)
 
 
-def on_their_own(self: LocalSgd, profile: Profile, layout: Layout) -> Cost:
+def on_their_own(self: LocalSgd, profile: Profile, layout: Placement) -> Cost:
     took = profile.network_seconds(layout.device(0), rows=profile.batch_size, together=layout.together(0))
     return cost(took.both, examples=profile.batch_size * layout.ranks)
 
 
-def in_stages(self: PipelineParallel, profile: Profile, layout: Layout) -> Cost:
+def in_stages(self: PipelineParallel, profile: Profile, layout: Placement) -> Cost:
     whole = profile.network_seconds(layout.device(0), rows=profile.batch_size, together=layout.together(0)).both
     own = whole / layout.ranks
     spans = tuple(Span(f"a/cpu {r}", "forward 0", "computing", r * own, (r + 1) * own) for r in range(layout.ranks))
@@ -152,7 +152,7 @@ def in_stages(self: PipelineParallel, profile: Profile, layout: Layout) -> Cost:
     return replace(priced, timeline=spans)
 
 
-def no_price(self: Strategy, profile: Profile, layout: Layout) -> Cost:
+def no_price(self: Strategy, profile: Profile, layout: Placement) -> Cost:
     raise ValueError(f"{self} is not for networks of {len(profile.layers)} layers: use data_parallel")
 
 
@@ -172,7 +172,7 @@ def prices(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cls, "candidates", classmethod(plain_value), raising=False)
 
 
-def plain_value(cls: Any, profile: Profile, layout: Layout) -> Iterator[Strategy]:
+def plain_value(cls: Any, profile: Profile, layout: Placement) -> Iterator[Strategy]:
     if cls.one_process == (layout.ranks == 1):
         yield cls()
 
@@ -241,7 +241,7 @@ def test_a_value_is_priced_as_it_is_and_a_name_in_all_its_values() -> None:
 def test_two_hundred_layers_on_64_devices_are_a_few_hundred_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = 0
 
-    def counting(self: DataParallel, profile: Profile, layout: Layout) -> Cost:
+    def counting(self: DataParallel, profile: Profile, layout: Placement) -> Cost:
         nonlocal asked
         asked += 1
         return in_shares(self, profile, layout)
@@ -265,11 +265,11 @@ def test_groups_of_composites_share_a_host_first() -> None:
         size = p.layout.ranks // p.strategy.replicas  # type: ignore[attr-defined]
         for first in range(0, p.layout.ranks, size):
             assert len(p.layout.part(range(first, first + size)).hosts) == 1
-    assert group_sizes(Layout(cluster=hosts(2, cores=4), devices=("a/cpu",) * 4 + ("b/cpu",) * 4)) == [2, 4]
+    assert group_sizes(Placement(cluster=hosts(2, cores=4), devices=("a/cpu",) * 4 + ("b/cpu",) * 4)) == [2, 4]
 
 
 def test_what_does_not_fit_is_refused_by_the_name_of_the_device() -> None:
-    two = Layout(cluster=host(), devices=("a/cpu", "a/cpu"))
+    two = Placement(cluster=host(), devices=("a/cpu", "a/cpu"))
     assert misfit(cost(memory=4 * GB), two) == ""
     told = misfit(cost(memory=5 * GB), two)
     assert told == "does not fit: needs 10 GiB (2 workers of 5 GiB) on a/cpu, which has 8 GiB"
@@ -283,8 +283,8 @@ def test_what_does_not_fit_is_refused_by_the_name_of_the_device() -> None:
 
 def row(strategy: str, seconds: float, ranks: int = 1, *, measured: float | None = None, **changed: Any) -> Priced:
     value = apportion.__getattr__(strategy)()
-    layout = Layout(cluster=host(4), devices=("a/cpu",) * ranks)
-    tried = None if measured is None else Tried(step_seconds=measured, low=measured, high=measured, steps=20)
+    layout = Placement(cluster=host(4), devices=("a/cpu",) * ranks)
+    tried = None if measured is None else Measurement(step_seconds=measured, low=measured, high=measured, steps=20)
     return Priced(strategy=value, layout=layout, cost=cost(seconds, **changed), tried=tried)
 
 
@@ -404,10 +404,10 @@ def test_a_prediction_is_less_certain_the_more_of_it_is_our_own_calls() -> None:
     """Half of a step of 4 ms are 200 calls of 10 us."""
     cluster = host(call_seconds=1e-5)
 
-    def counted(self: SingleDevice, profile: Profile, layout: Layout) -> Cost:
+    def counted(self: SingleDevice, profile: Profile, layout: Placement) -> Cost:
         return cost(0.002, updating=200 * layout.device(0).call_seconds)
 
-    plain = Priced(strategy=SingleDevice(), layout=Layout(cluster=cluster, devices=("a/cpu",)), cost=cost(0.002))
+    plain = Priced(strategy=SingleDevice(), layout=Placement(cluster=cluster, devices=("a/cpu",)), cost=cost(0.002))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SingleDevice, "cost", counted)
         half = replace(plain, cost=counted(SingleDevice(), network(), plain.layout)).with_overhead(network())
@@ -442,7 +442,7 @@ def test_refusals_are_told_as_they_are() -> None:
 def crossing_by_hand(profile: Profile, cluster: Cluster) -> float:
     """Bytes a second at which data_parallel on both hosts is told apart from one device: its computing is known, and
     two messages of half the weights each have to fit into the rest."""
-    layout = Layout(cluster=cluster, devices=("a/cpu", "b/cpu"))
+    layout = Placement(cluster=cluster, devices=("a/cpu", "b/cpu"))
     one, two = alone(SingleDevice(), profile, layout.part((0,))), in_shares(DataParallel(), profile, layout)
     left = one.step_seconds / (1 + TIE) - (two.step_seconds - two.terms["communicating"])
     return profile.parameter_bytes / (left - 2 * 5e-5)
@@ -451,7 +451,7 @@ def crossing_by_hand(profile: Profile, cluster: Cluster) -> float:
 def test_the_bandwidth_at_which_the_answer_changes_is_found() -> None:
     profile, cluster = network(), hosts()
     found = search(profile, cluster, strategies=["single_device", "data_parallel"])
-    model = Elsewhere(found, found[0], profile, cluster)
+    model = WhatIf(found, found[0], profile, cluster)
     (crossing,) = (c for c in crossings(model) if c.kind == "ethernet")
     assert crossing.bandwidth == pytest.approx(crossing_by_hand(profile, cluster), rel=0.01)
     assert (str(crossing.below.strategy), str(crossing.above.strategy)) == ("single_device", "data_parallel")
@@ -491,17 +491,17 @@ def of_three(second: float, third: float) -> dict[str, Callable[..., Cost]]:
     """Prices: one device takes 1 s for 64 examples; data_parallel so long for any number, half of it to send; and one
     in stages so long, of which half is sent at 1 GB/s."""
 
-    def lone(self: Strategy, profile: Profile, layout: Layout) -> Cost:
+    def lone(self: Strategy, profile: Profile, layout: Placement) -> Cost:
         return cost(
             profile.batch_size / 64 * (1.0 if str(self) == "single_device" else 1.02), examples=profile.batch_size
         )
 
-    def shared(self: Strategy, profile: Profile, layout: Layout) -> Cost:
+    def shared(self: Strategy, profile: Profile, layout: Placement) -> Cost:
         if self != DataParallel():
             raise ValueError("no price here")
         return cost(second / 2, examples=profile.batch_size, communicating=second / 2)
 
-    def staged(self: Strategy, profile: Profile, layout: Layout) -> Cost:
+    def staged(self: Strategy, profile: Profile, layout: Placement) -> Cost:
         sent = third / 2 * 1e9 / layout.cluster.joining(layout.devices).bandwidth
         return cost(third / 2, examples=profile.batch_size, communicating=sent)
 
@@ -543,7 +543,7 @@ def test_what_trials_taught_counts_at_another_batch_for_all_alike(priced_as: Any
     priced_as(of_three(second=1.4, third=9.0))
     found = search(network(), host(), strategies=["single_device", "data_parallel"])
     slow = [
-        replace(p, tried=Tried(step_seconds=s, low=s, high=s, steps=20))
+        replace(p, tried=Measurement(step_seconds=s, low=s, high=s, steps=20))
         for p in found
         if p.cost is not None and (s := p.cost.step_seconds * (2.0 if p.layout.ranks > 1 else 1.0))
     ]
@@ -565,7 +565,7 @@ def test_a_plan_does_not_contradict_itself_about_a_bandwidth(bandwidth: float) -
     """Ties go to the simpler one: so they do at a crossing. What is said to win above it wins there, in a plan."""
     profile, cluster = network(), hosts(bandwidth=bandwidth)
     plan = planned(profile, cluster)
-    model = Elsewhere(plan.found, plan.chosen, profile, cluster)
+    model = WhatIf(plan.found, plan.chosen, profile, cluster)
     found = [c for c in crossings(model) if c.kind == "ethernet"]
     assert len(found) == 1
     for crossing in found:
@@ -580,11 +580,11 @@ def test_a_winner_from_outside_of_the_short_list_is_found(monkeypatch: pytest.Mo
     """What is offered depends on the bandwidth: at ten times today's a pipeline of other micro-batches than here."""
     cluster = hosts(bandwidth=1.25e6)
 
-    def offers(cls: Any, profile: Profile, layout: Layout) -> Iterator[Strategy]:
+    def offers(cls: Any, profile: Profile, layout: Placement) -> Iterator[Strategy]:
         if layout.ranks > 1:
             yield cls(microbatches=16 if layout.cluster.joining(layout.devices).bandwidth > 5e6 else 2)
 
-    def in_turns(self: PipelineParallel, profile: Profile, layout: Layout) -> Cost:
+    def in_turns(self: PipelineParallel, profile: Profile, layout: Placement) -> Cost:
         sent = 2e5 / layout.cluster.joining(layout.devices).bandwidth
         return cost(0.01 if self.microbatches == 16 else 1.0, communicating=sent)
 
@@ -604,7 +604,7 @@ def test_of_many_layers_on_many_devices_the_few_best_are_looked_at(monkeypatch: 
     monkeypatch.setattr(hypothetical, "MOST_WORK", 0)
     profile, cluster = network(), hosts()
     found = search(profile, cluster)
-    model = Elsewhere(found, found[0], profile, cluster)
+    model = WhatIf(found, found[0], profile, cluster)
     assert model.narrow
     monkeypatch.setattr(hypothetical, "among", None)
     (crossing,) = (c for c in crossings(model) if c.kind == "ethernet")
@@ -614,12 +614,12 @@ def test_of_many_layers_on_many_devices_the_few_best_are_looked_at(monkeypatch: 
 def test_values_of_one_kind_that_are_as_good_are_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Above 5 MB/s another number of micro-batches is 2 % faster."""
 
-    def offers(cls: Any, profile: Profile, layout: Layout) -> Iterator[Strategy]:
+    def offers(cls: Any, profile: Profile, layout: Placement) -> Iterator[Strategy]:
         if layout.ranks > 1:
             yield cls(microbatches=2)
             yield cls(microbatches=16)
 
-    def in_turns(self: PipelineParallel, profile: Profile, layout: Layout) -> Cost:
+    def in_turns(self: PipelineParallel, profile: Profile, layout: Placement) -> Cost:
         fast = layout.cluster.joining(layout.devices).bandwidth > 5e6
         return cost(0.001 * (0.98 if fast and self.microbatches == 16 else 1.0))
 
@@ -647,7 +647,7 @@ def test_what_was_measured_says_as_much_of_one_host_more() -> None:
     profile, cluster = network(flops=1e11), hosts()
     found = search(profile, cluster)
     slower = [
-        replace(p, tried=Tried(step_seconds=s, low=s, high=s, steps=20))
+        replace(p, tried=Measurement(step_seconds=s, low=s, high=s, steps=20))
         for p in found
         if p.cost is not None and (s := 2 * p.cost.step_seconds)
     ]
@@ -741,7 +741,7 @@ def test_several_hosts_are_started_by_torchrun_on_each() -> None:
 
 
 def test_workers_of_several_threads_get_as_many_cores_each() -> None:
-    layout = Layout(cluster=host(4), devices=("a/cpu",) * 2, threads=2)
+    layout = Placement(cluster=host(4), devices=("a/cpu",) * 2, threads=2)
     value = PipelineParallel(stages=2, schedule="gpipe")
     _, torchrun = commands("m.py:w", Priced(strategy=value, layout=layout, cost=cost()))
     inner = shlex.split(torchrun)[-1]
@@ -754,9 +754,11 @@ def test_workers_of_several_threads_get_as_many_cores_each() -> None:
 
 def test_of_one_process_and_another_no_number_of_workers_is_told() -> None:
     """The simpler of two single processes is not the one with fewer workers."""
-    alone = Layout(cluster=host(), devices=("a/cpu",), threads=2)
+    alone = Placement(cluster=host(), devices=("a/cpu",), threads=2)
     plain, fused = (SingleDevice(fused=fused) for fused in (False, True))
-    tried = [Tried(step_seconds=seconds, low=seconds * 0.95, high=seconds * 1.05, steps=20) for seconds in (1.0, 0.997)]
+    tried = [
+        Measurement(step_seconds=seconds, low=seconds * 0.95, high=seconds * 1.05, steps=20) for seconds in (1.0, 0.997)
+    ]
     cost = Cost(examples=64, terms={"computing": 1.0}, memory={})
     first, second = (
         Priced(strategy=strategy, layout=alone, cost=cost, tried=measured)
@@ -851,9 +853,9 @@ def test_the_parts_of_a_step_stand_beside_the_prediction_that_they_add_up_to(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """What was measured is another number: its parts are not known."""
-    layout = Layout(cluster=host(), devices=("a/cpu",), threads=2)
+    layout = Placement(cluster=host(), devices=("a/cpu",), threads=2)
     cost = Cost(examples=64, terms={"computing": 0.002, "communicating": 0.001}, memory={})
-    tried = Tried(step_seconds=0.007, low=0.006, high=0.008, steps=20)
+    tried = Measurement(step_seconds=0.007, low=0.006, high=0.008, steps=20)
     show_plan(make([Priced(strategy=SingleDevice(), layout=layout, cost=cost, tried=tried)], network(), host()))
     text = " ".join(capsys.readouterr().out.split())
     assert "step ms predicted compute send" in text
@@ -918,8 +920,8 @@ def test_the_page_has_the_bars_the_step_the_reasons_and_the_commands(folder: Pat
 
 
 def test_the_page_draws_what_was_measured_and_the_step_of_a_pipeline(tmp_path: Path) -> None:
-    layout = Layout(cluster=host(), devices=("a/cpu",) * 2)
-    tried = Tried(step_seconds=1.0, low=0.9, high=1.1, steps=20)
+    layout = Placement(cluster=host(), devices=("a/cpu",) * 2)
+    tried = Measurement(step_seconds=1.0, low=0.9, high=1.1, steps=20)
     made = in_stages(PipelineParallel(), network(), layout)
     plan = make([Priced(strategy=PipelineParallel(), layout=layout, cost=made, tried=tried)], network(), host())
     path = write_plan_html(plan.to_json(), tmp_path / "plan.html")

@@ -15,7 +15,7 @@ from apportion.core.strategy import Strategy
 from apportion.core.value import find, names
 from apportion.cost_model.cost import Cost
 from apportion.planner.build import make
-from apportion.planner.candidate import Priced, Tried
+from apportion.planner.candidate import Measurement, Priced
 from apportion.planner.plan import Matched, Plan
 from apportion.reporting.html.plan_page import plan_page
 from apportion.strategies.data_parallel import DataParallel
@@ -62,7 +62,7 @@ def test_a_line_has_the_parts_of_the_prediction_and_the_step_that_counts() -> No
     p = row(DataParallel(), 0.001, updating=0.002, loading=0.004, communicating=0.008, bubble=0.016, waiting=0.032)
     name = "data_parallel\n  local(workers=2, threads=1)"
     assert cells(p, learned=False) == [name, "63", "7", "8", "16", "32", "3 MiB", "1,587\n±10%", "yes"]
-    measured = replace(p, tried=Tried(step_seconds=0.1, low=0.09, high=0.11, steps=9))
+    measured = replace(p, tried=Measurement(step_seconds=0.1, low=0.09, high=0.11, steps=9))
     assert cells(measured, learned=True)[1:3] == ["100*", "63"]
     assert cells(measured, learned=True)[-2] == "1,000\n±10%"
     assert cells(row(LocalSgd(), 0.001), learned=False)[2:] == ["1", "-", "-", "-", "3 MiB", "100,000\n±10%", "no"]
@@ -100,7 +100,7 @@ def test_the_page_tells_what_was_measured_beside_what_was_predicted() -> None:
     assert "Side by side" not in text
     assert re.search(r"data_parallel local\(workers=2, threads=1\) chosen 250 ms .* yes", text)
     assert re.search(r"local_sgd local\(workers=2, threads=1\) approximate: .* no", text)
-    seen = replace(row(DataParallel(), 0.25), tried=Tried(step_seconds=0.5, low=0.45, high=0.55, steps=9))
+    seen = replace(row(DataParallel(), 0.25), tried=Measurement(step_seconds=0.5, low=0.45, high=0.55, steps=9))
     text = page(plan(seen, other))
     assert "batches of 100 on made, measured" in text
     assert "chosen 250 ms 500 ms 200 ±10%" in text

@@ -63,13 +63,13 @@ def test_what_a_gradient_is_made_of_is_exchanged_where_that_is_less() -> None:
 def test_products_of_few_rows_have_a_faster_form() -> None:
     wide, rows = linear(10_000, 10_000), (30, 60, 100, 200)
     shares = [suited(wide.layers[0], n) for n in rows]
-    assert [s.forward for s in shares] == sorted(s.forward for s in compute)
+    assert [s.forward for s in shares] == sorted(s.forward for s in shares)
     assert shares[0].forward < 1.0 == shares[0].backward, "of so few rows only the forward product gains"
-    assert compute[2].backward < 1.0 == compute[2].forward
-    assert compute[3] == Seconds(1.0, 1.0)
+    assert shares[2].backward < 1.0 == shares[2].forward
+    assert shares[3] == Seconds(1.0, 1.0)
     for other in (linear(100, 100).layers[0], replace(wide.layers[0], kind="Conv2d")):
         assert suited(other, 30) == Seconds(1.0, 1.0)
-    (share,) = compute[1:2]
+    (share,) = shares[1:2]
     found = saved(wide.layers, [10.0], [20.0], 60)
     assert found == pytest.approx((10 * (1 - share.forward), 20 * (1 - share.backward)))
     usual = replace(wide, layers=(replace(wide.layers[0], kind="Conv2d"),))

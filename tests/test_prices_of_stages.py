@@ -12,7 +12,7 @@ from apportion.core.strategy import Strategy
 from apportion.cost_model import partitioning
 from apportion.cost_model.cluster import Cluster, Device, Link, Rate
 from apportion.cost_model.compute import slowest
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Pass
 from apportion.strategies.layer_placement import LayerPlacement
 from apportion.strategies.pipeline_parallel import PipelineParallel
@@ -28,7 +28,7 @@ def test_layers_take_together_what_the_whole_network_took() -> None:
     assert terms(LayerPlacement(), seen, ranks=1)["computing"] == pytest.approx(4.0)
 
 
-def uneven(slower: float) -> Layout:
+def uneven(slower: float) -> Placement:
     """Two ranks that share a host, and one that has a host of its own; who shares reaches less."""
     rates = tuple(Rate(threads=1, together=n, flops=1e9 / n**slower, bytes_per_second=1e9) for n in (1, 2))
     device = Device(
@@ -37,7 +37,7 @@ def uneven(slower: float) -> Layout:
     )  # fmt: skip
     devices = (device, replace(device, name="h1/cpu", host="h1"))
     link = Link(kind="wire", devices=("h0/cpu", "h1/cpu"), latency=0.0, bandwidth=1e9)
-    return Layout(cluster=Cluster(name="c", devices=devices, links=(link,)), devices=("h0/cpu", "h0/cpu", "h1/cpu"))
+    return Placement(cluster=Cluster(name="c", devices=devices, links=(link,)), devices=("h0/cpu", "h0/cpu", "h1/cpu"))
 
 
 @pytest.mark.parametrize("slower", [0, 1])

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from apportion import Workload
 from apportion.comm.world import World
 from apportion.cost_model.cluster import Cluster, Device, Link, Rate
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Pass, Profile
 from apportion.profiler import measure_workload, workload_worker
 from apportion.profiler.measure_workload import _few_rows, profile
@@ -27,11 +27,11 @@ RATES = (Rate(threads=1, together=1, flops=1e10, bytes_per_second=1e10),)
 HERE = Device(name="a/cpu", host="a", kind="cpu", model="here", memory_bytes=1 << 30, rates=RATES, cores=2)
 MEMORY = Link(kind="memory", devices=("a/cpu",), latency=1e-5, bandwidth=1e9)
 CLUSTER = Cluster(name="a", devices=(HERE,), links=(MEMORY,))
-TWO = Layout(cluster=CLUSTER, devices=("a/cpu", "a/cpu"))
-ALONE = Layout(cluster=CLUSTER, devices=("a/cpu",))
+TWO = Placement(cluster=CLUSTER, devices=("a/cpu", "a/cpu"))
+ALONE = Placement(cluster=CLUSTER, devices=("a/cpu",))
 
 
-def measured(workload: Workload, *layouts: Layout, seconds: float = 2.0) -> Profile:
+def measured(workload: Workload, *layouts: Placement, seconds: float = 2.0) -> Profile:
     with by_value(networks), by_value(example_networks), by_value(sys.modules[__name__]):
         return profile(workload, CLUSTER, layouts or (TWO,), seconds=seconds)
 
@@ -215,7 +215,7 @@ def test_runs_are_repeated_by_how_long_they_take(
     monkeypatch.setattr(workload_worker, "SLOW_SECONDS", slow_seconds)
     monkeypatch.setattr(workload_worker, "clock", lambda device: next(times))
     times = (float(second) for second in itertools.count())
-    timed = workload_worker.Timed(networks.cases["mlp"](16), World.from_env(device="cpu"))
+    timed = workload_worker.StepProfiler(networks.cases["mlp"](16), World.from_env(device="cpu"))
     for least, expected in ((workload_worker.STEPS, steps), (workload_worker.CALLS, calls)):
         assert len(list(timed._timed(0.5, least))) == expected, "the time is up before"
 
@@ -223,7 +223,7 @@ def test_runs_are_repeated_by_how_long_they_take(
 def test_every_other_step_has_a_fused_update_and_the_first_counts_for_neither(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    timed = workload_worker.Timed(networks.cases["mlp"](16), World.from_env(device="cpu"))
+    timed = workload_worker.StepProfiler(networks.cases["mlp"](16), World.from_env(device="cpu"))
     own, before = timed._own.step, timed._own.replica.step
     updates = list[str]()
     plain, fused = own.update, timed._fused

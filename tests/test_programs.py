@@ -14,9 +14,9 @@ from onnx import TensorProto, helper
 from torch import Tensor, nn
 
 from apportion.exporting.exporter import export
-from apportion.serving.runtimes.onnx_runtime import OnnxProgram
-from apportion.serving.runtimes.runtime import Expired, Program, rows_by_themselves, timed
-from apportion.serving.runtimes.torch_runtime import TorchProgram, opened
+from apportion.serving.runtimes.onnx_runtime import OnnxRuntime
+from apportion.serving.runtimes.runtime import Expired, Runtime, rows_by_themselves, timed
+from apportion.serving.runtimes.torch_runtime import TorchRuntime, opened
 
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(3, 8)
 
@@ -44,9 +44,9 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).eval()
 
 
-def by_onnx(module: nn.Module, folder: Path) -> Program:
+def by_onnx(module: nn.Module, folder: Path) -> Runtime:
     export(module, torch.from_numpy(X[:2]), folder / "net.onnx")
-    return OnnxProgram(folder / "net.onnx")
+    return OnnxRuntime(folder / "net.onnx")
 
 
 @pytest.mark.parametrize("kind", ["onnx", "torch", "a program of torch.export"])
@@ -54,11 +54,11 @@ def test_each_runtime_computes_the_net(kind: str, tmp_path: Path) -> None:
     if kind == "onnx":
         program = by_onnx(net(), tmp_path)
     elif kind == "torch":
-        program = TorchProgram(net(), torch.from_numpy(X[:1]))
+        program = TorchRuntime(net(), torch.from_numpy(X[:1]))
     else:
         rows = ({0: torch.export.Dim.DYNAMIC},)
         exported = torch.export.export(net(), (torch.from_numpy(X),), dynamic_shapes=rows)
-        program = TorchProgram(exported.module(), torch.from_numpy(X))
+        program = TorchRuntime(exported.module(), torch.from_numpy(X))
     (found,) = program.run([X], time.monotonic() + 5)
     np.testing.assert_allclose(found, net()(torch.from_numpy(X)).detach().numpy(), rtol=1e-5, atol=1e-6)
     assert [spec.shape for spec in (*program.inputs, *program.outputs)] == [(None, 8), (None, 3)]
@@ -72,7 +72,7 @@ def test_each_runtime_computes_the_net(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["onnx", "torch"])
 def test_what_is_past_its_deadline_is_stopped_while_it_is_computed(kind: str, tmp_path: Path) -> None:
     long = Long().eval()
-    program = by_onnx(long, tmp_path) if kind == "onnx" else TorchProgram(long, torch.from_numpy(X[:1]))
+    program = by_onnx(long, tmp_path) if kind == "onnx" else TorchRuntime(long, torch.from_numpy(X[:1]))
     began = time.monotonic()
     program.run([X], float("inf"))
     whole = time.monotonic() - began
@@ -87,14 +87,14 @@ def test_what_is_past_its_deadline_is_stopped_while_it_is_computed(kind: str, tm
 
 @pytest.mark.parametrize("kind", ["onnx", "torch"])
 def test_rows_that_depend_on_each_other_are_never_computed_together(kind: str, tmp_path: Path) -> None:
-    program = by_onnx(Centred(), tmp_path) if kind == "onnx" else TorchProgram(Centred(), torch.from_numpy(X[:1]))
+    program = by_onnx(Centred(), tmp_path) if kind == "onnx" else TorchRuntime(Centred(), torch.from_numpy(X[:1]))
     assert program.batched, "by its shapes it could be"
     assert not rows_by_themselves(program, [X[:1]])
     program.close()
 
 
 def test_what_a_net_does_not_take_is_said(tmp_path: Path) -> None:
-    for program in (by_onnx(net(), tmp_path), TorchProgram(net(), torch.from_numpy(X))):
+    for program in (by_onnx(net(), tmp_path), TorchRuntime(net(), torch.from_numpy(X))):
         with pytest.raises(ValueError, match=r"."):
             program.run([X[:, :5]], float("inf"))
         program.close()
@@ -108,7 +108,7 @@ class Counting(nn.Module):
 
 
 def test_each_program_is_computed_by_its_own_number_of_threads() -> None:
-    programs = {threads: TorchProgram(Counting(), torch.ones(1, 1), threads=threads) for threads in (1, 2, 3)}
+    programs = {threads: TorchRuntime(Counting(), torch.ones(1, 1), threads=threads) for threads in (1, 2, 3)}
     try:
         for threads in (1, 3, 2, 2, 1):
             (found,) = programs[threads].run([np.ones((1, 1), dtype=np.float32)], float("inf"))
@@ -127,7 +127,7 @@ class Narrow(nn.Module):
 def test_a_file_of_bfloat16_takes_and_gives_its_bits(tmp_path: Path) -> None:
     sample = torch.from_numpy(X).bfloat16()
     export(Narrow(), sample, tmp_path / "net.onnx")
-    program = OnnxProgram(tmp_path / "net.onnx")
+    program = OnnxRuntime(tmp_path / "net.onnx")
     assert [spec.datatype for spec in (*program.inputs, *program.outputs)] == ["BF16", "BF16"]
     for x in (sample, sample[:0]):
         (found,) = program.run([x.view(torch.uint16).numpy()], time.monotonic() + 5)
@@ -141,14 +141,14 @@ def test_a_file_of_bfloat16_takes_and_gives_its_bits(tmp_path: Path) -> None:
 def test_a_file_that_is_no_net_is_refused(tmp_path: Path) -> None:
     (tmp_path / "net.onnx").write_bytes(b"nothing")
     with pytest.raises(ValueError, match=r"net.onnx cannot be run: "):
-        OnnxProgram(tmp_path / "net.onnx")
+        OnnxRuntime(tmp_path / "net.onnx")
     ends: list[Any] = [helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, None)]
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", ends, [
         helper.make_tensor_sequence_value_info("y", TensorProto.FLOAT, None)
     ])  # fmt: skip
     onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "s.onnx")
     with pytest.raises(ValueError, match=r"only tensors of"):
-        OnnxProgram(tmp_path / "s.onnx")
+        OnnxRuntime(tmp_path / "s.onnx")
 
 
 @pytest.mark.parametrize(("rows", "dynamic", "fits"), [(1, False, True), (3, True, True), (3, False, False)])

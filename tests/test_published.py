@@ -13,12 +13,12 @@ from conftest import data_folder
 
 from apportion.cost_model.cluster import Cluster, Device, Link, Rate
 from apportion.cost_model.partitioning import replicated
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile, Timing
 from apportion.cost_model.published.fit import fitted
 from apportion.cost_model.published.mesh import Mesh
 from apportion.cost_model.published.transformer import Transformer
-from apportion.cost_model.simulator import Task, makespan, simulate
+from apportion.cost_model.simulator import SimulatedTask, makespan, simulate
 
 TEN_GIGABIT = 10e9 / 8
 GPT = Transformer(hidden=1024, heads=16, blocks=12, length=1024, vocabulary=51_200)
@@ -138,8 +138,8 @@ def machine(names: tuple[str, ...], *, bandwidth: float = 1e9, latency: float = 
     )
 
 
-def on(cluster: Cluster) -> Layout:
-    return Layout(cluster=cluster, devices=tuple(device.name for device in cluster.devices))
+def on(cluster: Cluster) -> Placement:
+    return Placement(cluster=cluster, devices=tuple(device.name for device in cluster.devices))
 
 
 def chain(seconds: list[float], nbytes: int = 0) -> Profile:
@@ -166,7 +166,7 @@ def test_the_price_of_a_pipeline_is_what_the_simulator_says(seconds: list[float]
     stages, m = len(seconds), 4
     mesh = Mesh(profile=chain(seconds), begins=tuple(range(stages)), microbatch=2)
     cost = mesh.cost(on(machine(tuple("abc"))))
-    tasks: list[Task] = []
+    tasks: list[SimulatedTask] = []
     at: dict[tuple[str, int, int], int] = {}
     for way, order in (("F", range(stages)), ("B", reversed(range(stages)))):
         before = None
@@ -176,7 +176,9 @@ def test_the_price_of_a_pipeline_is_what_the_simulator_says(seconds: list[float]
                 if way == "B":
                     after += [at["F", stage, j] for j in range(m)]
                 at[way, stage, i] = len(tasks)
-                tasks.append(Task(f"{way}{i}", "computing", (str(stage),), seconds[stage] / 2 / m, tuple(after)))
+                tasks.append(
+                    SimulatedTask(f"{way}{i}", "computing", (str(stage),), seconds[stage] / 2 / m, tuple(after))
+                )
             before = stage
     assert cost.step_seconds - cost.terms["updating"] == pytest.approx(makespan(simulate(tasks)))
     assert cost.terms["computing"] == pytest.approx(max(seconds))

@@ -8,7 +8,7 @@ import pytest
 
 from apportion.cost_model.cluster import Cluster, Device, Link, Rate
 from apportion.cost_model.memory import activations, of_replica, parts_that_fit
-from apportion.cost_model.placement import Layout, layouts
+from apportion.cost_model.placement import Placement, layouts
 from apportion.cost_model.profile import LayerProfile, Pass, Profile, Timing
 
 RATES = (
@@ -133,7 +133,7 @@ def test_each_make_of_device_is_looked_at_alone_and_gpus_have_a_rank_each() -> N
 
 
 def test_ranks_of_other_groups_use_cores_too() -> None:
-    whole = Layout(cluster=cluster(at("a")), devices=("a/cpu",) * 4)
+    whole = Placement(cluster=cluster(at("a")), devices=("a/cpu",) * 4)
     part = whole.part((0, 1)).part((0,))
     assert (part.ranks, part.together(0)) == (1, 4)
     with pytest.raises(ValueError, match=r"4 workers of 2 threads on the 4 cores of a/cpu: .*use threads<=1"):
@@ -142,7 +142,7 @@ def test_ranks_of_other_groups_use_cores_too() -> None:
 
 def test_places_are_alike_where_the_make_the_cores_and_the_company_are() -> None:
     machines = cluster(at("a"), at("b"), at("c", cores=8), at("d", model="other"))
-    layout = Layout(cluster=machines, devices=("a/cpu", "b/cpu", "b/cpu", "c/cpu", "d/cpu"))
+    layout = Placement(cluster=machines, devices=("a/cpu", "b/cpu", "b/cpu", "c/cpu", "d/cpu"))
     assert layout.kinds == (0, 1, 3, 4)
 
 
@@ -164,7 +164,7 @@ def test_a_batch_is_cut_into_as_many_parts_as_memory_asks_for_and_never_where_it
 
     def parts(nbytes: float, net: Profile = net) -> int:
         small = cluster(at("a", memory_bytes=int(nbytes)))
-        return parts_that_fit(net, Layout(cluster=small, devices=("a/cpu", "a/cpu")))
+        return parts_that_fit(net, Placement(cluster=small, devices=("a/cpu", "a/cpu")))
 
     assert [parts(n) for n in (30.1e6, 29.9e6, 18.1e6, 17.9e6, 12.1e6, 5e6)] == [1, 2, 2, 4, 4, 1]
     for fact in ({"batch_norm": True}, {"own_update": True}, {"cut_by_rows": False}):

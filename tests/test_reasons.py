@@ -11,9 +11,9 @@ from by_hand import GB, ROWS, chain, machine
 
 from apportion.core.strategy import Strategy
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.planner.build import MOST_HOSTS, make, match
-from apportion.planner.candidate import Priced, Tried, priced
+from apportion.planner.candidate import Measurement, Priced, priced
 from apportion.planner.explain import approximate, differences, milliseconds, per_batch, size, why_first, why_not
 from apportion.planner.plan import commands
 from apportion.strategies.data_parallel import DataParallel
@@ -27,13 +27,13 @@ PROFILE = chain(1.0, parameter_bytes=GB)
 ALONE = machine(1)
 
 
-def row(strategy: Strategy, layout: Layout | None = None, *, examples: float = ROWS, **terms: float) -> Priced:
+def row(strategy: Strategy, layout: Placement | None = None, *, examples: float = ROWS, **terms: float) -> Priced:
     cost = Cost(terms=terms, examples=examples, memory={"weights": 1})
     return Priced(strategy=strategy, layout=layout or machine(), cost=cost)
 
 
 def measured(p: Priced, seconds: float, apart: float = 0.0) -> Priced:
-    return replace(p, tried=Tried(step_seconds=seconds, low=seconds - apart, high=seconds + apart, steps=1))
+    return replace(p, tried=Measurement(step_seconds=seconds, low=seconds - apart, high=seconds + apart, steps=1))
 
 
 # Why the first won
@@ -206,7 +206,7 @@ def test_one_worker_of_a_host_needs_no_core_of_its_own_and_gpus_none() -> None:
 def test_who_trains_on_the_cores_of_a_host_with_gpus_says_so() -> None:
     gpus = machine(2, kind="cuda").cluster
     cluster = replace(gpus, devices=(*gpus.devices, *machine(2).cluster.devices))
-    ours, torchrun = typed(row(DataParallel(), Layout(cluster=cluster, devices=("h0/cpu0",) * 2)))
+    ours, torchrun = typed(row(DataParallel(), Placement(cluster=cluster, devices=("h0/cpu0",) * 2)))
     assert ours is not None
     assert shlex.split(ours)[-1] == "local(workers=2, threads=1, device='cpu')"
     assert shlex.split(shlex.split(torchrun)[-1])[-1] == "env(device='cpu')"

@@ -38,7 +38,7 @@ from apportion.runtime.launch.local import Local
 from apportion.runtime.spawn.template import template
 from apportion.runtime.supervisor import recovery
 from apportion.runtime.supervisor import run as supervisor
-from apportion.runtime.supervisor.worker_pool import Crew
+from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.strategies.data_parallel import DataParallel
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
@@ -46,7 +46,7 @@ SECONDS, RUN_SECONDS = 20.0, 100.0
 """For what takes a fraction of one, on a busy machine; and for a run."""
 MARGIN_SECONDS = 1.0
 """On a busy machine."""
-CREWS: list[Crew] = []
+CREWS: list[WorkerPool] = []
 """Of the test's runs so far."""
 Undisturbed = Callable[[Strategy, int, int], dict[str, torch.Tensor]]
 STRATEGIES = [Surviving(), DataParallel()]
@@ -59,7 +59,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing the report is most of what a short run takes."""
     monkeypatch.setattr(verb, "_report", lambda run_dir: None)
     CREWS.clear()
-    monkeypatch.setattr(supervisor, "Crew", lambda *given: CREWS.append(Crew(*given)) or CREWS[-1])
+    monkeypatch.setattr(supervisor, "WorkerPool", lambda *given: CREWS.append(WorkerPool(*given)) or CREWS[-1])
     template().wait_ready()
 
 

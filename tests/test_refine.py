@@ -17,7 +17,7 @@ from apportion.cost_model.cost import Cost
 from apportion.planner.calibration import MOST, Correction, Trial, correction
 from apportion.planner.trials.significance import SURE, told_apart
 from apportion.planner.trials.trial import Measured, candidate
-from apportion.planner.trials.tune import Offer, Tried, choose, refine, surprising, worth_trying
+from apportion.planner.trials.tune import Offer, TuningTrial, choose, refine, surprising, worth_trying
 from apportion.runtime.launch.local import Local
 from apportion.strategies.single_device import SingleDevice
 
@@ -164,7 +164,7 @@ def test_what_should_now_be_the_fastest_is_tried_too() -> None:
 # What is chosen
 
 
-def tried(strategy: str, launcher: str, rounds: Sequence[float], first: int = 0) -> Tried:
+def tried(strategy: str, launcher: str, rounds: Sequence[float], first: int = 0) -> TuningTrial:
     given = offer(strategy, launcher)
     measured = Measured(
         candidate(given.strategy, given.launcher),
@@ -172,7 +172,7 @@ def tried(strategy: str, launcher: str, rounds: Sequence[float], first: int = 0)
         rounds=dict(enumerate(rounds, first)),
         examples=64 * len(rounds),
     )
-    return Tried(strategy=given.strategy, launcher=given.launcher, predicted=None, measured=measured)
+    return TuningTrial(strategy=given.strategy, launcher=given.launcher, predicted=None, measured=measured)
 
 
 def test_of_those_that_cannot_be_told_apart_the_simplest_is_chosen() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from apportion.serving.runtimes import remote_runtime
-from apportion.serving.runtimes.remote_runtime import RemoteProgram, Unreachable
+from apportion.serving.runtimes.remote_runtime import RemoteRuntime, Unreachable
 from apportion.serving.runtimes.runtime import Expired
 
 X = np.zeros((1, 8), dtype=np.float32)
@@ -91,15 +91,15 @@ def answering(*answers: Answer) -> Iterator[str]:
 
 
 @contextmanager
-def opened(address: str) -> Iterator[RemoteProgram]:
-    program = RemoteProgram(address)
+def opened(address: str) -> Iterator[RemoteRuntime]:
+    program = RemoteRuntime(address)
     try:
         yield program
     finally:
         program.close()
 
 
-def expires(program: RemoteProgram, seconds: float) -> float:
+def expires(program: RemoteRuntime, seconds: float) -> float:
     """Seconds that it took."""
     began = time.monotonic()
     with pytest.raises(Expired):
@@ -147,4 +147,4 @@ def test_an_answer_that_is_too_large_is_not_read(head: bytes, piece: bytes, monk
 def test_a_server_that_says_nothing_is_said_not_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_runtime, "CONNECT_SECONDS", 0.2)
     with answering() as address, pytest.raises(Unreachable, match=r"does not answer within 0.2 s"):
-        RemoteProgram(address)
+        RemoteRuntime(address)

@@ -11,7 +11,7 @@ from by_hand import GB, ROWS, chain, machine
 from apportion.core.strategy import Strategy
 from apportion.cost_model.cluster import Cluster, Link, Moved
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.planner.candidate import TIE, Priced, priced, ranked
 from apportion.planner.units import rate
@@ -24,7 +24,7 @@ from apportion.planner.what_if.cluster_variants import (
     with_bandwidth,
 )
 from apportion.planner.what_if.crossover import Crossing, crossings
-from apportion.planner.what_if.hypothetical import Elsewhere
+from apportion.planner.what_if.hypothetical import WhatIf
 from apportion.planner.what_if.sensitivity import sensitivities
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.hogwild import Hogwild
@@ -37,7 +37,7 @@ def row(strategy: Strategy, seconds: float) -> Priced:
     return Priced(strategy=strategy, layout=machine(), cost=Cost(terms={"computing": seconds}, examples=ROWS))
 
 
-def both(profile: Profile, layout: Layout) -> list[Priced]:
+def both(profile: Profile, layout: Placement) -> list[Priced]:
     """One process, and all."""
     return [priced(ALONE, layout.part((0,)), profile), priced(SPLIT, layout, profile)]
 
@@ -46,7 +46,7 @@ def test_the_fastest_two_of_each_kind_of_exact_strategy_are_looked_at_again() ->
     some = [row(DataParallel(microbatches=n), 4.0 - n) for n in (1, 2, 3)]
     alone, free = row(ALONE, 2.5), row(Hogwild(), 0.1)
     refused = Priced(strategy=ALONE, layout=machine(), refusal="no")
-    model = Elsewhere([*some, refused, alone, free], alone, chain(1.0), machine().cluster)
+    model = WhatIf([*some, refused, alone, free], alone, chain(1.0), machine().cluster)
     assert model.short_list == [some[2], some[1], alone]
 
 
@@ -56,10 +56,10 @@ def test_what_does_not_run_or_fit_there_is_not_the_fastest_there() -> None:
     (cpu,) = layout.cluster.devices
     least = max(p.cost.memory_bytes for p in some[:1] if p.cost is not None)
     small = replace(layout.cluster, devices=(replace(cpu, memory_bytes=least),))
-    there = Elsewhere(some, some[1], profile, layout.cluster).priced(some, small)
+    there = WhatIf(some, some[1], profile, layout.cluster).priced(some, small)
     assert [p.strategy for p in there.ranking] == [ALONE], "one replica fits, and no second one"
     assert there.ours is None
-    one = Elsewhere(some, some[1], profile, layout.cluster).searched(profile=replace(profile, batch_size=1))
+    one = WhatIf(some, some[1], profile, layout.cluster).searched(profile=replace(profile, batch_size=1))
     assert {type(p.strategy) for p in one.ranking} == {SingleDevice}
     assert one.ours is None
 
@@ -68,9 +68,9 @@ HALF = chain(1.0, parameter_bytes=GB)
 """3 s by one. Two on hosts of their own save 1.5 s of it; they move 1 GB, and copy it twice."""
 
 
-def of_both(profile: Profile, layout: Layout) -> list[Crossing]:
+def of_both(profile: Profile, layout: Placement) -> list[Crossing]:
     found = ranked(both(profile, layout))
-    return crossings(Elsewhere(found, found[0], profile, layout.cluster))
+    return crossings(WhatIf(found, found[0], profile, layout.cluster))
 
 
 def test_the_answer_changes_where_the_sum_takes_what_two_save() -> None:
@@ -91,7 +91,7 @@ def named(cluster: Cluster, kind: str) -> Cluster:
     return replace(cluster, links=tuple(replace(link, kind=kind) for link in cluster.links))
 
 
-def told(layout: Layout, profile: Profile, begin: str = "") -> list[str]:
+def told(layout: Placement, profile: Profile, begin: str = "") -> list[str]:
     found = ranked(both(profile, layout))
     lines = sensitivities(found, found[0], profile, layout.cluster)
     return [line for line in lines if begin in line]

@@ -23,12 +23,12 @@ from ranks import on_ranks
 from torch import Tensor
 
 from apportion.comm import barrier as meeting_file
-from apportion.comm.barrier import Meeting
+from apportion.comm.barrier import Barrier
 from apportion.comm.group import Group, Work
 from apportion.comm.host_memory import host_memory, is_faster
 from apportion.comm.membership import Membership
 from apportion.comm.process_group import ProcessGroup
-from apportion.comm.shared_memory_group import PIECE, SharedMemory, nbytes
+from apportion.comm.shared_memory_group import PIECE, SharedMemoryGroup, nbytes
 from apportion.comm.sync import Word, sleep_on
 from apportion.comm.world import World
 from apportion.errors import MembershipChanged, PeerLost
@@ -100,7 +100,7 @@ class Call:
         if self.kind == "broadcast":
             group.broadcast(tensor, source=self.source % group.size)
         elif self.kind == "mean":
-            assert isinstance(group, SharedMemory)
+            assert isinstance(group, SharedMemoryGroup)
             group.mean(tensor)
         else:
             group.all_reduce(tensor).wait()
@@ -187,7 +187,7 @@ def gather_many(world: World) -> int:
     group = world.group()
     for rows in range(3000):
         group.all_gather(torch.zeros(rows % 1500, dtype=torch.uint8))
-    assert isinstance(group, SharedMemory)
+    assert isinstance(group, SharedMemoryGroup)
     return len(group._views)
 
 
@@ -199,7 +199,7 @@ def test_numbers_of_rows_that_always_differ_fill_no_memory() -> None:
 
 
 def wraps(world: World, start: int) -> list[float]:
-    outer, group = world.group(), SharedMemory(world.shared("other", nbytes(world.size)), world.rank, world.size)
+    outer, group = world.group(), SharedMemoryGroup(world.shared("other", nbytes(world.size)), world.rank, world.size)
     group.meeting.number = start
     group.meeting._own.value = start
     outer.barrier()
@@ -220,7 +220,7 @@ def test_the_number_of_meetings_may_wrap_around(start: int) -> None:
 def nap_and_meet(world: World, meetings: int) -> float:
     """The longest wait. Nobody looks again by itself for seconds: whoever is not woken shows."""
     meeting_file.SLEEP_SECONDS = 5.0
-    meeting = Meeting(world.shared("naps", nbytes(world.size)), world.rank, world.size, spins=False)
+    meeting = Barrier(world.shared("naps", nbytes(world.size)), world.rank, world.size, spins=False)
     naps = random.Random(world.rank)
     for _ in range(meetings):
         for _ in range(naps.choice((0, 0, 0, 10, 100, 1000))):
@@ -258,7 +258,7 @@ def until_changed(world: World) -> float:
     """Rank 1 changes the membership while rank 0 waits for it: when it was changed, or when that was noticed."""
     members = Membership(world.shared("page", Membership.nbytes(2)), 2)
     memory = world.shared("meeting", nbytes(2))
-    meeting = Meeting(memory, world.rank, 2, check=lambda: members.check(0))
+    meeting = Barrier(memory, world.rank, 2, check=lambda: members.check(0))
     meeting()
     if world.rank == 1:
         time.sleep(0.3)  # rank 0 is well asleep
@@ -281,7 +281,7 @@ def meets_a_straggler(world: World) -> str:
     """Rank 1 stays behind in generation 0 and comes to many meetings there; rank 0 waits in generation 2."""
     memory = world.shared("meeting", nbytes(2))
     if world.rank == 1:
-        straggler = Meeting(memory, 1, 2, generation=0)
+        straggler = Barrier(memory, 1, 2, generation=0)
         for _ in range(1000):
             straggler.arrive()
         world.group().barrier()
@@ -294,7 +294,7 @@ def meets_a_straggler(world: World) -> str:
             raise MembershipChanged("long enough")
 
     try:
-        Meeting(memory, 0, 2, generation=2, check=check)()
+        Barrier(memory, 0, 2, generation=2, check=check)()
     except MembershipChanged as error:
         return str(error)
     return "it took the straggler for one of its own"
@@ -321,16 +321,16 @@ class Interrupted:
 def test_a_number_read_before_its_owner_began_anew_does_not_count(interrupted: int) -> None:
     """The owner joins the new generation between the reader's two reads, whichever word is read first."""
     memory = memoryview(mmap.mmap(-1, nbytes(2)))
-    old = Meeting(memory, 1, 2, generation=0)
+    old = Barrier(memory, 1, 2, generation=0)
     for _ in range(5):
         old.arrive()
-    meeting = Meeting(memory, 0, 2, generation=2)
+    meeting = Barrier(memory, 0, 2, generation=2)
     meeting.arrive()
     ((_, sequence, generation),) = meeting._others
     words: list[Any] = [sequence, generation]
-    words[interrupted] = Interrupted(words[interrupted], lambda: Meeting(memory, 1, 2, generation=2) and None)
+    words[interrupted] = Interrupted(words[interrupted], lambda: Barrier(memory, 1, 2, generation=2) and None)
     assert not meeting._is_there(*words)
-    Meeting(memory, 1, 2, generation=2).arrive()
+    Barrier(memory, 1, 2, generation=2).arrive()
     assert meeting._is_there(sequence, generation)
 
 
@@ -342,7 +342,7 @@ def shrinks_and_grows(world: World) -> list[float]:
         if world.rank == 2 and generation == 4:
             time.sleep(0.2)  # the others are there long before
         if world.rank < size:
-            group = SharedMemory(memory, world.rank, size, generation=generation)
+            group = SharedMemoryGroup(memory, world.rank, size, generation=generation)
             sums = torch.tensor([float(world.rank + generation)])
             group.all_reduce(sums).wait()
             found.append(sums.item())
@@ -391,10 +391,10 @@ def after_a_death(world: World, reaped: bool) -> list[Any]:
     memory = memoryview(mmap.mmap(-1, nbytes(2)))
     child = os.fork()
     if child == 0:
-        Meeting(memory, 1, 2)()
+        Barrier(memory, 1, 2)()
         while True:
             signal.pause()
-    meeting = Meeting(memory, 0, 2)
+    meeting = Barrier(memory, 0, 2)
     meeting()
     os.kill(child, signal.SIGKILL)
     if reaped:
@@ -418,7 +418,7 @@ def test_a_killed_rank_is_found_in_about_a_second_and_named(reaped: bool) -> Non
 
 
 def test_a_rank_that_never_comes_is_named_at_the_deadline() -> None:
-    meeting = Meeting(memoryview(mmap.mmap(-1, nbytes(3))), 0, 3, deadline=0.4)
+    meeting = Barrier(memoryview(mmap.mmap(-1, nbytes(3))), 0, 3, deadline=0.4)
     began = time.perf_counter()
     with pytest.raises(PeerLost, match="rank 0 has waited 0 s for rank 1"):
         meeting()
@@ -477,7 +477,7 @@ def test_a_world_without_a_supervisor_takes_one_group_on_every_rank() -> None:
     answers = on_ranks(of_the_world, 2)
     assert answers[0] == answers[1]
     assert answers[0][1:] == (3.0, False)
-    assert answers[0][0] in ("SharedMemory", "ProcessGroup")
+    assert answers[0][0] in ("SharedMemoryGroup", "ProcessGroup")
 
 
 class Slow(Group):

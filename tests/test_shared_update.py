@@ -18,9 +18,9 @@ from torch.utils.data import TensorDataset
 from apportion import Workload
 from apportion.comm.world import World
 from apportion.core.strategy import State
-from apportion.parallel.optim.elementwise import Piece, rule_of
+from apportion.parallel.optim.elementwise import FlatPiece, rule_of
 from apportion.parallel.replica.single_process import OneDeviceStep
-from apportion.parallel.shared_weights.layout import Layout, is_dense, regions_of
+from apportion.parallel.shared_weights.layout import SharedLayout, is_dense, regions_of
 from apportion.parallel.shared_weights.update import _stretches
 from apportion.strategies.data_parallel import DataParallel, DataParallelStep
 
@@ -57,8 +57,8 @@ def test_a_rule_makes_the_updates_of_torchs_optimizer_piece_by_piece(name: str) 
         for s in rule.slots
     ]
     versions = [
-        Piece(weights.clone(), tuple(initial)),
-        Piece(torch.empty(37).double(), tuple(torch.empty(37).double() for _ in initial)),
+        FlatPiece(weights.clone(), tuple(initial)),
+        FlatPiece(torch.empty(37).double(), tuple(torch.empty(37).double() for _ in initial)),
     ]
     for count in range(1, 6):
         gradient = torch.randn(37, dtype=torch.float64, generator=generator)
@@ -67,7 +67,7 @@ def test_a_rule_makes_the_updates_of_torchs_optimizer_piece_by_piece(name: str) 
         old, new = versions[(count - 1) % 2], versions[count % 2]
         before = old.weights.clone()
         for at in (slice(0, 5), slice(5, 6), slice(6, 37)):
-            parts = [Piece(v.weights[at], tuple(s[at] for s in v.slots)) for v in (old, new)]
+            parts = [FlatPiece(v.weights[at], tuple(s[at] for s in v.slots)) for v in (old, new)]
             rule.update(optimizer.param_groups[0], count, gradient[at].clone(), *parts)
         assert torch.equal(old.weights, before), "the live version is only read"
         assert (new.weights - p.detach()).abs().max() <= EXACT
@@ -267,7 +267,7 @@ def test_parameters_lie_apart_and_start_on_cache_lines(sizes: list[int], seats: 
     rule = rule_of(optimizer, optimizer.param_groups[0])
     assert rule is not None
     regions = regions_of([(optimizer.param_groups[0], rule)], parameters)
-    layout = Layout(regions=regions, buffers=[], layers=[], rows=1, parameters=len(parameters), seats=seats)
+    layout = SharedLayout(regions=regions, buffers=[], layers=[], rows=1, parameters=len(parameters), seats=seats)
     (region,) = regions
     ends = [start + n for start, n in zip(region.starts, sizes, strict=True)]
     assert all(start % 16 == 0 for start in region.starts)

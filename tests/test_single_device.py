@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset, default_collate
 import apportion
 from apportion import Workload
 from apportion.comm.world import World
-from apportion.core.sampler import Deal
+from apportion.core.sampler import Sampler
 from apportion.core.strategy import batches
 from apportion.strategies.single_device import SingleDevice
 
@@ -52,7 +52,7 @@ def plain_loop(
     model, held = convolutional(), data()
     optimizer = make(model.named_parameters())
     scheduler = schedule(optimizer, STEPS) if schedule else None
-    deal, losses = Deal(EXAMPLES, BATCH, seed=SEED), []
+    deal, losses = Sampler(EXAMPLES, BATCH, seed=SEED), []
     for step in range(STEPS):
         inputs, targets = default_collate([held[i] for i in deal.index(step).tolist()])
         with torch.autocast("cpu", dtype=cast, enabled=cast is not None):

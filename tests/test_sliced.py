@@ -21,10 +21,10 @@ from apportion import Workload
 from apportion.comm.world import World
 from apportion.core import tree
 from apportion.errors import WorkerFailed
-from apportion.parallel.partition.tensor_shards import Layout, Piece
+from apportion.parallel.partition.tensor_shards import ShardLayout, TensorShard
 from apportion.parallel.tensor.cross_entropy import cross_entropy_of, sliced_cross_entropy
 from apportion.parallel.tensor.patterns import Pair
-from apportion.parallel.tensor.sharding_plan import Plan, SlicedModel, plan
+from apportion.parallel.tensor.sharding_plan import ShardingPlan, TensorParallelModel, plan
 from apportion.parallel.tensor.slicing import shares
 
 EXACT = 1e-10
@@ -50,7 +50,7 @@ def total(outputs: Any) -> Tensor:
     return torch.stack(sums).sum()
 
 
-def differences(world: World, makes: list[Make], min_width: int) -> list[tuple[float, Plan, dict[str, Any]]]:
+def differences(world: World, makes: list[Make], min_width: int) -> list[tuple[float, ShardingPlan, dict[str, Any]]]:
     """The largest difference from the whole network, in outputs and gradients, training and evaluating; how it was
     sliced; and the pieces."""
     found = []
@@ -60,7 +60,7 @@ def differences(world: World, makes: list[Make], min_width: int) -> list[tuple[f
         whole = whole.double()
         sliced_model = copy.deepcopy(whole)
         chosen = plan(sliced_model, inputs, a_workload(), min_width=min_width)
-        sliced = SlicedModel(sliced_model, chosen, world.group(), a_workload())
+        sliced = TensorParallelModel(sliced_model, chosen, world.group(), a_workload())
         given = [tree.map_tensors(lambda t: t.clone().requires_grad_(t.is_floating_point()), inputs) for _ in range(2)]
         worst = 0.0
         outputs = []
@@ -71,7 +71,7 @@ def differences(world: World, makes: list[Make], min_width: int) -> list[tuple[f
         pairs += [(a.grad, b.grad) for a, b in zip(*map(tree.tensors, given), strict=True)]
         gradients = dict(sliced.model.named_parameters())
         for name, p in whole.named_parameters():
-            piece = sliced.pieces.get(name, Piece(tuple(p.shape)))
+            piece = sliced.pieces.get(name, TensorShard(tuple(p.shape)))
             assert gradients[name].shape == piece.held, name
             pairs.append((None if p.grad is None else piece.of(p.grad), gradients[name].grad))
             worst = max(worst, apart(piece.of(p.detach()), gradients[name].detach()))
@@ -92,12 +92,12 @@ def apart(a: Tensor | None, b: Tensor | None) -> float:
     return float((a - b).detach().abs().max()) if a.numel() else 0.0
 
 
-def prove(makes: list[Make], ranks: int, min_width: int = 1) -> list[Plan]:
+def prove(makes: list[Make], ranks: int, min_width: int = 1) -> list[ShardingPlan]:
     """Every network is the same in slices; how each was sliced."""
     answers = on_ranks(differences, ranks, makes, min_width)
     for number in range(len(makes)):
         assert max(a[number][0] for a in answers) <= EXACT, number
-        layout = Layout.of([a[number][2] for a in answers])
+        layout = ShardLayout.of([a[number][2] for a in answers])
         for name in layout.holders:
             layout.owners(name)  # asserts that the pieces are the whole
     return [chosen for _, chosen, _ in answers[0]]
@@ -302,7 +302,7 @@ def test_embeddings_by_vocabulary_are_the_whole_embeddings(ranks: int) -> None:
 def look_up(world: World, word: int) -> None:
     model = nn.Embedding(9, 4)
     chosen = plan(model, torch.zeros(1, dtype=torch.int64), a_workload(), min_width=1)
-    SlicedModel(model, chosen, world.group(), a_workload()).model(torch.tensor([word]))
+    TensorParallelModel(model, chosen, world.group(), a_workload()).model(torch.tensor([word]))
 
 
 @pytest.mark.parametrize("word", [-1, 9])

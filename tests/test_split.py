@@ -29,9 +29,9 @@ from apportion.comm.group import Group
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.strategy import State, Step, Strategy
-from apportion.parallel.partition.part import Alike, Part
+from apportion.parallel.partition.part import Part, ReplicatedPart
 from apportion.parallel.partition.partitioned_step import SplitStep
-from apportion.parallel.partition.tensor_shards import Layout, Piece
+from apportion.parallel.partition.tensor_shards import ShardLayout, TensorShard
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.replica.single_process import reference
 from apportion.runtime.launch.local import Local
@@ -89,13 +89,13 @@ def slices(whole: nn.Sequential, world: World, order: Callable[[list[int]], list
     units = order(list(range(world.rank, 16, world.size)))
     part = Sliced(whole, world.group(), units)
     pieces = {
-        "0.weight": Piece((16, 10), (units, range(10))),
-        "0.bias": Piece((16,), (units,)),
-        "2.weight": Piece((3, 16), (range(3), units)),
+        "0.weight": TensorShard((16, 10), (units, range(10))),
+        "0.bias": TensorShard((16,), (units,)),
+        "2.weight": TensorShard((3, 16), (range(3), units)),
     }
     state = {key: pieces[key].of(t) if key in pieces else t for key, t in whole.state_dict().items()}
     part.load_state_dict(state)
-    return Alike(part, pieces)
+    return ReplicatedPart(part, pieces)
 
 
 class Rows(Part):
@@ -103,7 +103,7 @@ class Rows(Part):
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self.model, self.world = model, world
-        self.pieces = {name: Piece(tuple(p.shape), partial=True) for name, p in model.named_parameters()}
+        self.pieces = {name: TensorShard(tuple(p.shape), partial=True) for name, p in model.named_parameters()}
 
     def backward(self, replica: Replica, batch: Batch) -> Tensor | None:
         rows = slice(
@@ -137,7 +137,7 @@ class Split(Strategy):
 
     def build(self, workload: Workload, world: World) -> Step:
         made: dict[str, Callable[[Any, Any], Part]] = {
-            "whole": lambda model, sample: Alike(model),
+            "whole": lambda model, sample: ReplicatedPart(model),
             "sliced": lambda model, sample: slices(model, world, lambda units: units),
             "disordered": lambda model, sample: slices(model, world, lambda units: [*units[2:], *units[:2]]),
             "rows": lambda model, sample: Rows(model, world),
@@ -236,7 +236,7 @@ class Halves(Part):
         self.world, self.group = world, world.group()
         self.model = SecondHalf(whole) if world.rank else FirstHalf(whole)
         shape = tuple(whole.out.weight.shape)  # type: ignore[union-attr, arg-type]
-        self.pieces = {"out.weight" if world.rank else "embed.weight": Piece(shape, partial=True)}
+        self.pieces = {"out.weight" if world.rank else "embed.weight": TensorShard(shape, partial=True)}
 
     def backward(self, replica: Replica, batch: Batch) -> Tensor | None:
         with replica.autocast():
@@ -451,7 +451,7 @@ lengths = st.integers(1, 7)
 
 
 @st.composite
-def divided(draw: Any) -> tuple[tuple[int, ...], list[Piece]]:
+def divided(draw: Any) -> tuple[tuple[int, ...], list[TensorShard]]:
     """A tensor's shape, and pieces that cover it once: along each dimension its positions are dealt out."""
     shape = draw(st.lists(lengths, min_size=1, max_size=3).map(tuple))
     dealt = []
@@ -461,16 +461,16 @@ def divided(draw: Any) -> tuple[tuple[int, ...], list[Piece]]:
         order = draw(st.permutations(range(length)))
         dealt.append([[at for at in order if owner[at] == part] for part in range(many)])
     kept = draw(st.integers(1, len(shape)))
-    return shape, [Piece(shape, index) for index in itertools.product(*dealt[:kept])]
+    return shape, [TensorShard(shape, index) for index in itertools.product(*dealt[:kept])]
 
 
 @given(divided(), st.randoms())
-def test_pieces_put_together_are_the_whole(case: tuple[tuple[int, ...], list[Piece]], random: Any) -> None:
+def test_pieces_put_together_are_the_whole(case: tuple[tuple[int, ...], list[TensorShard]], random: Any) -> None:
     shape, pieces = case
     whole = torch.randn(shape)
     found = torch.full(shape, torch.nan)
-    told = [{"w": Piece.from_plain(json.loads(json.dumps(p.plain()))).plain()} for p in pieces * 2]
-    layout = Layout.of(told)
+    told = [{"w": TensorShard.from_plain(json.loads(json.dumps(p.plain()))).plain()} for p in pieces * 2]
+    layout = ShardLayout.of(told)
     for rank, piece in layout.owners("w"):
         assert rank < len(pieces), "the lower of two that have the same"
         held = piece.of(whole)
@@ -481,10 +481,15 @@ def test_pieces_put_together_are_the_whole(case: tuple[tuple[int, ...], list[Pie
 
 
 def test_who_sums_with_whom() -> None:
-    half, all_of_it = Piece((4, 2), (range(2),), partial=True), Piece((4, 2), partial=True)
-    other = Piece((4, 2), ([3, 2],), partial=True)
-    told = [{"a": half, "b": all_of_it}, {"a": other}, {"a": half, "c": Piece((1,))}, {"a": other, "b": all_of_it}]
-    layout = Layout.of([{name: piece.plain() for name, piece in rank.items()} for rank in told])
+    half, all_of_it = TensorShard((4, 2), (range(2),), partial=True), TensorShard((4, 2), partial=True)
+    other = TensorShard((4, 2), ([3, 2],), partial=True)
+    told = [
+        {"a": half, "b": all_of_it},
+        {"a": other},
+        {"a": half, "c": TensorShard((1,))},
+        {"a": other, "b": all_of_it},
+    ]
+    layout = ShardLayout.of([{name: piece.plain() for name, piece in rank.items()} for rank in told])
     found = [(name, ranks) for name, _, ranks in layout.sums()]
     assert found == [("a", [0, 2]), ("a", [1, 3]), ("b", [0, 3])]
     assert [rank for rank, _ in layout.owners("a")] == [0, 1]
@@ -493,6 +498,6 @@ def test_who_sums_with_whom() -> None:
 
 
 def test_a_tensor_that_no_rank_has_whole_is_a_defect() -> None:
-    layout = Layout.of([{"a": Piece((4,), (range(2),)).plain()}])
+    layout = ShardLayout.of([{"a": TensorShard((4,), (range(2),)).plain()}])
     with pytest.raises(AssertionError, match="hold 2 elements of a, which has 4"):
         layout.owners("a")

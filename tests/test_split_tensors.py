@@ -18,7 +18,7 @@ from apportion import Workload
 from apportion.comm.objects import broadcast_tensors
 from apportion.comm.world import World
 from apportion.parallel.ops.matmul import LARGE, SMALL, linear
-from apportion.parallel.pipeline.transfer import Inlet, Outlet
+from apportion.parallel.pipeline.transfer import StageReceiver, StageSender
 from apportion.parallel.tensor.transposed_linear import is_transposed
 
 WIDTH = 256
@@ -108,12 +108,12 @@ def exchanged(world: World) -> list[str]:
     wrong += [name for name, t in expected.items() if not _same(found[name], t)]
     for ahead in (False, True):
         if world.rank == 0:
-            outlet = Outlet(group, 1, ahead=ahead)
+            outlet = StageSender(group, 1, ahead=ahead)
             for _ in range(3):
                 outlet.send([dict(expected), 7, None])
             outlet.finish()
         else:
-            inlet = Inlet(group, 0, torch.device("cpu"), ahead=ahead)
+            inlet = StageReceiver(group, 0, torch.device("cpu"), ahead=ahead)
             for _ in range(3):
                 received, *rest = inlet.receive()
                 wrong += [f"message/{name}" for name, t in expected.items() if not _same(received[name], t)]

@@ -16,7 +16,7 @@ from apportion.serving.runtimes import stacked_modules
 from apportion.serving.runtimes.runtime import Expired
 from apportion.serving.runtimes.source import Source, save_rows
 from apportion.serving.runtimes.stacked_modules import InTurn, Stacked, called, together
-from apportion.serving.runtimes.torch_runtime import TorchProgram
+from apportion.serving.runtimes.torch_runtime import TorchRuntime
 
 
 def convolutional(seed: int) -> nn.Module:
@@ -83,7 +83,7 @@ def test_the_faster_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_stops_at_the_deadline_within_a_member() -> None:
     members = [net(seed) for seed in range(2)]
-    program = TorchProgram(Stacked(members), torch.zeros(1, 8))
+    program = TorchRuntime(Stacked(members), torch.zeros(1, 8))
     with pytest.raises(Expired):
         program.run([np.zeros((1, 8), np.float32)], 0.0)
     members[0](torch.zeros(1, 8))  # whoever else has the module calls it without a deadline

@@ -31,9 +31,9 @@ from apportion.parallel.pipeline.cut_points import (
 )
 from apportion.parallel.pipeline.schedules import turns
 from apportion.parallel.pipeline.stage_graph import StageGraph, prove, terms
-from apportion.parallel.pipeline.transfer import Inlet, Outlet
+from apportion.parallel.pipeline.transfer import StageReceiver, StageSender
 from apportion.parallel.pipeline.whole_batch import (
-    Rows,
+    BatchRows,
     joined,
     needs_whole_batch,
     refuse_coupled_stage,
@@ -313,7 +313,7 @@ def test_micro_batches_are_put_together_and_taken_apart_along_their_rows() -> No
     rows = rows_at(model, graph, at, x[:2])
     whole = stage.module(x)
     found = {str(how) for how in rows}
-    assert found == {str(how) for how in (Rows(), Rows(1), Rows(12), Rows(1, 1), Rows(3, 0))}
+    assert found == {str(how) for how in (BatchRows(), BatchRows(1), BatchRows(12), BatchRows(1, 1), BatchRows(3, 0))}
     counts = [3, 3, 1]
     parts = [stage.module(part) for part in x.split(counts)]
     for some, expected in ((joined(parts, rows), whole), *zip(taken_apart(whole, rows, counts), parts, strict=True)):
@@ -387,7 +387,10 @@ def passed(world: World, rounds: list[list[Any]], between_hosts: bool) -> list[l
     own = replace(World.from_env(device="cpu"), local_size=1) if between_hosts else world
     group = own.group().lane() if between_hosts else own.group()
     other = 1 - world.rank
-    outlet, inlet = Outlet(group, other, ahead=between_hosts), Inlet(group, other, world.device, ahead=between_hosts)
+    outlet, inlet = (
+        StageSender(group, other, ahead=between_hosts),
+        StageReceiver(group, other, world.device, ahead=between_hosts),
+    )
     got = []
     for values in rounds:
         if world.rank == 0:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from apportion.comm.world import World
 from apportion.errors import MembershipChanged
-from apportion.parallel.parameter_store.protocol import Server, Sessions
-from apportion.parallel.parameter_store.shard_layout import Layout
+from apportion.parallel.parameter_store.protocol import Sessions, StoreServer
+from apportion.parallel.parameter_store.shard_layout import StoreLayout
 from apportion.parallel.parameter_store.store import Contents, Store
-from apportion.parallel.parameter_store.store_memory import DEALT, STATE, Extent, Memory
+from apportion.parallel.parameter_store.store_memory import DEALT, STATE, Memory, StoreSpec
 from apportion.process import die_with_parent
 
 FOLDER = f"{os.sep}store{os.sep}"
@@ -35,8 +35,8 @@ class Shared:
     def __init__(self, *, seats: int = 2, momentum: float = 0.0, width: int = WIDTH, log: int = 4096) -> None:
         model = nn.Linear(width, SHARDS, bias=False, dtype=torch.float64)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum)
-        self.layout = Layout({p: n for n, p in model.named_parameters()}, optimizer, shards=SHARDS)
-        self.extent = Extent(layout=self.layout, seats=seats, buffers=1, batches=log)
+        self.layout = StoreLayout({p: n for n, p in model.named_parameters()}, optimizer, shards=SHARDS)
+        self.extent = StoreSpec(layout=self.layout, seats=seats, buffers=1, batches=log)
         self._bytes = mmap.mmap(-1, Memory(self.extent).nbytes)
         self.hyper = [self.layout.rule.hyper_of(g) for g in optimizer.param_groups]
         self.expected = [torch.zeros(self.layout.total, dtype=torch.float64) for _ in range(1 + bool(momentum))]
@@ -342,8 +342,8 @@ def push_to_a_server(world: World, near: bool, momentum: float) -> list[float]:
     push has pulled, of a pull, and of the whole."""
     model = nn.Linear(5000, 60, bias=False, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-    layout = Layout({p: n for n, p in model.named_parameters()}, optimizer)
-    extent = Extent(layout=layout, seats=2, buffers=3, batches=8, servers=1)
+    layout = StoreLayout({p: n for n, p in model.named_parameters()}, optimizer)
+    extent = StoreSpec(layout=layout, seats=2, buffers=3, batches=8, servers=1)
     store = Store(extent, world.shared("store", Memory(extent).nbytes), seat=world.rank)
     slots = len(layout.rule.slots)
     expected = [torch.zeros(layout.total, dtype=torch.float64) for _ in range(1 + slots)]
@@ -357,7 +357,7 @@ def push_to_a_server(world: World, near: bool, momentum: float) -> list[float]:
             found.settle(lambda: None, first=False)
             return found
 
-        server = Server(extent, 0, of_seat)
+        server = StoreServer(extent, 0, of_seat)
         store.memory.ports[0] = server.port, os.getpid()
         world.group().barrier()
         server.close()

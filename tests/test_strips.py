@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from apportion.parallel.spatial.geometry import (
     Bounds,
-    Rows,
+    RowRange,
     Transposed,
     Window,
     equal,
@@ -63,7 +63,7 @@ def test_the_rows_that_outputs_read_are_those_of_their_windows(
         rows = strip(made, rank)
         walked = {row for o in range(*rows) for row in read(window, o)}
         reads = window.reads(rows)
-        assert reads == (Rows(min(walked), max(walked) + 1) if walked else Rows(reads.start, reads.start))
+        assert reads == (RowRange(min(walked), max(walked) + 1) if walked else RowRange(reads.start, reads.start))
         real = {row for row in walked if 0 <= row < length}
         assert real <= set(range(*wanted))
         assert wanted.n <= max(reads.n, 0)
@@ -92,7 +92,7 @@ def test_pooling_windows_are_torchs(
     pool = nn.AvgPool1d(kernel, stride, padding, ceil, padded)
     means = pool(torch.ones(1, 1, length, dtype=torch.float64))[0, 0]
     assert outputs == len(means)
-    counts = window.counts(Rows(0, outputs), length, padding, padded=padded)
+    counts = window.counts(RowRange(0, outputs), length, padding, padded=padded)
     real = [sum(0 <= row < length for row in read(window, o)) for o in range(outputs)]
     assert torch.allclose(means, torch.tensor([n / of for n, of in zip(real, counts, strict=True)]).double())
 
@@ -184,4 +184,4 @@ def test_padding_comes_from_where_torch_takes_it(mode: str, length: int, before:
     before, after = min(before, most), min(after, most)
     x = torch.arange(length, dtype=torch.float64).view(1, 1, -1)
     expected = F.pad(x, (before, after), mode=mode)[0, 0].tolist()
-    assert mirrored(Rows(-before, length + after), length, mode) == expected
+    assert mirrored(RowRange(-before, length + after), length, mode) == expected

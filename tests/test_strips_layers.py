@@ -18,8 +18,8 @@ from apportion.comm.world import World
 from apportion.parallel.spatial.geometry import Bounds, strip
 from apportion.parallel.spatial.layers import LAYERS
 from apportion.parallel.spatial.norm import ask_all_ranks
-from apportion.parallel.spatial.placements import Holding
-from apportion.parallel.spatial.strip import Strip, cut, gathered
+from apportion.parallel.spatial.placements import SpatialPlan
+from apportion.parallel.spatial.strip import SpatialShard, cut, gathered
 
 EXACT = 1e-10
 CASES = 12
@@ -82,7 +82,7 @@ def error(world: World, case: Case) -> dict[str, float]:
     layer = case.layer()
     bounds = case.bounds(world.size)
     rows = strip(bounds, world.rank)
-    holding = Holding(layer, group, "height")
+    holding = SpatialPlan(layer, group, "height")
     holding.planning = False
     holding.image_dim = lambda dims: case.dim  # type: ignore[method-assign]
     with contextlib.suppress(AttributeError):
@@ -93,9 +93,9 @@ def error(world: World, case: Case) -> dict[str, float]:
         x = source if case.kind.startswith(("Conv", "Max", "Avg", "Adaptive")) else cut(source, case.dim, group)
     else:
         source = case.image().narrow(case.dim, rows.start, rows.n).contiguous().requires_grad_()
-        x = Strip(source, case.dim, bounds)
+        x = SpatialShard(source, case.dim, bounds)
     found = LAYERS[type(case.layer())](holding, layer, x)
-    y = gathered(found, group) if isinstance(found, Strip) else found
+    y = gathered(found, group) if isinstance(found, SpatialShard) else found
     if y.shape != expected.shape:
         return {f"shape {tuple(y.shape)}, not {tuple(expected.shape)}": 1.0}
     y.backward(dy)

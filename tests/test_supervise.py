@@ -24,27 +24,35 @@ from apportion.runtime.supervisor.decisions import (
     Stop,
     next_action,
 )
-from apportion.runtime.supervisor.failures import Began, Changed, Exited, Finished, Happening, Late, Raised
-from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Watch
+from apportion.runtime.supervisor.failures import (
+    WorkerBegan,
+    WorkerEvent,
+    WorkerExited,
+    WorkerFinished,
+    WorkerRaised,
+    WorkersChanged,
+    WorkerStalled,
+)
+from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Watchdog
 
 WORKERS = 3
 ranks = st.integers(0, WORKERS - 1)
-causes = st.builds(Raised, ranks, st.just("RuntimeError: boom"), st.just("Traceback ..."), symptom=st.just(False))
-symptoms = st.builds(Raised, ranks, st.just("lost another rank"), st.none(), symptom=st.just(True))
-deaths = st.builds(Exited, ranks, st.sampled_from([-9, -11, -15]))
-exits = st.builds(Exited, ranks, st.sampled_from([0, 1, 7]))
-late = st.builds(Late, st.just((1,)), st.integers(0, 9), st.floats(1, 99))
-happenings = st.lists(st.one_of(causes, symptoms, deaths, exits, late, st.builds(Finished, ranks)), max_size=8)
+causes = st.builds(WorkerRaised, ranks, st.just("RuntimeError: boom"), st.just("Traceback ..."), symptom=st.just(False))
+symptoms = st.builds(WorkerRaised, ranks, st.just("lost another rank"), st.none(), symptom=st.just(True))
+deaths = st.builds(WorkerExited, ranks, st.sampled_from([-9, -11, -15]))
+exits = st.builds(WorkerExited, ranks, st.sampled_from([0, 1, 7]))
+late = st.builds(WorkerStalled, st.just((1,)), st.integers(0, 9), st.floats(1, 99))
+happenings = st.lists(st.one_of(causes, symptoms, deaths, exits, late, st.builds(WorkerFinished, ranks)), max_size=8)
 
 
-def decided(happened: list[Happening]) -> object:
+def decided(happened: list[WorkerEvent]) -> object:
     """After so long that nothing more will come."""
     return next_action(happened, WORKERS, 2 * CAUSE_SECONDS)
 
 
 @given(happenings)
-def test_the_first_exception_is_the_cause_whatever_else_happened_before_or_after(happened: list[Happening]) -> None:
-    raised = [h for h in happened if isinstance(h, Raised) and not h.symptom]
+def test_the_first_exception_is_the_cause_whatever_else_happened_before_or_after(happened: list[WorkerEvent]) -> None:
+    raised = [h for h in happened if isinstance(h, WorkerRaised) and not h.symptom]
     if raised:
         action = next_action(happened, WORKERS, 0.0)
         assert isinstance(action, Stop)
@@ -54,81 +62,86 @@ def test_the_first_exception_is_the_cause_whatever_else_happened_before_or_after
 
 @given(happenings, st.floats(0, 10))
 def test_a_run_is_finished_only_when_every_rank_said_so_and_none_failed(
-    happened: list[Happening], seconds: float
+    happened: list[WorkerEvent], seconds: float
 ) -> None:
     action = next_action(happened, WORKERS, seconds)
     if isinstance(action, Finish):
-        finished = {h.rank for h in happened if isinstance(h, Finished)}
+        finished = {h.rank for h in happened if isinstance(h, WorkerFinished)}
         assert finished == set(range(WORKERS))
-        assert not any(isinstance(h, Raised | Late) for h in happened)
+        assert not any(isinstance(h, WorkerRaised | WorkerStalled) for h in happened)
 
 
 @given(happenings, st.floats(0, 10))
-def test_to_go_on_forever_takes_that_nothing_went_wrong(happened: list[Happening], seconds: float) -> None:
+def test_to_go_on_forever_takes_that_nothing_went_wrong(happened: list[WorkerEvent], seconds: float) -> None:
     action = next_action(happened, WORKERS, seconds)
     if isinstance(action, GoOn):
-        finished = {h.rank for h in happened if isinstance(h, Finished)}
-        wrong = [h for h in happened if not isinstance(h, Finished) and getattr(h, "rank", None) not in finished]
+        finished = {h.rank for h in happened if isinstance(h, WorkerFinished)}
+        wrong = [h for h in happened if not isinstance(h, WorkerFinished) and getattr(h, "rank", None) not in finished]
         assert action.seconds is not None or not wrong
         assert action.seconds is None or 0 < action.seconds <= CAUSE_SECONDS
 
 
 @given(happenings, happenings)
-def test_a_cause_once_found_stays_the_cause(happened: list[Happening], more: list[Happening]) -> None:
-    raised = [h for h in happened if isinstance(h, Raised) and not h.symptom]
+def test_a_cause_once_found_stays_the_cause(happened: list[WorkerEvent], more: list[WorkerEvent]) -> None:
+    raised = [h for h in happened if isinstance(h, WorkerRaised) and not h.symptom]
     if raised:
         assert next_action(happened, WORKERS, 0.0) == next_action([*happened, *more], WORKERS, 0.0)
 
 
 @given(happenings)
-def test_a_rank_that_finished_cannot_fail_by_ending(happened: list[Happening]) -> None:
-    done: list[Happening] = [Finished(rank) for rank in range(WORKERS)]
-    ended = [h for h in happened if isinstance(h, Exited)]
+def test_a_rank_that_finished_cannot_fail_by_ending(happened: list[WorkerEvent]) -> None:
+    done: list[WorkerEvent] = [WorkerFinished(rank) for rank in range(WORKERS)]
+    ended = [h for h in happened if isinstance(h, WorkerExited)]
     assert decided([*done, *ended]) == Finish()
 
 
 def test_a_lost_peer_waits_for_its_cause_and_is_told_where_none_comes() -> None:
-    symptom = Raised(0, "rank 0 lost another rank", None, symptom=True)
+    symptom = WorkerRaised(0, "rank 0 lost another rank", None, symptom=True)
     assert next_action([symptom], 2, 0.25) == GoOn(CAUSE_SECONDS - 0.25)
-    assert next_action([symptom, Exited(1, -9)], 2, 0.0) == Stop(1, _cause(decided([Exited(1, -9)])))
+    assert next_action([symptom, WorkerExited(1, -9)], 2, 0.0) == Stop(1, _cause(decided([WorkerExited(1, -9)])))
     assert _cause(decided([symptom])) == "rank 0 lost another rank"
 
 
 def test_an_exit_beside_a_loss_is_told() -> None:
-    action = next_action([Began(), Exited(2, 7), Exited(1, -9)], WORKERS, 0.0, survives=True)
+    action = next_action([WorkerBegan(), WorkerExited(2, 7), WorkerExited(1, -9)], WORKERS, 0.0, survives=True)
     assert isinstance(action, Stop)
     assert action.rank == 2
     assert "exit status 7" in action.cause
 
 
 def test_an_exit_status_waits_for_the_exception_that_may_be_on_its_way() -> None:
-    assert isinstance(next_action([Exited(1, 1)], 2, 0.0), GoOn)
-    assert "exit status 7 before it was done" in _cause(decided([Exited(1, 7)]))
-    assert _cause(next_action([Exited(1, 1), Raised(1, "boom", "Traceback")], 2, 0.0)) == "rank 1: boom"
+    assert isinstance(next_action([WorkerExited(1, 1)], 2, 0.0), GoOn)
+    assert "exit status 7 before it was done" in _cause(decided([WorkerExited(1, 7)]))
+    assert _cause(next_action([WorkerExited(1, 1), WorkerRaised(1, "boom", "Traceback")], 2, 0.0)) == "rank 1: boom"
 
 
 @pytest.mark.parametrize(
     ("death", "words"),
     [
-        (Exited(1, -signal.SIGKILL), ("rank 1", "SIGKILL", "want of memory", "fewer workers")),
-        (Exited(1, -signal.SIGKILL, out_of_memory=True), ("killed for want of memory", "smaller batch_size")),
-        (Exited(1, -signal.SIGSEGV, out_of_memory=True), ("crashed in native code (SIGSEGV)", "PYTHONFAULTHANDLER")),
-        (Exited(2, -signal.SIGTERM), ("rank 2 was ended by SIGTERM", "--resume")),
-        (Exited(0, -40), ("signal 40",)),
-        (Late((1, 2), 7, 31.0), ("ranks 1, 2 have not moved", "31 s at step 7", "deadlock")),
-        (Late((1,), 7, 31.0, stopped=True), ("rank 1 has been stopped (SIGSTOP", "31 s at step 7")),
+        (WorkerExited(1, -signal.SIGKILL), ("rank 1", "SIGKILL", "want of memory", "fewer workers")),
+        (WorkerExited(1, -signal.SIGKILL, out_of_memory=True), ("killed for want of memory", "smaller batch_size")),
+        (
+            WorkerExited(1, -signal.SIGSEGV, out_of_memory=True),
+            ("crashed in native code (SIGSEGV)", "PYTHONFAULTHANDLER"),
+        ),
+        (WorkerExited(2, -signal.SIGTERM), ("rank 2 was ended by SIGTERM", "--resume")),
+        (WorkerExited(0, -40), ("signal 40",)),
+        (WorkerStalled((1, 2), 7, 31.0), ("ranks 1, 2 have not moved", "31 s at step 7", "deadlock")),
+        (WorkerStalled((1,), 7, 31.0, stopped=True), ("rank 1 has been stopped (SIGSTOP", "31 s at step 7")),
     ],
 )
-def test_every_cause_is_named_with_its_cure(death: Happening, words: tuple[str, ...]) -> None:
+def test_every_cause_is_named_with_its_cure(death: WorkerEvent, words: tuple[str, ...]) -> None:
     cause = _cause(decided([death]))
     assert all(word in cause for word in words), cause
 
 
 def test_a_mistake_and_a_checkpoint_are_told_without_the_rank_that_found_them() -> None:
-    assert decided([Raised(2, "batch_size=2 cannot feed 3 workers", None, mistake=True)]) == Stop(
+    assert decided([WorkerRaised(2, "batch_size=2 cannot feed 3 workers", None, mistake=True)]) == Stop(
         2, "batch_size=2 cannot feed 3 workers", mistake=True
     )
-    assert decided([Raised(0, "no space left", None, checkpoint=True)]) == Stop(0, "no space left", checkpoint=True)
+    assert decided([WorkerRaised(0, "no space left", None, checkpoint=True)]) == Stop(
+        0, "no space left", checkpoint=True
+    )
 
 
 def _cause(action: object) -> str:
@@ -144,19 +157,19 @@ class History:
 
     def __init__(self, policy: Policy, *, began: bool = True) -> None:
         self.policy, self.workers = policy, WORKERS
-        self.happened: list[Happening] = [Began()] if began else []
+        self.happened: list[WorkerEvent] = [WorkerBegan()] if began else []
         self.done: list[Action] = []
 
     def decide(self) -> Action:
         return next_action(self.happened, WORKERS, 2 * CAUSE_SECONDS, policy=self.policy, survives=True)
 
-    def happens(self, *happenings: Happening) -> Action:
+    def happens(self, *happenings: WorkerEvent) -> Action:
         """The decision, carried out."""
         self.happened += happenings
         action = self.decide()
         if isinstance(action, Replace | Restart | Shrink):
             self.workers -= len(action.losses) if isinstance(action, Shrink) else 0
-            self.happened.append(Changed(action.losses, self.workers, isinstance(action, Restart)))
+            self.happened.append(WorkersChanged(action.losses, self.workers, isinstance(action, Restart)))
         self.done.append(action)
         return action
 
@@ -165,16 +178,16 @@ class History:
 
 
 policies = st.builds(Policy, max_restarts=st.integers(0, 4), on_loss=st.sampled_from(["replace", "shrink"]))
-killed = st.builds(Exited, ranks, st.sampled_from([-9, -11, -15]), st.booleans(), st.integers(0, 3))
-frozen = st.builds(lambda rank, step: Late((rank,), step, 2.0, stopped=True), ranks, st.integers(0, 3))
-silent = st.builds(lambda rank, step: Late((rank,), step, 2.0, silent=True), ranks, st.integers(0, 3))
+killed = st.builds(WorkerExited, ranks, st.sampled_from([-9, -11, -15]), st.booleans(), st.integers(0, 3))
+frozen = st.builds(lambda rank, step: WorkerStalled((rank,), step, 2.0, stopped=True), ranks, st.integers(0, 3))
+silent = st.builds(lambda rank, step: WorkerStalled((rank,), step, 2.0, silent=True), ranks, st.integers(0, 3))
 losses = st.lists(st.lists(st.one_of(killed, frozen, silent), min_size=1, max_size=2), max_size=8)
 anything = st.lists(
-    st.one_of(causes, symptoms, killed, exits, late, frozen, silent, st.builds(Finished, ranks)), max_size=8
+    st.one_of(causes, symptoms, killed, exits, late, frozen, silent, st.builds(WorkerFinished, ranks)), max_size=8
 )
 
 
-def lead(policy: Policy, batches: list[list[Happening]], *, began: bool = True) -> History:
+def lead(policy: Policy, batches: list[list[WorkerEvent]], *, began: bool = True) -> History:
     """All these losses, of ranks that there are, until the run stops."""
     history = History(policy, began=began)
     for batch in batches:
@@ -184,17 +197,17 @@ def lead(policy: Policy, batches: list[list[Happening]], *, began: bool = True) 
     return history
 
 
-def _rank(happening: Happening) -> int:
-    return happening.ranks[0] if isinstance(happening, Late) else happening.rank  # type: ignore[union-attr]
+def _rank(happening: WorkerEvent) -> int:
+    return happening.ranks[0] if isinstance(happening, WorkerStalled) else happening.rank  # type: ignore[union-attr]
 
 
 @given(policies, losses)
-def test_no_more_workers_are_lost_than_the_policy_says(policy: Policy, batches: list[list[Happening]]) -> None:
+def test_no_more_workers_are_lost_than_the_policy_says(policy: Policy, batches: list[list[WorkerEvent]]) -> None:
     assert lead(policy, batches).lost() <= policy.max_restarts
 
 
 @given(policies, losses)
-def test_every_loss_is_answered_at_once_and_once(policy: Policy, batches: list[list[Happening]]) -> None:
+def test_every_loss_is_answered_at_once_and_once(policy: Policy, batches: list[list[WorkerEvent]]) -> None:
     history = lead(policy, batches)
     assert not any(isinstance(action, GoOn | Finish) for action in history.done)
     if not history.done or not isinstance(history.done[-1], Stop):
@@ -203,7 +216,7 @@ def test_every_loss_is_answered_at_once_and_once(policy: Policy, batches: list[l
 
 @given(policies, losses)
 def test_a_run_shrinks_only_as_the_policy_says_and_never_to_nobody(
-    policy: Policy, batches: list[list[Happening]]
+    policy: Policy, batches: list[list[WorkerEvent]]
 ) -> None:
     history = lead(policy, batches)
     assert history.workers >= 1
@@ -211,72 +224,72 @@ def test_a_run_shrinks_only_as_the_policy_says_and_never_to_nobody(
 
 
 @given(policies, losses)
-def test_before_all_have_begun_nobody_is_replaced_alone(policy: Policy, batches: list[list[Happening]]) -> None:
+def test_before_all_have_begun_nobody_is_replaced_alone(policy: Policy, batches: list[list[WorkerEvent]]) -> None:
     assert all(isinstance(action, Restart | Stop) for action in lead(policy, batches, began=False).done)
 
 
 @given(policies, anything, st.floats(0, 10))
 def test_a_strategy_that_does_not_survive_stops_whatever_the_policy_says(
-    policy: Policy, happened: list[Happening], seconds: float
+    policy: Policy, happened: list[WorkerEvent], seconds: float
 ) -> None:
     action = next_action(happened, WORKERS, seconds, policy=policy)
     assert isinstance(action, GoOn | Finish | Stop)
-    lost = [h for h in happened if isinstance(h, Late) or (isinstance(h, Exited) and h.returncode < 0)]
-    done = {h.rank for h in happened if isinstance(h, Finished | Raised)}
-    if any(set(h.ranks if isinstance(h, Late) else [h.rank]) - done for h in lost):
+    lost = [h for h in happened if isinstance(h, WorkerStalled) or (isinstance(h, WorkerExited) and h.returncode < 0)]
+    done = {h.rank for h in happened if isinstance(h, WorkerFinished | WorkerRaised)}
+    if any(set(h.ranks if isinstance(h, WorkerStalled) else [h.rank]) - done for h in lost):
         assert isinstance(action, Stop)
 
 
 @given(policies, anything, st.floats(0, 10))
 def test_an_exception_stops_the_run_whoever_is_lost_beside_it(
-    policy: Policy, happened: list[Happening], seconds: float
+    policy: Policy, happened: list[WorkerEvent], seconds: float
 ) -> None:
-    raised = [h for h in happened if isinstance(h, Raised) and not h.symptom]
-    action = next_action([Began(), *happened], WORKERS, seconds, policy=policy, survives=True)
+    raised = [h for h in happened if isinstance(h, WorkerRaised) and not h.symptom]
+    action = next_action([WorkerBegan(), *happened], WORKERS, seconds, policy=policy, survives=True)
     if raised:
         assert isinstance(action, Stop)
         assert (action.rank, action.traceback) == (raised[0].rank, raised[0].traceback)
 
 
-@given(st.permutations([Finished(0), Exited(1, -9), Finished(2)]))
-def test_whoever_is_lost_after_another_has_finished_had_nothing_more_to_do(happened: list[Happening]) -> None:
+@given(st.permutations([WorkerFinished(0), WorkerExited(1, -9), WorkerFinished(2)]))
+def test_whoever_is_lost_after_another_has_finished_had_nothing_more_to_do(happened: list[WorkerEvent]) -> None:
     assert History(Policy(max_restarts=9)).happens(*happened) == Finish()
 
 
 def test_a_rank_that_is_lost_again_and_again_at_one_step_is_no_accident() -> None:
     history = History(Policy(max_restarts=99))
     for _ in range(REPEATS - 1):
-        assert isinstance(history.happens(Exited(1, -11, step=7)), Replace)
-    assert "it has happened 3 times at step 7" in _cause(history.happens(Exited(1, -11, step=7)))
+        assert isinstance(history.happens(WorkerExited(1, -11, step=7)), Replace)
+    assert "it has happened 3 times at step 7" in _cause(history.happens(WorkerExited(1, -11, step=7)))
     history = History(Policy(max_restarts=99))
     for step in range(20):  # an update was made in between
-        assert isinstance(history.happens(Exited(1, -11, step=step)), Replace)
+        assert isinstance(history.happens(WorkerExited(1, -11, step=step)), Replace)
     history = History(Policy(max_restarts=99))
     for rank in range(WORKERS):  # several at one step
-        assert isinstance(history.happens(Exited(rank, -9, step=7)), Replace)
+        assert isinstance(history.happens(WorkerExited(rank, -9, step=7)), Replace)
 
 
 def test_a_run_shrinks_to_one_worker_which_is_replaced_and_ends_with_the_last_restart() -> None:
     history = History(Policy(max_restarts=3, on_loss="shrink"))
-    shrunk = history.happens(Exited(0, -9, step=2))
+    shrunk = history.happens(WorkerExited(0, -9, step=2))
     assert isinstance(shrunk, Shrink)
     assert [loss.rank for loss in shrunk.losses] == [0]
-    assert isinstance(history.happens(Exited(1, -9, step=3)), Shrink)
-    assert isinstance(history.happens(Exited(0, -9, step=4)), Replace)
+    assert isinstance(history.happens(WorkerExited(1, -9, step=3)), Shrink)
+    assert isinstance(history.happens(WorkerExited(0, -9, step=4)), Replace)
     assert "the run may lose no more workers (max_restarts=3); --resume goes on" in _cause(
-        history.happens(Exited(0, -9, step=5))
+        history.happens(WorkerExited(0, -9, step=5))
     )
 
 
 @given(policies, anything, st.floats(0, 10))
 def test_a_run_is_stopped_with_a_checkpoint_where_somebody_is_left_who_has_the_state(
-    policy: Policy, happened: list[Happening], seconds: float
+    policy: Policy, happened: list[WorkerEvent], seconds: float
 ) -> None:
-    action = next_action([Began(), *happened], WORKERS, seconds, policy=policy, survives=True)
+    action = next_action([WorkerBegan(), *happened], WORKERS, seconds, policy=policy, survives=True)
     if isinstance(action, Stop):
-        gone = {r for h in happened if isinstance(h, Late) for r in h.ranks}
-        gone |= {h.rank for h in happened if isinstance(h, Raised | Exited)}
-        finished = any(isinstance(h, Finished) for h in happened)
+        gone = {r for h in happened if isinstance(h, WorkerStalled) for r in h.ranks}
+        gone |= {h.rank for h in happened if isinstance(h, WorkerRaised | WorkerExited)}
+        finished = any(isinstance(h, WorkerFinished) for h in happened)
         assert set(action.lost) == (gone if len(gone) < WORKERS and not finished else set())
         before = next_action(happened, WORKERS, seconds, policy=policy, survives=True)
         assert not (isinstance(before, Stop) and before.lost), "not all had begun"
@@ -284,16 +297,16 @@ def test_a_run_is_stopped_with_a_checkpoint_where_somebody_is_left_who_has_the_s
 
 def test_who_was_stopped_and_then_ended_was_stopped() -> None:
     history = History(Policy())
-    action = history.happens(Late((1,), 7, 1.2, stopped=True), Exited(1, -9, step=7))
+    action = history.happens(WorkerStalled((1,), 7, 1.2, stopped=True), WorkerExited(1, -9, step=7))
     assert isinstance(action, Replace)
     (loss,) = action.losses
     assert "has been stopped (SIGSTOP, or a debugger)" in loss.cause
 
 
 def test_where_nobody_has_the_state_all_begin_again_and_that_counts_once() -> None:
-    lost = [Raised(rank, "it died with rank 0", None, state_lost=True, step=7) for rank in range(WORKERS)]
+    lost = [WorkerRaised(rank, "it died with rank 0", None, state_lost=True, step=7) for rank in range(WORKERS)]
     history = History(Policy(max_restarts=2))
-    assert isinstance(history.happens(Exited(0, -9, step=7)), Replace)
+    assert isinstance(history.happens(WorkerExited(0, -9, step=7)), Replace)
     action = history.happens(*lost)
     assert isinstance(action, Restart)
     assert [loss.cause for loss in action.losses] == ["it died with rank 0"]
@@ -303,8 +316,8 @@ def test_where_nobody_has_the_state_all_begin_again_and_that_counts_once() -> No
 
 
 def test_ranks_that_only_do_not_move_stop_the_run_as_ever() -> None:
-    assert "a deadlock in the model or the data" in _cause(History(Policy()).happens(Late((1,), 7, 31.0)))
-    assert "called exit" in _cause(History(Policy()).happens(Exited(1, 7)))
+    assert "a deadlock in the model or the data" in _cause(History(Policy()).happens(WorkerStalled((1,), 7, 31.0)))
+    assert "called exit" in _cause(History(Policy()).happens(WorkerExited(1, 7)))
 
 
 # Policy
@@ -363,11 +376,11 @@ class Ranks:
     def __init__(self, n: int) -> None:
         self.lines = np.zeros((n, 8), dtype=np.int64)
         self.lines[:, 3] = 1
-        self.watch = Watch(self.lines)
+        self.watch = Watchdog(self.lines)
         self.stopped: list[int] = []
         self.now = self.watch._clock._looked
 
-    def wait(self, seconds: float) -> Late | None:
+    def wait(self, seconds: float) -> WorkerStalled | None:
         """Let the time pass, looking as the supervisor does, until someone is late."""
         until = self.now + seconds
         while self.now < until:
@@ -382,7 +395,7 @@ class Ranks:
             assert self.wait(LOOK_SECONDS) is None
             self.lines[:, [0, 2]] += 100
 
-    def step(self, seconds: float) -> Late | None:
+    def step(self, seconds: float) -> WorkerStalled | None:
         late = self.wait(seconds)
         self.lines[:, 0] += 1
         self.lines[:, 2] += 1

@@ -26,7 +26,7 @@ from apportion.planner.plan import Plan
 from apportion.planner.search import search
 from apportion.planner.trials.measured_plan import after, tried
 from apportion.planner.trials.trial import Measured, candidate
-from apportion.planner.trials.tune import Refined, Tried
+from apportion.planner.trials.tune import TuningResult, TuningTrial
 from apportion.runtime.launch.local import Local
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.hogwild import Hogwild
@@ -126,8 +126,8 @@ def test_without_being_asked_nothing_approximate_is_chosen() -> None:
 # What a trial has shown
 
 
-def refined(*some: Tried) -> Refined:
-    return Refined(tried=some, chosen=some[0], confidence=1.0, correction=Correction(2.0, 3.0), seconds=1.0)
+def refined(*some: TuningTrial) -> TuningResult:
+    return TuningResult(tried=some, chosen=some[0], confidence=1.0, correction=Correction(2.0, 3.0), seconds=1.0)
 
 
 def a_price(strategy: Any, ranks: int) -> Priced:
@@ -141,8 +141,8 @@ def test_what_was_measured_is_taken_what_was_refused_has_no_price_and_the_rest_i
     where = Local(workers=1, threads=1)
     measured = Measured(candidate(SingleDevice(), where), seconds=[4.0, 1.0, 2.0, 3.0, 5.0], examples=500)
     found = refined(
-        Tried(strategy=SingleDevice(), launcher=where, predicted=None, measured=measured),
-        Tried(
+        TuningTrial(strategy=SingleDevice(), launcher=where, predicted=None, measured=measured),
+        TuningTrial(
             strategy=DataParallel(), launcher=Local(workers=2, threads=1), predicted=None, measured=None, refused="no"
         ),
     )

@@ -27,11 +27,11 @@ from torch.utils.data import TensorDataset
 import apportion
 from apportion import Workload
 from apportion.comm.world import World
-from apportion.core.data.batch import Batches
+from apportion.core.data.batch import BatchSource
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import State
 from apportion.parallel.recurrent.cut import cut
-from apportion.parallel.recurrent.layer import Layer, LSTMLayer, TorchLayer, chunk_length, chunks, layer
+from apportion.parallel.recurrent.layer import LSTMLayer, RecurrentLayer, TorchLayer, chunk_length, chunks, layer
 from apportion.reporting.journal import read_events
 from apportion.runtime.launch.local import Local
 from apportion.strategies.data_parallel import DataParallel
@@ -268,7 +268,9 @@ def references(net: nn.RNNBase, x: Tensor, begun: list[Tensor], dy: Tensor, dsta
     return found | {"y": y.detach(), "dx": x.grad} | {f"state{i}": t.detach() for i, t in enumerate(ended)}
 
 
-def in_chunks(own: Layer, x: Tensor, begun: list[Tensor], dy: Tensor, dstate: list[Tensor], length: int) -> Any:
+def in_chunks(
+    own: RecurrentLayer, x: Tensor, begun: list[Tensor], dy: Tensor, dstate: list[Tensor], length: int
+) -> Any:
     """The same of a layer, chunk by chunk; twice, since memory is kept."""
     for _ in range(2):
         for p in own.weights:
@@ -364,7 +366,7 @@ def outputs_of(world: World, workload: Workload, strategy: Any) -> list[Tensor]:
     """Of a training step, then evaluation, then the step again: neither disturbs the other."""
     step = strategy.build(workload, world)
     step(step.source.at(0, step.data_shard))
-    source = Batches.of_evaluation(workload, dtype=torch.float64)
+    source = BatchSource.of_evaluation(workload, dtype=torch.float64)
     share = DataShard() if isinstance(strategy, WavefrontParallel) else step.data_shard
     told = [step.predict(source.at(number, share)) for number in range(len(source))]
     step(step.source.at(1, step.data_shard))

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 from apportion.core.workload import Workload
 from apportion.cost_model.profile import Pass
 from apportion.planner.auto import Planning, _Deciding
-from apportion.planner.candidate import Priced, Tried, tied
+from apportion.planner.candidate import Measurement, Priced, tied
 from apportion.planner.explain import why_first
 from apportion.planner.predict import offered
 from apportion.planner.trials.trial import Measured, parked
@@ -103,7 +103,7 @@ def test_a_trial_beside_busy_programs_says_so() -> None:
 # What it widens
 
 
-def row(without_core: float = 0.0, *, tried: Tried | None = None) -> Priced:
+def row(without_core: float = 0.0, *, tried: Measurement | None = None) -> Priced:
     cost = SingleDevice().cost(PROFILE, machine(1))
     return Priced(strategy=SingleDevice(), layout=machine(1), cost=cost, tried=tried, without_core=without_core)
 
@@ -115,18 +115,18 @@ BUSY = replace(PROFILE, passes=(Pass(rows=1, forward=1.0, backward=1.0, update=1
 def test_a_prediction_and_a_measurement_may_be_off_by_what_others_held() -> None:
     assert row(0.4).error == pytest.approx(row().error + 0.4)
     assert row().with_overhead(BUSY).without_core == 0.4
-    quiet = Tried(step_seconds=1.0, low=0.9, high=1.1, steps=10)
+    quiet = Measurement(step_seconds=1.0, low=0.9, high=1.1, steps=10)
     assert row(tried=quiet).error == pytest.approx(0.1)
     assert row(tried=replace(quiet, without_core=0.4)).error == pytest.approx(0.5)
     # Whether two that took turns can be told apart is another question: both were held up alike.
-    slower = Tried(step_seconds=1.2, low=1.1, high=1.3, steps=100, without_core=0.4)
+    slower = Measurement(step_seconds=1.2, low=1.1, high=1.3, steps=100, without_core=0.4)
     assert not tied(row(tried=replace(quiet, steps=100, without_core=0.4)), row(tried=slower))
 
 
 def test_the_plan_says_that_others_held_the_cores() -> None:
     assert "held the cores for 40%" in why_first([row()], BUSY)[-1]
     assert not any("held" in line for line in why_first([row()], PROFILE))
-    tried = Tried(step_seconds=1.0, low=0.9, high=1.1, steps=10, without_core=0.3)
+    tried = Measurement(step_seconds=1.0, low=0.9, high=1.1, steps=10, without_core=0.3)
     assert "held the cores for 30%" in why_first([row(tried=tried)], BUSY)[-1]
 
 

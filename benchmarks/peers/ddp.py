@@ -19,7 +19,7 @@ from parked import serve, settle
 
 import apportion
 from apportion import DataShard
-from apportion.core.data.batch import Batches
+from apportion.core.data.batch import BatchSource
 
 
 def main(address, batch_size=None, *options):
@@ -34,7 +34,7 @@ def main(address, batch_size=None, *options):
         model.register_comm_hook(None, apportion.comm.shared_memory_hook)
     optimizer = fused(workload.optimizer(model.module.named_parameters()))
     schedule = workload.schedule(optimizer, STEPS) if workload.schedule else None
-    source, shard = Batches(workload), DataShard(dist.get_rank(), dist.get_world_size())
+    source, shard = BatchSource(workload), DataShard(dist.get_rank(), dist.get_world_size())
     kept = in_memory(source, shard) if "memory" in options else None
     done = 0
 

@@ -20,7 +20,7 @@ from noted import cifar10
 from parked import settle
 
 from apportion import DataShard
-from apportion.core.data.batch import Batches
+from apportion.core.data.batch import BatchSource
 
 EVERY = 20
 
@@ -41,7 +41,7 @@ def main(path):
         done = saved.pop("done")
         for name, part in parts.items():
             part.load_state_dict(saved[name])
-    source, shard = Batches(cifar10), DataShard(dist.get_rank(), dist.get_world_size())
+    source, shard = BatchSource(cifar10), DataShard(dist.get_rank(), dist.get_world_size())
     while True:
         batch = source.at(done, shard)
         optimizer.zero_grad()

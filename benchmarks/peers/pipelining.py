@@ -18,7 +18,7 @@ from endless import endless, fused, in_memory
 from parked import serve, settle
 
 from apportion import DataShard
-from apportion.core.data.batch import Batches
+from apportion.core.data.batch import BatchSource
 
 MICROBATCHES = 8
 
@@ -34,7 +34,7 @@ def main(address, schedule):
     stage = PipelineStage(own, rank, ranks, torch.device("cpu"))
     made = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule](stage, MICROBATCHES, loss_fn=workload.loss)
     optimizer = fused(workload.optimizer(own.named_parameters()))
-    (batch,) = in_memory(Batches(workload), DataShard(0, 1))
+    (batch,) = in_memory(BatchSource(workload), DataShard(0, 1))
 
     def run(steps):
         for _ in range(steps):

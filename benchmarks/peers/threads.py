@@ -15,7 +15,7 @@ from endless import STEPS, endless, fused, in_memory
 from parked import serve, settle
 
 from apportion import DataShard
-from apportion.core.data.batch import Batches
+from apportion.core.data.batch import BatchSource
 from apportion.process import usable_cores
 
 
@@ -27,7 +27,7 @@ def main(address, batch_size, threads=None):
     model = workload.model()
     optimizer = fused(workload.optimizer(model.named_parameters()))
     schedule = workload.schedule(optimizer, STEPS) if workload.schedule else None
-    kept = in_memory(Batches(workload), DataShard(0, 1))
+    kept = in_memory(BatchSource(workload), DataShard(0, 1))
 
     def run(steps):
         for number in range(steps):

@@ -26,7 +26,7 @@ PROFILE_SECONDS = 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ComparedRow:
     """One strategy's line in the table."""
 
     strategy: str
@@ -72,7 +72,7 @@ def compare(  # noqa: PLR0913 (all of it by name)
     launcher: Local | None = None,
     path: str | Path | None = None,
     predict: bool = True,
-) -> list[Row]:
+) -> list[ComparedRow]:
     """So many steps of each strategy after a warm-up, in ``ROUNDS`` turns; the rows, fastest first,
     and after the exact strategies the approximate ones: as many examples teach them less.
 
@@ -131,10 +131,10 @@ def _candidates(strategies: Sequence[Strategy | str] | None, workers: int | None
     return chosen
 
 
-def _row(measured: Measured, alone: Measured, predicted: float | None) -> Row:
+def _row(measured: Measured, alone: Measured, predicted: float | None) -> ComparedRow:
     total = measured.computing + measured.waiting + measured.communicating or 1.0
     chosen = measured.candidate
-    return Row(
+    return ComparedRow(
         strategy=str(chosen.strategy),
         launcher=str(chosen.launcher),
         workers=chosen.ranks,

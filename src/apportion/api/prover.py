@@ -27,7 +27,7 @@ from apportion.runtime.proof.budget import ProofSteps, comparing
 from apportion.runtime.proof.coarse_rounding import eps_of
 from apportion.runtime.proof.proof import FLOOR, Comparison, Proof, Round, largest
 from apportion.runtime.proof.tap_differences import first_difference
-from apportion.runtime.supervisor.worker_pool import Crew
+from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.runtime.worker.job import Job
 
 STEP_SECONDS = 600.0
@@ -152,7 +152,7 @@ class _Proving:
             steps = _many(self._chosen, self._asked.steps, built["steps"])
             return self._without_float64(crews, steps, begun, str(why))
 
-    def _without_float64(self, crews: Sequence[Crew], steps: int, begun: str, why: str) -> list[Round]:
+    def _without_float64(self, crews: Sequence[WorkerPool], steps: int, begun: str, why: str) -> list[Round]:
         """The rounds of a model that does not compute in float64, in crews that are built in the precision ``begun``:
         in float32, and in the run's own precision where that is shorter, which may leave the answer open."""
         precisions = ("float32", self._own) if self._own in HALF else (self._own,)
@@ -168,7 +168,7 @@ class _Proving:
                 self._gradients = self._gradient_round(crews, found, precision)
         return rounds
 
-    def _wide_then_own(self, crews: Sequence[Crew], built: Message) -> list[Round]:
+    def _wide_then_own(self, crews: Sequence[WorkerPool], built: Message) -> list[Round]:
         wide, seen = self._round(crews, _many(self._chosen, self._asked.steps, built["steps"]), "float64")
         self._named, self._drawn = _by_design(seen), seen["plain_draws"]
         if self._asked.brief and wide.verdict == "different":
@@ -198,14 +198,14 @@ class _Proving:
     def _proved(self) -> bool:
         return self._gradients is None or self._gradients.holds
 
-    def _gradient_round(self, crews: Sequence[Crew], states: Round, precision: str) -> Round | None:
+    def _gradient_round(self, crews: Sequence[WorkerPool], states: Round, precision: str) -> Round | None:
         """The change under plain SGD; where every optimizer is that already, the states have shown it."""
         if self._replays or not self._chosen.strategy.exact or (self._linear and states.holds):
             return None
         self._again(crews, precision, gradients=True)
         return self._round(crews, min(GRADIENT_STEPS, states.steps), precision, gradients=True)[0]
 
-    def _first_difference(self, crews: Sequence[Crew], wide: Round) -> str | None:
+    def _first_difference(self, crews: Sequence[WorkerPool], wide: Round) -> str | None:
         """The step at which something differed, once more, with taps on both sides; None where they show nothing."""
         if self._replays or not self._chosen.strategy.exact:
             return None
@@ -234,7 +234,7 @@ class _Proving:
     # The processes
 
     @contextmanager
-    def _crews(self, precision: str) -> Iterator[list[Crew]]:
+    def _crews(self, precision: str) -> Iterator[list[WorkerPool]]:
         """The strategy's processes, the reference's, and those of a reference that is led astray by rounding, where
         rounding is allowed for."""
         jobs = self._jobs(precision)
@@ -247,7 +247,7 @@ class _Proving:
         with ExitStack() as stack:
             crews = []
             for (target, where, ranks), job in zip(launched[: 2 if self._replays else 3], jobs, strict=False):
-                crews.append(Crew(where, f"apportion.runtime.worker.entry:{target}", job, ranks))
+                crews.append(WorkerPool(where, f"apportion.runtime.worker.entry:{target}", job, ranks))
                 stack.callback(crews[-1].close)
             yield crews
 
@@ -279,7 +279,9 @@ class _Proving:
         weights = "float64" if precision == "float64" else "float32"
         return tried, single, replace(single, nudge=eps_of(weights), jitter=eps_of(precision) / 2, coarse=coarse)
 
-    def _again(self, crews: Sequence[Crew], precision: str, *, gradients: bool = False, coarse: bool = False) -> None:
+    def _again(
+        self, crews: Sequence[WorkerPool], precision: str, *, gradients: bool = False, coarse: bool = False
+    ) -> None:
         """Have all of them build anew, in another precision or with other optimizers; ``coarse``: the one led astray
         rounds as the coarsest types of the model do."""
         for crew, job in zip(crews, self._jobs(precision, gradients=gradients, coarse=coarse), strict=False):
@@ -289,7 +291,7 @@ class _Proving:
             crew.send({"kind": "again", "job": changed})
         self._built(crews)
 
-    def _built(self, crews: Sequence[Crew]) -> Message:
+    def _built(self, crews: Sequence[WorkerPool]) -> Message:
         """What the strategy's first rank tells once everything is built."""
         told = [self._answers(crew, "built") for crew in crews]
         self._linear, self._batch_size = told[0][0]["linear"], told[0][0]["batch_size"]
@@ -331,11 +333,11 @@ class _Proving:
         about = f"about {spent / self._progress:.0f} s" if self._progress else f"more than {spent:.0f} s"
         return OutOfTimeError(f"it needs {about} and {self._bytes / 1e9:.2g} GB of memory")
 
-    def _ask(self, crew: Crew, order: Mapping[str, Any], kind: str) -> list[Message]:
+    def _ask(self, crew: WorkerPool, order: Mapping[str, Any], kind: str) -> list[Message]:
         crew.send(order)
         return self._answers(crew, kind)
 
-    def _answers(self, crew: Crew, kind: str) -> list[Message]:
+    def _answers(self, crew: WorkerPool, kind: str) -> list[Message]:
         left = STEP_SECONDS if self._deadline is None else min(STEP_SECONDS, self._deadline - time.monotonic())
         if left <= 0:
             raise self._out_of_time()
@@ -349,7 +351,7 @@ class _Proving:
     # A round
 
     def _round(
-        self, crews: Sequence[Crew], steps: int, precision: str, *, gradients: bool = False
+        self, crews: Sequence[WorkerPool], steps: int, precision: str, *, gradients: bool = False
     ) -> tuple[Round, Seen]:
         """Compare strategy, reference and the one led astray step by step; or the strategy with its replay."""
         if self._replays:
@@ -366,7 +368,9 @@ class _Proving:
         found, seen, _ = self._compare_steps(crews, steps, precision, max(coarse, key=eps_of))
         return found, seen
 
-    def _compare_replay(self, crews: Sequence[Crew], steps: int, precision: str, folder: Path) -> tuple[Round, Seen]:
+    def _compare_replay(
+        self, crews: Sequence[WorkerPool], steps: int, precision: str, folder: Path
+    ) -> tuple[Round, Seen]:
         tried, reference = crews
         seen = _seen(self._ask(tried, {"kind": "go", "steps": steps}, "went"))
         disagreement = self._disagreement(tried, steps, folder)
@@ -387,7 +391,7 @@ class _Proving:
         return found, seen
 
     def _compare_steps(
-        self, crews: Sequence[Crew], steps: int, precision: str, coarsest: str | None = None
+        self, crews: Sequence[WorkerPool], steps: int, precision: str, coarsest: str | None = None
     ) -> tuple[Round, Seen, set[str]]:
         """Also the types in which the reference computes that are coarser than the precision. ``coarsest``: the one
         whose rounding is allowed for."""
@@ -395,7 +399,7 @@ class _Proving:
             return self._compared(crews, steps, precision, coarsest, Path(folder))
 
     def _compared(
-        self, crews: Sequence[Crew], steps: int, precision: str, coarsest: str | None, folder: Path
+        self, crews: Sequence[WorkerPool], steps: int, precision: str, coarsest: str | None, folder: Path
     ) -> tuple[Round, Seen, set[str]]:
         tried, reference, nudged = crews
         began_step = time.monotonic()
@@ -425,7 +429,7 @@ class _Proving:
             comparison.take(number, *(load_file(folder / name) for name in ("rank0", "reference", "nudged")))
         return replace(comparison.round(precision, steps, disagreement), coarsest=coarsest), seen, coarse
 
-    def _disagreement(self, tried: Crew, number: int, folder: Path) -> str | None:
+    def _disagreement(self, tried: WorkerPool, number: int, folder: Path) -> str | None:
         """Every rank's state must be rank 0's, to the bit; which one is not, where, and by how much. Rank 0's is
         written in any case: what comes after compares it."""
         answers = self._ask(tried, {"kind": "state", "path": str(folder / "rank0"), "ranks": [0]}, "state")

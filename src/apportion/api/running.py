@@ -18,7 +18,7 @@ from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError, Disproved, NotProved
 from apportion.planner.auto import Decision, Planning, next_best
-from apportion.planner.performance_monitor import Watch
+from apportion.planner.performance_monitor import PerformanceMonitor
 from apportion.planner.trials.trial import candidate
 from apportion.reporting.journal import Journal
 from apportion.runtime.checkpoint.run_directory import RunDirectory
@@ -26,8 +26,8 @@ from apportion.runtime.checkpoint.single_writer import single_writer
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
 from apportion.runtime.proof.budget import STARTED_SECONDS
-from apportion.runtime.supervisor.run import Supervised
-from apportion.runtime.worker.coordination import Wish
+from apportion.runtime.supervisor.run import RunSupervisor
+from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.loop import work
 
@@ -123,8 +123,8 @@ def _on_processes(
         from apportion.api.run_proof import SelfProof  # a run that is not proved needs none of this
 
         proof = SelfProof(job, chosen, step_seconds=step_seconds, spent=spent, required=asked.require_proof)
-    supervised = Supervised(job, chosen.launcher, chosen.ranks, proof)
-    watch = None if decision.expected is None else Watch(decision.expected)
+    supervised = RunSupervisor(job, chosen.launcher, chosen.ranks, proof)
+    watch = None if decision.expected is None else PerformanceMonitor(decision.expected)
     try:
         yield from journaled(job, supervised.events(), before, supervised.rest, watch)
     except ValueError as error:
@@ -142,7 +142,7 @@ def joined(asked: RunRequest, strategy: Strategy | None, launcher: Env) -> Gener
         )
     world = World.from_env(device=launcher.device)
     job = asked.job(strategy, launcher, torch.get_num_threads())
-    wish = Wish()
+    wish = RunControl()
     if job.prove and world.size > 1:
         wish.settle = lambda told: _settled_together(job, world, told, required=asked.require_proof)
     events = work(job, world, wish)
@@ -184,7 +184,7 @@ def journaled(
     events: Generator[Event, None, None],
     before: list[Event],
     rest: Sequence[Event],
-    watch: Watch | None = None,
+    watch: PerformanceMonitor | None = None,
 ) -> Iterator[Event]:
     """The same events, each written into the run directory on its way; the report before the last, so that the loop may
     be left there at once. ``before``: what happened before the first; ``rest``: what happens after the loop was left;

@@ -33,7 +33,7 @@ os.execv(sys.executable, [sys.executable, "-m", "apportion", "train", *sys.argv[
 
 
 @dataclass(frozen=True)
-class Group:
+class EnsembleGroup:
     """Devices that one member at a time is trained on."""
 
     cores: tuple[int, ...]
@@ -65,7 +65,7 @@ def train_members(
     found: list[Trained] = []
     said = threading.Lock()
 
-    def train(group: Group, mine: Sequence[int]) -> None:
+    def train(group: EnsembleGroup, mine: Sequence[int]) -> None:
         for n in mine:
             name, seed = f"m{n + 1}", first + n
             folder = Path(run_dir) / name
@@ -101,13 +101,13 @@ def train_members(
     return sorted(found, key=lambda one: one.seed)
 
 
-def divided(cores: Sequence[int], gpus: Sequence[str], members: int) -> list[Group]:
+def divided(cores: Sequence[int], gpus: Sequence[str], members: int) -> list[EnsembleGroup]:
     """As many groups as there are devices for, of equal size: by GPUs where there are any, else by cores. Pure."""
     devices = len(gpus) or len(cores) or 1
     many = min(members, devices)
     each_core, each_gpu = max(1, len(cores) // many), len(gpus) // many
     return [
-        Group(tuple(cores[n * each_core : (n + 1) * each_core]), tuple(gpus[n * each_gpu : (n + 1) * each_gpu]))
+        EnsembleGroup(tuple(cores[n * each_core : (n + 1) * each_core]), tuple(gpus[n * each_gpu : (n + 1) * each_gpu]))
         for n in range(many)
     ]
 

@@ -17,7 +17,7 @@ from apportion.core.event import Event
 from apportion.reporting.journal import summary
 
 if TYPE_CHECKING:
-    from apportion.api.compare import Row
+    from apportion.api.compare import ComparedRow
     from apportion.runtime.proof.proof import Proof, Round
 
 LINE_SECONDS = 2.0
@@ -236,7 +236,7 @@ def _round_line(found: Round, what: str = "") -> str:
     return line if found.disagreement is None else f"{line}\n    {found.disagreement}"
 
 
-def show_rows(rows: Sequence[Row]) -> None:
+def show_rows(rows: Sequence[ComparedRow]) -> None:
     """What ``compare`` measured, as a table that fits 80 columns."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("strategy", overflow="fold", min_width=13)
@@ -273,7 +273,7 @@ def _mebibytes(size: int) -> str:
     return f"{size / 2**20:,.0f}" if size >= 10 << 20 else f"{size / 2**20:.2g}"
 
 
-def _step(row: Row) -> str:
+def _step(row: ComparedRow) -> str:
     """Milliseconds; below it what was predicted, and by how much the step takes longer than that."""
     measured = f"{row.step_seconds * 1e3:.3g}"
     if row.predicted_seconds is None:
@@ -281,7 +281,7 @@ def _step(row: Row) -> str:
     return f"{measured}\n~{row.predicted_seconds * 1e3:.3g}\n{row.error:+.0%}"
 
 
-def _cells(row: Row) -> list[Any]:
+def _cells(row: ComparedRow) -> list[Any]:
     return [
         row.strategy.replace("(", "\n("),
         f"{row.workers} x {row.threads}",

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import final
 
-from apportion.comm.group import Waits
+from apportion.comm.group import WaitClock
 from apportion.comm.sync import Word, fence, full_fence, sleep_on, wake
 from apportion.errors import PeerLost
 
@@ -33,7 +33,7 @@ _HALF = 1 << 31
 
 
 @final
-class Meeting:
+class Barrier:
     """Where ranks wait for each other: a line of memory each, with the number of meetings it has come to.
 
     ``check()`` raises where the wait has become pointless; without it the ranks look after each other, and a wait
@@ -50,7 +50,7 @@ class Meeting:
         check: Callable[[], None] | None = None,
         spins: bool = True,
         deadline: float = DEADLINE_SECONDS,
-        all_waits: Waits | None = None,
+        all_waits: WaitClock | None = None,
     ) -> None:
         words = [
             [Word.from_buffer(memory, at * LINE + 4 * word) for word in (_SEQUENCE, _GENERATION, _PID)]
@@ -63,7 +63,7 @@ class Meeting:
         self._look = min(LOOK_SECONDS, deadline)
         self.number = 0
         self.waits: deque[tuple[float, float]] = deque(maxlen=_KEPT_WAITS)
-        self.all_waits = Waits() if all_waits is None else all_waits
+        self.all_waits = WaitClock() if all_waits is None else all_waits
         own, mark, pid = words[rank]
         mark.value = -1  # whoever still looks for the number of an older generation does not find one
         fence()

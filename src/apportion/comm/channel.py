@@ -134,7 +134,7 @@ def memory_file(name: str) -> int:
         return os.dup(file.fileno())
 
 
-class SharedMemory:
+class SharedMemoryOwner:
     """The supervisor's end of ``World.shared``: unnamed files in memory, gone with the last process that maps them."""
 
     def __init__(self) -> None:

@@ -17,10 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from apportion.comm.host_memory import host_memory, is_faster
 from apportion.comm.process_group import DEADLINE_SECONDS, ProcessGroup
-from apportion.comm.shared_memory_group import SharedMemory
+from apportion.comm.shared_memory_group import SharedMemoryGroup
 from apportion.process import usable_cores
 
-_known: WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None] = WeakKeyDictionary()
+_known: WeakKeyDictionary[dist.ProcessGroup, SharedMemoryGroup | None] = WeakKeyDictionary()
 """The memory of each process group that has been seen; None: it has none, or is as fast without."""
 
 
@@ -46,13 +46,13 @@ def shared_memory_hook(
     return done
 
 
-def _memory(process_group: dist.ProcessGroup, device: torch.device) -> SharedMemory | None:
+def _memory(process_group: dist.ProcessGroup, device: torch.device) -> SharedMemoryGroup | None:
     if process_group not in _known:
         _known[process_group] = _find(process_group, device)
     return _known[process_group]
 
 
-def _find(process_group: dist.ProcessGroup, device: torch.device) -> SharedMemory | None:
+def _find(process_group: dist.ProcessGroup, device: torch.device) -> SharedMemoryGroup | None:
     if process_group.size() == 1:
         return None
     if device.type != "cpu":

@@ -19,7 +19,7 @@ class Work(ABC):
         """Block until the result is there. PeerLost where a rank is gone or the deadline has passed."""
 
 
-class Waits:
+class WaitClock:
     """What one process waits for, in whichever of its groups: the groups of a world and of its parts share this."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Group(ABC):
     waits: deque[tuple[float, float]]
     """(began, ended) of every wait in a collective since someone last cleared the list, in time.perf_counter()
     seconds: comparable between the ranks of one host. The oldest are dropped."""
-    all_waits: Waits
+    all_waits: WaitClock
     beside: bool = False
     """Does a collective that has begun go on while this rank computes?"""
 
@@ -161,7 +161,7 @@ class Alone(Group):
     """A group of one: every collective is the identity."""
 
     def __init__(self) -> None:
-        self.rank, self.size, self.waits, self.all_waits = 0, 1, deque(), Waits()
+        self.rank, self.size, self.waits, self.all_waits = 0, 1, deque(), WaitClock()
 
     def all_reduce(self, tensor: Tensor) -> Work:
         return DONE

@@ -25,14 +25,14 @@ from apportion.comm.barrier import DEADLINE_SECONDS
 from apportion.comm.channel import memory_file
 from apportion.comm.group import Group
 from apportion.comm.objects import broadcast_message
-from apportion.comm.shared_memory_group import SharedMemory, links_in, nbytes
+from apportion.comm.shared_memory_group import SharedMemoryGroup, links_in, nbytes
 
 MEASURED_BYTES = 64 << 10, 1 << 20
 """Of the messages that two groups are compared with."""
 ROUNDS = 5
 
 
-def host_memory(group: Group, *, spins: bool = True, deadline: float = DEADLINE_SECONDS) -> SharedMemory | None:
+def host_memory(group: Group, *, spins: bool = True, deadline: float = DEADLINE_SECONDS) -> SharedMemoryGroup | None:
     """The collectives of the same ranks in shared memory; None where not every rank can map it. Called by all ranks of
     the group.
 
@@ -42,7 +42,7 @@ def host_memory(group: Group, *, spins: bool = True, deadline: float = DEADLINE_
     memory = shared_memory(group, size + group.size**2 * p2p.nbytes)
     if memory is None:
         return None
-    return SharedMemory(
+    return SharedMemoryGroup(
         memory[:size], group.rank, group.size,
         spins=spins, deadline=deadline, all_waits=group.all_waits, links=links_in(memory[size:], group.size),
     )  # fmt: skip

@@ -30,7 +30,7 @@ _TICK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Place:
+class MemberPlace:
     """What the table says of a seat."""
 
     rank: int
@@ -58,9 +58,9 @@ class Membership:
     def _at(self, seat: int, word: int) -> int:
         return (seat + 1) * _WORDS + word
 
-    def place(self, seat: int) -> Place:
+    def place(self, seat: int) -> MemberPlace:
         """Of a seat, while the generation is even."""
-        return Place(self._words[self._at(seat, _RANK)], self._words[_SIZE], self.generation)
+        return MemberPlace(self._words[self._at(seat, _RANK)], self._words[_SIZE], self.generation)
 
     def seated(self) -> list[int]:
         """The seat of each rank."""
@@ -123,7 +123,7 @@ class Membership:
         if self._generation.value != generation:
             raise MembershipChanged(f"generation {generation} is over")
 
-    def rejoin(self, seat: int, seconds: float) -> Place:
+    def rejoin(self, seat: int, seconds: float) -> MemberPlace:
         """Acknowledge the change and wait for the new table; this seat's place in it. PeerLost where the supervisor
         has run for so many seconds without coming to an end, or has given the seat away."""
         left, ticked, ticks = seconds, time.monotonic(), self._words[_TICKS]

@@ -20,7 +20,7 @@ from typing import final
 
 from torch import Tensor
 
-from apportion.comm.group import DONE, Waits, Work
+from apportion.comm.group import DONE, WaitClock, Work
 from apportion.comm.sync import Word, fence, full_fence, wake
 
 LINE = 64
@@ -84,7 +84,7 @@ class _End:
 class Sender(_End):
     """The end that writes."""
 
-    def __init__(self, memory: memoryview, generation: int, waits: Waits, wait: Wait) -> None:
+    def __init__(self, memory: memoryview, generation: int, waits: WaitClock, wait: Wait) -> None:
         super().__init__(memory, 0, generation)
         self._waits, self._wait = waits, wait
         self._queue: deque[Tensor] = deque()
@@ -153,7 +153,7 @@ class Sender(_End):
 class Receiver(_End):
     """The end that reads."""
 
-    def __init__(self, memory: memoryview, generation: int, waits: Waits, wait: Wait) -> None:
+    def __init__(self, memory: memoryview, generation: int, waits: WaitClock, wait: Wait) -> None:
         super().__init__(memory, 1, generation)
         self._waits, self._wait = waits, wait
         self._queue: deque[Tensor] = deque()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from apportion.comm.barrier import NAP_SECONDS
-from apportion.comm.group import DONE, Group, Waits, Work, bytes_of
+from apportion.comm.group import DONE, Group, WaitClock, Work, bytes_of
 from apportion.errors import ApportionError, PeerLost
 
 DEADLINE_SECONDS = 300.0
@@ -134,12 +134,12 @@ class ProcessGroup(Group):
     beside = True
 
     def __init__(
-        self, process_group: Any, *, owned: bool, all_waits: Waits | None = None, place: _Place | None = None
+        self, process_group: Any, *, owned: bool, all_waits: WaitClock | None = None, place: _Place | None = None
     ) -> None:
         self._pg, self._owned, self._place = process_group, owned, place
         self.rank, self.size = process_group.rank(), process_group.size()
         self.waits: deque[tuple[float, float]] = deque(maxlen=_KEPT_WAITS)
-        self.all_waits = Waits() if all_waits is None else all_waits
+        self.all_waits = WaitClock() if all_waits is None else all_waits
         self._buffered: _Buffered | None = None
         self._sends: list[_Pending] = []  # gloo gives up what nobody keeps
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from apportion.comm import p2p
-from apportion.comm.barrier import DEADLINE_SECONDS, LINE, Meeting
-from apportion.comm.group import DONE, Group, Waits, Work
+from apportion.comm.barrier import DEADLINE_SECONDS, LINE, Barrier
+from apportion.comm.group import DONE, Group, WaitClock, Work
 from apportion.comm.p2p import Receiver, Sender
 
 PIECE = 512 << 10
@@ -54,7 +54,7 @@ def links_in(memory: memoryview, ranks: int) -> Links:
 
 
 @final
-class SharedMemory(Group):
+class SharedMemoryGroup(Group):
     """The collectives over ``memory``, which has ``nbytes(size)`` or more and belongs to this group alone."""
 
     under: Group | None = None
@@ -70,12 +70,12 @@ class SharedMemory(Group):
         check: Callable[[], None] | None = None,
         spins: bool = True,
         deadline: float = DEADLINE_SECONDS,
-        all_waits: Waits | None = None,
+        all_waits: WaitClock | None = None,
         links: Links | None = None,
     ) -> None:
         self.rank, self.size, self._generation, self._links = rank, size, generation, links
-        self.all_waits = Waits() if all_waits is None else all_waits
-        self.meeting = Meeting(
+        self.all_waits = WaitClock() if all_waits is None else all_waits
+        self.meeting = Barrier(
             memory, rank, size,
             generation=generation, check=check, spins=spins, deadline=deadline, all_waits=self.all_waits,
         )  # fmt: skip

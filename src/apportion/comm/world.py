@@ -14,11 +14,11 @@ import torch
 
 from apportion.comm import p2p
 from apportion.comm.channel import Channel
-from apportion.comm.group import Alone, Group, Waits
+from apportion.comm.group import Alone, Group, WaitClock
 from apportion.comm.host_memory import host_memory, is_faster, shared_memory
 from apportion.comm.membership import Membership
 from apportion.comm.objects import gather_messages
-from apportion.comm.shared_memory_group import SharedMemory, nbytes
+from apportion.comm.shared_memory_group import SharedMemoryGroup, nbytes
 from apportion.errors import ApportionError
 from apportion.process import usable_cores
 
@@ -58,7 +58,7 @@ class World:
     """The world that this is a part of, made by ``split``."""
     name: str = ""
     """Of a part: its axis and its ranks in the outer world, as ``pipe/0,2``."""
-    all_waits: Waits = field(default_factory=Waits, repr=False, compare=False)
+    all_waits: WaitClock = field(default_factory=WaitClock, repr=False, compare=False)
     _parts: dict[str, World] = field(default_factory=dict, repr=False, compare=False)
     _axes: dict[str, World] = field(default_factory=dict, repr=False, compare=False)
     _groups: dict[str, Group] = field(default_factory=dict, repr=False, compare=False)
@@ -119,7 +119,7 @@ class World:
             local_rank=place.rank,
             local_size=place.size,
             generation=place.generation,
-            all_waits=Waits(),
+            all_waits=WaitClock(),
             _parts={},
             _axes={},
             _groups={},
@@ -188,7 +188,7 @@ class World:
         from apportion.comm.process_group import ProcessGroup
 
         whole: Group | None = self.group()
-        if isinstance(whole, SharedMemory):
+        if isinstance(whole, SharedMemoryGroup):
             whole = whole.under
         assert isinstance(whole, ProcessGroup)
         return part._fastest(whole.part(ranks))
@@ -215,7 +215,7 @@ class World:
             return alone
         if self._is_supervised_memory():
             name = self.another("group") if self.outer is not None else "group/world"
-            return SharedMemory(
+            return SharedMemoryGroup(
                 self.shared(name, nbytes(self.seats)),
                 self.rank,
                 self.size,

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apportion.core.sampler import Deal
+from apportion.core.sampler import Sampler
 from apportion.core.workload import Workload
 
 
@@ -29,7 +29,7 @@ def fingerprint(
     found |= {name: "given" if getattr(workload, name) is not None else None for name in given}
     found["examples"] = examples
     if workload.schedule is not None:
-        found["total steps"] = workload.total_steps(Deal(examples, workload.batch_size).batches)
+        found["total steps"] = workload.total_steps(Sampler(examples, workload.batch_size).batches)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found["parameters"] = _shapes(parameters) | {"trained": sum(p.requires_grad for p in parameters.values())}
     found["buffers"] = _shapes(dict(model.named_buffers(remove_duplicate=False)))

@@ -126,7 +126,7 @@ class DataShard:
         return slice(int(ends[self.index]), int(ends[self.index + 1]))
 
 
-class Deal:
+class Sampler:
     """The order in which n examples are taken, in global batches; the last batch of an epoch may be short.
 
     ``shuffled``: slices of a permutation drawn from (seed, epoch). ``sequential``: slices in order; with ``lanes``,

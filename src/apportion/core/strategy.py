@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apportion.comm.world import World
-from apportion.core.data.batch import Batch, Batches
+from apportion.core.data.batch import Batch, BatchSource
 from apportion.core.fingerprint import fingerprint
 from apportion.core.replica_digest import Replicated
 from apportion.core.sampler import DataShard
@@ -21,7 +21,7 @@ from apportion.core.workload import Workload
 
 if TYPE_CHECKING:  # a run needs no prices
     from apportion.cost_model.cost import Cost
-    from apportion.cost_model.placement import Layout
+    from apportion.cost_model.placement import Placement
     from apportion.cost_model.profile import Profile
 
 
@@ -89,7 +89,7 @@ class Step(ABC):
     """This rank's (part of the) network, for ``Workload.update``."""
     optimizers: Mapping[str, Optimizer]
     """By name; the only one is called "" where the factory gave no names."""
-    source: Batches
+    source: BatchSource
     """Every batch of the training."""
     data_shard: DataShard | None
     """Which examples this rank takes, read again before every step. None: it takes no batches (see ``serve``)."""
@@ -225,12 +225,12 @@ class Strategy(Value, ABC):
         return workers
 
     @classmethod
-    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+    def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
         """Its values that are worth a price on this layout, a few; none where it has nothing to do there."""
         if cls.one_process == (layout.ranks == 1):
             yield cls()
 
-    def cost(self, profile: Profile, layout: Layout) -> Cost:
+    def cost(self, profile: Profile, layout: Placement) -> Cost:
         """What a step takes there: predicted, and pure. ValueError says why it cannot run this network, or there."""
         raise ValueError(f"{self} has no price yet")
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 from apportion.cost_model.cluster import Link
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import interpolated
 
 
-def message(layout: Layout, a: int, b: int, nbytes: float, *, at_once: int = 1) -> float:
+def message(layout: Placement, a: int, b: int, nbytes: float, *, at_once: int = 1) -> float:
     """From one rank to another, while so many such messages go at once over the same port."""
     if a == b or nbytes <= 0:
         return 0.0
@@ -27,22 +27,22 @@ def message(layout: Layout, a: int, b: int, nbytes: float, *, at_once: int = 1) 
     return link.latency + nbytes / link.bandwidth * at_once
 
 
-def all_reduce(layout: Layout, ranks: Sequence[int], nbytes: float) -> float:
+def all_reduce(layout: Placement, ranks: Sequence[int], nbytes: float) -> float:
     """The sum over ranks, on all of them."""
     return Collective.among(layout, ranks).all_reduce(nbytes)
 
 
-def all_gather(layout: Layout, ranks: Sequence[int], nbytes: float) -> float:
+def all_gather(layout: Placement, ranks: Sequence[int], nbytes: float) -> float:
     """What all ranks together hold (``nbytes`` in all), on all of them."""
     return Collective.among(layout, ranks).all_gather(nbytes)
 
 
-def reduce_scatter(layout: Layout, ranks: Sequence[int], nbytes: float) -> float:
+def reduce_scatter(layout: Placement, ranks: Sequence[int], nbytes: float) -> float:
     """Of the sum of ``nbytes`` over ranks, each one's share."""
     return Collective.among(layout, ranks).all_gather(nbytes)
 
 
-def broadcast(layout: Layout, ranks: Sequence[int], nbytes: float) -> float:
+def broadcast(layout: Placement, ranks: Sequence[int], nbytes: float) -> float:
     """From one to all, handed on from each to the next in pieces: the whole of it goes through every port."""
     return Collective.among(layout, ranks).broadcast(nbytes)
 
@@ -82,7 +82,7 @@ class Collective(NamedTuple):
     """Then this one, through a rank of each host."""
 
     @classmethod
-    def among(cls, layout: Layout, ranks: Sequence[int]) -> Self:
+    def among(cls, layout: Placement, ranks: Sequence[int]) -> Self:
         """These ranks."""
         if len(ranks) < 2:
             return cls(())
@@ -119,7 +119,7 @@ class Collective(NamedTuple):
         return within if self.between is None else within + self.between.seconds(nbytes, passes)
 
 
-def _ring(layout: Layout, ranks: Sequence[int], *, lanes: int = 1) -> _Ring:
+def _ring(layout: Placement, ranks: Sequence[int], *, lanes: int = 1) -> _Ring:
     n = len(ranks)
     if n < 2:
         return _Ring(n, 0.0, 1.0, ())
@@ -131,7 +131,7 @@ def _table(link: Link, ranks: int) -> tuple[tuple[float, float], ...]:
     return tuple((m.nbytes, m.seconds) for m in link.measured if m.what == "all_reduce" and m.ranks == ranks)
 
 
-def _port(layout: Layout, link: Link, ranks: Sequence[int], lanes: int) -> float:
+def _port(layout: Placement, link: Link, ranks: Sequence[int], lanes: int) -> float:
     """Bytes a second that each rank of a ring has for itself."""
     if link.port == "all":
         return link.bandwidth / len(ranks)

@@ -12,14 +12,14 @@ from functools import lru_cache
 from statistics import NormalDist
 
 from apportion.cost_model.cluster import Device
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile, Seconds
 
 
 class LayerTimes:
     """Of a profile's layers, on the kind of place that a rank of a layout has."""
 
-    def __init__(self, profile: Profile, layout: Layout, rank: int = 0) -> None:
+    def __init__(self, profile: Profile, layout: Placement, rank: int = 0) -> None:
         self._profile, self._device = profile, layout.device(rank)
         self._threads, self._together = layout.threads, layout.together(rank)
         self._fit = lru_cache(maxsize=None)(self._fitted)
@@ -69,7 +69,7 @@ class LayerTimes:
         )
 
 
-def times(profile: Profile, layout: Layout) -> list[LayerTimes]:
+def times(profile: Profile, layout: Placement) -> list[LayerTimes]:
     """Of every rank; ranks in the same kind of place have them in common."""
     known: dict[tuple[str, int, int, float], LayerTimes] = {}
     found = []
@@ -87,17 +87,19 @@ def times(profile: Profile, layout: Layout) -> list[LayerTimes]:
     return found
 
 
-def chance(layout: Layout) -> float:
+def chance(layout: Placement) -> float:
     """What ranks that meet lose to whoever is slowest by chance, of the time that they compute."""
     return slowest(layout.ranks, max(layout.device(rank).spread for rank in layout.kinds)) - 1.0
 
 
-def exposed(layout: Layout, a: int, b: int) -> float:
+def exposed(layout: Placement, a: int, b: int) -> float:
     """Share of a transfer between two ranks that no computing hides."""
     return 1.0 - layout.cluster.link(layout.devices[a], layout.devices[b]).hidden
 
 
-def held(profile: Profile, layout: Layout, weights: float, activations: float, *, share: float = 0.0) -> dict[str, int]:
+def held(
+    profile: Profile, layout: Placement, weights: float, activations: float, *, share: float = 0.0
+) -> dict[str, int]:
     """Memory of a rank with so many bytes of weights and activations. Where all ranks are on one host, two copies of
     its part besides outlive it (``parallel/partition/committed_shards.py``). ``share``: of the buffers; 0: as of the
     weights."""
@@ -142,7 +144,7 @@ def dealt(batch_size: int, ranks: int) -> list[int]:
     return [small + (rank < larger) for rank in range(ranks)]
 
 
-def by_speed(profile: Profile, layout: Layout) -> list[float]:
+def by_speed(profile: Profile, layout: Placement) -> list[float]:
     """The rows of each rank where all are to be ready at the same time."""
     even = profile.batch_size / layout.ranks
     speeds = [1.0 / seconds.both for seconds in _each(profile, layout, [even] * layout.ranks)]
@@ -150,7 +152,7 @@ def by_speed(profile: Profile, layout: Layout) -> list[float]:
 
 
 def computed(
-    profile: Profile, layout: Layout, rows: Sequence[float], *, parts: int = 1, between: float = 1.0
+    profile: Profile, layout: Placement, rows: Sequence[float], *, parts: int = 1, between: float = 1.0
 ) -> Computed:
     """Forward and backward of so many rows on each rank, in so many parts one after the other; then they meet, or after
     so many of these (``between``): what is chance evens out meanwhile."""
@@ -165,7 +167,7 @@ def computed(
     return Computed(forward, backward, mean, max(0.0, waiting))
 
 
-def _each(profile: Profile, layout: Layout, rows: Sequence[float]) -> list[Seconds]:
+def _each(profile: Profile, layout: Placement, rows: Sequence[float]) -> list[Seconds]:
     known: dict[tuple[Device, int, float], Seconds] = {}
     found = []
     for rank, many in enumerate(rows):
@@ -192,7 +194,7 @@ def of_rows(profile: Profile, rows: float) -> Profile:
     return replace(profile, batch_size=max(1, round(rows)), layers=layers)
 
 
-def updating(profile: Profile, layout: Layout, nbytes: float | None = None, *, fused: bool = False) -> float:
+def updating(profile: Profile, layout: Placement, nbytes: float | None = None, *, fused: bool = False) -> float:
     """Seconds until every rank has updated so many bytes of weights (None: all), or ``fused``, by torch's kernels."""
     return max(
         profile.update_seconds(
@@ -202,18 +204,18 @@ def updating(profile: Profile, layout: Layout, nbytes: float | None = None, *, f
     )
 
 
-def memory_rate(layout: Layout) -> float:
+def memory_rate(layout: Placement) -> float:
     """Bytes a second that each rank reads and writes while all do; of the slowest."""
     return min(layout.device(r).rate(layout.threads, layout.together(r)).bytes_per_second for r in layout.kinds)
 
 
-def call_seconds(layout: Layout) -> float:
+def call_seconds(layout: Placement) -> float:
     """To begin an operation, where that takes longest."""
     return max(layout.device(rank).call_seconds for rank in layout.kinds)
 
 
 def layer_seconds(
-    profile: Profile, layout: Layout, rows: float, forward: float, backward: float
+    profile: Profile, layout: Placement, rows: float, forward: float, backward: float
 ) -> tuple[list[float], list[float]]:
     """Forward and backward seconds of each layer, which add up to these: of the whole network, which has overheads
     that its layers by themselves have not, or the other way round."""

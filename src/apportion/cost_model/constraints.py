@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 
 WITHOUT_IMAGES = "data_parallel, fully_sharded, tensor_parallel, layer_placement or pipeline_parallel"
@@ -53,7 +53,7 @@ def must_be_whole(profile: Profile, microbatches: int) -> None:
         raise ValueError(f"microbatches={microbatches} {cut}")
 
 
-def must_have_store(profile: Profile, layout: Layout) -> None:
+def must_have_store(profile: Profile, layout: Placement) -> None:
     """ValueError where workers that share a store cannot run this, or not there."""
     for what, given, cure in (
         ("update=", profile.own_update, "give a loss, or use data_parallel"),

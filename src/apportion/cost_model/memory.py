@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from apportion.cost_model.cost import MEMORY
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
+class MemoryUse:
     """Bytes by what they hold (``cost.MEMORY``)."""
 
     own: Mapping[str, float]
@@ -56,7 +56,7 @@ def of_replica(profile: Profile, rows: float) -> dict[str, float]:
     return {**held, "activations": activations(profile, rows)}
 
 
-def parts_that_fit(profile: Profile, layout: Layout) -> int:
+def parts_that_fit(profile: Profile, layout: Placement) -> int:
     """Microbatches with which a rank's activations fit its memory; 1 where they do at once, or never do."""
     cut = profile.cut_by_rows and not profile.own_update and not profile.batch_norm
     rows = max(1, profile.batch_size // layout.ranks)

@@ -110,7 +110,7 @@ class _Cuts:
 
 
 @dataclass(frozen=True)
-class Work:
+class LayerWork:
     """Of one layer, for one batch."""
 
     forward: float
@@ -120,7 +120,7 @@ class Work:
     """What would go over a cut before it, in one direction."""
 
 
-class Stage(NamedTuple):
+class PartitionStage(NamedTuple):
     """Consecutive layers, each batch computed by one of the replicas."""
 
     first: int
@@ -128,7 +128,7 @@ class Stage(NamedTuple):
     replicas: int
 
 
-def replicated(layers: Sequence[Work], workers: int, bandwidth: float) -> tuple[tuple[Stage, ...], float]:
+def replicated(layers: Sequence[LayerWork], workers: int, bandwidth: float) -> tuple[tuple[PartitionStage, ...], float]:
     """Stages with replicas for a full pipeline of batches, and the seconds that each batch takes of the slowest one.
 
     The recurrence of Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,
@@ -150,7 +150,7 @@ def replicated(layers: Sequence[Work], workers: int, bandwidth: float) -> tuple[
     """
     n = len(layers)
     sums = _Sums(layers)
-    best: list[list[tuple[float, tuple[Stage, ...]] | None]] = [[(0.0, ())] + [None] * workers]
+    best: list[list[tuple[float, tuple[PartitionStage, ...]] | None]] = [[(0.0, ())] + [None] * workers]
     best += [[None] * (workers + 1) for _ in range(n)]
     for end in range(1, n + 1):
         for used in range(1, workers + 1):
@@ -160,9 +160,13 @@ def replicated(layers: Sequence[Work], workers: int, bandwidth: float) -> tuple[
 
 
 def _one_more(
-    sums: _Sums, best: Sequence[Sequence[tuple[float, tuple[Stage, ...]] | None]], end: int, used: int, bandwidth: float
-) -> tuple[float, tuple[Stage, ...]] | None:
-    found: tuple[float, tuple[Stage, ...]] | None = None
+    sums: _Sums,
+    best: Sequence[Sequence[tuple[float, tuple[PartitionStage, ...]] | None]],
+    end: int,
+    used: int,
+    bandwidth: float,
+) -> tuple[float, tuple[PartitionStage, ...]] | None:
+    found: tuple[float, tuple[PartitionStage, ...]] | None = None
     for replicas in range(used, 0, -1):
         for begin in range(end - 1, -1, -1):
             if found is not None and sums.computing(begin, end) / replicas >= found[0]:
@@ -172,14 +176,14 @@ def _one_more(
                 continue
             slowest = max(before[0], sums.stage(begin, end, replicas, bandwidth))
             if found is None or slowest < found[0]:
-                found = slowest, (*before[1], Stage(begin, end - 1, replicas))
+                found = slowest, (*before[1], PartitionStage(begin, end - 1, replicas))
     return found
 
 
 class _Sums:
     """Of any consecutive layers."""
 
-    def __init__(self, layers: Sequence[Work]) -> None:
+    def __init__(self, layers: Sequence[LayerWork]) -> None:
         self._forward = [0.0, *accumulate(layer.forward for layer in layers)]
         self._backward = [0.0, *accumulate(layer.backward for layer in layers)]
         self._weights = [0.0, *accumulate(layer.parameter_bytes for layer in layers)]

@@ -11,7 +11,7 @@ from apportion.cost_model.cluster import Cluster, Device
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class Placement:
     """Ranks on the devices of a cluster. Ranks that follow each other are near each other: those who talk most are
     given neighbouring numbers."""
 
@@ -58,10 +58,10 @@ class Layout:
         """Devices of some ranks."""
         return tuple(self.devices[r] for r in ranks)
 
-    def part(self, ranks: range | tuple[int, ...]) -> Layout:
+    def part(self, ranks: range | tuple[int, ...]) -> Placement:
         """Of some of the ranks, while the others compute beside them."""
         others = tuple(name for rank, name in enumerate(self.devices) if rank not in ranks)
-        return Layout(
+        return Placement(
             cluster=self.cluster, devices=self.group(ranks), threads=self.threads, beside=(*self.beside, *others)
         )
 
@@ -75,7 +75,7 @@ class Layout:
         return tuple(seen.values())
 
 
-def layouts(cluster: Cluster, *, most: int = 64) -> Iterator[Layout]:
+def layouts(cluster: Cluster, *, most: int = 64) -> Iterator[Placement]:
     """Worth a look: on one device with all its threads and with one; on all devices of a host, of some hosts and of
     all, with workers and threads shared out in powers of two. Threads are never more than cores."""
     seen = set()
@@ -83,7 +83,7 @@ def layouts(cluster: Cluster, *, most: int = 64) -> Iterator[Layout]:
         key = devices, threads
         if key not in seen:
             seen.add(key)
-            yield Layout(cluster=cluster, devices=devices, threads=threads)
+            yield Placement(cluster=cluster, devices=devices, threads=threads)
 
 
 def _choices(cluster: Cluster, most: int) -> Iterator[tuple[tuple[str, ...], int]]:

@@ -10,7 +10,7 @@ from apportion.cost_model.cost import Span
 
 
 @dataclass(frozen=True)
-class Task:
+class SimulatedTask:
     """Work that occupies some devices or links for a time, after other tasks are done."""
 
     name: str
@@ -24,7 +24,7 @@ class Task:
     """Of those that could begin, the lowest goes first; of equals, the one that stands first in the list."""
 
 
-def simulate(tasks: Sequence[Task]) -> tuple[Span, ...]:
+def simulate(tasks: Sequence[SimulatedTask]) -> tuple[Span, ...]:
     """When each task runs, in the order of the list. Whatever can begin begins; what is taken is waited for.
 
     ValueError where tasks wait for each other in a circle.
@@ -35,7 +35,7 @@ def simulate(tasks: Sequence[Task]) -> tuple[Span, ...]:
 class _Simulation:
     """Where every task stands, while time goes from one end of a task to the next."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Sequence[SimulatedTask]) -> None:
         self.tasks = tasks
         self.missing = [len(task.after) for task in tasks]
         self.followers: list[list[int]] = [[] for _ in tasks]

@@ -27,8 +27,8 @@ from apportion.planner.performance_monitor import Expected, expected_of
 from apportion.planner.predict import offered, predicted
 from apportion.planner.trials.pilot import Piloted, pilot
 from apportion.planner.trials.significance import SURE
-from apportion.planner.trials.trial import LEAST_ROUNDS, Candidate, Parked, candidate
-from apportion.planner.trials.tune import Offer, Refined, Tried, refine
+from apportion.planner.trials.trial import LEAST_ROUNDS, Candidate, TrialWorkers, candidate
+from apportion.planner.trials.tune import Offer, TuningResult, TuningTrial, refine
 from apportion.runtime.launch.local import Local
 from apportion.runtime.proof.budget import BUDGET_SHARE, STARTED_SECONDS, budget, proving
 from apportion.runtime.worker.cpu_wait import noted
@@ -80,7 +80,7 @@ class _Deciding:
         self._began = time.monotonic()
         self._workload, self._changes, self._launcher, self._planning = workload, changes, launcher, planning
         self._offers = list(offers)
-        alone = Parked(candidate(offers[0].strategy, offers[0].launcher), workload, changes)
+        alone = TrialWorkers(candidate(offers[0].strategy, offers[0].launcher), workload, changes)
         try:
             built = time.monotonic()
             alone.built()
@@ -172,7 +172,7 @@ class _Deciding:
         """Does it take this network? Prices do not know of all that is refused when a step is built."""
         if offer.strategy.one_process:
             return True
-        built = Parked(candidate(offer.strategy, offer.launcher), self._workload, self._changes)
+        built = TrialWorkers(candidate(offer.strategy, offer.launcher), self._workload, self._changes)
         try:
             built.built()
         except (ValueError, ApportionError):
@@ -181,7 +181,9 @@ class _Deciding:
             built.crew.close()
         return True
 
-    def _refined(self, refined: Refined, priced: Sequence[Offer], piloted: tuple[Offer, Piloted] | None) -> Decision:
+    def _refined(
+        self, refined: TuningResult, priced: Sequence[Offer], piloted: tuple[Offer, Piloted] | None
+    ) -> Decision:
         chosen = refined.chosen
         assert chosen.measured is not None
         measured = Expected(step_seconds=chosen.measured.step_seconds, terms=chosen.measured.terms, measured=True)
@@ -190,7 +192,7 @@ class _Deciding:
         why = [_why(refined) + learned, *filter(None, [noted(chosen.measured.without_core_share)])]
         return self._decision(chosen.strategy, chosen.launcher, "; ".join(why), data, measured)
 
-    def _pilot(self, priced: Sequence[Offer], refined: Refined, seconds: float) -> tuple[Offer, Piloted] | None:
+    def _pilot(self, priced: Sequence[Offer], refined: TuningResult, seconds: float) -> tuple[Offer, Piloted] | None:
         found = [(p.cost.seconds_per_example, str(p), p) for p in priced if p.cost is not None and not p.strategy.exact]
         best, chosen = min(found)[2] if found else None, refined.chosen
         assert chosen.measured is not None
@@ -232,7 +234,7 @@ class _Deciding:
         return time.monotonic() - self._began
 
 
-def _a_step(alone: Parked) -> float:
+def _a_step(alone: TrialWorkers) -> float:
     """Seconds, roughly: of a few after the first; of the first where that was long."""
     began = time.perf_counter()
     alone.go(1, measure=False)
@@ -248,7 +250,7 @@ def _few(most: int) -> int | None:
     return most if most < 6 else None
 
 
-def _why(refined: Refined) -> str:
+def _why(refined: TuningResult) -> str:
     measured = [t for t in refined.tried if t.measured is not None]
     assert refined.chosen.measured is not None
     took = f"{refined.chosen.measured.step_seconds * 1e3:.3g} ms a step"
@@ -260,7 +262,7 @@ def _why(refined: Refined) -> str:
     return f"the fastest, {took}{sure}"
 
 
-def _told_tried(tried: Sequence[Tried], priced: Sequence[Offer]) -> list[dict[str, Any]]:
+def _told_tried(tried: Sequence[TuningTrial], priced: Sequence[Offer]) -> list[dict[str, Any]]:
     """What was tried, then what was only priced."""
     known = {str(t) for t in tried}
     rows = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from apportion.core.strategy import Strategy
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.planner.units import gibibytes
 from apportion.runtime.launch.env import Env
@@ -24,7 +24,7 @@ measurements, so they differ by less than each may be off."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class Measurement:
     """What real steps took."""
 
     step_seconds: float
@@ -48,7 +48,7 @@ class Priced:
     """A strategy on a layout."""
 
     strategy: Strategy
-    layout: Layout
+    layout: Placement
     cost: Cost | None = None
     """Predicted; None: it cannot run this network, or not there."""
     refusal: str = ""
@@ -57,7 +57,7 @@ class Priced:
     """Seconds a step, predicted with what trials of other strategies have taught."""
     overhead: float = 0.0
     """What part of the predicted step is our own calls (see ``with_overhead``)."""
-    tried: Tried | None = None
+    tried: Measurement | None = None
     without_core: float = 0.0
     """The same share while what the price is made of was measured."""
     layouts: int = 1
@@ -138,7 +138,7 @@ class Priced:
         return self.layout.ranks, len(self.layout.hosts), getattr(self.strategy, "of", None) is not None
 
 
-def priced(strategy: Strategy, layout: Layout, profile: Profile) -> Priced:
+def priced(strategy: Strategy, layout: Placement, profile: Profile) -> Priced:
     """What it costs there; or why it does not run there, or does not fit."""
     try:
         cost = strategy.cost(profile, layout)
@@ -148,7 +148,7 @@ def priced(strategy: Strategy, layout: Layout, profile: Profile) -> Priced:
     return Priced(strategy=strategy, layout=layout, cost=None if refusal else cost, refusal=refusal)
 
 
-def misfit(cost: Cost, layout: Layout) -> str:
+def misfit(cost: Cost, layout: Placement) -> str:
     """Which device has too little memory; empty where all have enough."""
     for name, ranks in Counter(layout.devices).items():
         needed, there = cost.memory_bytes * ranks, layout.cluster.device(name).memory_bytes

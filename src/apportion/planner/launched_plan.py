@@ -23,11 +23,11 @@ from apportion.core.address import load_workload
 from apportion.core.value import written_name
 from apportion.core.workload import Workload
 from apportion.cost_model.cluster import Cluster
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.planner.build import make
 from apportion.planner.calibration import Trial, correction
-from apportion.planner.candidate import Priced, Tried, family, ranked
+from apportion.planner.candidate import Measurement, Priced, family, ranked
 from apportion.planner.plan import Plan
 from apportion.planner.search import places_of, search
 from apportion.planner.trials.launched_trials import Bench, Choice, Taken
@@ -90,13 +90,13 @@ def _seats(world: World) -> list[tuple[int, int | None]]:
     return [(host, gpu) for host, (*_, gpu) in zip(own, everyone, strict=True)]
 
 
-def _on(cluster: Cluster, seats: Sequence[tuple[int, int | None]]) -> Layout:
+def _on(cluster: Cluster, seats: Sequence[tuple[int, int | None]]) -> Placement:
     """The ranks where they are, each with the threads that it has."""
     names = (f"{cluster.hosts[host]}/{'cpu' if gpu is None else f'gpu{gpu}'}" for host, gpu in seats)
-    return Layout(cluster=cluster, devices=tuple(names), threads=torch.get_num_threads())
+    return Placement(cluster=cluster, devices=tuple(names), threads=torch.get_num_threads())
 
 
-def priced_here(opened: Workload, own: Layout, seconds: float) -> tuple[list[Priced], Profile]:
+def priced_here(opened: Workload, own: Placement, seconds: float) -> tuple[list[Priced], Profile]:
     """Everything that these ranks could do, all of them where they are or one alone, priced; and the profile that it is
     priced by."""
     profiled = profile(opened, own.cluster, [own, *places_of(own.cluster, 1)], seconds=seconds)
@@ -171,4 +171,4 @@ def _with(p: Priced, taken: dict[Choice, Taken], refused: dict[str, str]) -> Pri
     if choice not in taken or p.cost is None:
         return p
     low, middle, high = taken[choice].quartiles
-    return replace(p, tried=Tried(step_seconds=middle, low=low, high=high, steps=taken[choice].steps))
+    return replace(p, tried=Measurement(step_seconds=middle, low=low, high=high, steps=taken[choice].steps))

@@ -65,7 +65,7 @@ class Expected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drift:
+class SlowdownReport:
     """What is to be told."""
 
     ratio: float
@@ -83,7 +83,7 @@ def expected_of(cost: Cost) -> Expected:
 
 def drift(
     expected: Expected, ranks: Mapping[int, Terms], last: float = 1.0, *, wanted: float | None = None
-) -> Drift | None:
+) -> SlowdownReport | None:
     """What is to be told, where anything is. ``ranks``: medians of each. ``last``: the ratio that was last told.
     ``wanted``: in what share of the time something waits for a core, where that is known."""
     steps = {rank: sum(terms.values()) for rank, terms in ranks.items()}
@@ -95,9 +95,11 @@ def drift(
         return None
     should = f"{'measured' if expected.measured else 'predicted'} {expected.step_seconds * 1e3:.3g} ms"
     if back:
-        return Drift(ratio=1.0, step_seconds=took, cause=f"a step takes {took * 1e3:.3g} ms, again as the {should}")
+        return SlowdownReport(
+            ratio=1.0, step_seconds=took, cause=f"a step takes {took * 1e3:.3g} ms, again as the {should}"
+        )
     why = _why(expected, ranks, wanted)
-    return Drift(
+    return SlowdownReport(
         ratio=ratio,
         step_seconds=took,
         cause=f"a step takes {took * 1e3:.3g} ms, {ratio:.2f} times the {should}: {why}",
@@ -161,7 +163,7 @@ def cores_wanted(path: Path = CPU) -> float | None:
 
 
 @final
-class Watch:
+class PerformanceMonitor:
     """Holds the events of a run against what was expected."""
 
     def __init__(self, expected: Expected, *, wanted: Callable[[], float | None] = cores_wanted) -> None:

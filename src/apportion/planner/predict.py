@@ -11,7 +11,7 @@ from apportion.core.value import find
 from apportion.core.workload import Workload
 from apportion.cost_model.cluster import Cluster
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Layout, layouts
+from apportion.cost_model.placement import Placement, layouts
 from apportion.cost_model.profile import Profile
 from apportion.planner.search import search
 from apportion.planner.trials.trial import Candidate, candidate
@@ -56,7 +56,7 @@ def predicted(workload: Workload | str, launcher: Local, seconds: float, *, reme
 def prices(workload: Workload | str, candidates: Sequence[Candidate], seconds: float) -> list[Cost | None]:
     """Of these candidates; None of one that has no price."""
 
-    def places(cluster: Cluster) -> list[Layout]:
+    def places(cluster: Cluster) -> list[Placement]:
         found = [_layout(c, cluster) for c in candidates]
         return list(dict.fromkeys(place for place in found if place is not None))
 
@@ -68,7 +68,7 @@ def prices(workload: Workload | str, candidates: Sequence[Candidate], seconds: f
 
 
 def _profiled(
-    workload: Workload | str, seconds: float, remeasure: bool, places: Callable[[Cluster], list[Layout]]
+    workload: Workload | str, seconds: float, remeasure: bool, places: Callable[[Cluster], list[Placement]]
 ) -> tuple[Cluster, Profile] | None:
     """This machine and the workload on it, measured; the machine as it was once, where it was. None where no layout
     has anything to say."""
@@ -77,19 +77,19 @@ def _profiled(
     return (cluster, measure_workload.profile(workload, cluster, wanted, seconds=seconds / 2)) if wanted else None
 
 
-def _cost(strategy: Strategy, profile: Profile, place: Layout | None) -> Cost | None:
+def _cost(strategy: Strategy, profile: Profile, place: Placement | None) -> Cost | None:
     try:
         return None if place is None else strategy.cost(profile, place)
     except ValueError:  # it says why it cannot
         return None
 
 
-def _layout(chosen: Candidate, cluster: Cluster) -> Layout | None:
+def _layout(chosen: Candidate, cluster: Cluster) -> Placement | None:
     """Where a candidate's ranks are: on the GPUs, one each, or all on the cores."""
     gpus = [d.name for d in cluster.devices if d.kind == "cuda" and chosen.launcher.device != "cpu"]
     cores = [d.name for d in cluster.devices if d.kind == "cpu"]
     devices = gpus[: chosen.ranks] if len(gpus) >= chosen.ranks else cores[:1] * chosen.ranks
     try:
-        return Layout(cluster=cluster, devices=tuple(devices), threads=chosen.launcher.threads_each(chosen.ranks))
+        return Placement(cluster=cluster, devices=tuple(devices), threads=chosen.launcher.threads_each(chosen.ranks))
     except ValueError:  # more threads than cores
         return None

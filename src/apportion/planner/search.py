@@ -8,7 +8,7 @@ from itertools import islice
 from apportion.core.strategy import Strategy
 from apportion.core.value import find, names, parse
 from apportion.cost_model.cluster import Cluster
-from apportion.cost_model.placement import Layout, layouts
+from apportion.cost_model.placement import Placement, layouts
 from apportion.cost_model.profile import Profile
 from apportion.planner.candidate import Priced, family, priced, ranked
 from apportion.planner.units import label
@@ -46,7 +46,7 @@ def search(
 
 
 def among(
-    places: Sequence[Layout],
+    places: Sequence[Placement],
     profile: Profile,
     *,
     strategies: Sequence[Strategy | str] | None = None,
@@ -68,7 +68,7 @@ def among(
     return tuple(ranked(found))
 
 
-def places_of(cluster: Cluster, workers: int | None = None, threads: int | None = None) -> list[Layout]:
+def places_of(cluster: Cluster, workers: int | None = None, threads: int | None = None) -> list[Placement]:
     """The layouts worth a look, the largest first; of so many workers and threads where they are given."""
     if workers is None:
         found = [layout for layout in layouts(cluster) if threads in (None, layout.threads)]
@@ -106,7 +106,7 @@ def _nearest(cluster: Cluster, workers: int, threads: int | None, most: int) -> 
     return f"threads<={max(d.cores for d in cluster.devices)}"
 
 
-def _of_workers(cluster: Cluster, workers: int, threads: int | None) -> Iterator[Layout]:
+def _of_workers(cluster: Cluster, workers: int, threads: int | None) -> Iterator[Placement]:
     """So many workers on the GPUs where there are any, else on the cores; on one host, and on all evenly."""
     gpus = [d for d in cluster.devices if d.kind == "cuda"]
     devices = gpus or list(cluster.devices)
@@ -122,7 +122,7 @@ def _of_workers(cluster: Cluster, workers: int, threads: int | None) -> Iterator
         most = min(d.cores // names_.count(d.name) for d in here if d.name in names_)
         for each in dict.fromkeys([most, 1] if threads is None else [threads]):
             if 1 <= each <= most:
-                yield Layout(cluster=cluster, devices=tuple(names_), threads=each)
+                yield Placement(cluster=cluster, devices=tuple(names_), threads=each)
 
 
 def _asked(strategies: Sequence[Strategy | str] | None) -> tuple[list[type[Strategy]], list[Strategy]]:
@@ -142,9 +142,9 @@ def _choices(
     kinds: Sequence[type[Strategy]],
     values: Sequence[Strategy],
     profile: Profile,
-    places: Sequence[Layout],
-    large: Sequence[Layout],
-) -> Iterator[tuple[Strategy, Layout]]:
+    places: Sequence[Placement],
+    large: Sequence[Placement],
+) -> Iterator[tuple[Strategy, Placement]]:
     """Each once."""
     seen = set()
     every = [_plain(kinds, profile, places), _composed(kinds, profile, large), _as_they_are(values, places)]
@@ -157,8 +157,8 @@ def _choices(
 
 
 def _plain(
-    kinds: Sequence[type[Strategy]], profile: Profile, places: Sequence[Layout]
-) -> Iterator[tuple[Strategy, Layout]]:
+    kinds: Sequence[type[Strategy]], profile: Profile, places: Sequence[Placement]
+) -> Iterator[tuple[Strategy, Placement]]:
     for layout in places:
         for cls in kinds:
             for strategy in _candidates(cls, profile, layout):
@@ -166,8 +166,8 @@ def _plain(
 
 
 def _composed(
-    kinds: Sequence[type[Strategy]], profile: Profile, large: Sequence[Layout]
-) -> Iterator[tuple[Strategy, Layout]]:
+    kinds: Sequence[type[Strategy]], profile: Profile, large: Sequence[Placement]
+) -> Iterator[tuple[Strategy, Placement]]:
     """Replicas of groups that hold the network in parts. The ranks of a group follow each other, so they share a host
     before they share anything else."""
     replicated = next((cls for cls in kinds if cls.__name__ == "DataParallel"), None)
@@ -182,7 +182,7 @@ def _composed(
                 yield replicated(of=of, replicas=layout.ranks // size), layout  # type: ignore[call-arg]
 
 
-def group_sizes(layout: Layout) -> list[int]:
+def group_sizes(layout: Placement) -> list[int]:
     """Ranks of a group: two, four, and all that a host has. Sizes between these are left out, since all that each of
     them offers would be priced on each of the largest layouts: cores and GPUs come in powers of two, and a group that
     ends in the middle of a host sends between hosts what it could send within one."""
@@ -190,21 +190,21 @@ def group_sizes(layout: Layout) -> list[int]:
     return [n for n in sorted({2, 4, here}) if 1 < n < layout.ranks and layout.ranks % n == 0]
 
 
-def _as_they_are(values: Iterable[Strategy], places: Sequence[Layout]) -> Iterator[tuple[Strategy, Layout]]:
+def _as_they_are(values: Iterable[Strategy], places: Sequence[Placement]) -> Iterator[tuple[Strategy, Placement]]:
     for strategy in values:
         for layout in places:
             if strategy.one_process == (layout.ranks == 1):
                 yield strategy, layout
 
 
-def _candidates(cls: type[Strategy], profile: Profile, layout: Layout) -> list[Strategy]:
+def _candidates(cls: type[Strategy], profile: Profile, layout: Placement) -> list[Strategy]:
     try:
         return list(islice(cls.candidates(profile, layout), MOST_EACH))
     except ValueError:  # its reason is told where its plain value is priced
         return [cls()]
 
 
-def _plainly(strategy: Strategy, profile: Profile, places: Sequence[Layout]) -> list[Priced]:
+def _plainly(strategy: Strategy, profile: Profile, places: Sequence[Placement]) -> list[Priced]:
     """It offered no value anywhere: its plain one where that has a price all the same, else why it has none."""
     if max(place.ranks for place in places) == 1:
         what = "there is one device, which is one worker"
@@ -213,7 +213,7 @@ def _plainly(strategy: Strategy, profile: Profile, places: Sequence[Layout]) -> 
     return [p for p in asked if p.cost is not None] or asked[:1] or [_refused(strategy, profile, places[0])]
 
 
-def _refused(strategy: Strategy, profile: Profile, place: Layout) -> Priced:
+def _refused(strategy: Strategy, profile: Profile, place: Placement) -> Priced:
     """Of one process, where there are several."""
     asked = priced(strategy, place, profile)
     what = asked.refusal or f"it is one process, and there are {place.ranks} workers"

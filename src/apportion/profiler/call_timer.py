@@ -19,7 +19,7 @@ EMPTY_RUNS = 50
 
 
 @dataclass
-class Ran:
+class TimedCall:
     """A call as it was made."""
 
     name: str
@@ -75,8 +75,8 @@ class Calls(fx.Interpreter):
         self._model, self._graph, self._device = model, graph, device
         self._names = names(graph)
         self._empty = self._empty_backward()
-        self.ran: list[Ran] = []
-        self.watch: Callable[[Ran], Any] | None = None
+        self.ran: list[TimedCall] = []
+        self.watch: Callable[[TimedCall], Any] | None = None
         """Called around each forward: gives a context."""
 
     def _empty_backward(self) -> float:
@@ -97,7 +97,7 @@ class Calls(fx.Interpreter):
             p.grad = None
         self.ran = []
         outputs = self.run(*arguments(self._graph, inputs))
-        last = Ran("", self.ran[-1].node, loss, (outputs,), {}, copies=False)
+        last = TimedCall("", self.ran[-1].node, loss, (outputs,), {}, copies=False)
         self._call(last)
         gradients: dict[int, Tensor] = {}
         for ran in (last, *reversed(self.ran)):
@@ -115,11 +115,11 @@ class Calls(fx.Interpreter):
         if not n.op.startswith("call_"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        ran = Ran(self._names[n], n, self._target(n), args, kwargs, copies=self._writes(n))
+        ran = TimedCall(self._names[n], n, self._target(n), args, kwargs, copies=self._writes(n))
         self.ran.append(ran)
         return self._call(ran)
 
-    def _call(self, ran: Ran) -> Any:
+    def _call(self, ran: TimedCall) -> Any:
         args, kwargs = fresh((ran.args, ran.kwargs), ran.taken, copies=ran.copies)
         if self.watch is None:
             began = clock(self._device)
@@ -152,7 +152,7 @@ def kept_bytes(calls: Calls, inputs: Any, loss: Callable[[Any], Tensor]) -> dict
     seen = {t.untyped_storage().data_ptr() for t in own}
     found: dict[str, int] = {}
 
-    def watch(ran: Ran) -> Any:
+    def watch(ran: TimedCall) -> Any:
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in seen:

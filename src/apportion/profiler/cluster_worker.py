@@ -21,7 +21,7 @@ from apportion.comm.channel import Channel
 from apportion.comm.group import Group
 from apportion.comm.objects import broadcast_message
 from apportion.comm.world import World
-from apportion.parallel.pipeline.transfer import Inlet, Outlet
+from apportion.parallel.pipeline.transfer import StageReceiver, StageSender
 from apportion.runtime.worker.cpu_wait import without_core
 from apportion.runtime.worker.entry import run_program
 
@@ -52,7 +52,7 @@ Pairs = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gauging:
+class BenchmarkJob:
     """What a worker process is given to do that only measures."""
 
     threads: int
@@ -65,9 +65,10 @@ def main(sock: socket.socket, payload: bytes) -> int:
     return run_program(sock, payload, serve_gauges)
 
 
-def serve_gauges(job: Gauging, world: World, channel: Channel) -> None:
-    """Measure what is asked for, until told to ``close``: orders name a method of ``Gauge`` and its arguments."""
-    gauge = Gauge(world)
+def serve_gauges(job: BenchmarkJob, world: World, channel: Channel) -> None:
+    """Measure what is asked for, until told to ``close``. An order names a method of ``HardwareBenchmark`` and gives its
+    arguments."""
+    gauge = HardwareBenchmark(world)
     channel.send({"kind": "ready"})
     while (order := channel.commands.get()) is not None and order["kind"] != "close":
         channel.send({"kind": "gauged", "found": getattr(gauge, order["what"])(**order["how"])})
@@ -75,7 +76,7 @@ def serve_gauges(job: Gauging, world: World, channel: Channel) -> None:
 
 
 @final
-class Gauge:
+class HardwareBenchmark:
     """Called by all ranks of a world alike. What is returned are samples, of this rank: seconds, or a rate."""
 
     def __init__(self, world: World, group: Group | None = None) -> None:
@@ -163,7 +164,7 @@ class Gauge:
             return self._in_step(lambda: None, seconds)
         begins = both or self.group.rank in [a for a, _ in pairs]
         tensor = torch.zeros(nbytes // 4, device=self.device)
-        outlet, inlet = Outlet(self.group, other), Inlet(self.group, other, self.device)
+        outlet, inlet = StageSender(self.group, other), StageReceiver(self.group, other, self.device)
 
         def there_and_back() -> None:
             if begins:

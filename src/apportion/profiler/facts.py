@@ -15,7 +15,7 @@ from apportion.parallel.optim.elementwise import rule_of
 from apportion.parallel.optim.fused import needs_whole_weights
 from apportion.parallel.tracing import network
 from apportion.parallel.tracing.network import Layer
-from apportion.profiler.call_timer import Ran, kept_bytes
+from apportion.profiler.call_timer import TimedCall, kept_bytes
 from apportion.profiler.layer_splits import ways, window
 from apportion.profiler.profiled_step import TimedStep
 
@@ -103,7 +103,7 @@ def _described(layer: Layer) -> dict[str, Any]:
     }
 
 
-def _cuts(ran: Ran) -> dict[str, Any]:
+def _cuts(ran: TimedCall) -> dict[str, Any]:
     """How a layer can be cut, and what that depends on."""
     found: dict[str, Any] = {"ways": list(ways(ran.call, ran.node, ran.args))}
     first = ran.args[0] if ran.args else None
@@ -116,7 +116,7 @@ def _cuts(ran: Ran) -> dict[str, Any]:
     return found | {"across": sides[-1]} if sides[-1] != sides[0] else found
 
 
-def _signature(layer: Layer, ran: Ran) -> Any:
+def _signature(layer: Layer, ran: TimedCall) -> Any:
     """The same of layers that take the same time: repeated blocks are timed as one."""
     settings = repr(ran.call) if isinstance(ran.call, nn.Module) else repr(ran.node.kwargs)
     wanted = tuple(t.requires_grad for t in tree.tensors((ran.args, ran.kwargs)))

@@ -22,7 +22,7 @@ import torch
 from apportion.comm.objects import broadcast_message, gather_messages
 from apportion.comm.world import World, hosts
 from apportion.cost_model.cluster import Cluster, Device, Link, Rate
-from apportion.profiler.cluster_worker import Gauge
+from apportion.profiler.cluster_worker import HardwareBenchmark
 from apportion.profiler.discover import discover
 from apportion.profiler.samples import Table, line, measured_link, slowest, spread, sums, typical
 
@@ -56,8 +56,10 @@ def _measured(world: World, here: list[list[int]], seconds: float) -> Found:
     """By this rank, with the others."""
     leaders = [ranks[0] for ranks in here]
     own = next(ranks for ranks in here if world.rank in ranks)
-    within = Gauge(world.split("measure.host", here))
-    among = Gauge(world.split("measure.hosts", [leaders, *([r] for r in range(world.size) if r not in leaders)]))
+    within = HardwareBenchmark(world.split("measure.host", here))
+    among = HardwareBenchmark(
+        world.split("measure.hosts", [leaders, *([r] for r in range(world.size) if r not in leaders)])
+    )
     samples: dict[str, list[Any]] = defaultdict(list)
     each = seconds / ROUNDS
     for _ in range(ROUNDS):
@@ -70,7 +72,7 @@ def _measured(world: World, here: list[list[int]], seconds: float) -> Found:
             if world.rank in leaders:
                 _link_samples(samples, "hosts", among, _pairs(len(leaders)), each / 3)
             if len(leaders) < world.size:
-                samples["all"].append(Gauge(world).all_reduces(each / 6))
+                samples["all"].append(HardwareBenchmark(world).all_reduces(each / 6))
         world.group().barrier()
     nominal = discover()
     device = next(d for d in nominal.devices if d.kind == world.device.type)
@@ -87,7 +89,7 @@ def _pairs(many: int) -> list[list[int]]:
     return every if len(every) <= PAIRS else [[a, a + 1] for a in range(many - 1)]
 
 
-def _rates(samples: dict[str, list[Any]], gauge: Gauge, own: list[int], seconds: float) -> None:
+def _rates(samples: dict[str, list[Any]], gauge: HardwareBenchmark, own: list[int], seconds: float) -> None:
     """All of a host's ranks at once; then one of them by itself with one thread, and with all cores."""
     given, cores = torch.get_num_threads(), discover().devices[0].cores
     for name, threads, active in (("all", given, None), ("one", 1, [0]), ("cores", cores, [0])):
@@ -103,7 +105,7 @@ def _rates(samples: dict[str, list[Any]], gauge: Gauge, own: list[int], seconds:
 
 
 def _link_samples(
-    samples: dict[str, list[Any]], name: str, gauge: Gauge, pairs: list[list[int]], seconds: float
+    samples: dict[str, list[Any]], name: str, gauge: HardwareBenchmark, pairs: list[list[int]], seconds: float
 ) -> None:
     samples[name].append(gauge.all_reduces(seconds / 2))
     for a, b in pairs:

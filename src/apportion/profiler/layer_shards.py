@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from apportion.comm.group import DONE, Group, Waits, Work
+from apportion.comm.group import DONE, Group, WaitClock, Work
 from apportion.core import tree
 from apportion.parallel.recurrent.layer import chunks, layer
 from apportion.profiler.call_timer import backward, clock, fresh
@@ -22,7 +22,7 @@ class Silent(Group):
     would give are copies of its own."""
 
     def __init__(self, size: int) -> None:
-        self.rank, self.size, self.waits, self.all_waits = 0, size, deque(), Waits()
+        self.rank, self.size, self.waits, self.all_waits = 0, size, deque(), WaitClock()
 
     def all_reduce(self, tensor: Tensor) -> Work:
         return DONE
@@ -54,7 +54,7 @@ class Silent(Group):
         pass
 
 
-class Part(ABC):
+class TimedPart(ABC):
     """Something to time."""
 
     @abstractmethod
@@ -63,7 +63,7 @@ class Part(ABC):
 
 
 @final
-class Called(Part):
+class PartCalls(TimedPart):
     """A module or a function, called on these arguments, and autograd through it."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Called(Part):
 
 
 @final
-class OneOfStack(Part):
+class OneOfStack(TimedPart):
     """One layer of a recurrent stack as ``wavefront_parallel`` runs it, chunk by chunk; ``only_one``: of its chunks the
     first alone, without what is done once for all of them (the gradients of its weights, where they are made so)."""
 

@@ -15,7 +15,7 @@ from apportion.parallel.tensor import attention, embedding, recurrent
 from apportion.parallel.tensor.linear import slice_columns, slice_dropout, slice_rows
 from apportion.parallel.tensor.patterns import is_elementwise
 from apportion.parallel.tensor.slicing import Slicer
-from apportion.profiler.layer_shards import Called, OneOfStack, Part, Silent
+from apportion.profiler.layer_shards import OneOfStack, PartCalls, Silent, TimedPart
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -80,7 +80,7 @@ def _at(value: Any, axis: int = 0) -> int:
 
 def part_of(
     call: Callable[..., Any], given: tuple[Any, Any], way: str, ranks: int, *, copies: bool
-) -> tuple[float, Part] | None:
+) -> tuple[float, TimedPart] | None:
     """(share, part) of a call cut in this way for so many ranks; None where it is too small to be."""
     args, kwargs = given
     if way in ("layer", "chunk"):
@@ -88,10 +88,10 @@ def part_of(
     made = _sliced(call, args, way, ranks) if isinstance(call, nn.Module) and way != "height" else None
     if made is None:
         made = _strip(call, args, ranks) if way == "height" else _narrow(call, args, ranks)
-    return None if made is None else (1 / ranks, Called(made[0], made[1], kwargs, args[0].device, copies=copies))
+    return None if made is None else (1 / ranks, PartCalls(made[0], made[1], kwargs, args[0].device, copies=copies))
 
 
-def _of_stack(net: Any, x: Tensor, way: str, ranks: int) -> tuple[float, Part] | None:
+def _of_stack(net: Any, x: Tensor, way: str, ranks: int) -> tuple[float, TimedPart] | None:
     if ranks > net.num_layers:
         return None
     moments = x.transpose(0, 1) if net.batch_first else x

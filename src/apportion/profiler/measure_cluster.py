@@ -24,11 +24,11 @@ from typing import Any, Literal
 from apportion.cost_model.cluster import Cluster, Device, Link, Rate
 from apportion.cost_model.placement import layouts
 from apportion.profiler import cluster_cache
-from apportion.profiler.cluster_worker import Gauging
+from apportion.profiler.cluster_worker import BenchmarkJob
 from apportion.profiler.discover import discover
 from apportion.profiler.samples import Rounds, measured_link, slowest, spread, typical, whose
 from apportion.runtime.launch.local import Local
-from apportion.runtime.supervisor.worker_pool import Crew
+from apportion.runtime.supervisor.worker_pool import WorkerPool
 
 SECONDS = 15.0
 """Of measuring; starting the workers comes on top."""
@@ -57,7 +57,7 @@ def measure(*, remeasure: bool = False, seconds: float = SECONDS, cache: Path | 
 
 
 @dataclass(frozen=True)
-class Place:
+class BenchmarkPlace:
     """A layout of workers of this machine."""
 
     kind: Literal["cpu", "cuda"]
@@ -65,21 +65,21 @@ class Place:
     threads: int
 
 
-def places(cluster: Cluster) -> list[Place]:
+def places(cluster: Cluster) -> list[BenchmarkPlace]:
     """All that a plan may propose on a cluster of one host."""
-    found = [Place(layout.device(0).kind, layout.ranks, layout.threads) for layout in layouts(cluster)]
+    found = [BenchmarkPlace(layout.device(0).kind, layout.ranks, layout.threads) for layout in layouts(cluster)]
     return list(dict.fromkeys(found))
 
 
 @contextmanager
-def _awaiting(chosen: list[Place]) -> Iterator[dict[Place, Crew]]:
+def _awaiting(chosen: list[BenchmarkPlace]) -> Iterator[dict[BenchmarkPlace, WorkerPool]]:
     """The workers of each, started; they sleep until they are asked."""
-    crews: dict[Place, Crew] = {}
+    crews: dict[BenchmarkPlace, WorkerPool] = {}
     try:
         for place in chosen:
             launcher = Local(workers=place.workers, threads=place.threads, device=place.kind)
-            job = Gauging(threads=place.threads, device=place.kind)
-            crews[place] = Crew(launcher, "apportion.profiler.cluster_worker:main", job, place.workers)
+            job = BenchmarkJob(threads=place.threads, device=place.kind)
+            crews[place] = WorkerPool(launcher, "apportion.profiler.cluster_worker:main", job, place.workers)
             crews[place].answers("ready", _ANSWER_SECONDS)
         yield crews
     finally:
@@ -102,7 +102,7 @@ class Findings:
         return {found[-1]: rounds for found, rounds in self.rounds.items() if found[:-1] == key}
 
 
-def _rounds(crews: dict[Place, Crew], seconds: float) -> Findings:
+def _rounds(crews: dict[BenchmarkPlace, WorkerPool], seconds: float) -> Findings:
     findings = Findings()
     several = sum(place.workers > 1 for place in crews)
     # Half of the time for what is computed, half for what is sent.
@@ -118,12 +118,12 @@ def _rounds(crews: dict[Place, Crew], seconds: float) -> Findings:
     return findings
 
 
-def _ask(crew: Crew, what: str, **how: Any) -> list[Any]:
+def _ask(crew: WorkerPool, what: str, **how: Any) -> list[Any]:
     answers = crew.ask({"kind": "gauge", "what": what, "how": how}, "gauged", _ANSWER_SECONDS)
     return [answer["found"] for answer in answers]
 
 
-def _compute(findings: Findings, place: Place, crew: Crew, seconds: float) -> None:
+def _compute(findings: Findings, place: BenchmarkPlace, crew: WorkerPool, seconds: float) -> None:
     for what in ("products", "memory"):
         runs = _ask(crew, what, seconds=seconds * 0.45)
         findings.add([sample for run in runs for sample in run], what, place)
@@ -134,7 +134,7 @@ def _compute(findings: Findings, place: Place, crew: Crew, seconds: float) -> No
         findings.add(_ask(crew, "calls", seconds=seconds * 0.1)[0], "calls", place)
 
 
-def _send(findings: Findings, place: Place, crew: Crew, seconds: float) -> None:
+def _send(findings: Findings, place: BenchmarkPlace, crew: WorkerPool, seconds: float) -> None:
     for ranks in zip(*_ask(crew, "all_reduces", seconds=seconds * 0.5), strict=True):
         findings.add(slowest([samples for _, samples in ranks]), "all_reduce", place, ranks[0][0])
     for nbytes, samples in _ask(crew, "all_messages", seconds=seconds * 0.25, pairs=[[0, 1]])[0]:

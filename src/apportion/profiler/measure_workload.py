@@ -27,10 +27,10 @@ from apportion.comm.channel import Message
 from apportion.core.value import find
 from apportion.core.workload import Workload
 from apportion.cost_model.cluster import Cluster, Device
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Pass, Profile, Timing
 from apportion.runtime.launch.local import Local
-from apportion.runtime.supervisor.worker_pool import Crew
+from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.runtime.worker.job import MANY_STEPS, Job
 
 SECONDS = 15.0
@@ -70,7 +70,7 @@ class _Setting:
 def profile(
     workload: Workload | str,
     cluster: Cluster,
-    layouts: Sequence[Layout],
+    layouts: Sequence[Placement],
     *,
     seconds: float = SECONDS,
     device: str | None = None,
@@ -100,13 +100,13 @@ def profile(
     return made(workload if isinstance(workload, str) else None, here.model, facts, found)
 
 
-def _here(cluster: Cluster, layouts: Sequence[Layout], device: str | None) -> Device:
+def _here(cluster: Cluster, layouts: Sequence[Placement], device: str | None) -> Device:
     if device is not None:
         return cluster.device(device)
     return layouts[0].device(0) if layouts else cluster.devices[0]
 
 
-def _settings(layouts: Sequence[Layout], here: Device) -> list[_Setting]:
+def _settings(layouts: Sequence[Placement], here: Device) -> list[_Setting]:
     found: dict[tuple[int, int], _Setting] = {}
     for layout in layouts:
         for rank in range(layout.ranks):
@@ -137,7 +137,7 @@ class _Measuring:
             device=here.kind,
             changes={"steps": MANY_STEPS},
         )
-        self._crew = Crew(launcher, "apportion.profiler.workload_worker:main", job, setting.together)
+        self._crew = WorkerPool(launcher, "apportion.profiler.workload_worker:main", job, setting.together)
 
     def __enter__(self) -> _Measuring:
         self._crew.answers("ready", ANSWER_SECONDS)

@@ -17,7 +17,7 @@ from apportion.core.workload import Workload
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.replica.single_process import OneDeviceStep
 from apportion.parallel.tracing.tracer import Unfollowed, follow
-from apportion.profiler.call_timer import Calls, Ran, clock
+from apportion.profiler.call_timer import Calls, TimedCall, clock
 
 
 @dataclass
@@ -88,7 +88,7 @@ class TimedStep:
         with self.replica.autocast():
             return followed.calls.forward_and_backward(followed.inputs, self.loss(batch))
 
-    def ran(self, followed: Followed, batch: Batch, name: str) -> Ran:
+    def ran(self, followed: Followed, batch: Batch, name: str) -> TimedCall:
         """The call of a layer, as it was made last."""
         if not followed.calls.ran:
             self.called(followed, batch)

@@ -17,9 +17,9 @@ from apportion.core.data.batch import Batch
 from apportion.core.torch_private import step_hooked
 from apportion.core.workload import Workload
 from apportion.parallel.optim.fused import with_fused_updates
-from apportion.profiler.call_timer import Ran, clock
+from apportion.profiler.call_timer import TimedCall, clock
 from apportion.profiler.facts import facts, loading
-from apportion.profiler.layer_shards import Called, Part
+from apportion.profiler.layer_shards import PartCalls, TimedPart
 from apportion.profiler.layer_splits import part_of
 from apportion.profiler.profiled_step import TimedStep
 from apportion.runtime.worker.cpu_wait import Waited
@@ -53,7 +53,7 @@ def serve_timings(job: Job, world: World, channel: Channel) -> None:
     ``close``. What a workload is, rank 0 finds out for all.
 
     Every rank begins to time when all are there, and goes on for the same number of seconds."""
-    timed = Timed(job.open(), world)
+    timed = StepProfiler(job.open(), world)
     channel.send({"kind": "ready"})
     while (order := channel.commands.get()) is not None and order["kind"] != "close":
         channel.send({"kind": order["kind"], **timed.obey(order)})
@@ -61,7 +61,7 @@ def serve_timings(job: Job, world: World, channel: Channel) -> None:
 
 
 @final
-class Timed:
+class StepProfiler:
     """A step of one device, and its parts, timed."""
 
     def __init__(self, workload: Workload, world: World) -> None:
@@ -217,13 +217,13 @@ class Timed:
             "backward": _least([b for _, b in found]),
         }
 
-    def _part(self, ran: Ran, way: str, ranks: int) -> tuple[float, Part] | None:
+    def _part(self, ran: TimedCall, way: str, ranks: int) -> tuple[float, TimedPart] | None:
         """With its share, run once; None where the layer has no such part."""
         given = (ran.args, ran.kwargs)
         if not way:
-            return 1.0, Called(ran.call, *given, self._device, copies=ran.copies)
+            return 1.0, PartCalls(ran.call, *given, self._device, copies=ran.copies)
         try:
-            made: tuple[float, Part] | None = part_of(ran.call, given, way, ranks, copies=ran.copies)
+            made: tuple[float, TimedPart] | None = part_of(ran.call, given, way, ranks, copies=ran.copies)
             if made is not None:
                 made[1].run()
         except (RuntimeError, ValueError):  # its sizes, or shapes that it was told, do not go with a part

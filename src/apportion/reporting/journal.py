@@ -257,7 +257,7 @@ def _scalars(event: Event) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One row of the table at the end of a run."""
 
     name: str
@@ -267,7 +267,7 @@ class Row:
     """The value as a person reads it."""
 
 
-def summary(events: Iterable[Event]) -> list[Row]:
+def summary(events: Iterable[Event]) -> list[TableRow]:
     """The table at the end of a run: what it took, how far it got, and where the results are.
 
     Takes the events of a whole run, of one sitting, or of a run that ended early; rows that nothing is known of are
@@ -283,35 +283,35 @@ def summary(events: Iterable[Event]) -> list[Row]:
         losses |= {name: values[-1] for name, values in event.data.get("values", {}).items() if values}
         metrics |= event.data.get("metrics") or {}
     rows = _progress(last, clock)
-    rows += [Row(f"final {name}", value, measure(value)) for name, value in losses.items()]
-    rows += [Row(f"test {name}", value, measure(value)) for name, value in metrics.items()]
+    rows += [TableRow(f"final {name}", value, measure(value)) for name, value in losses.items()]
+    rows += [TableRow(f"test {name}", value, measure(value)) for name, value in metrics.items()]
     return rows + _written(last)
 
 
-def _progress(last: Mapping[str, Event], clock: Clock) -> list[Row]:
+def _progress(last: Mapping[str, Event], clock: Clock) -> list[TableRow]:
     if not last:
         return []
     steps, planned = clock.step, last["start"].data.get("steps") if "start" in last else None
     of_planned = f" of {planned:,}" if planned and planned != steps else ""
     sittings = f" in {clock.sittings} sittings" if clock.sittings > 1 else ""
     rows = [
-        Row("steps", steps, f"{steps:,}{of_planned}"),
-        Row("epochs", clock.epoch, number(clock.epoch)),
-        Row("time", clock.seconds, duration(clock.seconds) + sittings),
+        TableRow("steps", steps, f"{steps:,}{of_planned}"),
+        TableRow("epochs", clock.epoch, number(clock.epoch)),
+        TableRow("time", clock.seconds, duration(clock.seconds) + sittings),
     ]
     speeds = [last[kind].data.get("examples_per_second") for kind in ("end", "step") if kind in last]
-    return rows + [Row("examples/s", speed, number(speed)) for speed in speeds if speed][:1]
+    return rows + [TableRow("examples/s", speed, number(speed)) for speed in speeds if speed][:1]
 
 
-def _written(last: Mapping[str, Event]) -> list[Row]:
+def _written(last: Mapping[str, Event]) -> list[TableRow]:
     rows = []
     if "checkpoint" in last:
         path = str(last["checkpoint"].data["path"])
-        rows.append(Row("checkpoint", path, path))
+        rows.append(TableRow("checkpoint", path, path))
     if "end" in last and last["end"].data.get("run_dir"):
         run_dir = Path(last["end"].data["run_dir"])
         names = [REPORT, TENSORBOARD] if (run_dir / TENSORBOARD).is_dir() else [REPORT]
-        rows += [Row(Path(name).stem, str(run_dir / name), str(run_dir / name)) for name in names]
+        rows += [TableRow(Path(name).stem, str(run_dir / name), str(run_dir / name)) for name in names]
     return rows
 
 

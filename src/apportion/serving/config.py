@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from apportion.core.value import Value
 from apportion.serving.ensemble.aggregation import Aggregation
-from apportion.serving.pool.circuit_breaker import Patience
+from apportion.serving.pool.circuit_breaker import BreakerConfig
 
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 
@@ -60,7 +60,7 @@ class Serving(Value):
     """For requests to be answered that are there when the server is told to end."""
     trust: bool = False
     """May the file that a run names run whosever it is? Otherwise the caller's own (see ``load``)."""
-    patience: Patience = field(default_factory=Patience)
+    patience: BreakerConfig = field(default_factory=BreakerConfig)
 
     def __post_init__(self) -> None:
         for name in ("deadline", "longest_deadline", "body_seconds", "load_seconds", "drain_seconds"):

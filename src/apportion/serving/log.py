@@ -23,7 +23,7 @@ END_SECONDS = 0.5
 """For the last ones to be written when the program ends."""
 
 
-class Log:
+class ServerLog:
     """Of a program."""
 
     def __init__(self) -> None:
@@ -66,14 +66,14 @@ class Log:
                 pass
 
 
-_log: Log | None = None
+_log: ServerLog | None = None
 
 
 def log(event: str, *, level: Literal["info", "warning", "error"] = "info", **about: Any) -> None:
     """``event``: for people and for grep; the rest for programs."""
     global _log
     if _log is None:
-        _log = Log()
+        _log = ServerLog()
     _log.add(_line(event, level, about))
 
 

@@ -16,7 +16,7 @@ from apportion.serving.config import Serving
 from apportion.serving.ensemble.aggregation import Aggregation, Array, combined
 from apportion.serving.model_preparation import prepared
 from apportion.serving.protocol.datatypes import DATATYPES
-from apportion.serving.runtimes.runtime import Program
+from apportion.serving.runtimes.runtime import Runtime
 
 ROWS = 64
 """That are computed at once."""
@@ -38,7 +38,7 @@ def evaluate(members: Mapping[str, str], data: str, serving: Serving) -> Stateme
     return statement(outputs, targets, serving.aggregation, serving.weights)
 
 
-def _computed(program: Program, data: str) -> tuple[Array, Array]:
+def _computed(program: Runtime, data: str) -> tuple[Array, Array]:
     """(the first output, the targets) of all examples."""
     outputs, targets = [], []
     for inputs, wanted in _npz(program, data) if data.endswith(".npz") else _workload(data):
@@ -55,7 +55,7 @@ def _computed(program: Program, data: str) -> tuple[Array, Array]:
     return np.concatenate(outputs), np.concatenate(targets)
 
 
-def _npz(program: Program, data: str) -> Iterator[tuple[list[Array], Array]]:
+def _npz(program: Runtime, data: str) -> Iterator[tuple[list[Array], Array]]:
     if not Path(data).is_file():
         raise ValueError(f"there is no {data}")
     with np.load(data) as file:

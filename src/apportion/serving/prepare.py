@@ -20,7 +20,7 @@ from apportion.errors import ApportionError
 from apportion.process import die_with_parent
 from apportion.serving.protocol.datatypes import Array
 from apportion.serving.runtimes.remote_runtime import check_address
-from apportion.serving.runtimes.runtime import Program
+from apportion.serving.runtimes.runtime import Runtime
 from apportion.serving.runtimes.source import Source, save_rows
 
 TIMES, SECONDS = 30, 0.5
@@ -30,7 +30,7 @@ BETTER = 1.3
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedPreparation:
     """A way to run a member."""
 
     source: Source
@@ -106,7 +106,9 @@ def _fastest(sources: Sequence[Source], said: list[str]) -> Source:
                 own.append(time.perf_counter() - began)
         if time.monotonic() > end and turn:
             break
-    found = [Timed(s, p.runtime, statistics.median(t)) for s, p, t in zip(sources, programs, taken, strict=True)]
+    found = [
+        TimedPreparation(s, p.runtime, statistics.median(t)) for s, p, t in zip(sources, programs, taken, strict=True)
+    ]
     for timed in found:
         many = f"{timed.source.threads} thread{'s' if timed.source.threads > 1 else ''}"
         said.append(f"{timed.source.name}: {timed.runtime}, {many}: {timed.seconds * 1e3:.3g} ms")
@@ -115,7 +117,7 @@ def _fastest(sources: Sequence[Source], said: list[str]) -> Source:
     return chosen(found).source
 
 
-def chosen(found: Sequence[Timed]) -> Timed:
+def chosen(found: Sequence[TimedPreparation]) -> TimedPreparation:
     """The fastest with one thread, unless more are worth it."""
     least = min(timed.source.threads for timed in found)
     alone = min((timed for timed in found if timed.source.threads == least), key=lambda timed: timed.seconds)
@@ -123,7 +125,7 @@ def chosen(found: Sequence[Timed]) -> Timed:
     return best if best.seconds * BETTER <= alone.seconds else alone
 
 
-def _rows(source: Source, program: Program) -> list[Array]:
+def _rows(source: Source, program: Runtime) -> list[Array]:
     return source.rows() or [spec.filled(1) for spec in program.inputs]
 
 

@@ -46,10 +46,10 @@ from apportion.core.workload import Workload
 from apportion.cost_model.compute import chance, held, times
 from apportion.cost_model.constraints import nothing_to_divide
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies import spatial as strips
-from apportion.parallel.partition.part import Alike, MakePart
+from apportion.parallel.partition.part import MakePart, ReplicatedPart
 from apportion.parallel.partition.partitioned_step import SplitStep
 from apportion.parallel.replica.single_process import reference
 from apportion.parallel.spatial.forward import cut_network
@@ -77,7 +77,7 @@ class ConvParallel(Strategy):
         return True
 
     @classmethod
-    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+    def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
         """Rows of images that are high enough to be shared out; channels where the filters are many."""
         if layout.ranks == 1:
             return
@@ -89,7 +89,7 @@ class ConvParallel(Strategy):
         if strips.images(profile, "units") is not None:
             yield cls(split="channel")
 
-    def cost(self, profile: Profile, layout: Layout) -> Cost:
+    def cost(self, profile: Profile, layout: Placement) -> Cost:
         _refuse(profile.own_update, profile.carries)
         along = self.split in ("height", "width")
         found = strips.images(profile, "height" if along else "units")
@@ -121,7 +121,7 @@ class ConvParallel(Strategy):
     def _part(self, world: World) -> MakePart:
         """What makes a rank's part of the plain model, in this world."""
         group = world.group()
-        return lambda model, sample: Alike(model, cut_network(model, sample, group, self.split))
+        return lambda model, sample: ReplicatedPart(model, cut_network(model, sample, group, self.split))
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return reference(workload)

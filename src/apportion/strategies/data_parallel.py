@@ -44,13 +44,13 @@ from torch import Tensor, nn
 from apportion.comm.differentiable import gather_rows
 from apportion.comm.world import World
 from apportion.core import tree
-from apportion.core.data.batch import Batch, Batches
+from apportion.core.data.batch import Batch, BatchSource
 from apportion.core.replica_digest import Replicated, apart_from
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import Held, State, Step, Strategy, held
 from apportion.core.workload import Workload, examples
-from apportion.parallel.ops.sync_batch_norm import Attendance, use_whole_batch
+from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
 from apportion.parallel.partition.replica_groups import check_of, check_replicas
 from apportion.parallel.partition.replicated_step import ReplicatedStep
 from apportion.parallel.replica.gradient_buckets import LARGE_BYTES, GradientSum, early_bytes
@@ -64,7 +64,7 @@ from apportion.parallel.shared_weights.update import SharedUpdate, unsuited
 
 if TYPE_CHECKING:
     from apportion.cost_model.cost import Cost
-    from apportion.cost_model.placement import Layout
+    from apportion.cost_model.placement import Placement
     from apportion.cost_model.profile import Profile
 
 
@@ -106,7 +106,7 @@ class DataParallel(Strategy):
         return self.of is None or self.of.exact
 
     @classmethod
-    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+    def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
         from apportion.cost_model.memory import parts_that_fit
 
         if layout.ranks < 2:
@@ -117,7 +117,7 @@ class DataParallel(Strategy):
         if (parts := parts_that_fit(profile, layout)) > 1:
             yield cls(microbatches=parts)
 
-    def cost(self, profile: Profile, layout: Layout) -> Cost:
+    def cost(self, profile: Profile, layout: Placement) -> Cost:
         from apportion.cost_model.compute import by_speed, computed, dealt
         from apportion.cost_model.constraints import must_be_whole, must_feed
         from apportion.cost_model.strategies import data_parallel, shared_weights
@@ -172,9 +172,9 @@ class DataParallelStep(Step):
         self.rank, self.device = world.rank, world.device
         self._group = world.group()
         self._workload, self._microbatches = workload, microbatches
-        self._attendance = Attendance(self._group)
+        self._attendance = NonEmptyRanks(self._group)
         dtype = torch.float64 if workload.precision == "float64" else None
-        self.source = Batches(workload, device=world.device, dtype=dtype, rank=world.rank)
+        self.source = BatchSource(workload, device=world.device, dtype=dtype, rank=world.rank)
         self._again = world.generation > 0
         self._replica = Replica(workload, rank=world.rank, device=world.device, prepare=self._prepare)
         self.model, self.optimizers = self._replica.model, self._replica.optimizers

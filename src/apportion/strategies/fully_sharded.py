@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.comm.world import World
-from apportion.core.data.batch import Batch, Batches
+from apportion.core.data.batch import Batch, BatchSource
 from apportion.core.replica_digest import Replicated
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard
@@ -44,13 +44,13 @@ from apportion.cost_model.collectives import all_reduce
 from apportion.cost_model.compute import call_seconds, computed, dealt, layer_seconds, updating
 from apportion.cost_model.constraints import must_be_whole, must_feed
 from apportion.cost_model.cost import Cost, Span
-from apportion.cost_model.memory import Holding, activations, copies
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.memory import MemoryUse, activations, copies
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies import fully_sharded
 from apportion.parallel.batch_coupling.analysis import refuse_coupling, whole_batch_functions
 from apportion.parallel.batch_coupling.sync_batch_functions import use_whole_functions
-from apportion.parallel.ops.sync_batch_norm import Attendance, use_whole_batch
+from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
 from apportion.parallel.replica.forward_state import moved
 from apportion.parallel.replica.fsdp import NOT_ELEMENTWISE, WHOLE_KERNEL, refuse_layers, refuse_optimizer
 from apportion.parallel.replica.loss_weighting import LossShare
@@ -85,7 +85,7 @@ class FullySharded(Strategy):
     def exact(self) -> bool:
         return True
 
-    def cost(self, profile: Profile, layout: Layout) -> Cost:
+    def cost(self, profile: Profile, layout: Placement) -> Cost:
         self._refuse(profile, layout)
         n, parts = layout.ranks, self.microbatches
         rows = dealt(profile.batch_size, n)
@@ -113,7 +113,7 @@ class FullySharded(Strategy):
                 "waiting": found.waiting,
                 "loading": found.loading,
             },
-            memory=Holding(
+            memory=MemoryUse(
                 own={
                     **share,
                     "weights": share.get("weights", 0.0) + (whole if n > 1 else 0),
@@ -125,7 +125,7 @@ class FullySharded(Strategy):
             timeline=timeline,
         )
 
-    def _refuse(self, profile: Profile, layout: Layout) -> None:
+    def _refuse(self, profile: Profile, layout: Placement) -> None:
         must_feed(profile, layout.ranks)
         for rank in layout.kinds:
             if layout.device(rank).kind == "cuda" and layout.together(rank) > 1:
@@ -179,13 +179,13 @@ class FullyShardedStep(Step):
         self.rank, self.device = world.rank, world.device
         self._world, self._group, self._settings = world, world.group(), settings
         self._workload = workload
-        self._attendance = Attendance(self._group)
+        self._attendance = NonEmptyRanks(self._group)
         self._sharded: Sharded | None = None
         # A rank has no whole gradient to measure: clipping is between the sum and the update.
         own = workload if world.size == 1 else replace(workload, clip_grad_norm=None)
         seed_everything(workload.seed)
         dtype = torch.float64 if workload.precision == "float64" else None
-        self.source = Batches(workload, device=world.device, dtype=dtype, rank=world.rank)
+        self.source = BatchSource(workload, device=world.device, dtype=dtype, rank=world.rank)
         self._clip = None if world.size == 1 else workload.clip_grad_norm
         self._replica = Replica(own, rank=world.rank, device=world.device, prepare=self._prepare)
         self.model, self.optimizers = self._replica.model, self._replica.optimizers

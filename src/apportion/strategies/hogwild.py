@@ -43,12 +43,12 @@ from apportion.core.workload import Workload
 from apportion.cost_model.compute import call_seconds, computed, memory_rate, updating
 from apportion.cost_model.constraints import must_have_store
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.memory import Holding, activations, copies
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.memory import MemoryUse, activations, copies
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.parallel.parameter_store.store import Store
 from apportion.parallel.parameter_store.store_memory import Memory
-from apportion.parallel.parameter_store.worker_model import WHOLE, Worker
+from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker
 from apportion.parallel.parameter_store.worker_step import extent_of
 from apportion.parallel.replica.single_process import reference
 
@@ -68,7 +68,7 @@ class Hogwild(Strategy):
     def exact(self) -> bool:
         return False
 
-    def cost(self, profile: Profile, layout: Layout) -> Cost:
+    def cost(self, profile: Profile, layout: Placement) -> Cost:
         must_have_store(profile, layout)
         n, state = layout.ranks, profile.parameter_bytes * (1 + profile.slots)
         found = computed(profile, layout, [profile.batch_size] * n, between=math.inf)  # nobody waits
@@ -82,7 +82,7 @@ class Hogwild(Strategy):
                 "communicating": foreign,
                 "loading": found.loading,
             },
-            memory=Holding(
+            memory=MemoryUse(
                 own={
                     **copies(profile, weights=1, gradients=1, buffers=2),
                     "activations": activations(profile, profile.batch_size),
@@ -112,7 +112,7 @@ class HogwildStep(Step):
 
     def __init__(self, workload: Workload, world: World) -> None:
         # One shard: a piece of it is a parameter, and its count is the step that torch keeps.
-        self._worker = worker = Worker(workload, world.device, shards=1)
+        self._worker = worker = StoreWorker(workload, world.device, shards=1)
         self.device, self._clip = world.device, workload.clip_grad_norm
         self._replica = worker.replica
         self.model, self.optimizers = worker.replica.model, worker.replica.optimizers

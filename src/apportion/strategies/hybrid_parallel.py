@@ -38,13 +38,13 @@ from torch import Tensor, fx, nn
 
 from apportion.comm.world import World
 from apportion.core import tree
-from apportion.core.data.batch import Batches
+from apportion.core.data.batch import BatchSource
 from apportion.core.strategy import State, Step, Strategy
 from apportion.core.torch_private import BatchNormBase, ConvBase
 from apportion.core.workload import Workload, examples
 from apportion.cost_model.constraints import no_convolution
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies import hybrid
 from apportion.cost_model.strategies import tensor as slices
@@ -54,9 +54,9 @@ from apportion.parallel.optim.fused import with_fused_updates
 from apportion.parallel.partition.part import MakePart
 from apportion.parallel.partition.partitioned_step import SplitStep
 from apportion.parallel.replica.single_process import reference
-from apportion.parallel.tensor.hybrid_model import Exchanging, Parts, cut, unfollowed, what_crosses
+from apportion.parallel.tensor.hybrid_model import HybridModel, HybridParts, cut, unfollowed, what_crosses
 from apportion.parallel.tensor.patterns import trace
-from apportion.parallel.tensor.sharding_plan import Plan, plan
+from apportion.parallel.tensor.sharding_plan import ShardingPlan, plan
 from apportion.parallel.tracing.forward_signature import opened
 from apportion.parallel.tracing.network import evaluating
 
@@ -94,7 +94,7 @@ class HybridParallel(Strategy):
         return True
 
     @classmethod
-    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+    def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
         """As the names are found by themselves; and sliced from a later layer on, where that is cheaper."""
         usual = cls()._begins(profile)
         if layout.ranks == 1 or usual is None:
@@ -106,7 +106,7 @@ class HybridParallel(Strategy):
         if later and later[0] > usual:
             yield cls(tensor=_prefix(profile, later[0]))
 
-    def cost(self, profile: Profile, layout: Layout) -> Cost:
+    def cost(self, profile: Profile, layout: Placement) -> Cost:
         if profile.batch_size < layout.ranks:
             raise ValueError(
                 f"batch_size={profile.batch_size} cannot feed {layout.ranks} workers: each needs at least one example; "
@@ -162,14 +162,14 @@ class HybridParallel(Strategy):
         def part(world: World) -> MakePart:
             return lambda model, inputs: self._part(workload, world, model, inputs)
 
-        def look(model: nn.Module, source: Batches) -> None:
+        def look(model: nn.Module, source: BatchSource) -> None:
             """Where the ranks' rows come one after the other, the last layers and the loss see parts of the batch."""
             if self.exchange == "rotate" and world.size > 1:
                 whole_batch_functions(model, workload, source.sample, strategy=str(self))
 
         return SplitStep(with_fused_updates(workload), world, part(world), again=part, look=look)
 
-    def _part(self, workload: Workload, world: World, model: nn.Module, inputs: Any) -> Exchanging:
+    def _part(self, workload: Workload, world: World, model: nn.Module, inputs: Any) -> HybridModel:
         if self._by_convolutions and not any(isinstance(layer, ConvBase) for layer in model.modules()):
             raise ValueError(no_convolution(type(model).__name__))
         traced = [
@@ -186,7 +186,7 @@ class HybridParallel(Strategy):
             raise ValueError(
                 f"{crossing} goes into {back[0]}, and only rows of examples can be exchanged: use data_parallel"
             )
-        found = Plan()
+        found = ShardingPlan()
         for width in (self.min_width, 1):
             if not found.layers():
                 found = plan(model, inputs, workload, min_width=width, within=back)
@@ -195,7 +195,7 @@ class HybridParallel(Strategy):
         last = takes_channels_last(model, (trains.front, evaluates.front), inputs)
         rotates = self.exchange == "rotate"
         functions = self._functions(workload, world, trains.front, inputs) if world.size > 1 else []
-        made = Exchanging(
+        made = HybridModel(
             model, found, world.group(), workload,
             trains=trains, evaluates=evaluates, rotates=rotates, channels_last=last,
         )  # fmt: skip
@@ -237,7 +237,7 @@ class HybridParallel(Strategy):
     def _is_data(self, name: str, layer: nn.Module) -> bool:
         return isinstance(layer, ConvBase) if self.data is None else _under(name, [self.data])
 
-    def _check(self, model: nn.Module, trains: Parts, evaluates: Parts, back: Sequence[str]) -> None:
+    def _check(self, model: nn.Module, trains: HybridParts, evaluates: HybridParts, back: Sequence[str]) -> None:
         names = {p: name for name, p in model.named_parameters()}
         for parts in (trains, evaluates):
             if not any(_under(name, back) for name in parts.back_calls):

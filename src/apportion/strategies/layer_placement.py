@@ -32,7 +32,7 @@ from apportion.comm.world import World
 from apportion.core.strategy import State, Step, Strategy
 from apportion.core.workload import Workload
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies.pipeline import Pipeline, cut
 from apportion.parallel.partition.part import MakePart
@@ -58,11 +58,11 @@ class LayerPlacement(Strategy):
         return True
 
     @classmethod
-    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+    def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
         if 1 < layout.ranks <= len(profile.layers):
             yield cls()
 
-    def cost(self, profile: Profile, layout: Layout) -> Cost:
+    def cost(self, profile: Profile, layout: Placement) -> Cost:
         if layout.ranks > 1:
             refuse_stages(profile.own_update, profile.carries, layout.device(0).kind, profile.untraceable)
         begins = cut(profile, layout, microbatches=1, cuts=self.cuts)

@@ -42,13 +42,13 @@ from apportion.core.strategy import State, Step, Strategy
 from apportion.core.torch_private import mark_stepped
 from apportion.core.workload import Workload
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies import local_sgd
 from apportion.errors import StateLost
-from apportion.parallel.averaging.contribution import Frame, Outer, Parts
+from apportion.parallel.averaging.contribution import Contribution, Outer, ReplicaTensors
 from apportion.parallel.averaging.reference import simulated
-from apportion.parallel.averaging.rounds import Exchange, Round, Together
+from apportion.parallel.averaging.rounds import AveragingRound, Exchange, Together
 from apportion.parallel.averaging.shared import SharedAverage, can_share
 from apportion.parallel.replica.forward_state import moved
 from apportion.parallel.replica.replica import called
@@ -92,17 +92,17 @@ class LocalSgd(Strategy):
         return Outer(self.outer_lr, self.outer_momentum) if self.outer == "nesterov" else None
 
     @classmethod
-    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+    def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
         if layout.ranks > 1:
             yield from (cls(every=every) for every in (1, 8, 32))
 
-    def cost(self, profile: Profile, layout: Layout) -> Cost:
+    def cost(self, profile: Profile, layout: Placement) -> Cost:
         if profile.carries:
             raise ValueError(
                 "local_sgd deals out whole batches in turn, and a recurrent state that is carried along needs the one "
                 "before: use data_parallel"
             )
-        kind = local_sgd.Kind(outer=self.outer == "nesterov", slots=self.slots == "averaged")
+        kind = local_sgd.AveragingKind(outer=self.outer == "nesterov", slots=self.slots == "averaged")
         return local_sgd.cost(profile, layout, kind, every=self.every)
 
     def build(self, workload: Workload, world: World) -> Step:
@@ -133,14 +133,14 @@ class LocalSgdStep(Step):
         self._averages_slots, self._outer = strategy.slots == "averaged", strategy._outer
         first, model = self.source.at(0), self.model
         beside = moved(model, self._replica.trainable(), lambda: called(workload, model, first, world.device))
-        self._frame = Frame(self._replica, self._outer, beside)
+        self._frame = ReplicaTensors(self._replica, self._outer, beside)
         kind = SharedAverage if can_share(world) else Together
         self._exchange: Exchange = kind(self._frame, world, every=strategy.every, total=self.source.total)
         self._average = self._frame.new()
         """The one that this round began with; what is learnt is the change since then."""
         self._turning = Lock()
         """Held while it is written, and by whoever copies it."""
-        self._round: Round | None = None
+        self._round: AveragingRound | None = None
         self._made = self._rows = self._examples = self._scheduled = 0
         self._met = False
         """Is this round's contribution in an average?"""
@@ -222,7 +222,7 @@ class LocalSgdStep(Step):
         self._exchange.meet(self._write)
         self._met = True
 
-    def _write(self, parts: Parts) -> float:
+    def _write(self, parts: Contribution) -> float:
         """What this replica has learnt in this round."""
         _copy(self._frame.own(), (parts.weights, parts.counts))
         for change, average in zip(parts.weights, self._average.weights, strict=True):

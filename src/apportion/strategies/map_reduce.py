@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from apportion.comm.world import World
 from apportion.core import tree
-from apportion.core.data.batch import Batch, Batches
+from apportion.core.data.batch import Batch, BatchSource
 from apportion.core.replica_digest import Replicated
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard
@@ -47,13 +47,13 @@ from apportion.cost_model.collectives import all_reduce
 from apportion.cost_model.compute import computed, dealt
 from apportion.cost_model.constraints import must_feed
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.memory import Holding, copies, of_replica
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.memory import MemoryUse, copies, of_replica
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.errors import StateLost
 from apportion.parallel.batch_coupling.analysis import refuse_coupling
 from apportion.parallel.optim.closure import Closure
-from apportion.parallel.replica.committed_state import Kept
+from apportion.parallel.replica.committed_state import CommittedState
 from apportion.parallel.replica.gradient_buckets import LARGE_BYTES, GradientSum
 from apportion.parallel.replica.gradient_hooks import GradientHooks
 from apportion.parallel.replica.initial_model import refuse_renormalising
@@ -84,12 +84,12 @@ class MapReduce(Strategy):
         return True
 
     @classmethod
-    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+    def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
         """At any batch, since its step is exact: that a small one is better left to data_parallel, the prices say."""
         if layout.ranks > 1:
             yield cls()
 
-    def cost(self, profile: Profile, layout: Layout) -> Cost:
+    def cost(self, profile: Profile, layout: Placement) -> Cost:
         must_feed(profile, layout.ranks)
         for given, what in (
             (not profile.cut_by_rows, "a loss that couples examples"),
@@ -121,7 +121,7 @@ class MapReduce(Strategy):
                 "waiting": found.waiting,
                 "loading": found.loading,
             },
-            memory=Holding(
+            memory=MemoryUse(
                 own=of_replica(profile, min(rows[0], self.part)),
                 shared=copies(profile, weights=2, slots=2, buffers=2) if len(layout.hosts) == 1 else {},
             ).a_worker(layout.ranks),
@@ -151,7 +151,7 @@ class MapReduceStep(Step):
         self.device = world.device
         self._workload, self._part = workload, part
         dtype = torch.float64 if workload.precision == "float64" else None
-        self.source = Batches(workload, device=world.device, dtype=dtype, rank=world.rank)
+        self.source = BatchSource(workload, device=world.device, dtype=dtype, rank=world.rank)
         self._divides = world.size > 1 or part < min(workload.batch_size, self.source.deal.examples)
         self._looks = self._divides and world.generation == 0
         self._replica = Replica(workload, rank=world.rank, device=world.device, prepare=self._prepare)
@@ -173,7 +173,7 @@ class MapReduceStep(Step):
         self._loss: Tensor | None = None
         self._before: State | None = None
         """While an optimizer searches: what it started from."""
-        self._kept = Kept(world) if world.members is not None else None
+        self._kept = CommittedState(world) if world.members is not None else None
         self._sit(world)
 
     def _prepare(self, model: nn.Module) -> None:

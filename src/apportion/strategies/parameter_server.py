@@ -44,21 +44,21 @@ from apportion.core.workload import Workload
 from apportion.cost_model.compute import Computed, computed
 from apportion.cost_model.constraints import must_have_store
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.memory import Holding, copies, of_replica
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.memory import MemoryUse, copies, of_replica
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
-from apportion.cost_model.strategies.parameter_store import Push, push
+from apportion.cost_model.strategies.parameter_store import PushPrice, push
 from apportion.parallel.optim.hyperparameters import named
 from apportion.parallel.parameter_store.grouped_step import GroupsStep
 from apportion.parallel.parameter_store.replay import ordered_reference, replay
 from apportion.parallel.parameter_store.server_step import ServerStep
-from apportion.parallel.parameter_store.worker_step import DownpourStep, Mode, Rhythm
+from apportion.parallel.parameter_store.worker_step import DownpourStep, Mode, PushPullSchedule
 from apportion.parallel.partition.replica_costs import slowest_group
 from apportion.parallel.partition.replica_groups import check_of, check_replicas, how_many
 from apportion.parallel.replica.single_process import reference
 
 
-def _in_order(found: Computed, once: Push, workers: int) -> dict[str, float]:
+def _in_order(found: Computed, once: PushPrice, workers: int) -> dict[str, float]:
     """Of one update of a round: all compute at once, then they push one after the other."""
     whole = {
         "computing": found.both,
@@ -134,8 +134,8 @@ class ParameterServer(Strategy):
         return False
 
     @property
-    def _rhythm(self) -> Rhythm:
-        return Rhythm(self.mode, self.push_every, self.pull_every, self.max_staleness)
+    def _rhythm(self) -> PushPullSchedule:
+        return PushPullSchedule(self.mode, self.push_every, self.pull_every, self.max_staleness)
 
     def _ruled(self, workload: Workload) -> Workload:
         return workload if self.rule is None else replace(workload, optimizer=named(self.rule).optimizer)
@@ -149,7 +149,7 @@ class ParameterServer(Strategy):
         alone = workers == 1 and (self.push_every, self.pull_every) == (1, 1)
         return self.mode == "sharded" and not alone
 
-    def cost(self, profile: Profile, layout: Layout) -> Cost:
+    def cost(self, profile: Profile, layout: Placement) -> Cost:
         must_have_store(profile, layout)
         if self.of is not None:
             return self._cost_of_groups(self.of, profile, layout)
@@ -168,11 +168,11 @@ class ParameterServer(Strategy):
         own = {**own, "gradients": 2 * own.get("gradients", 0.0), "slots": 0.0}
         return Cost(
             terms=terms,
-            memory=Holding(own=own, shared=store).a_worker(ranks),
+            memory=MemoryUse(own=own, shared=store).a_worker(ranks),
             examples=profile.batch_size * many,
         )
 
-    def _apart(self, found: Computed, once: Push, workers: int) -> dict[str, float]:
+    def _apart(self, found: Computed, once: PushPrice, workers: int) -> dict[str, float]:
         """Of a worker's way through one batch; where it waits, it is for the store, which is a queue."""
         pulls_alone = self.pull_every % self.push_every != 0
         gathering = once.gather + (1.5 * once.gather if self.pull_every > 1 else 0.0)  # a step of its own
@@ -189,7 +189,7 @@ class ParameterServer(Strategy):
             "loading": found.loading,
         }
 
-    def _cost_of_groups(self, of: Strategy, profile: Profile, layout: Layout) -> Cost:
+    def _cost_of_groups(self, of: Strategy, profile: Profile, layout: Placement) -> Cost:
         """A round, of one batch for each group."""
         groups = how_many(of, self.replicas, layout.ranks)
         size = layout.ranks // groups

@@ -42,11 +42,11 @@ from typing import Any, Self, final
 from torch import nn
 
 from apportion.comm.world import World
-from apportion.core.data.batch import Batches
+from apportion.core.data.batch import BatchSource
 from apportion.core.strategy import State, Step, Strategy
 from apportion.core.workload import Workload
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies.pipeline import Pipeline, cut
 from apportion.parallel.batch_coupling.analysis import refuse_coupling
@@ -98,7 +98,7 @@ class PipelineParallel(Strategy):
         return True
 
     @classmethod
-    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+    def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
         """1f1b, which keeps less; gpipe where that is faster, as it hides what is under way between two stages.
         ``recompute`` only for what does not fit without."""
         if layout.ranks == 1 or layout.ranks > len(profile.layers) or not profile.cut_by_rows:
@@ -110,7 +110,7 @@ class PipelineParallel(Strategy):
                 if not found.batch_norm:
                     yield from found._others(profile, layout)
 
-    def _others(self, profile: Profile, layout: Layout) -> Iterator[Self]:
+    def _others(self, profile: Profile, layout: Placement) -> Iterator[Self]:
         gpipe = replace(self, schedule="gpipe")
         try:
             stages = self._stages(profile, layout)
@@ -122,16 +122,16 @@ class PipelineParallel(Strategy):
         if any(usual.memory_bytes * layout.together(r) > layout.device(r).memory_bytes for r in layout.kinds):
             yield replace(self, recompute=True)
 
-    def cost(self, profile: Profile, layout: Layout) -> Cost:
+    def cost(self, profile: Profile, layout: Placement) -> Cost:
         return self._in_turns(self._stages(profile, layout), layout)
 
-    def _in_turns(self, stages: Pipeline, layout: Layout) -> Cost:
+    def _in_turns(self, stages: Pipeline, layout: Placement) -> Cost:
         """Of stages, in this one's schedule; where one waits for the whole batch there is one schedule only."""
         schedule = "gpipe" if stages.waits else self.schedule
         orders = [turns(schedule, stage, layout.ranks, stages.microbatches) for stage in range(layout.ranks)]
         return stages.cost(orders)
 
-    def _stages(self, profile: Profile, layout: Layout) -> Pipeline:
+    def _stages(self, profile: Profile, layout: Placement) -> Pipeline:
         """Of any schedule. ValueError where they cannot be."""
         self._refuse(layout.ranks, not profile.cut_by_rows, profile.own_update, profile.carries)
         if layout.ranks > 1:
@@ -187,7 +187,7 @@ class PipelineParallel(Strategy):
                 whole_batch_norm=self.batch_norm == "whole",
             )  # fmt: skip
 
-        def look(model: nn.Module, source: Batches) -> None:
+        def look(model: nn.Module, source: BatchSource) -> None:
             """Layers that a stage computes of the whole batch are not divided; others and the loss are."""
             if self.microbatches > 1 and self.batch_norm is None:
                 refuse_coupling(model, workload, source.sample, strategy=str(self))

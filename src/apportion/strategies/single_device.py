@@ -27,8 +27,8 @@ from apportion.comm.world import World
 from apportion.core.strategy import State, Step, Strategy
 from apportion.core.workload import Workload
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.memory import Holding, of_replica
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.memory import MemoryUse, of_replica
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.parallel.optim.fused import with_fused_updates
 from apportion.parallel.replica.single_process import OneDeviceStep, reference
@@ -53,13 +53,13 @@ class SingleDevice(Strategy):
         return True
 
     @classmethod
-    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[SingleDevice]:
+    def candidates(cls, profile: Profile, layout: Placement) -> Iterator[SingleDevice]:
         if layout.ranks == 1:
             yield cls()
             if profile.element_wise:  # others have no fused kernel
                 yield cls(fused=True)
 
-    def cost(self, profile: Profile, layout: Layout) -> Cost:
+    def cost(self, profile: Profile, layout: Placement) -> Cost:
         if layout.ranks != 1:
             raise ValueError(
                 f"single_device runs in one process, not in {layout.ranks}: use workers=1, or data_parallel"
@@ -72,7 +72,7 @@ class SingleDevice(Strategy):
                 + STEP_CALLS * device.call_seconds,
                 "loading": profile.loading_seconds * rows,
             },
-            memory=Holding(own=of_replica(profile, rows)).a_worker(1),
+            memory=MemoryUse(own=of_replica(profile, rows)).a_worker(1),
             examples=rows,
         )
 

@@ -42,14 +42,14 @@ from apportion.core.strategy import State, Step, Strategy
 from apportion.core.workload import Workload
 from apportion.cost_model.compute import chance, held, times, worst
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies import tensor
 from apportion.parallel.optim.fused import with_fused_updates
 from apportion.parallel.partition.part import MakePart
 from apportion.parallel.partition.partitioned_step import SplitStep
 from apportion.parallel.replica.single_process import reference
-from apportion.parallel.tensor.sharding_plan import Plan, SlicedModel, plan
+from apportion.parallel.tensor.sharding_plan import ShardingPlan, TensorParallelModel, plan
 
 OWN_UPDATE = (
     "update= calls the network as it likes, which shows only as it runs, and slices are found before: use loss=, or "
@@ -78,11 +78,11 @@ class TensorParallel(Strategy):
         return True
 
     @classmethod
-    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+    def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
         if layout.ranks > 1 and tensor.sliced(profile, min_width=1):
             yield cls()
 
-    def cost(self, profile: Profile, layout: Layout) -> Cost:
+    def cost(self, profile: Profile, layout: Placement) -> Cost:
         if profile.own_update:
             raise ValueError(OWN_UPDATE)
         how = tensor.sliced(profile, min_width=self.min_width)
@@ -115,8 +115,8 @@ class TensorParallel(Strategy):
 
         return SplitStep(with_fused_updates(workload), world, part(world), again=part)
 
-    def _part(self, workload: Workload, group: Group, model: nn.Module, inputs: Any) -> SlicedModel:
-        found = Plan()
+    def _part(self, workload: Workload, group: Group, model: nn.Module, inputs: Any) -> TensorParallelModel:
+        found = ShardingPlan()
         for width in (self.min_width, 1):  # a network of narrow layers alone is sliced all the same
             if not found.layers():
                 found = plan(model, inputs, workload, min_width=width)
@@ -125,7 +125,7 @@ class TensorParallel(Strategy):
                 type(m).__name__ for m in model.modules() if next(m.parameters(recurse=False), None) is not None
             )
             raise ValueError(_nothing(list(kinds)))
-        return SlicedModel(model, found, group, workload)
+        return TensorParallelModel(model, found, group, workload)
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return reference(workload)

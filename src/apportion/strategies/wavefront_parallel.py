@@ -39,10 +39,10 @@ from apportion.comm.world import World
 from apportion.core.strategy import State, Step, Strategy
 from apportion.core.workload import Workload
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile
 from apportion.cost_model.strategies.wavefront import Waves, wavefront
-from apportion.parallel.partition.part import Alike, MakePart, Part
+from apportion.parallel.partition.part import MakePart, Part, ReplicatedPart
 from apportion.parallel.partition.partitioned_step import SplitStep
 from apportion.parallel.recurrent.cut import cut
 from apportion.parallel.recurrent.layer import chunk_length
@@ -71,7 +71,7 @@ class WavefrontParallel(Strategy):
         return True
 
     @classmethod
-    def candidates(cls, profile: Profile, layout: Layout) -> Iterator[Self]:
+    def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
         at = _recurrent(profile)
         if layout.ranks == 1 or at is None or profile.layers[at].stack < layout.ranks:
             return
@@ -82,7 +82,7 @@ class WavefrontParallel(Strategy):
             if 2 <= chunk <= net.length // 2:
                 yield cls(chunk=chunk)
 
-    def cost(self, profile: Profile, layout: Layout) -> Cost:
+    def cost(self, profile: Profile, layout: Placement) -> Cost:
         _refuse_on(layout.device(0).kind)
         _refuse_kind(profile.precision, profile.own_update)
         at = _recurrent(profile)
@@ -111,7 +111,7 @@ class WavefrontParallel(Strategy):
         if layers < world.size:
             raise ValueError(_too_few(found.path or type(model).__name__, layers, world.size))
         if world.size == 1:
-            return Alike(model)
+            return ReplicatedPart(model)
         seen = Carry(workload.carry, world.device, workload.dtype) if workload.carry is not None else None
         return WavefrontPart(found, world.group(), self.chunk, seen)
 
@@ -156,12 +156,12 @@ def _recurrent(profile: Profile) -> int | None:
     return next((i for i, layer in enumerate(profile.layers) if layer.kind in ("LSTM", "GRU", "RNN")), None)
 
 
-def _late(net: LayerProfile, layout: Layout) -> bool:
+def _late(net: LayerProfile, layout: Placement) -> bool:
     """Is a layer made of matrix products, here (``recurrent_layer.layer``)?"""
     return net.kind == "LSTM" and "AMD" not in layout.device(0).model
 
 
-def _rule(net: LayerProfile, rows: int, layout: Layout) -> int:
+def _rule(net: LayerProfile, rows: int, layout: Placement) -> int:
     """Moments of a chunk where nobody says how many."""
     each = max(1, net.stack // layout.ranks)
     return chunk_length(net.length, rows, layout.ranks, each, short=_late(net, layout))

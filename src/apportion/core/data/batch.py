@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker
 
 from apportion.core import tree
 from apportion.core.rng import seed_host, seeded_rng
-from apportion.core.sampler import DataShard, Deal, Draws, Index, mix, split
+from apportion.core.sampler import DataShard, Draws, Index, Sampler, mix, split
 from apportion.core.torch_private import in_own_memory
 from apportion.core.workload import Workload, checked, examples
 from apportion.errors import ApportionError
@@ -67,7 +67,7 @@ class Batch:
         "step",
     )
 
-    def __init__(self, source: Batches, whole: Whole, *, index: Index, rows: slice, first_lane: int = 0) -> None:
+    def __init__(self, source: BatchSource, whole: Whole, *, index: Index, rows: slice, first_lane: int = 0) -> None:
         self._source, self._whole = source, whole
         self._loaded: tuple[Any, Any] | None = None
         self._cut: tuple[Batch, slice] | None = None
@@ -184,7 +184,7 @@ class Batch:
 
 
 @dataclass(slots=True)
-class _Part:
+class _BatchPart:
     """One shard's rows of one batch."""
 
     whole: Whole
@@ -199,7 +199,7 @@ class _Block:
 
     shard: DataShard
     first: int
-    parts: list[_Part]
+    parts: list[_BatchPart]
 
     def has(self, step: int, shard: DataShard) -> bool:
         return shard is self.shard and 0 <= step - self.first < len(self.parts)
@@ -211,7 +211,7 @@ def _aligned(rows: Tensor) -> Tensor:
     return rows if rows.data_ptr() % ALIGN == 0 else rows.clone()
 
 
-class Batches:
+class BatchSource:
     """Every batch of a training (or of one pass over an evaluation set), by step and share.
 
     ``device`` and ``dtype``: where the tensors go, and what floating ones become (None: as they are).
@@ -223,7 +223,7 @@ class Batches:
         self.seed, self.count, self._rank = workload.seed, workload.count, rank
         self._augment, self._collate = workload.augment, workload.collate
         self._open(workload.open_data)
-        self.deal = Deal(
+        self.deal = Sampler(
             len(self.dataset),  # type: ignore[arg-type]
             workload.batch_size,
             order=workload.order,
@@ -236,7 +236,7 @@ class Batches:
     @classmethod
     def of_evaluation(
         cls, workload: Workload, *, device: torch.device | None = None, dtype: torch.dtype | None = None, rank: int = 0
-    ) -> Batches:
+    ) -> BatchSource:
         """One pass over the evaluation set, in its order, not augmented."""
         evaluation = workload.evaluation
         assert evaluation is not None
@@ -246,7 +246,7 @@ class Batches:
         self._open(lambda: checked(evaluation.data(), "evaluation.data"))
         size = evaluation.batch_size or workload.batch_size
         lanes = workload.carry is not None
-        self.deal = Deal(len(self.dataset), size, order="sequential", seed=workload.seed, lanes=lanes)  # type: ignore[arg-type]
+        self.deal = Sampler(len(self.dataset), size, order="sequential", seed=workload.seed, lanes=lanes)  # type: ignore[arg-type]
         self.total = self.deal.batches
         self._to(device, dtype)
         return self
@@ -333,14 +333,14 @@ class Batches:
         self.seconds += time.perf_counter() - began
         return _Block(shard, step, parts)
 
-    def _part(self, step: int, shard: DataShard) -> _Part:
+    def _part(self, step: int, shard: DataShard) -> _BatchPart:
         deal = self.deal
         step, rows = deal.shard(step, shard)
         index = deal.index(step)
         epoch, place = divmod(step, deal.batches)
-        return _Part(Whole(step, epoch, len(index), place == 0, int(index[0])), index[rows], rows)
+        return _BatchPart(Whole(step, epoch, len(index), place == 0, int(index[0])), index[rows], rows)
 
-    def _gather(self, parts: list[_Part]) -> None:
+    def _gather(self, parts: list[_BatchPart]) -> None:
         lengths = [len(part.index) for part in parts]
         tensors = self._rows(np.concatenate([part.index for part in parts]))
         inputs, targets = self._pair([[_aligned(part) for part in t.split(lengths)] for t in tensors])
@@ -403,12 +403,12 @@ class Batches:
 
     def _load_from(self, batch: Batch) -> tuple[Any, Any]:
         """What a loader has made of the batch."""
-        from apportion.core.data.loader import Failed
+        from apportion.core.data.loader import LoadFailed
 
         if self._ahead is None:
             return self._load(batch)
         found = self._ahead.take(batch._request)
-        if isinstance(found, Failed):
+        if isinstance(found, LoadFailed):
             self._load(batch)  # raises the same again, with the traceback of its own
             raise ApportionError(f"a data-loading process failed: {found.summary}\n{found.traceback}")
         pair = tree.cast(found, self.device, None)

@@ -45,7 +45,7 @@ Request = Any
 
 
 @dataclass(frozen=True)
-class Failed:
+class LoadFailed:
     """What a loader raised instead of loading."""
 
     summary: str
@@ -83,11 +83,11 @@ class Ahead:
                 timeout=LOOK_SECONDS,
                 generator=torch.Generator(),  # its draw is none of the training's
             )
-        self._iterator: Iterator[Packed] | None = None
+        self._iterator: Iterator[PackedBatch] | None = None
         self._processes: list[BaseProcess] = []
 
     def take(self, request: Request) -> Any:
-        """What was loaded for it, or ``Failed``. Asking out of turn discards what was loaded for another place."""
+        """What was loaded for it, or ``LoadFailed``. Asking out of turn discards what was loaded for another place."""
         if request not in self._line.out:
             self._go_on_at(request)
         while self._line.out[0] != request:
@@ -118,7 +118,7 @@ class Ahead:
             signal.signal(signal.SIGCHLD, handler)
         self._processes = [p for p in multiprocessing.active_children() if p not in others]
 
-    def _receive(self) -> Packed:
+    def _receive(self) -> PackedBatch:
         assert self._iterator is not None
         while True:
             try:
@@ -171,16 +171,16 @@ class _Loads:
     def __init__(self, load: Callable[[Request], Any], shelf: _Shelf) -> None:
         self._load, self._shelf = load, shelf
 
-    def __getitem__(self, asked: tuple[Request, int]) -> Packed:
+    def __getitem__(self, asked: tuple[Request, int]) -> PackedBatch:
         request, place = asked
         try:
             return self._shelf.pack(self._load(request), place)
         except Exception as error:
-            return self._shelf.pack(Failed(f"{type(error).__name__}: {error}", traceback.format_exc()), place)
+            return self._shelf.pack(LoadFailed(f"{type(error).__name__}: {error}", traceback.format_exc()), place)
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedBatch:
     """A nest of tensors on its way: its shape, and where its numbers are."""
 
     head: bytes
@@ -201,21 +201,21 @@ class _Shelf:
         except OSError:  # not so much may be promised here
             self._memory = memoryview(b"")
 
-    def pack(self, value: Any, place: int) -> Packed:
+    def pack(self, value: Any, place: int) -> PackedBatch:
         """The same numbers at the same strides, in this place."""
         file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
         _Packer(file, protocol=5, buffer_callback=buffers.append).dump(value)
         raw = [buffer.raw() for buffer in buffers]
         starts = [0, *itertools.accumulate(-(-view.nbytes // 64) * 64 for view in raw)]
         if starts[-1] > min(PLACE_BYTES, self._memory.nbytes):
-            return Packed(file.getvalue(), (), tuple(bytearray(view) for view in raw))
+            return PackedBatch(file.getvalue(), (), tuple(bytearray(view) for view in raw))
         first = place * PLACE_BYTES
         spans = tuple(slice(first + at, first + at + v.nbytes) for at, v in zip(starts, raw, strict=False))
         for span, view in zip(spans, raw, strict=True):
             self._memory[span] = view
-        return Packed(file.getvalue(), spans)
+        return PackedBatch(file.getvalue(), spans)
 
-    def unpack(self, packed: Packed) -> Any:
+    def unpack(self, packed: PackedBatch) -> Any:
         """What was packed, in memory of its own."""
         return pickle.loads(packed.head, buffers=packed.buffers or [_copy(self._memory[span]) for span in packed.spans])
 
@@ -253,7 +253,7 @@ def _meant() -> Iterator[None]:
         yield
 
 
-def _as_it_is(packed: Packed) -> Packed:
+def _as_it_is(packed: PackedBatch) -> PackedBatch:
     return packed
 
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from apportion.cost_model.collectives import all_reduce, message
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile
 
 
@@ -102,7 +102,7 @@ class Mesh:
         """By its place on the three axes: slices, who talk most, are neighbours."""
         return slice_ + self.slices * (replica + self.replicas * stage)
 
-    def cost(self, layout: Layout) -> Cost:
+    def cost(self, layout: Placement) -> Cost:
         """Of one step. ValueError where the layout has another number of ranks."""
         if layout.ranks != self.ranks:
             raise ValueError(
@@ -120,7 +120,7 @@ class Mesh:
         }
         return Cost(terms=terms, memory=self._memory, examples=self.profile.batch_size)
 
-    def _seconds(self, layout: Layout, stage: int) -> _Seconds:
+    def _seconds(self, layout: Placement, stage: int) -> _Seconds:
         ranks = tuple(self.rank(i, 0, stage) for i in range(self.slices))
         device, together = layout.device(ranks[0]), layout.together(ranks[0])
         content = self._contents[stage]
@@ -146,11 +146,11 @@ class Mesh:
                 messages += message(layout, ranks[0], self.rank(0, 0, there), part * crossing)
         return _Seconds(computing, sums + messages)
 
-    def _gradients(self, layout: Layout, stage: int) -> float:
+    def _gradients(self, layout: Placement, stage: int) -> float:
         ranks = tuple(self.rank(0, r, stage) for r in range(self.replicas))
         return all_reduce(layout, ranks, self._contents[stage].parameter_bytes)
 
-    def _update(self, layout: Layout, stage: int) -> float:
+    def _update(self, layout: Placement, stage: int) -> float:
         rank = self.rank(0, 0, stage)
         return self.profile.update_seconds(
             layout.device(rank),

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from apportion.cost_model.collectives import all_gather, all_reduce
 from apportion.cost_model.compute import Computed, call_seconds, layer_seconds, memory_rate, updating
 from apportion.cost_model.cost import Cost, Span
-from apportion.cost_model.memory import Holding, of_replica
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.memory import MemoryUse, of_replica
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
-from apportion.cost_model.simulator import Task, makespan, simulate
+from apportion.cost_model.simulator import SimulatedTask, makespan, simulate
 from apportion.cost_model.strategies import data_parallel
 
 STEP_CALLS, LAYER_CALLS, NORM_CALLS = 15.0, 2.0, 10.0
@@ -20,7 +20,7 @@ Estimates by what the update in shared pages needs."""
 
 
 def cost(
-    profile: Profile, layout: Layout, found: Computed, rows: float, sizes: tuple[int, int], *, parts: int = 1
+    profile: Profile, layout: Placement, found: Computed, rows: float, sizes: tuple[int, int], *, parts: int = 1
 ) -> Cost:
     """Of a step whose ranks have computed so, in so many parts; ``rows``: of a rank at a time; ``sizes``: bytes of a
     gradient that travels by itself, and of those that leave together while the backward pass goes on."""
@@ -34,14 +34,14 @@ def cost(
             "waiting": found.waiting,
             "loading": found.loading,
         },
-        memory=Holding(own=of_replica(profile, rows)).a_worker(1),
+        memory=MemoryUse(own=of_replica(profile, rows)).a_worker(1),
         examples=profile.batch_size,
         timeline=timeline,
     )
 
 
 def _summed(
-    profile: Profile, layout: Layout, found: Computed, rows: float, sizes: tuple[int, int], parts: int
+    profile: Profile, layout: Placement, found: Computed, rows: float, sizes: tuple[int, int], parts: int
 ) -> tuple[float, tuple[Span, ...]]:
     """Seconds beyond computing until the gradients are summed: those of the last part. And the step in a picture, where
     the sum begins before the backward pass has ended: between hosts, and on GPUs."""
@@ -59,7 +59,7 @@ def _summed(
     return 2 * weights / memory_rate(layout) + exposed, timeline
 
 
-def asked_while_computing(profile: Profile, layout: Layout) -> float:
+def asked_while_computing(profile: Profile, layout: Placement) -> float:
     """Seconds of what ranks ask each other in their passes: the statistics of batch normalisation, forward and
     backward; the outputs, where the loss is one of all of them."""
     ranks, last = range(layout.ranks), profile.layers[-1]
@@ -102,7 +102,7 @@ def buckets(profile: Profile, most: float) -> list[Bucket]:
 
 
 def during(
-    layout: Layout, forward: float, backward: Sequence[float], sent: Sequence[Bucket]
+    layout: Placement, forward: float, backward: Sequence[float], sent: Sequence[Bucket]
 ) -> tuple[float, tuple[Span, ...]]:
     """Seconds beyond forward and backward (of each layer) until all of these have been summed over all ranks; and when
     what happened, on one device and on what joins it to the others."""
@@ -121,19 +121,19 @@ def during(
     return makespan(spans) - alone, spans
 
 
-def _spans(layout: Layout, forward: float, backward: Sequence[float], sent: Sequence[Bucket]) -> tuple[Span, ...]:
+def _spans(layout: Placement, forward: float, backward: Sequence[float], sent: Sequence[Bucket]) -> tuple[Span, ...]:
     link, device = layout.cluster.joining(layout.devices), layout.devices[0]
     ranks, starts = range(layout.ranks), {bucket.first: bucket for bucket in sent}
-    tasks = [Task("forward", "computing", (device,), forward)]
+    tasks = [SimulatedTask("forward", "computing", (device,), forward)]
     last = 0
     for i in reversed(range(len(backward))):
-        tasks.append(Task(f"backward {i}", "computing", (device,), backward[i], (last,), order=1.0))
+        tasks.append(SimulatedTask(f"backward {i}", "computing", (device,), backward[i], (last,), order=1.0))
         last = len(tasks) - 1
         if i in starts:
             seconds = all_reduce(layout, ranks, starts[i].nbytes)
             name = f"sum of gradients from {i}"
-            tasks.append(Task(name, "communicating", (link.kind,), seconds * link.hidden, (last,)))
+            tasks.append(SimulatedTask(name, "communicating", (link.kind,), seconds * link.hidden, (last,)))
             if link.hidden < 1.0:
                 on, after = (link.kind, device), (len(tasks) - 1,)
-                tasks.append(Task(name, "communicating", on, seconds * (1.0 - link.hidden), after))
+                tasks.append(SimulatedTask(name, "communicating", on, seconds * (1.0 - link.hidden), after))
     return simulate(tasks)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from apportion.cost_model.collectives import all_gather, reduce_scatter
 from apportion.cost_model.compute import memory_rate
 from apportion.cost_model.cost import Span
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
-from apportion.cost_model.simulator import Task, makespan, simulate
+from apportion.cost_model.simulator import SimulatedTask, makespan, simulate
 
 FLOAT_BYTES = 4
 
@@ -38,18 +38,18 @@ def units(profile: Profile, least: int, forward: Sequence[float], backward: Sequ
     return root, found
 
 
-def gather(layout: Layout, nbytes: int) -> float:
+def gather(layout: Placement, nbytes: int) -> float:
     """Seconds until every rank has so many bytes that lay in shards: sent, and copied to where the layer has them
     (torch lays shards side by side first)."""
     return all_gather(layout, range(layout.ranks), nbytes) + 3 * nbytes / memory_rate(layout) if nbytes else 0.0
 
 
-def scatter(layout: Layout, nbytes: int) -> float:
+def scatter(layout: Placement, nbytes: int) -> float:
     """Seconds until every rank has its shard of the sum; gradients are first laid side by side."""
     return reduce_scatter(layout, range(layout.ranks), nbytes) + 4 * nbytes / memory_rate(layout) if nbytes else 0.0
 
 
-def in_turn(layout: Layout, root: int, parts: Sequence[Unit]) -> float:
+def in_turn(layout: Placement, root: int, parts: Sequence[Unit]) -> float:
     """Seconds of all messages of a pass forward and back, one after the other: on CPUs nothing else goes on."""
     sizes = {unit.nbytes for unit in parts}
     each = {nbytes: 2 * gather(layout, nbytes) + scatter(layout, nbytes) for nbytes in sizes}
@@ -57,11 +57,11 @@ def in_turn(layout: Layout, root: int, parts: Sequence[Unit]) -> float:
     return gather(layout, root) + scatter(layout, root) + twice
 
 
-def overlapped(layout: Layout, root: int, parts: Sequence[Unit]) -> tuple[float, tuple[Span, ...]]:
+def overlapped(layout: Placement, root: int, parts: Sequence[Unit]) -> tuple[float, tuple[Span, ...]]:
     """(seconds beyond computing, when what happened): on GPUs the weights of the next layer come, and the gradients of
     the last one go, meanwhile."""
     device, wire = (layout.devices[0],), (layout.cluster.joining(layout.devices).kind,)
-    tasks = [Task("gather the rest", "communicating", wire, gather(layout, root))]
+    tasks = [SimulatedTask("gather the rest", "communicating", wire, gather(layout, root))]
     sizes = {unit.nbytes for unit in parts}
     gathering = {nbytes: gather(layout, nbytes) for nbytes in sizes}
     scattering = {nbytes: scatter(layout, nbytes) for nbytes in sizes}
@@ -73,14 +73,18 @@ def overlapped(layout: Layout, root: int, parts: Sequence[Unit]) -> tuple[float,
         needs = [computed[-1]]
         if unit.nbytes:  # one layer ahead, and no more: that is the memory which it saves
             tasks.append(
-                Task(f"gather {i}", "communicating", wire, gathering[unit.nbytes], (computed[max(0, step - 1)],))
+                SimulatedTask(
+                    f"gather {i}", "communicating", wire, gathering[unit.nbytes], (computed[max(0, step - 1)],)
+                )
             )
             needs.append(len(tasks) - 1)
-        tasks.append(Task(name, "computing", device, unit.backward if back else unit.forward, tuple(needs)))
+        tasks.append(SimulatedTask(name, "computing", device, unit.backward if back else unit.forward, tuple(needs)))
         computed.append(len(tasks) - 1)
         if back and unit.nbytes:
             sent = scattering[unit.nbytes]
-            tasks.append(Task(f"scatter {i}", "communicating", wire, sent, (computed[-1],), order=1.0))
-    tasks.append(Task("scatter the rest", "communicating", wire, scatter(layout, root), (computed[-1],), order=1.0))
+            tasks.append(SimulatedTask(f"scatter {i}", "communicating", wire, sent, (computed[-1],), order=1.0))
+    tasks.append(
+        SimulatedTask("scatter the rest", "communicating", wire, scatter(layout, root), (computed[-1],), order=1.0)
+    )
     spans = simulate(tasks)
     return makespan(spans) - sum(unit.forward + unit.backward for unit in parts), spans

@@ -9,12 +9,12 @@ from apportion.cost_model.collectives import Collective
 from apportion.cost_model.compute import LayerTimes, chance, held, times
 from apportion.cost_model.cost import Cost
 from apportion.cost_model.partitioning import chain
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies.tensor import How, Slices
 
 
-def exchanging(profile: Profile, layout: Layout, at: int, how: dict[str, How], *, rotates: bool) -> Cost:
+def exchanging(profile: Profile, layout: Placement, at: int, how: dict[str, How], *, rotates: bool) -> Cost:
     """The layers before ``at`` on a share of the rows, the others sliced as ``how`` says."""
     n, batch = layout.ranks, profile.batch_size
     ranks = Collective.among(layout, range(n))
@@ -51,7 +51,7 @@ def exchanging(profile: Profile, layout: Layout, at: int, how: dict[str, How], *
     )
 
 
-def begins(profile: Profile, layout: Layout, how: dict[str, How], *, least: int) -> int | None:
+def begins(profile: Profile, layout: Placement, how: dict[str, How], *, least: int) -> int | None:
     """The layer from which on all are best sliced, or computed alike, instead of each rank taking some of the rows: the
     chain's cheapest choices, from ``least`` on. None: nowhere."""
     n, ranks, own = layout.ranks, Collective.among(layout, range(layout.ranks)), _slowest(profile, layout)
@@ -71,7 +71,7 @@ def begins(profile: Profile, layout: Layout, how: dict[str, How], *, least: int)
     return choices.index(1) if 1 in choices else None
 
 
-def _slowest(profile: Profile, layout: Layout) -> LayerTimes:
+def _slowest(profile: Profile, layout: Placement) -> LayerTimes:
     """The rank that takes longest for the same work."""
     return max(
         dict.fromkeys(times(profile, layout)),

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from apportion.cost_model.collectives import broadcast
 from apportion.cost_model.compute import call_seconds, computed, memory_rate, updating
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.memory import Holding, copies, of_replica
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.memory import MemoryUse, copies, of_replica
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 
 STEP_CALLS, ROUND_CALLS, TENSOR_CALLS = 20.0, 45.0, 3.0
@@ -18,7 +18,7 @@ contribution. Chosen so that measured rounds of five networks come out, where a 
 
 
 @dataclass(frozen=True)
-class Kind:
+class AveragingKind:
     """Of a round."""
 
     outer: bool = False
@@ -27,7 +27,7 @@ class Kind:
     """Does a replica go on with averaged slots too?"""
 
 
-def cost(profile: Profile, layout: Layout, kind: Kind, *, every: int) -> Cost:
+def cost(profile: Profile, layout: Placement, kind: AveragingKind, *, every: int) -> Cost:
     """Of a batch on every replica, with its part of a round of so many."""
     n = layout.ranks
     found = computed(profile, layout, [profile.batch_size] * n, between=every)
@@ -45,7 +45,7 @@ def cost(profile: Profile, layout: Layout, kind: Kind, *, every: int) -> Cost:
     )
 
 
-def _in_memory(profile: Profile, layout: Layout, kind: Kind) -> float:
+def _in_memory(profile: Profile, layout: Placement, kind: AveragingKind) -> float:
     """Seconds of a round: each replica writes what it has learnt (its weights are copied, and the average taken off),
     one of them adds up all contributions while the others wait, and each takes the average in turn and copies it."""
     n, weights, slots = layout.ranks, profile.parameter_bytes, profile.parameter_bytes * profile.slots
@@ -56,7 +56,7 @@ def _in_memory(profile: Profile, layout: Layout, kind: Kind) -> float:
     return (written + added + taken) / memory_rate(layout) + 2 * link.latency + _python(profile, layout)
 
 
-def _by_messages(profile: Profile, layout: Layout, kind: Kind) -> float:
+def _by_messages(profile: Profile, layout: Placement, kind: AveragingKind) -> float:
     """The same where each replica's contribution goes to all others, one tensor after the other."""
     n, tensors = layout.ranks, _tensors(profile)
     state = profile.parameter_bytes * (1 + profile.slots)
@@ -69,18 +69,18 @@ def _tensors(profile: Profile) -> int:
     return sum(1 for layer in profile.layers if layer.parameter_bytes) * (1 + profile.slots)
 
 
-def _python(profile: Profile, layout: Layout) -> float:
+def _python(profile: Profile, layout: Placement) -> float:
     each = TENSOR_CALLS * _tensors(profile) * (2 + layout.ranks)
     return (ROUND_CALLS + each) * call_seconds(layout)
 
 
-def _held(profile: Profile, layout: Layout, kind: Kind) -> dict[str, int]:
+def _held(profile: Profile, layout: Placement, kind: AveragingKind) -> dict[str, int]:
     """A replica, its contribution and the average that it began with; and two averages that all have in common, or on
     several hosts each replica: with what it receives, four in all."""
     own, weights = Counter(of_replica(profile, profile.batch_size)), 2 if kind.outer else 1
     if len(layout.hosts) > 1:
         own.update(copies(profile, weights=5 * weights, slots=5, buffers=5))
-        return Holding(own=own).a_worker(1)
+        return MemoryUse(own=own).a_worker(1)
     own.update(copies(profile, weights=2 * weights, slots=2, buffers=2))
     shared = copies(profile, weights=2 * weights, slots=2, buffers=2)
-    return Holding(own=own, shared=shared).a_worker(layout.ranks)
+    return MemoryUse(own=own, shared=shared).a_worker(layout.ranks)

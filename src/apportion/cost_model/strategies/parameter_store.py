@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from apportion.cost_model.compute import call_seconds, memory_rate
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 
 SHARD_BYTES, RUN_BYTES, LEAST_SHARDS, LEAST_SHARD_BYTES = 512 << 10, 1 << 20, 8, 4 << 10
@@ -19,7 +19,7 @@ measured steps of five networks come out, where a call took 8 us."""
 
 
 @dataclass(frozen=True)
-class Push:
+class PushPrice:
     """Seconds of what becomes of one batch's gradient."""
 
     gather: float
@@ -31,7 +31,7 @@ class Push:
     shards: int
 
 
-def push(profile: Profile, layout: Layout, *, part: float = 1.0, locks: bool = True) -> Push:
+def push(profile: Profile, layout: Placement, *, part: float = 1.0, locks: bool = True) -> PushPrice:
     """Of such a part of the network. Under a lock the new weights and slots are drafted, which the worker has pulled
     with that, and copied into their place."""
     weights, slots = profile.parameter_bytes * part, profile.parameter_bytes * part * profile.slots
@@ -41,4 +41,4 @@ def push(profile: Profile, layout: Layout, *, part: float = 1.0, locks: bool = T
     moved = 5 * weights + 3 * slots if locks else 5 * weights + 2 * slots
     python = (STEP_CALLS + RUN_CALLS * runs + SHARD_CALLS * shards) * call
     gathered = 2 * weights / rate + LAYER_CALLS * len(profile.layers) * part * call
-    return Push(gathered, moved / rate + python, 2 * weights / rate + SHARD_CALLS * shards * call, shards)
+    return PushPrice(gathered, moved / rate + python, 2 * weights / rate + SHARD_CALLS * shards * call, shards)

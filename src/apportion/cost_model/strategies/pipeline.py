@@ -10,9 +10,9 @@ from apportion.cost_model.collectives import all_reduce, message
 from apportion.cost_model.compute import LayerTimes, chance, exposed, held, suited, times, worst
 from apportion.cost_model.cost import Cost, Span
 from apportion.cost_model.partitioning import SECONDS_PER_BYTE, SECONDS_PER_MESSAGE, balanced
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
-from apportion.cost_model.strategies.pipeline_timeline import Order, Passes, Stage, on_rank
+from apportion.cost_model.strategies.pipeline_timeline import Order, TimedPasses, TimedStage, on_rank
 
 PASS_CALLS = 14.0
 """What a forward or a backward pass of a micro-batch costs besides its layers, in calls: its rows, the call of the
@@ -25,7 +25,7 @@ MOST_TASKS = 3000
 hold each other up."""
 
 
-def cut(profile: Profile, layout: Layout, *, microbatches: int, cuts: Sequence[str] | None) -> list[int]:
+def cut(profile: Profile, layout: Placement, *, microbatches: int, cuts: Sequence[str] | None) -> list[int]:
     """The layers that the stages begin with, the first one's 0 among them; as ``parallel/pipeline/cut_points.py`` finds
     them: by the times on rank 0. ValueError where that many stages cannot be."""
     if cuts is not None:
@@ -63,7 +63,7 @@ class Pipeline:
     def __init__(  # noqa: PLR0913 (what a pipeline has)
         self,
         profile: Profile,
-        layout: Layout,
+        layout: Placement,
         begins: Sequence[int],
         *,
         microbatches: int,
@@ -87,7 +87,7 @@ class Pipeline:
         profile, layout, parts = self._profile, self._layout, self._parts
         spans: tuple[Span, ...] = ()
         if 4 * layout.ranks * self.microbatches <= MOST_TASKS or self.waits:
-            passes = Passes(parts, orders, self._links)
+            passes = TimedPasses(parts, orders, self._links)
             spans, found = passes.timeline(), _found(passes, parts, self.microbatches)
         else:
             found = _closed(parts, self._links, self.microbatches)
@@ -116,7 +116,7 @@ class _Cut(NamedTuple):
     """That a transfer goes on by itself."""
 
 
-def _cuts(profile: Profile, layout: Layout, begins: Sequence[int], microbatches: int) -> list[_Cut]:
+def _cuts(profile: Profile, layout: Placement, begins: Sequence[int], microbatches: int) -> list[_Cut]:
     found = []
     for i, begin in enumerate(begins[1:]):
         seconds = message(layout, i, i + 1, profile.crossing_bytes[begin] / microbatches)
@@ -127,16 +127,16 @@ def _cuts(profile: Profile, layout: Layout, begins: Sequence[int], microbatches:
 
 def _parts(  # noqa: PLR0913 (what a pipeline has)
     profile: Profile,
-    layout: Layout,
+    layout: Placement,
     begins: Sequence[int],
     microbatches: int,
     cuts: Sequence[_Cut],
     recompute: bool,
     at_once: Sequence[bool],
     fused: bool,
-) -> list[Stage]:
+) -> list[TimedStage]:
     known: dict[tuple[int, float], tuple[list[float], list[float]]] = {}
-    sums: list[Stage] = []
+    sums: list[TimedStage] = []
     each = times(profile, layout)
     bounds = [*begins, len(profile.layers)]
     weights = [0, *accumulate(layer.parameter_bytes for layer in profile.layers)]
@@ -153,7 +153,7 @@ def _parts(  # noqa: PLR0913 (what a pipeline has)
             messages += MESSAGE_CALLS * own.call + cut.own
         times_sent = microbatches if at_once[stage] else 1
         sums.append(
-            Stage(
+            TimedStage(
                 forward + messages * times_sent,
                 backward + (forward if recompute else 0.0) + messages * times_sent,
                 messages * times_sent,
@@ -172,7 +172,7 @@ def _of_few(profile: Profile, own: LayerTimes, rows: float) -> tuple[list[float]
     return forward, [found.backward * share.backward for found, share in zip(each, shares, strict=True)]
 
 
-def _found(passes: Passes, parts: Sequence[Stage], microbatches: int) -> dict[str, float]:
+def _found(passes: TimedPasses, parts: Sequence[TimedStage], microbatches: int) -> dict[str, float]:
     """As the stage sees it that computes most; its own part of messages is counted with the others."""
     many = [1 if part.at_once else microbatches for part in parts]
     busiest = max(range(len(parts)), key=lambda i: (parts[i].forward + parts[i].backward) * many[i])
@@ -183,7 +183,7 @@ def _found(passes: Passes, parts: Sequence[Stage], microbatches: int) -> dict[st
     return found
 
 
-def _closed(parts: Sequence[Stage], links: Sequence[float], microbatches: int) -> dict[str, float]:
+def _closed(parts: Sequence[TimedStage], links: Sequence[float], microbatches: int) -> dict[str, float]:
     """The first micro-batch goes through all stages and back, the others follow at the pace of the slowest."""
     busiest = max(parts, key=lambda part: part.forward + part.backward)
     pace = busiest.forward + busiest.backward
@@ -197,7 +197,7 @@ def _closed(parts: Sequence[Stage], links: Sequence[float], microbatches: int) -
 
 def _memories(
     profile: Profile,
-    layout: Layout,
+    layout: Placement,
     begins: Sequence[int],
     orders: Sequence[Order],
     recompute: bool,

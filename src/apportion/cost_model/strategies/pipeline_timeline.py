@@ -19,7 +19,7 @@ Order = Sequence[tuple[Kind, int]]
 
 
 @dataclass(frozen=True)
-class Stage:
+class TimedStage:
     """Of one micro-batch, in seconds."""
 
     forward: float
@@ -31,13 +31,13 @@ class Stage:
     """Does it compute the whole batch, which comes and goes in micro-batches?"""
 
 
-class Passes:
+class TimedPasses:
     """Of all stages, made in these orders. ``links``: seconds that what goes over each cut is under way.
 
     An assertion fails where stages wait for each other in a circle.
     """
 
-    def __init__(self, stages: Sequence[Stage], orders: Sequence[Order], links: Sequence[float]) -> None:
+    def __init__(self, stages: Sequence[TimedStage], orders: Sequence[Order], links: Sequence[float]) -> None:
         self._stages, self._orders, self._links = stages, orders, links
         n, many = len(stages), len(orders[0]) // 2
         self._turns = [_turns(stage, order) for stage, order in zip(stages, orders, strict=True)]
@@ -114,7 +114,7 @@ def on_rank(stage: int) -> str:
     return f"rank {stage}"
 
 
-def _turns(stage: Stage, order: Order) -> list[tuple[Kind, tuple[int, ...]]]:
+def _turns(stage: TimedStage, order: Order) -> list[tuple[Kind, tuple[int, ...]]]:
     """Each with the micro-batches that it computes."""
     if not stage.at_once:
         return [(kind, (number,)) for kind, number in order]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from apportion.cost_model.compute import Computed, call_seconds, layer_seconds, memory_rate, saved, updating
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.memory import Holding, activations, copies
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.memory import MemoryUse, activations, copies
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile
 
 STEP_CALLS, LAYER_CALLS, LINEAR_CALLS, PIECE_CALLS = 15.0, 2.0, 5.0, 1.0
@@ -24,7 +24,7 @@ MEETINGS = 2.0
 """In which all ranks wait for each other, of a link's latency each."""
 
 
-def suits(profile: Profile, layout: Layout) -> bool:
+def suits(profile: Profile, layout: Placement) -> bool:
     """Can the weights of this lie in pages that all ranks share?"""
     together = len(layout.hosts) == 1 and all(layout.device(rank).kind == "cpu" for rank in layout.kinds)
     return together and profile.element_wise and not profile.own_update and not profile.carries
@@ -71,7 +71,7 @@ def _linear(layer: LayerProfile, rows: int) -> tuple[int, int] | None:
     return int(inputs), int(outputs)
 
 
-def cost(profile: Profile, layout: Layout, found: Computed, rows: float) -> Cost:
+def cost(profile: Profile, layout: Placement, found: Computed, rows: float) -> Cost:
     """Of a step whose ranks have computed so; ``rows``: of a rank at a time."""
     n, rate, moved = layout.ranks, memory_rate(layout), exchanged(profile)
     link = layout.cluster.joining(layout.devices)
@@ -95,14 +95,14 @@ def cost(profile: Profile, layout: Layout, found: Computed, rows: float) -> Cost
     )
 
 
-def _saved(profile: Profile, layout: Layout, found: Computed, rows: float) -> float:
+def _saved(profile: Profile, layout: Placement, found: Computed, rows: float) -> float:
     """Seconds, of all parts of a step: by products of few rows."""
     times = layer_seconds(profile, layout, rows, found.forward, found.backward)
     return saved(profile.layers, *times, rows).both
 
 
-def _held(profile: Profile, moved: Exchanged, rows: float) -> Holding:
-    return Holding(
+def _held(profile: Profile, moved: Exchanged, rows: float) -> MemoryUse:
+    return MemoryUse(
         own={
             "gradients": moved.dense,
             "activations": activations(profile, rows),

@@ -10,9 +10,9 @@ from typing import Literal
 from apportion.cost_model.collectives import all_gather, all_reduce, message, reduce_scatter
 from apportion.cost_model.compute import LayerTimes, exposed, memory_rate
 from apportion.cost_model.cost import Span
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile
-from apportion.cost_model.simulator import Task, simulate, terms
+from apportion.cost_model.simulator import SimulatedTask, simulate, terms
 from apportion.cost_model.strategies.tensor import is_elementwise
 
 EDGE_CALLS = 60.0
@@ -68,10 +68,10 @@ class Strips:
     activations: float
 
 
-def spatial(profile: Profile, layout: Layout, own: LayerTimes, found: Images, *, columns: bool = False) -> Strips:
+def spatial(profile: Profile, layout: Placement, own: LayerTimes, found: Images, *, columns: bool = False) -> Strips:
     """Of rows of every image, or ``columns``, which take as long to compute as a strip of as many rows. All ranks do
     the same at the same time: the one with most rows is shown."""
-    run = _Run(profile, layout, own, columns=columns)
+    run = _LayerRun(profile, layout, own, columns=columns)
     n = layout.ranks
     for back in (False, True):
         for i, layer in reversed(list(enumerate(profile.layers))) if back else enumerate(profile.layers):
@@ -92,14 +92,14 @@ the channels; with some of the groups; as a column, of channels that have to be 
 channels that have to be gathered first."""
 
 
-def channels(profile: Profile, layout: Layout, own: LayerTimes, found: Images, *, groups: bool = False) -> Strips:
+def channels(profile: Profile, layout: Placement, own: LayerTimes, found: Images, *, groups: bool = False) -> Strips:
     """Of channels, as ``parallel/spatial/channels.py`` divides them: convolutions cut by their filters, then by what
     they look at, in turn, with a sum after each two; with ``groups`` all by their filters, and gathered before the
     next, but for those whose groups the ranks share, which send nothing. ValueError where there are none, or too
     few."""
     if groups:
         _must_have_groups(profile, layout)
-    run = _Run(profile, layout, own)
+    run = _LayerRun(profile, layout, own)
     ranks, n = range(layout.ranks), layout.ranks
     in_slices, how = _channels(profile, found, n, groups=groups)
     for i, layer in enumerate(profile.layers):
@@ -137,7 +137,7 @@ def _whole_before(at: int, layer: LayerProfile, how: Mapping[int, How], in_slice
     return how.get(at) == "towers" and not any(i in in_slices and how.get(i) != "row" for i in given)
 
 
-def _must_have_groups(profile: Profile, layout: Layout) -> None:
+def _must_have_groups(profile: Profile, layout: Placement) -> None:
     many = [layer.groups for layer in profile.layers if layer.groups > 1]
     if not many:
         raise ValueError('the network has no convolution with groups: use split="channel", or data_parallel')
@@ -175,13 +175,13 @@ def _channels(profile: Profile, found: Images, ranks: int, *, groups: bool) -> t
     return in_slices, how
 
 
-class _Run:
+class _LayerRun:
     """The tasks of a rank, one layer after the other."""
 
-    def __init__(self, profile: Profile, layout: Layout, own: LayerTimes, *, columns: bool = False) -> None:
+    def __init__(self, profile: Profile, layout: Placement, own: LayerTimes, *, columns: bool = False) -> None:
         self._profile, self._layout, self._own, self._columns = profile, layout, own, columns
         self._by_name = {layer.name: layer for layer in profile.layers}
-        self._tasks: list[Task] = []
+        self._tasks: list[SimulatedTask] = []
         self._last: tuple[int, ...] = ()
         self._norms = 0
 
@@ -201,7 +201,7 @@ class _Run:
     def add(self, name: str, kind: str, seconds: float, on: str = "rank 0") -> None:
         """What all wait for."""
         if seconds > 0:
-            self._tasks.append(Task(name, kind, (on,), seconds, self._last))
+            self._tasks.append(SimulatedTask(name, kind, (on,), seconds, self._last))
             self._last = (len(self._tasks) - 1,)
 
     def layer(self, layer: LayerProfile, share: float, way: str, *, halo: bool, back: bool = False) -> None:
@@ -218,7 +218,7 @@ class _Run:
             share_open = exposed(self._layout, 0, 1)
             if travels * (1 - share_open) > 0:
                 self._tasks.append(
-                    Task(f"halo of {name}", "communicating", ("link",), travels * (1 - share_open), before)
+                    SimulatedTask(f"halo of {name}", "communicating", ("link",), travels * (1 - share_open), before)
                 )
                 self._last = (*self._last, len(self._tasks) - 1)
             self.add(f"halo of {name}", "communicating", travels * share_open)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from apportion.cost_model.collectives import Collective
 from apportion.cost_model.compute import LayerTimes
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile
 
 SLICE_CALLS = 40.0
@@ -138,7 +138,7 @@ class Sliced:
 class Slices:
     """The layers of a network on the ranks of a layout, of which each has a slice of those in ``how``."""
 
-    def __init__(self, profile: Profile, layout: Layout, own: LayerTimes, how: Mapping[str, How]) -> None:
+    def __init__(self, profile: Profile, layout: Placement, own: LayerTimes, how: Mapping[str, How]) -> None:
         self._batch, self._own, self._how = profile.batch_size, own, how
         self._by_name = {layer.name: layer for layer in profile.layers}
         self._between = _in_slices(profile, how)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from apportion.cost_model.collectives import message
 from apportion.cost_model.compute import LayerTimes, chance, exposed, held, times, worst
 from apportion.cost_model.cost import Cost, Span
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile, Seconds
-from apportion.cost_model.simulator import Task, simulate, terms
+from apportion.cost_model.simulator import SimulatedTask, simulate, terms
 
 CHUNK_CALLS = 30.0
 """What a chunk costs a layer besides its share of the whole time, each way, in calls: the loop around the kernel."""
@@ -49,7 +49,7 @@ class _Chunk:
     """Of a message, what its rank spends on it; that of the other end as well."""
 
 
-def wavefront(profile: Profile, layout: Layout, waves: Waves) -> Cost:
+def wavefront(profile: Profile, layout: Placement, waves: Waves) -> Cost:
     """A step: layers before the recurrent ones on the first rank, those after on the last layer's."""
     net = profile.layers[waves.at]
     each = times(profile, layout)
@@ -110,7 +110,7 @@ def _closed(stack: int, many: int, chunks: Sequence[_Chunk], ends: float) -> dic
     }
 
 
-def _chunk(profile: Profile, layout: Layout, own: LayerTimes, rank: int, waves: Waves) -> _Chunk:
+def _chunk(profile: Profile, layout: Placement, own: LayerTimes, rank: int, waves: Waves) -> _Chunk:
     net, rows = profile.layers[waves.at], profile.batch_size
     layer = own.of(net, rows, way="layer", share=1.0 / net.stack)
     late = WEIGHTS * layer.backward if waves.late else 0.0
@@ -132,15 +132,17 @@ def _chunk(profile: Profile, layout: Layout, own: LayerTimes, rank: int, waves: 
     )
 
 
-def _tasks(stack: int, ranks: int, many: int, chunks: Sequence[_Chunk], before: Seconds, after: Seconds) -> list[Task]:
+def _tasks(
+    stack: int, ranks: int, many: int, chunks: Sequence[_Chunk], before: Seconds, after: Seconds
+) -> list[SimulatedTask]:
     """A rank takes its layers one after the other, each through all chunks, forward from the first and backward from
     the last."""
-    tasks: list[Task] = []
+    tasks: list[SimulatedTask] = []
     ended: dict[int, int] = {}
 
     def add(rank: int, name: str, seconds: float, needs: Sequence[int]) -> int:
         own = [ended[rank]] if rank in ended else []
-        tasks.append(Task(name, "computing", (_on(rank),), seconds, (*own, *needs)))
+        tasks.append(SimulatedTask(name, "computing", (_on(rank),), seconds, (*own, *needs)))
         ended[rank] = len(tasks) - 1
         return ended[rank]
 
@@ -148,7 +150,7 @@ def _tasks(stack: int, ranks: int, many: int, chunks: Sequence[_Chunk], before: 
         if chunks[layer % ranks].message <= 0 or ranks == 1:
             return place
         link = f"{layer % ranks}-{(layer + 1) % ranks} {name.split()[0]}"
-        tasks.append(Task(name, "communicating", (link,), chunks[layer % ranks].message, (place,)))
+        tasks.append(SimulatedTask(name, "communicating", (link,), chunks[layer % ranks].message, (place,)))
         return len(tasks) - 1
 
     add(0, "before", before.forward, ())
@@ -171,7 +173,7 @@ def _tasks(stack: int, ranks: int, many: int, chunks: Sequence[_Chunk], before: 
     return tasks
 
 
-def _weights(profile: Profile, layout: Layout, at: int) -> list[float]:
+def _weights(profile: Profile, layout: Placement, at: int) -> list[float]:
     """Bytes on each rank."""
     net = profile.layers[at]
     found = [net.parameter_bytes * len(range(r, net.stack, layout.ranks)) / net.stack for r in range(layout.ranks)]
@@ -180,7 +182,7 @@ def _weights(profile: Profile, layout: Layout, at: int) -> list[float]:
     return found
 
 
-def _memories(profile: Profile, layout: Layout, at: int) -> list[dict[str, int]]:
+def _memories(profile: Profile, layout: Placement, at: int) -> list[dict[str, int]]:
     net = profile.layers[at]
     kept = [net.kept_bytes * len(range(r, net.stack, layout.ranks)) / net.stack for r in range(layout.ranks)]
     kept[0] += sum(layer.kept_bytes for layer in profile.layers[:at])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.core.torch_private import buffers_of
-from apportion.parallel.replica.forward_state import Place, digest
+from apportion.parallel.replica.forward_state import ForwardTensor, digest
 from apportion.parallel.replica.replica import Replica
 
 LINE = 64
@@ -32,7 +32,7 @@ class Outer:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Contribution:
     """The tensors of a contribution, or of an average; the same order everywhere."""
 
     weights: list[Tensor]
@@ -47,11 +47,11 @@ class Parts:
     """The outer optimizer's, of an average; none without one."""
 
 
-class Frame:
+class ReplicaTensors:
     """Which tensors those are, for the replicas of one workload; and where they lie in a stretch of memory. ``moved``:
     what else a forward pass changes."""
 
-    def __init__(self, replica: Replica, outer: Outer | None, moved: Sequence[Place] = ()) -> None:
+    def __init__(self, replica: Replica, outer: Outer | None, moved: Sequence[ForwardTensor] = ()) -> None:
         self.replica, self.outer = replica, outer
         model = replica.model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -88,10 +88,10 @@ class Frame:
 
     @property
     def nbytes(self) -> int:
-        """Of the memory of one ``Parts``."""
+        """Of the memory of one ``Contribution``."""
         return sum(_rounded(t) for t in self._like())
 
-    def parts(self, memory: memoryview | bytearray, offset: int = 0) -> Parts:
+    def parts(self, memory: memoryview | bytearray, offset: int = 0) -> Contribution:
         """The tensors that lie there."""
         views = []
         for like in self._like():
@@ -101,13 +101,13 @@ class Frame:
         weights, counts = self.own()
         a, b = len(weights), len(weights) + len(counts)
         c = b + len(self.slots)
-        return Parts(views[:a], views[a:b], views[b:c], views[c], views[c + 1 :])
+        return Contribution(views[:a], views[a:b], views[b:c], views[c], views[c + 1 :])
 
-    def new(self) -> Parts:
+    def new(self) -> Contribution:
         """Parts in memory of their own, zeros."""
         return self.parts(bytearray(self.nbytes))
 
-    def write_slots(self, parts: Parts) -> None:
+    def write_slots(self, parts: Contribution) -> None:
         """This replica's slots, as they are now."""
         slots = dict(self.replica.slots())
         for i, name in enumerate(self.slots):
@@ -115,23 +115,23 @@ class Frame:
             if name in slots:
                 parts.slots[i].copy_(slots[name])
 
-    def named_slots(self, parts: Parts) -> dict[str, Tensor]:
+    def named_slots(self, parts: Contribution) -> dict[str, Tensor]:
         """Those that are there, by name."""
         return {n: t for n, t, has in zip(self.slots, parts.slots, parts.has.tolist(), strict=False) if has}
 
-    def _averaged(self, parts: Parts) -> dict[int, Tensor]:
+    def _averaged(self, parts: Contribution) -> dict[int, Tensor]:
         """Of an average, by the identity of this replica's tensors."""
         weights, counts = self.own()
         own = (*self.parameters, *weights[len(self.parameters) :], *counts)
         return {id(t): a for t, a in zip(own, (*parts.weights, *parts.counts), strict=True)}
 
-    def beside(self, parts: Parts) -> dict[str, Tensor]:
+    def beside(self, parts: Contribution) -> dict[str, Tensor]:
         """Of an average, the buffers that ``state_dict()`` leaves out, where training has changed them."""
         averaged = self._averaged(parts)
         found = {p.name: averaged[id(p.tensor)] for p in self._moved if not p.parameter and id(p.tensor) in averaged}
         return {p.name: found[p.name] for p in self._moved if p.name in found and digest(found[p.name]) != p.built}
 
-    def model_state(self, parts: Parts) -> dict[str, Tensor]:
+    def model_state(self, parts: Contribution) -> dict[str, Tensor]:
         """An average as the model's ``state_dict``; what is not averaged (frozen parameters) is this replica's."""
         model, averaged = self.replica.model, self._averaged(parts)
         now: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
@@ -139,7 +139,13 @@ class Frame:
         return {k: averaged.get(id(now.get(k)), v) for k, v in model.state_dict().items()}
 
 
-def average(frame: Frame, old: Parts, new: Parts, given: Iterable[tuple[float, Parts]], total: float) -> None:
+def average(
+    frame: ReplicaTensors,
+    old: Contribution,
+    new: Contribution,
+    given: Iterable[tuple[float, Contribution]],
+    total: float,
+) -> None:
     """The next average, into ``new``, from weighted contributions; ``total``: the sum of the weights. The same
     contributions in the same order give the same bits."""
     if not total:
@@ -165,7 +171,7 @@ def average(frame: Frame, old: Parts, new: Parts, given: Iterable[tuple[float, P
         after.add_(before)
 
 
-def _add(parts: Parts, weight: float, total: float, into: Parts, seen: list[float]) -> None:
+def _add(parts: Contribution, weight: float, total: float, into: Contribution, seen: list[float]) -> None:
     """One contribution to the sum of the changes, and to the means of the slots; ``seen``: the weight in each mean."""
     for change, own in zip(into.weights, parts.weights, strict=True):
         change.add_(own, alpha=weight / total)
@@ -181,7 +187,7 @@ def _add(parts: Parts, weight: float, total: float, into: Parts, seen: list[floa
                 mean.add_(own - mean, alpha=weight / seen[i])
 
 
-def copy_parts(source: Parts, target: Parts) -> None:
+def copy_parts(source: Contribution, target: Contribution) -> None:
     """Every tensor."""
     for mine, theirs in (
         (source.weights, target.weights),

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from apportion.comm.world import World
-from apportion.parallel.averaging.contribution import Frame, Parts, average, copy_parts
+from apportion.parallel.averaging.contribution import Contribution, ReplicaTensors, average, copy_parts
 
 LATE_ROUNDS = 3.0
 """A replica is late that takes so many times the median round,"""
@@ -23,7 +23,7 @@ LATE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Round:
+class AveragingRound:
     """What a replica does until it next meets the others."""
 
     done: int
@@ -45,11 +45,11 @@ class Round:
         return (self.first if self.stride == 1 else min(self.done, self.first)) + made * self.stride
 
 
-def dealt(done: int, index: int, of: int, every: int, total: int) -> Round:
+def dealt(done: int, index: int, of: int, every: int, total: int) -> AveragingRound:
     """The round of the index-th of so many replicas, when so many of the total have been dealt."""
     first = done + index
     left = max(0, -(-(total - first) // of))
-    return Round(done, first, of, min(every, left))
+    return AveragingRound(done, first, of, min(every, left))
 
 
 def is_late(seconds: float, rounds: Sequence[float]) -> bool:
@@ -57,7 +57,7 @@ def is_late(seconds: float, rounds: Sequence[float]) -> bool:
     return bool(rounds) and seconds > max(LATE_SECONDS, LATE_ROUNDS * float(np.median(rounds)))
 
 
-Write = Callable[[Parts], float]
+Write = Callable[[Contribution], float]
 """Write the contribution; the examples it is from."""
 
 
@@ -65,11 +65,11 @@ class Exchange(ABC):
     """Where replicas meet."""
 
     @abstractmethod
-    def begin(self, first: Parts, done: int) -> None:
+    def begin(self, first: Contribution, done: int) -> None:
         """The average before the first: the same on every rank. Called by all."""
 
     @abstractmethod
-    def take(self, into: Parts) -> Round:
+    def take(self, into: Contribution) -> AveragingRound:
         """What this replica does next; the average that it begins with, into ``into``. Called again before it has given
         its contribution, by this process or the next one in its place: the same batches."""
 
@@ -90,17 +90,17 @@ class Exchange(ABC):
 class Together(Exchange):
     """By a collective: nobody is late, everyone is waited for."""
 
-    def __init__(self, frame: Frame, world: World, *, every: int, total: int) -> None:
+    def __init__(self, frame: ReplicaTensors, world: World, *, every: int, total: int) -> None:
         self._frame, self._group, self._device = frame, world.group(), world.device
         self._every, self._total = every, total
         self._latest, self._next, self._own, self._received = (frame.new() for _ in range(4))
         self._done = 0
 
-    def begin(self, first: Parts, done: int) -> None:
+    def begin(self, first: Contribution, done: int) -> None:
         copy_parts(first, self._latest)
         self._done = done
 
-    def take(self, into: Parts) -> Round:
+    def take(self, into: Contribution) -> AveragingRound:
         copy_parts(self._latest, into)
         return dealt(self._done, self._group.rank, self._group.size, self._every, self._total)
 
@@ -111,7 +111,7 @@ class Together(Exchange):
         self._latest, self._next = self._next, self._latest
         self._done = min(self._total, self._done + self._every * self._group.size)
 
-    def _given(self, weights: Sequence[float]) -> Iterator[tuple[float, Parts]]:
+    def _given(self, weights: Sequence[float]) -> Iterator[tuple[float, Contribution]]:
         """Every rank's, one after the other."""
         for rank, weight in enumerate(weights):
             if not weight:

@@ -29,8 +29,8 @@ import numpy as np
 from apportion.comm.process_lock import LOCK_BYTES, Lock, initialize
 from apportion.comm.sync import Word, fence, sleep_on, wake
 from apportion.comm.world import World
-from apportion.parallel.averaging.contribution import Frame, Parts, average, copy_parts
-from apportion.parallel.averaging.rounds import Exchange, Round, Write, dealt, is_late
+from apportion.parallel.averaging.contribution import Contribution, ReplicaTensors, average, copy_parts
+from apportion.parallel.averaging.rounds import AveragingRound, Exchange, Write, dealt, is_late
 
 SLEEP_SECONDS = 0.01
 """Between two looks at what may have ended the wait."""
@@ -62,7 +62,7 @@ def can_share(world: World) -> bool:
 class SharedAverage(Exchange):
     """The replicas of one host."""
 
-    def __init__(self, frame: Frame, world: World, *, every: int, total: int) -> None:
+    def __init__(self, frame: ReplicaTensors, world: World, *, every: int, total: int) -> None:
         seats, nbytes = world.seats, frame.nbytes
         meta = 8 * 8 + 8 * 5 * seats
         begin = _HEAD + LINE * seats + 2 * meta
@@ -100,7 +100,7 @@ class SharedAverage(Exchange):
 
     # Beginning
 
-    def begin(self, first: Parts, done: int) -> None:
+    def begin(self, first: Contribution, done: int) -> None:
         self._group.barrier()
         if self._world.rank == 0:
             if not self._ready.value:
@@ -152,7 +152,7 @@ class SharedAverage(Exchange):
 
     # A round
 
-    def take(self, into: Parts) -> Round:
+    def take(self, into: Contribution) -> AveragingRound:
         line = self._words[self._seat]
         with self._locked() as version:
             if line[_ASSIGNED] != line[_WRITTEN]:
@@ -161,7 +161,7 @@ class SharedAverage(Exchange):
             copy_parts(self._averages[version % 2], into)
             done = int(self._heads[version % 2, _DONE])
         self._numbers[self._seat, _BEGAN] = time.monotonic()
-        return Round(done, int(line[_FIRST]), int(line[_STRIDE]), int(line[_MANY]))
+        return AveragingRound(done, int(line[_FIRST]), int(line[_STRIDE]), int(line[_MANY]))
 
     def _assign(self, version: int) -> None:
         """What this version deals to the seat; where it has had that, or nothing was, the next that nobody has."""

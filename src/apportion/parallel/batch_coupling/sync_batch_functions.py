@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from apportion.core.torch_private import BatchNormBase
-from apportion.parallel.ops.sync_batch_norm import Attendance, Normalize
+from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, Normalize
 
 _FUNCTIONAL = "x running_mean running_var weight bias training momentum eps"
 _TORCH = "x weight bias running_mean running_var training momentum eps cudnn_enabled"
@@ -67,7 +67,7 @@ def normalisation(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
     )
 
 
-def use_whole_functions(model: nn.Module, names: Iterable[str], attendance: Attendance) -> None:
+def use_whole_functions(model: nn.Module, names: Iterable[str], attendance: NonEmptyRanks) -> None:
     """The functions that these modules call in their forward take their statistics over all ranks of the group. In
     place, by class: names, parameters, buffers and hooks stay."""
     disable: Callable[[Any], Any] = torch.compiler.disable  # here: as a decorator it would import the compiler
@@ -101,7 +101,7 @@ def by_class(layer: nn.Module) -> bool:
     return own or isinstance(layer, nn.SyncBatchNorm)
 
 
-def _inside(forward: Callable[..., Any], attendance: Attendance) -> Callable[..., Any]:
+def _inside(forward: Callable[..., Any], attendance: NonEmptyRanks) -> Callable[..., Any]:
     def whole(*args: Any, **kwargs: Any) -> Any:
         with _WholeBatch(attendance):
             return forward(*args, **kwargs)
@@ -110,7 +110,7 @@ def _inside(forward: Callable[..., Any], attendance: Attendance) -> Callable[...
 
 
 class _WholeBatch(TorchFunctionMode):
-    def __init__(self, attendance: Attendance) -> None:
+    def __init__(self, attendance: NonEmptyRanks) -> None:
         super().__init__()
         self._attendance = attendance
 
@@ -123,7 +123,7 @@ class _WholeBatch(TorchFunctionMode):
         return (_batch_norm if asked.kind == "batch" else _instance_norm)(asked, self._attendance)
 
 
-def _batch_norm(asked: Normalisation, who: Attendance) -> Tensor:
+def _batch_norm(asked: Normalisation, who: NonEmptyRanks) -> Tensor:
     y, mean, squares, n = Normalize.apply(asked.x, asked.weight, asked.bias, asked.eps, who.group, who.present)
     with torch.no_grad():
         for running, now in ((asked.running_mean, mean), (asked.running_var, squares / (n - 1))):
@@ -132,7 +132,7 @@ def _batch_norm(asked: Normalisation, who: Attendance) -> Tensor:
     return y  # type: ignore[no-any-return]
 
 
-def _instance_norm(asked: Normalisation, who: Attendance) -> Tensor:
+def _instance_norm(asked: Normalisation, who: NonEmptyRanks) -> Tensor:
     """Each example is normalised by itself; what the running statistics become is a mean over examples."""
     x = asked.x
     with torch.no_grad():

@@ -22,7 +22,7 @@ from apportion.core.torch_private import BatchNormBase
 
 
 @dataclass
-class Attendance:
+class NonEmptyRanks:
     """Who takes part in the statistics."""
 
     group: Group
@@ -30,7 +30,7 @@ class Attendance:
     """Are this rank's rows its own? A rank without any computes a borrowed one, which must not count."""
 
 
-def use_whole_batch(model: nn.Module, attendance: Attendance) -> list[str]:
+def use_whole_batch(model: nn.Module, attendance: NonEmptyRanks) -> list[str]:
     """Make every batch normalisation of the model take its statistics over all ranks of the group; their names.
 
     In place, by class: names, parameters, buffers and hooks stay. A layer with a ``forward`` of its own is left alone:
@@ -51,7 +51,7 @@ def use_whole_batch(model: nn.Module, attendance: Attendance) -> list[str]:
 
 
 class _WholeBatchNorm(BatchNormBase):
-    _whole: Attendance
+    _whole: NonEmptyRanks
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)

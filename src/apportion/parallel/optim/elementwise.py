@@ -25,7 +25,7 @@ Group = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatPiece:
     """One version of some consecutive elements."""
 
     weights: Tensor
@@ -35,11 +35,11 @@ class Piece:
 class Update(Protocol):
     """One update of a piece, the ``count``-th of these weights (the first is 1); the gradient may be overwritten."""
 
-    def __call__(self, group: Group, count: int, gradient: Tensor, old: Piece, new: Piece) -> None: ...
+    def __call__(self, group: Group, count: int, gradient: Tensor, old: FlatPiece, new: FlatPiece) -> None: ...
 
 
 @dataclass(frozen=True)
-class Rule:
+class ElementwiseRule:
     """How one parameter group is updated."""
 
     slots: tuple[str, ...]
@@ -49,7 +49,7 @@ class Rule:
     """Does the optimizer keep the number of updates, as ``step``?"""
 
 
-def rule_of(optimizer: Optimizer, group: Group) -> Rule | None:
+def rule_of(optimizer: Optimizer, group: Group) -> ElementwiseRule | None:
     """The rule of a group; None where it is not known to be element-wise: such an optimizer gets whole parameters."""
     make = _RULES.get(type(optimizer))
     if make is None or torch_private.step_hooked(optimizer) or group.get("capturable") or group.get("differentiable"):
@@ -61,13 +61,13 @@ def rule_of(optimizer: Optimizer, group: Group) -> Rule | None:
     return make(group)
 
 
-def _sgd(group: Group) -> Rule:
+def _sgd(group: Group) -> ElementwiseRule:
     if not group["momentum"]:
-        return Rule((), _descend, counted=False)
-    return Rule(("momentum_buffer",), _descend_with_momentum, counted=False)
+        return ElementwiseRule((), _descend, counted=False)
+    return ElementwiseRule(("momentum_buffer",), _descend_with_momentum, counted=False)
 
 
-def _directed(group: Group, gradient: Tensor, old: Piece) -> Tensor:
+def _directed(group: Group, gradient: Tensor, old: FlatPiece) -> Tensor:
     if group["maximize"]:
         gradient.neg_()
     if group["weight_decay"]:
@@ -75,11 +75,11 @@ def _directed(group: Group, gradient: Tensor, old: Piece) -> Tensor:
     return gradient
 
 
-def _descend(group: Group, count: int, gradient: Tensor, old: Piece, new: Piece) -> None:
+def _descend(group: Group, count: int, gradient: Tensor, old: FlatPiece, new: FlatPiece) -> None:
     torch.add(old.weights, _directed(group, gradient, old), alpha=-group["lr"], out=new.weights)
 
 
-def _descend_with_momentum(group: Group, count: int, gradient: Tensor, old: Piece, new: Piece) -> None:
+def _descend_with_momentum(group: Group, count: int, gradient: Tensor, old: FlatPiece, new: FlatPiece) -> None:
     gradient, momentum = _directed(group, gradient, old), group["momentum"]
     buffer, before = new.slots[0], old.slots[0]
     if count == 1:  # torch's first buffer is the gradient, whatever the dampening
@@ -92,14 +92,14 @@ def _descend_with_momentum(group: Group, count: int, gradient: Tensor, old: Piec
     torch.add(old.weights, step, alpha=-group["lr"], out=new.weights)
 
 
-def _adam(group: Group) -> Rule:
+def _adam(group: Group) -> ElementwiseRule:
     slots = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
     decoupled = group.get("decoupled_weight_decay", False)
     kernel = torch_private.fused_adamw if decoupled else torch_private.fused_adam
     if fast_paths.is_plain("fused") or kernel is None:
         kernel = partial(adam, foreach=False, fused=False, decoupled_weight_decay=decoupled)
 
-    def update(group: Group, count: int, gradient: Tensor, old: Piece, new: Piece) -> None:
+    def update(group: Group, count: int, gradient: Tensor, old: FlatPiece, new: FlatPiece) -> None:
         _copy(old, new)
         largest = [new.slots[2]] if group["amsgrad"] else []
         kernel(
@@ -108,15 +108,15 @@ def _adam(group: Group) -> Rule:
             eps=group["eps"], amsgrad=group["amsgrad"], maximize=group["maximize"],
         )  # fmt: skip
 
-    return Rule(slots, update, counted=True)
+    return ElementwiseRule(slots, update, counted=True)
 
 
-def _adagrad(group: Group) -> Rule:
+def _adagrad(group: Group) -> ElementwiseRule:
     kernel = torch_private.fused_adagrad
     if fast_paths.is_plain("fused") or kernel is None:
         kernel = partial(adagrad, foreach=False, fused=False)
 
-    def update(group: Group, count: int, gradient: Tensor, old: Piece, new: Piece) -> None:
+    def update(group: Group, count: int, gradient: Tensor, old: FlatPiece, new: FlatPiece) -> None:
         _copy(old, new)
         kernel(
             [new.weights], [gradient], [new.slots[0]], [_number(count, kernel)],
@@ -124,15 +124,15 @@ def _adagrad(group: Group) -> Rule:
             maximize=group["maximize"],
         )  # fmt: skip
 
-    return Rule(("sum",), update, counted=True)
+    return ElementwiseRule(("sum",), update, counted=True)
 
 
-def _rmsprop(group: Group) -> Rule:
+def _rmsprop(group: Group) -> ElementwiseRule:
     slots = ["square_avg"]
     slots += ["momentum_buffer"] if group["momentum"] > 0 else []
     slots += ["grad_avg"] if group["centered"] else []
 
-    def update(group: Group, count: int, gradient: Tensor, old: Piece, new: Piece) -> None:
+    def update(group: Group, count: int, gradient: Tensor, old: FlatPiece, new: FlatPiece) -> None:
         _copy(old, new)
         named = dict(zip(slots, new.slots, strict=True))
         rmsprop(
@@ -143,7 +143,7 @@ def _rmsprop(group: Group) -> Rule:
             weight_decay=group["weight_decay"], momentum=group["momentum"], centered=group["centered"],
         )  # fmt: skip
 
-    return Rule(tuple(slots), update, counted=True)
+    return ElementwiseRule(tuple(slots), update, counted=True)
 
 
 def _number(count: int, kernel: Callable[..., None] | None = None) -> Tensor:
@@ -151,14 +151,14 @@ def _number(count: int, kernel: Callable[..., None] | None = None) -> Tensor:
     return torch.tensor(float(count - 1 if isinstance(kernel, partial) else count))
 
 
-def _copy(old: Piece, new: Piece) -> None:
+def _copy(old: FlatPiece, new: FlatPiece) -> None:
     if new.weights.data_ptr() != old.weights.data_ptr():
         new.weights.copy_(old.weights)
         for slot, before in zip(new.slots, old.slots, strict=True):
             slot.copy_(before)
 
 
-_RULES: dict[type[Optimizer], Callable[[Group], Rule]] = {
+_RULES: dict[type[Optimizer], Callable[[Group], ElementwiseRule]] = {
     SGD: _sgd,
     Adam: _adam,
     AdamW: _adam,

@@ -21,7 +21,7 @@ Hyper = Sequence[float]
 """The hyperparameters of a group as numbers, in the order of the rule's ``hyper``."""
 
 
-class Rule(ABC):
+class StoreRule(ABC):
     """One optimizer's arithmetic. ``slots``: what it keeps beside each weight, by torch's names, in order."""
 
     optimizer: ClassVar[type[Optimizer]]
@@ -70,7 +70,7 @@ def _decayed(gradient: Tensor, weights: Tensor, decay: float, maximize: float) -
 
 
 @final
-class SGDRule(Rule):
+class SGDRule(StoreRule):
     """w -= lr * g; with momentum b = momentum * b + (1 - dampening) * g, w -= lr * b."""
 
     optimizer = torch.optim.SGD
@@ -99,7 +99,7 @@ class SGDRule(Rule):
 
 
 @final
-class AdagradRule(Rule):
+class AdagradRule(StoreRule):
     """s += g * g; w -= lr * g / (sqrt(s) + eps). Duchi, Hazan and Singer, 2011."""
 
     optimizer = torch.optim.Adagrad
@@ -119,7 +119,7 @@ class AdagradRule(Rule):
 
 
 @final
-class RMSpropRule(Rule):
+class RMSpropRule(StoreRule):
     """s = alpha * s + (1 - alpha) * g * g; w -= lr * g / (sqrt(s) + eps). The statistics lie in the store: they are
     shared by all workers, as in A3C (Mnih et al., 2016)."""
 
@@ -152,7 +152,7 @@ class RMSpropRule(Rule):
             torch.addcdiv(old[0], step, deviation, value=-lr, out=new[0])
 
 
-class AdamRule(Rule):
+class AdamRule(StoreRule):
     """Kingma and Ba, 2015; with ``amsgrad`` Reddi et al., 2018."""
 
     optimizer: ClassVar[type[Optimizer]] = torch.optim.Adam
@@ -189,10 +189,10 @@ class AdamWRule(AdamRule):
     optimizer = torch.optim.AdamW
 
 
-RULES: tuple[type[Rule], ...] = (SGDRule, AdagradRule, RMSpropRule, AdamRule, AdamWRule)
+RULES: tuple[type[StoreRule], ...] = (SGDRule, AdagradRule, RMSpropRule, AdamRule, AdamWRule)
 
 
-def rule_of(optimizer: Optimizer) -> Rule:
+def rule_of(optimizer: Optimizer) -> StoreRule:
     """The rule of a torch optimizer; ValueError, by name, where the store has none."""
     for rule in RULES:
         if rule.optimizer is type(optimizer):

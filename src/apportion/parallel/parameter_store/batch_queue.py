@@ -33,7 +33,7 @@ LOOK_SECONDS = 0.01
 
 
 @final
-class Dealing:
+class BatchQueue:
     """One seat's view of the deal. ``check()`` raises where waiting has become pointless."""
 
     def __init__(self, memory: Memory, seat: int, check: Callable[[], None]) -> None:

@@ -10,16 +10,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apportion.core.torch_private import foreach_add, foreach_copy
-from apportion.parallel.optim.hyperparameters import Rule
-from apportion.parallel.parameter_store.shard_layout import Layout
-from apportion.parallel.replica.forward_state import Place, digest
+from apportion.parallel.optim.hyperparameters import StoreRule
+from apportion.parallel.parameter_store.shard_layout import StoreLayout
+from apportion.parallel.replica.forward_state import ForwardTensor, digest
 
 
 class FlatModel:
     """``weights`` become the parameters' memory; the values that the parameters have are kept. ``moved``: what a
     forward pass changes beside the buffers that a state holds; it goes with these."""
 
-    def __init__(self, model: nn.Module, layout: Layout, weights: Tensor, moved: Sequence[Place] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, layout: StoreLayout, weights: Tensor, moved: Sequence[ForwardTensor] = ()
+    ) -> None:
         self.model, self.layout, self._moved = model, layout, moved
         self._places = {id(p): view for p, view in zip(layout.parameters, layout.views(weights), strict=True)}
         with torch.no_grad():
@@ -120,7 +122,7 @@ class FlatModel:
 class HyperTable:
     """The hyperparameters of each batch's update, as the schedule has them: those of batch t after t steps of it."""
 
-    def __init__(self, rule: Rule, optimizer: Optimizer, schedule: Any) -> None:
+    def __init__(self, rule: StoreRule, optimizer: Optimizer, schedule: Any) -> None:
         self._rule, self._optimizer, self._schedule = rule, optimizer, schedule
         self._first, self._rows = 0, [self._read()]
 

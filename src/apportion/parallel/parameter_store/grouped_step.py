@@ -29,9 +29,9 @@ from apportion.core.workload import Workload
 from apportion.errors import StateLost
 from apportion.parallel.parameter_store.store import Store
 from apportion.parallel.parameter_store.store_memory import Memory
-from apportion.parallel.parameter_store.worker_model import WHOLE, Worker, refuse
-from apportion.parallel.parameter_store.worker_step import Rhythm, extent_of
-from apportion.parallel.partition.replica_groups import Place, how_many
+from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker, refuse
+from apportion.parallel.parameter_store.worker_step import PushPullSchedule, extent_of
+from apportion.parallel.partition.replica_groups import ReplicaGroup, how_many
 from apportion.parallel.partition.replicated_step import build_split, predict
 
 
@@ -41,13 +41,15 @@ class GroupsStep(Step):
 
     whole = True
 
-    def __init__(self, workload: Workload, world: World, rhythm: Rhythm, of: Strategy, replicas: int | None) -> None:
+    def __init__(
+        self, workload: Workload, world: World, rhythm: PushPullSchedule, of: Strategy, replicas: int | None
+    ) -> None:
         refuse(workload)
         self.rank, self.device, self._world = world.rank, world.device, world
-        self._place = place = Place.of(world, how_many(of, replicas, world.size))
+        self._place = place = ReplicaGroup.of(world, how_many(of, replicas, world.size))
         self._inner = inner = build_split(of, workload, place.within)
         self.model, self.optimizers, self.source = inner.model, inner.optimizers, inner.source
-        self._worker = worker = Worker(workload, world.device, split=inner)
+        self._worker = worker = StoreWorker(workload, world.device, split=inner)
         self._ordered = rhythm.mode == "ordered"
         turns = DataShard(place.replica, place.replicas, whole_batches=True)
         self.data_shard = WHOLE if self._ordered else turns

@@ -38,7 +38,7 @@ _dist: Any = torch.distributed
 
 
 @final
-class Listener:
+class PeerListener:
     """Where a server is to be found, and who wants to talk to it."""
 
     def __init__(self, host: str) -> None:
@@ -58,7 +58,7 @@ class Listener:
         """Who wants to talk, as soon as someone does; None: it is closed."""
         return bytes(self._store.queue_pop(_QUEUE)).decode() or None
 
-    def meet(self, name: str) -> Pair:
+    def meet(self, name: str) -> PeerPair:
         """Talk to the one of that name."""
         return _pair(_client(self.host, self.port), self.host, name, _SERVER)
 
@@ -67,7 +67,7 @@ class Listener:
         _client(self.host, self.port).queue_push(_QUEUE, "")
 
 
-def connect(host: str, port: int, seat: int) -> Pair:
+def connect(host: str, port: int, seat: int) -> PeerPair:
     """Talk to the server that listens there; it learns the seat, which is what the name begins with."""
     store, name = _client(host, port), f"{seat}/{os.getpid()}/{next(_numbers)}"
     store.queue_push(_QUEUE, name)
@@ -88,7 +88,7 @@ def _client(host: str, port: int) -> Any:
             return store
 
 
-def _pair(store: Any, host: str, name: str, rank: int) -> Pair:
+def _pair(store: Any, host: str, name: str, rank: int) -> PeerPair:
     options = _dist.ProcessGroupGloo._Options()
     options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = CONNECT
@@ -96,11 +96,11 @@ def _pair(store: Any, host: str, name: str, rank: int) -> Pair:
         group = _dist.ProcessGroupGloo(_dist.PrefixStore(name, store), rank, 2, options)
     except RuntimeError as error:
         raise PeerLost(f"{name} and the parameter server at {host} could not meet") from error
-    return Pair(group, 1 - rank, store)
+    return PeerPair(group, 1 - rank, store)
 
 
 @final
-class Pair:
+class PeerPair:
     """One end. Messages arrive in the order in which they were sent."""
 
     def __init__(self, group: Any, peer: int, store: Any) -> None:

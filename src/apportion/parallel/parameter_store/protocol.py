@@ -35,10 +35,10 @@ from torch import Tensor
 
 from apportion.comm.world import World
 from apportion.errors import PeerLost
-from apportion.parallel.parameter_store.peer_connection import Listener, Pair, connect, wait
-from apportion.parallel.parameter_store.push import Push
+from apportion.parallel.parameter_store.peer_connection import PeerListener, PeerPair, connect, wait
+from apportion.parallel.parameter_store.push import StagedPush
 from apportion.parallel.parameter_store.store import Store
-from apportion.parallel.parameter_store.store_memory import Array, Extent
+from apportion.parallel.parameter_store.store_memory import Array, StoreSpec
 
 HOST = "127.0.0.1"
 CHUNK_BYTES = 4 << 20
@@ -52,7 +52,7 @@ BRING, APPLY, TELL, PULL = 1, 2, 3, 4
 class Range:
     """The shards of one server."""
 
-    def __init__(self, extent: Extent, number: int) -> None:
+    def __init__(self, extent: StoreSpec, number: int) -> None:
         n = extent.servers
         self.first, self.last = number * extent.shards // n, (number + 1) * extent.shards // n
         self.buffers = extent.buffers > 0 and self.last == extent.shards
@@ -88,11 +88,11 @@ class Sessions:
         memory, self._store, self._near = store.memory, store, near
         self._deal, self._members = store.deal, world.members
         self._ranges = [Range(memory.extent, number) for number in range(len(seats))]
-        self._pairs: list[Pair] = []
+        self._pairs: list[PeerPair] = []
         for number, seat in enumerate(seats):
             self._pairs.append(self._connect(memory.ports[number], number, seat, world.seat))
 
-    def _connect(self, port: Array, number: int, seat: int, own: int) -> Pair:
+    def _connect(self, port: Array, number: int, seat: int, own: int) -> PeerPair:
         """Each try is short: a server may die before it has answered, and another one take its place."""
         deadline = time.monotonic() + MEET_SECONDS
         while True:
@@ -108,7 +108,7 @@ class Sessions:
         """Has the process that sits there now, not one before it, said where?"""
         return int(port[1]) == self._members.pid(seat) if self._members is not None else int(port[1]) > 0
 
-    def _each(self) -> Iterator[tuple[Pair, Range]]:
+    def _each(self) -> Iterator[tuple[PeerPair, Range]]:
         return zip(self._pairs, self._ranges, strict=True)
 
     def bring(self, gradient: Tensor, change: Tensor) -> None:
@@ -124,7 +124,7 @@ class Sessions:
             for pair, _ in self._each():
                 pair.asked()
 
-    def apply(self, push: Push, weights: Tensor, buffers: Tensor) -> list[int] | None:
+    def apply(self, push: StagedPush, weights: Tensor, buffers: Tensor) -> list[int] | None:
         """See ``Servers``."""
         with self._watched():
             for pair, _ in self._each():
@@ -190,12 +190,12 @@ class Sessions:
 
 
 @final
-class Server:
+class StoreServer:
     """One server: a thread for each worker that talks to it. ``store(seat)``: that seat's view of the memory."""
 
-    def __init__(self, extent: Extent, number: int, store: Callable[[int], Store]) -> None:
+    def __init__(self, extent: StoreSpec, number: int, store: Callable[[int], Store]) -> None:
         self._range, self._store = Range(extent, number), store
-        self._listener = Listener(HOST)
+        self._listener = PeerListener(HOST)
         self.port = self._listener.port
         self._stores: dict[int, Store] = {}
         self._threads: dict[int, threading.Thread] = {}
@@ -235,7 +235,7 @@ class Server:
         finally:
             pair.close()
 
-    def _answer(self, pair: Pair, store: Store, what: int, how: int) -> None:
+    def _answer(self, pair: PeerPair, store: Store, what: int, how: int) -> None:
         part, m = self._range, store.memory
         if what == BRING:
             changes = [m.changes[store.seat]] if part.buffers else []
@@ -255,7 +255,7 @@ class Server:
             self._send(pair, store, lambda first, last: None, whole=True)
         pair.ask(what)
 
-    def _send(self, pair: Pair, store: Store, make: Callable[[int, int], None], *, whole: bool) -> None:
+    def _send(self, pair: PeerPair, store: Store, make: Callable[[int, int], None], *, whole: bool) -> None:
         """Chunk by chunk: the one before travels meanwhile."""
         works: list[Any] = []
         for at in self._range.chunks():

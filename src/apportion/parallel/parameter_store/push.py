@@ -41,7 +41,7 @@ SPIN_SECONDS = 0.00005
 
 
 @dataclass(frozen=True)
-class Push:
+class StagedPush:
     """A seat's push under way."""
 
     seat: int
@@ -56,7 +56,7 @@ class Push:
     """May another process be at the same push? Then each shard is asked whether it has it, once it is locked."""
 
 
-class _Stretch(NamedTuple):
+class _ShardStretch(NamedTuple):
     """Some shards that follow one another, and where each part of their update lies."""
 
     weights: Tensor
@@ -67,7 +67,7 @@ class _Stretch(NamedTuple):
 
 
 @final
-class Applying:
+class ShardApplier:
     """One process's hands on the shards, for the worker of a seat or as it. ``server``: the number of the server that
     this is. ``check()`` raises where waiting has become pointless."""
 
@@ -79,7 +79,7 @@ class Applying:
         """Seconds, for shards."""
         self._line = memory.drafts[self._hands]
         self._simple = not self.rule.counted and self.layout.many_groups == 1
-        self._stretches: dict[tuple[bool, int, int, int], _Stretch] = {}
+        self._stretches: dict[tuple[bool, int, int, int], _ShardStretch] = {}
         self._locks: list[Lock] = []
 
     @property
@@ -94,14 +94,14 @@ class Applying:
         self._take = [lock.attempt for lock in self._locks]
         self._release = [lock.release for lock in self._locks]
 
-    def apply(self, push: Push, left: list[int], buffers: Tensor) -> None:
+    def apply(self, push: StagedPush, left: list[int], buffers: Tensor) -> None:
         """To these shards; ``buffers`` are what is pulled of them."""
         if self.memory.copies == 1:
             self._apply_free(push, left, buffers)
         else:
             self._apply_locked(push, left, buffers)
 
-    def _apply_free(self, push: Push, left: list[int], buffers: Tensor) -> None:
+    def _apply_free(self, push: StagedPush, left: list[int], buffers: Tensor) -> None:
         """All at once, with nobody asked. Whoever dies in between has made it: nobody can tell how far it came, and it
         is not made twice."""
         m, row, shards = self.memory, self.memory.row(push.seat, push.number), self.layout.shards
@@ -116,7 +116,7 @@ class Applying:
         if m.extent.buffers:
             self._update_buffers(push, 0, buffers)
 
-    def _apply_locked(self, push: Push, left: list[int], buffers: Tensor) -> None:
+    def _apply_locked(self, push: StagedPush, left: list[int], buffers: Tensor) -> None:
         at = 0
         while left:
             first = left[at]
@@ -137,7 +137,7 @@ class Applying:
             if at >= len(left):
                 at = 0
 
-    def _apply_run(self, push: Push, first: int, seen: Sequence[int], buffers: Tensor) -> None:
+    def _apply_run(self, push: StagedPush, first: int, seen: Sequence[int], buffers: Tensor) -> None:
         """To the shards from the first on, whose versions these are and whose locks are held; they are released."""
         m, line, versions = self.memory, self._line, self.memory.versions
         made, row, copy = m.made, m.row(push.seat, push.number) + first, seen[0] & 1
@@ -164,7 +164,7 @@ class Applying:
         for shard in range(first, first + len(seen)):
             self._release[shard]()
 
-    def _take_run(self, push: Push, left: Sequence[int], at: int) -> list[int]:
+    def _take_run(self, push: StagedPush, left: Sequence[int], at: int) -> list[int]:
         """One shard's lock is held: those of the next ones too, as long as they are free, and their live slots are in
         the same copy: they are updated in one go. Their versions."""
         versions, first = self.memory.versions, left[at]
@@ -180,7 +180,7 @@ class Applying:
             seen.append(version)
         return seen
 
-    def has(self, shard: int, push: Push) -> bool:
+    def has(self, shard: int, push: StagedPush) -> bool:
         """Is that push in this shard already? Holding its lock, or with nobody who could push it meanwhile."""
         m = self.memory
         return 0 < m.made[m.row(push.seat, push.number) + shard] <= m.versions[shard].value
@@ -263,10 +263,10 @@ class Applying:
 
     # Arithmetic
 
-    def _into_own(self, push: Push) -> bool:
+    def _into_own(self, push: StagedPush) -> bool:
         return push.pull and push.seat == self.seat
 
-    def update(self, push: Push, first: int, many: int, copy: int) -> _Stretch:
+    def update(self, push: StagedPush, first: int, many: int, copy: int) -> _ShardStretch:
         """So many shards, whose live slots are in this copy: drafts of their weights, and the slots in the other copy.
         Without locks the drafts are the weights."""
         key = self._into_own(push), copy, first, many
@@ -281,16 +281,16 @@ class Applying:
             self._update_pieces(push, stretch, range(first, first + many), copy)
         return stretch
 
-    def _stretch(self, push: Push, first: int, many: int, copy: int) -> _Stretch:
+    def _stretch(self, push: StagedPush, first: int, many: int, copy: int) -> _ShardStretch:
         m, a, b = self.memory, self.layout.bounds[first], self.layout.bounds[first + many]
         weights, other = m.weights[a:b], m.copies - 1 - copy
         drafts = weights
         if m.copies == 2:
             drafts = m.own[self.seat, a:b] if self._into_own(push) else m.scratch[self._hands, : b - a]
         old, new = ([*m.slots[which, :, a:b].unbind(0)] for which in (copy, other))
-        return _Stretch(weights, drafts, [weights, *old], [drafts, *new], m.gradients[push.seat, a:b])
+        return _ShardStretch(weights, drafts, [weights, *old], [drafts, *new], m.gradients[push.seat, a:b])
 
-    def _update_pieces(self, push: Push, stretch: _Stretch, shards: range, copy: int) -> None:
+    def _update_pieces(self, push: StagedPush, stretch: _ShardStretch, shards: range, copy: int) -> None:
         """Piece by piece: groups, counts, and parameters without a gradient."""
         m, other = self.memory, self.memory.copies - 1 - copy
         begin = self.layout.bounds[shards.start]
@@ -310,7 +310,7 @@ class Applying:
                         slot.copy_(kept)
                     after[number] = count
 
-    def _update_buffers(self, push: Push, copy: int, buffers: Tensor) -> None:
+    def _update_buffers(self, push: StagedPush, copy: int, buffers: Tensor) -> None:
         m, other = self.memory, self.memory.copies - 1 - copy
         m.buffers[other] = m.buffers[copy] + m.changes[push.seat]
         if push.pull:

@@ -28,7 +28,7 @@ class Pushed:
 
 
 @dataclass(frozen=True)
-class Log:
+class PushLog:
     """All pushes since the store was filled in."""
 
     first: int
@@ -39,7 +39,7 @@ class Log:
     """By seat, (pushes, shards)."""
 
     @classmethod
-    def of(cls, store: Store) -> Log:
+    def of(cls, store: Store) -> PushLog:
         """What a store has written down. While nobody pushes. ValueError where its beginning was overwritten."""
         m, entries, made = store.memory, [], []
         for seat, line in enumerate(m.lines):
@@ -72,7 +72,7 @@ class Log:
         save_file(tensors, path, {"first": str(self.first), "seats": str(len(self.entries))})
 
     @classmethod
-    def load(cls, path: str | Path) -> Log:
+    def load(cls, path: str | Path) -> PushLog:
         """What ``save`` wrote."""
         with safe_open(path, "np") as file:
             told: Mapping[str, str] = file.metadata()

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from apportion.core.data.batch import Batches
+from apportion.core.data.batch import BatchSource
 from apportion.core.rng import seed_everything
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
-from apportion.parallel.parameter_store.push_log import Log, Pushed
-from apportion.parallel.parameter_store.worker_model import WHOLE, Worker, refuse
-from apportion.parallel.parameter_store.worker_step import Rhythm
+from apportion.parallel.parameter_store.push_log import Pushed, PushLog
+from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker, refuse
+from apportion.parallel.parameter_store.worker_step import PushPullSchedule
 from apportion.parallel.replica.replica import Replica
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def ordered_reference(workload: Workload, workers: int) -> Iterator[State]:
     refuse(workload)
     replica = Replica(replace(workload, clip_grad_norm=None), rank=0, device=CPU)
     seed_everything(workload.seed)
-    source = Batches(workload, device=CPU, dtype=replica.input_dtype)
+    source = BatchSource(workload, device=CPU, dtype=replica.input_dtype)
     replica.start_schedules(source.total)
     for first in range(0, source.total, workers):
         round_ = range(first, min(first + workers, source.total))
@@ -47,7 +47,7 @@ def ordered_reference(workload: Workload, workers: int) -> Iterator[State]:
 
 
 def _gradient(
-    replica: Replica, source: Batches, number: int, clip: float | None
+    replica: Replica, source: BatchSource, number: int, clip: float | None
 ) -> tuple[list[Tensor | None], list[Tensor]]:
     """Of one batch, and what its forward pass changes of the buffers, which are then as before."""
     batch = source.at(number, WHOLE)
@@ -74,7 +74,13 @@ def _buffers(replica: Replica) -> list[Tensor]:
     return [place.tensor.detach() for place in replica.forward.places]
 
 
-def replay(workload: Workload, log: Log, rhythm: Rhythm = Rhythm(), *, start: State | None = None) -> State:  # noqa: B008
+EVERY_BATCH = PushPullSchedule()
+"""Push after every batch, and pull before it."""
+
+
+def replay(
+    workload: Workload, log: PushLog, rhythm: PushPullSchedule = EVERY_BATCH, *, start: State | None = None
+) -> State:
     """The state that the pushes of a log lead to, from the beginning or from ``start``: to the last bit that of the
     run, where its workers had as many threads as this process."""
     if rhythm.mode == "hogwild":
@@ -122,8 +128,8 @@ class _Shard:
 
 
 class _Replay:
-    def __init__(self, workload: Workload, log: Log, rhythm: Rhythm, start: State | None) -> None:
-        self._worker = worker = Worker(workload, CPU)
+    def __init__(self, workload: Workload, log: PushLog, rhythm: PushPullSchedule, start: State | None) -> None:
+        self._worker = worker = StoreWorker(workload, CPU)
         self._alone = rhythm.pull_every > 1
         self._layout = worker.layout
         begin = 0 if start is None else start.step

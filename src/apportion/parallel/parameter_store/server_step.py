@@ -14,11 +14,11 @@ from apportion.core.data.batch import Batch
 from apportion.core.strategy import Held, State, Step
 from apportion.core.workload import Workload
 from apportion.errors import StateLost
-from apportion.parallel.parameter_store.protocol import Server
-from apportion.parallel.parameter_store.push_log import Log
+from apportion.parallel.parameter_store.protocol import StoreServer
+from apportion.parallel.parameter_store.push_log import PushLog
 from apportion.parallel.parameter_store.store import Store
 from apportion.parallel.parameter_store.store_memory import ENDED, Memory
-from apportion.parallel.parameter_store.worker_model import Worker
+from apportion.parallel.parameter_store.worker_model import StoreWorker
 from apportion.parallel.parameter_store.worker_step import SNAPSHOT_SECONDS, extent_of
 
 
@@ -29,7 +29,7 @@ class ServerStep(Step):
     lockstep = False
 
     def __init__(self, workload: Workload, world: World, *, servers: int) -> None:
-        self._worker = worker = Worker(workload, world.device)
+        self._worker = worker = StoreWorker(workload, world.device)
         self.device, self.rank, self._world = world.device, world.rank, world
         self.model, self.optimizers = worker.replica.model, worker.replica.optimizers
         self.source, self.data_shard = worker.source, None
@@ -38,7 +38,9 @@ class ServerStep(Step):
         memory = world.shared(world.another("store"), Memory(extent).nbytes)
         self._store = Store(extent, memory, seat=world.seat, check=self._check)
         number = world.seat - len(self._workers)
-        self._server = Server(extent, number, lambda seat: _of_seat(Store(extent, memory, seat=seat, server=number)))
+        self._server = StoreServer(
+            extent, number, lambda seat: _of_seat(Store(extent, memory, seat=seat, server=number))
+        )
         self._store.memory.ports[number] = self._server.port, 0
         self._store.memory.ports[number, 1] = os.getpid()
         self._store.deal.tell()
@@ -89,9 +91,9 @@ class ServerStep(Step):
         self._worker.load(state)
         self._world.group().barrier()  # rank 0 fills the store in
 
-    def log(self) -> tuple[Log]:
+    def log(self) -> tuple[PushLog]:
         """What every push was made of. While nobody pushes."""
-        return (Log.of(self._store),)
+        return (PushLog.of(self._store),)
 
     def held(self) -> Held:
         return Held(self._store.nbytes, 0)

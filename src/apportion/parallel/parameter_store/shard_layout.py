@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apportion.parallel.optim.hyperparameters import Rule, rule_of
+from apportion.parallel.optim.hyperparameters import StoreRule, rule_of
 
 LINE = 64
 """Bytes: parameters and shards begin at a multiple, so that no two processes write to one cache line."""
@@ -21,7 +21,7 @@ LEAST_SHARD_BYTES = 4 << 10
 
 
 @dataclass(frozen=True)
-class Piece:
+class StorePiece:
     """The part of a parameter that lies in a shard."""
 
     parameter: int
@@ -30,11 +30,11 @@ class Piece:
     stop: int
 
 
-class Layout:
+class StoreLayout:
     """The parameters of one optimizer, group by group in its order, in a flat vector cut into shards."""
 
     def __init__(self, names: Mapping[nn.Parameter, str], optimizer: Optimizer, *, shards: int | None = None) -> None:
-        self.rule: Rule = rule_of(optimizer)
+        self.rule: StoreRule = rule_of(optimizer)
         groups = optimizer.param_groups
         found = [(p, g) for g, group in enumerate(groups) for p in group["params"] if p.requires_grad]
         if not found:
@@ -63,11 +63,11 @@ class Layout:
         self.shards = len(self.bounds) - 1
         self.pieces = [list(self._pieces(a, b)) for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
 
-    def _pieces(self, start: int, stop: int) -> Iterator[Piece]:
+    def _pieces(self, start: int, stop: int) -> Iterator[StorePiece]:
         ends = [*self.starts[1:], self.total]
         for number, (first, last) in enumerate(zip(self.starts, ends, strict=True)):
             if first < stop and last > start:
-                yield Piece(number, self.groups[number], max(first, start), min(last, stop))
+                yield StorePiece(number, self.groups[number], max(first, start), min(last, stop))
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's place in a flat vector, in its own shape and strides."""
@@ -89,7 +89,7 @@ def _cut(total: int, itemsize: int, align: int, shards: int | None) -> Sequence[
 
 
 @dataclass(frozen=True)
-class Region:
+class StoreRegion:
     """An array in memory."""
 
     offset: int
@@ -111,10 +111,10 @@ class Regions:
     def __init__(self) -> None:
         self.nbytes = 0
 
-    def add(self, dtype: torch.dtype, *shape: int) -> Region:
+    def add(self, dtype: torch.dtype, *shape: int) -> StoreRegion:
         """The next one."""
         offset, count = self.nbytes, 1
         for n in shape:
             count *= n
         self.nbytes = -(-(offset + count * dtype.itemsize) // 128) * 128
-        return Region(offset, dtype, shape)
+        return StoreRegion(offset, dtype, shape)

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from apportion.comm.sync import fence, sleep_on
 from apportion.errors import PeerLost
-from apportion.parallel.parameter_store.batch_queue import LOOK_SECONDS, Dealing
-from apportion.parallel.parameter_store.push import Applying, Push
+from apportion.parallel.parameter_store.batch_queue import LOOK_SECONDS, BatchQueue
+from apportion.parallel.parameter_store.push import ShardApplier, StagedPush
 from apportion.parallel.parameter_store.store_memory import (
     BASE,
     DEALT,
@@ -36,8 +36,8 @@ from apportion.parallel.parameter_store.store_memory import (
     TAKEN,
     THEN,
     Array,
-    Extent,
     Memory,
+    StoreSpec,
 )
 
 ALL_USED = 2
@@ -74,7 +74,7 @@ class Servers(Protocol):
     def bring(self, gradient: Tensor, change: Tensor) -> None:
         """Into this seat's place, all of it."""
 
-    def apply(self, push: Push, weights: Tensor, buffers: Tensor) -> list[int] | None:
+    def apply(self, push: StagedPush, weights: Tensor, buffers: Tensor) -> list[int] | None:
         """The push to every shard; what comes out into ``weights`` and ``buffers`` where the push pulls, and which
         versions these are (None: the ones that this push has made)."""
 
@@ -91,7 +91,7 @@ class Store:
 
     def __init__(
         self,
-        extent: Extent,
+        extent: StoreSpec,
         memory: memoryview,
         *,
         seat: int = 0,
@@ -102,7 +102,7 @@ class Store:
         self.seat, self._check = seat, check
         self.memory = m = Memory(extent)
         m.map(memory)
-        self.deal = Dealing(m, seat, check)
+        self.deal = BatchQueue(m, seat, check)
         self._line = m.lines[seat]
         self.gradient = m.gradients[seat]
         """What the next push brings: flat, filled by the caller."""
@@ -115,7 +115,7 @@ class Store:
         """The version of each shard in ``weights``."""
         self.servers: Servers | None = None
         """Whom everything is asked of; None: this process does it itself."""
-        self.applying = Applying(m, seat, server, check)
+        self.applying = ShardApplier(m, seat, server, check)
         first = seat * self.layout.shards // extent.seats
         every = list(range(self.layout.shards))
         self._tour = [*every[first:], *every[:first], *range(self.layout.shards, extent.shards)]
@@ -247,7 +247,7 @@ class Store:
             if own.data_ptr() != place[self.seat].data_ptr():
                 place[self.seat].copy_(own)
 
-    def _begin(self, hyper: Sequence[Sequence[float]], used: Sequence[bool] | None, pull: bool) -> Push:
+    def _begin(self, hyper: Sequence[Sequence[float]], used: Sequence[bool] | None, pull: bool) -> StagedPush:
         """Everything that the push is made of lies in memory: from here on it gets into all shards, whoever dies."""
         m, line = self.memory, self._line
         if hyper is not self._hyper:
@@ -261,7 +261,7 @@ class Store:
         with self.deal.held():  # a snapshot ends first
             line[STATE] = number
         # With servers, one that was asked before another was lost may still be at it.
-        return Push(self.seat, number, hyper, used, pull, unsure=self.extent.servers > 0)
+        return StagedPush(self.seat, number, hyper, used, pull, unsure=self.extent.servers > 0)
 
     def _mark_used(self, used: Sequence[bool] | None) -> None:
         m = self.memory
@@ -280,7 +280,7 @@ class Store:
         fence()
         line[STATE] = 0
 
-    def apply(self, push: Push, left: list[int]) -> None:
+    def apply(self, push: StagedPush, left: list[int]) -> None:
         """To these shards."""
         self.applying.apply(push, left, self.buffers)
 
@@ -309,13 +309,13 @@ class Store:
         self._end(seat)
         return True
 
-    def under_way(self, seat: int, *, pull: bool = False) -> Push | None:
+    def under_way(self, seat: int, *, pull: bool = False) -> StagedPush | None:
         """The push that a seat has begun, as it is written down."""
         m, number = self.memory, self.memory.lines[seat][STATE]
         if not number:
             return None
         used = None if m.used[seat, 0] == ALL_USED else [bool(u) for u in m.used[seat]]
-        return Push(seat, number, m.hyper[seat].tolist(), used, pull, unsure=True)
+        return StagedPush(seat, number, m.hyper[seat].tolist(), used, pull, unsure=True)
 
     # The whole
 

@@ -17,7 +17,7 @@ import torch
 
 from apportion.comm.process_lock import LOCK_BYTES, Lock, initialize
 from apportion.comm.sync import Word
-from apportion.parallel.parameter_store.shard_layout import Layout, Regions
+from apportion.parallel.parameter_store.shard_layout import Regions, StoreLayout
 
 LOG_BYTES = 256 << 20
 """The most that the log may fill; a longer run keeps its end."""
@@ -45,10 +45,10 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extent:
+class StoreSpec:
     """How large a store is."""
 
-    layout: Layout
+    layout: StoreLayout
     seats: int
     buffers: int = 0
     """Numbers in the model's buffers."""
@@ -74,7 +74,7 @@ class Extent:
 class Memory:
     """The arrays of a store."""
 
-    def __init__(self, extent: Extent) -> None:
+    def __init__(self, extent: StoreSpec) -> None:
         layout, seats, shards = extent.layout, extent.seats, extent.shards
         self.extent = extent
         self.shards, self.capacity = shards, extent.capacity

@@ -13,18 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from apportion.core.data.batch import Batch, Batches
+from apportion.core.data.batch import Batch, BatchSource
 from apportion.core.json_data import from_plain, to_plain
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
 from apportion.parallel.parameter_store.flat_model import FlatModel, HyperTable
-from apportion.parallel.parameter_store.shard_layout import Layout
+from apportion.parallel.parameter_store.shard_layout import StoreLayout
 from apportion.parallel.parameter_store.store import Contents
 from apportion.parallel.parameter_store.store_memory import Array
 from apportion.parallel.partition.partitioned_step import SplitStep
-from apportion.parallel.replica.forward_state import Place, moved
+from apportion.parallel.replica.forward_state import ForwardTensor, moved
 from apportion.parallel.replica.initial_model import refuse_renormalising, refuse_tied_by_memory
 from apportion.parallel.replica.replica import Replica, called
 
@@ -42,7 +42,7 @@ def refuse(workload: Workload) -> None:
             raise ValueError(f"{what} does not go with asynchronous workers: {cure}")
 
 
-class Worker:
+class StoreWorker:
     """The network of one worker, its weights in one flat vector, and what becomes of a batch."""
 
     def __init__(
@@ -64,12 +64,12 @@ class Worker:
         refuse_tied_by_memory(replica.model, "a parameter store keeps every weight by itself")
         refuse_renormalising(replica.model, "the store would never hear of it")
         self.owner, self.optimizer = next(iter(replica.optimizers.items()))
-        self.layout = Layout(replica.names, self.optimizer, shards=shards)
+        self.layout = StoreLayout(replica.names, self.optimizer, shards=shards)
         self.weights = torch.zeros(self.layout.total, dtype=self.layout.dtype)
-        beside: list[Place] = []
+        beside: list[ForwardTensor] = []
         if split is None:
             seed_everything(workload.seed)
-            self.source = Batches(workload, device=device, dtype=replica.input_dtype)
+            self.source = BatchSource(workload, device=device, dtype=replica.input_dtype)
             first = self.source.at(0, WHOLE)
             beside = moved(replica.model, replica.trainable(), lambda: called(workload, replica.model, first, device))
         self.model = FlatModel(replica.model, self.layout, self.weights, beside)

@@ -17,10 +17,10 @@ from apportion.core.strategy import Held, State, Step
 from apportion.core.workload import Workload
 from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.protocol import Sessions
-from apportion.parallel.parameter_store.push_log import Log
+from apportion.parallel.parameter_store.push_log import PushLog
 from apportion.parallel.parameter_store.store import Snapshot, Store
-from apportion.parallel.parameter_store.store_memory import Extent, Memory
-from apportion.parallel.parameter_store.worker_model import WHOLE, Worker
+from apportion.parallel.parameter_store.store_memory import Memory, StoreSpec
+from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker
 
 Mode = Literal["sharded", "hogwild", "ordered"]
 SNAPSHOT_SECONDS, COMMITTED_SECONDS = 120.0, 1.0
@@ -28,7 +28,7 @@ SNAPSHOT_SECONDS, COMMITTED_SECONDS = 120.0, 1.0
 
 
 @dataclass(frozen=True)
-class Rhythm:
+class PushPullSchedule:
     """How often a worker pushes and pulls, in batches, and by how many pushes it may be ahead of the slowest."""
 
     mode: Mode = "sharded"
@@ -37,9 +37,9 @@ class Rhythm:
     max_staleness: int | None = None
 
 
-def extent_of(worker: Worker, world: World, *, lock_free: bool = False, servers: int = 0) -> Extent:
+def extent_of(worker: StoreWorker, world: World, *, lock_free: bool = False, servers: int = 0) -> StoreSpec:
     """Of the store that this world shares."""
-    return Extent(
+    return StoreSpec(
         layout=worker.layout,
         seats=world.seats,
         buffers=worker.buffer_numbers,
@@ -53,8 +53,8 @@ def extent_of(worker: Worker, world: World, *, lock_free: bool = False, servers:
 class DownpourStep(Step):
     """One worker's way through its batches."""
 
-    def __init__(self, workload: Workload, world: World, rhythm: Rhythm, *, servers: int = 0) -> None:
-        self._worker = worker = Worker(workload, world.device)
+    def __init__(self, workload: Workload, world: World, rhythm: PushPullSchedule, *, servers: int = 0) -> None:
+        self._worker = worker = StoreWorker(workload, world.device)
         self.device, self._rhythm = world.device, rhythm
         self.model, self.optimizers = worker.replica.model, worker.replica.optimizers
         self.source = worker.source
@@ -322,9 +322,9 @@ class DownpourStep(Step):
         self._begin()
         self._base = self._number = state.step
 
-    def log(self) -> tuple[Log]:
+    def log(self) -> tuple[PushLog]:
         """What every push was made of. While nobody pushes."""
-        return (Log.of(self.store),)
+        return (PushLog.of(self.store),)
 
     def held(self) -> Held:
         return Held(self.store.nbytes, self.store.weights.nbytes + self.store.buffers.nbytes)

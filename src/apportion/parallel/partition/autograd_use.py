@@ -19,7 +19,7 @@ _FLAG: Any = Tensor.requires_grad
 _FREEZING = (Tensor.requires_grad_, _FLAG.__set__)
 
 
-class Asked(TorchFunctionMode):
+class AutogradUse(TorchFunctionMode):
     """What has been asked so far."""
 
     def __init__(self) -> None:
@@ -42,10 +42,10 @@ class Asked(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def asked(model: nn.Module, inputs: Any) -> Asked:
+def asked(model: nn.Module, inputs: Any) -> AutogradUse:
     """What a forward pass of the first rows asks for; it leaves no trace. A model that cannot be called so asks nothing
     here: whoever cuts it has more to say about that."""
-    seen = Asked()
+    seen = AutogradUse()
     flags = [(p, p.requires_grad) for p in model.parameters()]
     with suppress(Exception), undisturbed(model), torch.enable_grad(), seen:
         tree.call(model, tree.rows(inputs, slice(0, 2)))
@@ -54,7 +54,7 @@ def asked(model: nn.Module, inputs: Any) -> Asked:
     return seen
 
 
-def refuse_gradients_of_gradients(seen: Asked, model: nn.Module) -> None:
+def refuse_gradients_of_gradients(seen: AutogradUse, model: nn.Module) -> None:
     """ValueError where the forward differentiates what it has differentiated: messages between ranks have no second
     derivative."""
     if seen.of_gradients:
@@ -64,7 +64,7 @@ def refuse_gradients_of_gradients(seen: Asked, model: nn.Module) -> None:
         )
 
 
-def refuse_untraceable(seen: Asked, model: nn.Module) -> None:
+def refuse_untraceable(seen: AutogradUse, model: nn.Module) -> None:
     """ValueError where the forward does to gradients what no stage of it could."""
     what = "asks for a gradient (torch.autograd.grad)" if seen.gradients else "freezes a weight for a part of itself"
     if seen.gradients or seen.freezes:

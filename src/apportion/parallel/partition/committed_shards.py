@@ -24,7 +24,7 @@ from torch import Tensor
 from apportion.comm.sync import fence
 from apportion.comm.world import World
 from apportion.core.strategy import State
-from apportion.parallel.replica.committed_state import Packed, unpacked
+from apportion.parallel.replica.committed_state import StateLayout, unpacked
 
 _HEAD_BYTES = 128
 _STEP, _GENERATION, _RANK, _SIZE, _NBYTES, _WORDS = 0, 1, 2, 3, 4, 5
@@ -64,7 +64,7 @@ class KeptParts:
         self._heads = [self._words(seat) for seat in range(world.seats)]
         self._slot = 0
         """Of this seat's version that is to stay."""
-        self._packed: Packed | None = None
+        self._packed: StateLayout | None = None
         self._views: dict[int, list[Tensor]] = {}
         """Where the tensors go, in those of this seat's versions where what lies where is written."""
 
@@ -88,7 +88,7 @@ class KeptParts:
         already: this process alone writes here."""
         packed = self._packed
         if packed is None or not packed.is_of(state, pieces):
-            packed, self._views = Packed(state, pieces), {}
+            packed, self._views = StateLayout(state, pieces), {}
             self._packed = packed
         memory = self._memory(self._world.seat, slot, packed.nbytes)
         if slot not in self._views:

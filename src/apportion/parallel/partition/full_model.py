@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from apportion.core.fingerprint import fingerprint
 from apportion.core.workload import Workload
-from apportion.parallel.partition.tensor_shards import Piece
+from apportion.parallel.partition.tensor_shards import TensorShard
 
 
-class PlainModel:
+class FullModel:
     """What is remembered of the plain model, once it is cut."""
 
     def __init__(self, model: nn.Module, workload: Workload, examples: int) -> None:
@@ -45,19 +45,19 @@ class PlainModel:
         self._mark = fingerprint(workload, model, {}, examples)
         self._groups: dict[str, list[int]] = {}
 
-    def pieces(self, model: nn.Module, given: Mapping[str, Piece]) -> dict[str, Any]:
+    def pieces(self, model: nn.Module, given: Mapping[str, TensorShard]) -> dict[str, Any]:
         """A part's pieces as JSON, by the plain names that parameters go by first; what none is given of is whole."""
         told: dict[str, Any] = {}
         for key, tensor in model.state_dict().items():
             assert key in self.first, f"{key} is no tensor of the plain model"
-            piece, name = given.get(key) or Piece(tuple(tensor.shape)), self.first[key]
+            piece, name = given.get(key) or TensorShard(tuple(tensor.shape)), self.first[key]
             assert piece.shape == self.shapes[key], f"{key} is {self.shapes[key]}, not {piece.shape}"
             assert piece.held == tensor.shape, f"the piece of {key} is {piece.held}, not {tuple(tensor.shape)}"
             if key in given or name not in told:
                 told[name] = piece.plain()
         return told
 
-    def move(self, owner: str, optimizer: Optimizer, model: nn.Module, pieces: Mapping[str, Piece]) -> None:
+    def move(self, owner: str, optimizer: Optimizer, model: nn.Module, pieces: Mapping[str, TensorShard]) -> None:
         """Give an optimizer that was made for the plain model the part's parameters instead; the groups stay, also
         those that are empty then."""
         own = {self.first[name]: (p, pieces.get(name)) for name, p in model.named_parameters()}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from apportion.core.data.batch import Batch
-from apportion.parallel.partition.tensor_shards import Piece
+from apportion.parallel.partition.tensor_shards import TensorShard
 from apportion.parallel.replica.replica import Replica
 
 MakePart = Callable[[nn.Module, Any], "Part"]
@@ -20,7 +20,7 @@ class Part(ABC):
 
     model: nn.Module
     """Its parameters and buffers, under their plain names."""
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, TensorShard]
     """By plain name; a name that is missing: whole, held by every rank that has it, its gradient alike everywhere."""
     cuts: tuple[str, ...] | None = None
     """See ``Step``."""
@@ -40,12 +40,12 @@ class Part(ABC):
         """Let go of what it holds."""
 
 
-class Alike(Part):
+class ReplicatedPart(Part):
     """Every rank calls ``model`` on the whole batch and computes the loss alike: its layers do the dividing."""
 
     alike = True
 
-    def __init__(self, model: nn.Module, pieces: Mapping[str, Piece] | None = None) -> None:
+    def __init__(self, model: nn.Module, pieces: Mapping[str, TensorShard] | None = None) -> None:
         self.model, self.pieces = model, pieces or {}
 
     def backward(self, replica: Replica, batch: Batch) -> Tensor:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from apportion.comm.objects import gather_messages
 from apportion.comm.world import World
 from apportion.core import tree
-from apportion.core.data.batch import Batch, Batches
+from apportion.core.data.batch import Batch, BatchSource
 from apportion.core.replica_digest import Replicated
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard
@@ -36,11 +36,11 @@ from apportion.errors import StateLost
 from apportion.parallel.partition import equivalence
 from apportion.parallel.partition.autograd_use import asked, refuse_gradients_of_gradients
 from apportion.parallel.partition.committed_shards import KeptParts, whole
-from apportion.parallel.partition.full_model import PlainModel
+from apportion.parallel.partition.full_model import FullModel
 from apportion.parallel.partition.part import MakePart
-from apportion.parallel.partition.resharding import Spread
+from apportion.parallel.partition.resharding import Resharder
 from apportion.parallel.partition.supported import refuse_optimizers, refuse_workload
-from apportion.parallel.partition.tensor_shards import Layout, Piece
+from apportion.parallel.partition.tensor_shards import ShardLayout, TensorShard
 from apportion.parallel.replica.gradient_buckets import GradientSum
 from apportion.parallel.replica.gradient_hooks import GradientHooks
 from apportion.parallel.replica.initial_model import fresh_model, refuse_tied_by_memory
@@ -68,13 +68,13 @@ class SplitStep(Step):
         part: MakePart,
         *,
         again: Callable[[World], MakePart] | None = None,
-        look: Callable[[nn.Module, Batches], None] | None = None,
+        look: Callable[[nn.Module, BatchSource], None] | None = None,
     ) -> None:
         refuse_workload(workload)
         self._workload, self._again, self._look = workload, again, look
         dtype = torch.float64 if workload.precision == "float64" else None
         # Rank 0's draws everywhere: whoever loads a batch loads the same one.
-        self.source = Batches(workload, device=world.device, dtype=dtype, rank=0)
+        self.source = BatchSource(workload, device=world.device, dtype=dtype, rank=0)
         self.data_shard = DataShard()
         self.rows = slice(0, workload.batch_size)
         """Of a carried state, those that are here; fewer where this is one of several replicas."""
@@ -95,7 +95,7 @@ class SplitStep(Step):
         self._settle(plain)
         if world.size > 1:
             refuse_tied_by_memory(plain, "each rank holds its own part of the weights")
-        self._plain = PlainModel(plain, workload, len(self.source.dataset))  # type: ignore[arg-type]
+        self._plain = FullModel(plain, workload, len(self.source.dataset))  # type: ignore[arg-type]
         made = workload.optimizer(list(plain.named_parameters()))
         self._hooks = GradientHooks((name, p) for name, p in plain.named_parameters() if p.requires_grad)
         sample, expected = self._sample, None
@@ -122,12 +122,12 @@ class SplitStep(Step):
         for p, name in self._replica.names.items():
             self._replica.names[p] = self._plain.first[name]
         pieces = self._plain.pieces(self.model, self._part.pieces)
-        self._layout = Layout.of(gather_messages(pieces, self._group, device=world.device))
-        self._spread = Spread(self._plain, self._layout, pieces, world.rank, list(self.optimizers))
+        self._layout = ShardLayout.of(gather_messages(pieces, self._group, device=world.device))
+        self._spread = Resharder(self._plain, self._layout, pieces, world.rank, list(self.optimizers))
         refuse_optimizers(self.optimizers, self._replica.searching, self._layout, self._group.size)
         self._counted = self._layout.owned(world.rank)
         for name in self._hooks.names:
-            if name in pieces and Piece.from_plain(pieces[name]).index is not None:
+            if name in pieces and TensorShard.from_plain(pieces[name]).index is not None:
                 raise ValueError(
                     f"{name} has a hook on its gradient, of which each worker would have a part: remove the hook, or "
                     "use data_parallel, which calls it with the whole gradient"
@@ -378,6 +378,6 @@ class SplitStep(Step):
         self._part.close()
 
 
-def _nothing(piece: Piece, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+def _nothing(piece: TensorShard, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """A parameter that takes no memory."""
     return nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(piece.held))

@@ -11,7 +11,7 @@ from apportion.cost_model.compute import call_seconds, memory_rate, of_rows, slo
 from apportion.cost_model.constraints import must_feed
 from apportion.cost_model.cost import Cost
 from apportion.cost_model.memory import copies
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.parallel.partition.replica_groups import how_many
 
@@ -20,7 +20,7 @@ STEP_CALLS = 10.0
 estimate by what ``data_parallel`` needs."""
 
 
-def in_groups(kinds: Iterable[type[Strategy]], profile: Profile, layout: Layout) -> Iterator[tuple[Strategy, int]]:
+def in_groups(kinds: Iterable[type[Strategy]], profile: Profile, layout: Placement) -> Iterator[tuple[Strategy, int]]:
     """(strategy of a replica, number of replicas): of each of these kinds its own candidates, on groups of two ranks
     and more, two groups and more, that share the ranks evenly."""
     n = layout.ranks
@@ -33,7 +33,7 @@ def in_groups(kinds: Iterable[type[Strategy]], profile: Profile, layout: Layout)
                 yield from ((value, replicas) for value in kind.candidates(share, part))
 
 
-def slowest_group(of: Strategy, profile: Profile, layout: Layout, replicas: int, rows: float) -> Cost:
+def slowest_group(of: Strategy, profile: Profile, layout: Placement, replicas: int, rows: float) -> Cost:
     """Of the replicas, each with so many rows at a time, the one that takes longest."""
     size, share = layout.ranks // replicas, of_rows(profile, rows)
     seen: dict[tuple[str, ...], Cost] = {}
@@ -45,7 +45,7 @@ def slowest_group(of: Strategy, profile: Profile, layout: Layout, replicas: int,
     return max(seen.values(), key=lambda cost: cost.step_seconds)
 
 
-def _kind(part: Layout) -> tuple[str, ...]:
+def _kind(part: Placement) -> tuple[str, ...]:
     """The same for groups that take the same time: their ranks sit alike."""
     hosts = {host: str(number) for number, host in enumerate(part.hosts)}
     names = {name: str(number) for number, name in enumerate(dict.fromkeys(part.devices))}
@@ -56,7 +56,7 @@ def _kind(part: Layout) -> tuple[str, ...]:
     )
 
 
-def cost(of: Strategy, asked: int | None, profile: Profile, layout: Layout) -> Cost:
+def cost(of: Strategy, asked: int | None, profile: Profile, layout: Placement) -> Cost:
     """Of a step of data_parallel whose replicas are groups."""
     if profile.own_update:
         raise ValueError(f"update= sees the loss of its own rows, and replicas of {of} share one: use data_parallel")
@@ -87,7 +87,7 @@ def cost(of: Strategy, asked: int | None, profile: Profile, layout: Layout) -> C
     )
 
 
-def across(layout: Layout, replicas: int, nbytes: float) -> float:
+def across(layout: Placement, replicas: int, nbytes: float) -> float:
     """The sum over replicas of what each rank of one holds: so many rings at once, which share what joins them."""
     size = layout.ranks // replicas
     places = [range(place, layout.ranks, size) for place in range(size)]
@@ -99,7 +99,7 @@ def across(layout: Layout, replicas: int, nbytes: float) -> float:
     return longest if replicas > 1 else 0.0
 
 
-def _sharing(layout: Layout, ranks: range, size: int, *, by_host: bool) -> int:
+def _sharing(layout: Placement, ranks: range, size: int, *, by_host: bool) -> int:
     """Of the rings, those that go through the same port as this one."""
 
     def port(rank: int) -> str:

@@ -60,7 +60,7 @@ def how_many_are_left(of: Strategy, replicas: int | None, ranks: int) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class ReplicaGroup:
     """Where a rank is among replicas."""
 
     replica: int
@@ -71,7 +71,7 @@ class Place:
     """The ranks of all replicas that hold what it holds."""
 
     @classmethod
-    def of(cls, world: World, replicas: int) -> Place:
+    def of(cls, world: World, replicas: int) -> ReplicaGroup:
         """In a world that is divided into so many. Called by all ranks."""
         size = world.size // replicas
         groups = [list(range(first, first + size)) for first in range(0, world.size, size)]

@@ -26,7 +26,7 @@ from apportion.comm.differentiable import gather_rows
 from apportion.comm.group import Alone, Group
 from apportion.comm.world import World
 from apportion.core import tree
-from apportion.core.data.batch import Batch, Batches
+from apportion.core.data.batch import Batch, BatchSource
 from apportion.core.replica_digest import Replicated
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard
@@ -35,10 +35,10 @@ from apportion.core.torch_private import BatchNormBase
 from apportion.core.workload import Workload, examples
 from apportion.errors import StateLost
 from apportion.parallel.batch_coupling.analysis import whole_batch_functions
-from apportion.parallel.ops.sync_batch_norm import Attendance, use_whole_batch
+from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
 from apportion.parallel.partition.committed_shards import KeptParts, whole
 from apportion.parallel.partition.partitioned_step import SplitStep
-from apportion.parallel.partition.replica_groups import Place, how_many, how_many_are_left, whole_network
+from apportion.parallel.partition.replica_groups import ReplicaGroup, how_many, how_many_are_left, whole_network
 from apportion.parallel.replica.gradient_buckets import GradientSum
 from apportion.parallel.replica.initial_model import refuse_renormalising
 
@@ -64,11 +64,11 @@ class _SharedLoss:
         return self._loss(outputs, targets)
 
 
-class _Both(Attendance):
+class _Both(NonEmptyRanks):
     """In statistics that are taken over the ranks of every replica: who takes part in its own replica's, where that
     has rows."""
 
-    def __init__(self, within: Attendance, replica: Attendance, group: Group) -> None:
+    def __init__(self, within: NonEmptyRanks, replica: NonEmptyRanks, group: Group) -> None:
         self._within, self._replica = within, replica
         self.group = group
 
@@ -97,18 +97,18 @@ class ReplicatedStep(Step):
         self._settle(world, place)
         self._own_rows, self._told = 0, 0.0
 
-    def _divide(self, world: World) -> Place:
+    def _divide(self, world: World) -> ReplicaGroup:
         number = how_many_are_left if world.generation else how_many
-        return Place.of(world, number(self._of, self._asked, world.size))
+        return ReplicaGroup.of(world, number(self._of, self._asked, world.size))
 
-    def _settle(self, world: World, place: Place) -> None:
+    def _settle(self, world: World, place: ReplicaGroup) -> None:
         """What depends on who else there is, now that this rank's part is built. Called by all ranks."""
         inner, self._place, self._world = self._inner, place, world
         self.rank, self.device = world.rank, world.device
         self.model, self.optimizers = inner.model, inner.optimizers
         self.data_shard = shard = DataShard(place.replica, place.replicas)
         self._across = self._loss.group = place.across.group()
-        self._attendance = Attendance(self._across)
+        self._attendance = NonEmptyRanks(self._across)
         if place.replicas > 1:
             refuse_renormalising(self.model, "each replica would rescale what its own examples look up")
             self._use_whole_batch()
@@ -131,7 +131,7 @@ class ReplicatedStep(Step):
         for name, layer in self.model.named_modules():
             if not isinstance(layer, BatchNormBase) or (not layer.training and layer.running_mean is not None):
                 continue
-            if isinstance(asked := getattr(layer, "_whole", None), Attendance):
+            if isinstance(asked := getattr(layer, "_whole", None), NonEmptyRanks):
                 if name not in ours:
                     layer._whole = _Both(asked, self._attendance, everyone)  # type: ignore[assignment]
                 continue
@@ -237,7 +237,7 @@ class ReplicatedStep(Step):
         self._inner.close()
 
 
-def predict(inner: SplitStep, place: Place, batch: Batch, *, divides: bool = True) -> Any | None:
+def predict(inner: SplitStep, place: ReplicaGroup, batch: Batch, *, divides: bool = True) -> Any | None:
     """The outputs of a whole batch on one rank of the first replica, None on the others. Called by all ranks."""
     replicas = place.replicas
     if replicas == 1 or not divides or len(batch) < replicas:
@@ -262,7 +262,7 @@ def _refuse_coupling(workload: Workload, world: World) -> None:
     """What ties the rows of a batch together, but for batch normalisation: of a model that is made for this alone."""
     seed_everything(workload.seed)
     model = workload.model().to(device=world.device)
-    source = Batches(workload, device=world.device)
+    source = BatchSource(workload, device=world.device)
     strategy = "data_parallel(of=...)"
     for name in whole_batch_functions(model, workload, source.sample, strategy=strategy):
         layer = model.get_submodule(name)
@@ -273,7 +273,7 @@ def _refuse_coupling(workload: Workload, world: World) -> None:
             )
 
 
-def _refuse(workload: Workload, of: Strategy, place: Place) -> None:
+def _refuse(workload: Workload, of: Strategy, place: ReplicaGroup) -> None:
     if workload.update is not None:
         raise ValueError(f"update= sees the loss of its own rows, and replicas of {of} share one: use data_parallel")
     if workload.batch_size < place.replicas:

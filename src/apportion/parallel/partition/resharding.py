@@ -14,17 +14,17 @@ from apportion.comm.group import Group
 from apportion.comm.objects import broadcast_tensors, gather_messages
 from apportion.core.json_data import from_plain, to_plain
 from apportion.core.strategy import State
-from apportion.parallel.partition.full_model import PlainModel
-from apportion.parallel.partition.tensor_shards import Layout
+from apportion.parallel.partition.full_model import FullModel
+from apportion.parallel.partition.tensor_shards import ShardLayout
 
 
 @final
-class Spread:
+class Resharder:
     """Between this rank's part of a state and the whole one. ``pieces``: this rank's, as JSON; ``optimizers``: their
     names."""
 
     def __init__(
-        self, plain: PlainModel, layout: Layout, pieces: Mapping[str, Any], rank: int, optimizers: Sequence[str]
+        self, plain: FullModel, layout: ShardLayout, pieces: Mapping[str, Any], rank: int, optimizers: Sequence[str]
     ) -> None:
         self._plain, self._layout, self._rank, self._optimizers = plain, layout, rank, optimizers
         self.pieces = pieces
@@ -52,7 +52,7 @@ class Spread:
 
     def together(self, parts: Sequence[tuple[State, Any]]) -> State:
         """The same from all ranks' parts, in rank order, each with its pieces, as it was divided then."""
-        layout = Layout.of([pieces for _, pieces in parts])
+        layout = ShardLayout.of([pieces for _, pieces in parts])
         found = {
             part: self._joined(layout, ((rank, getattr(state, part)) for rank, (state, _) in enumerate(parts)))
             for part in ("model", "optimizer")
@@ -94,7 +94,7 @@ class Spread:
             model[key] = found["model"][first] if key == first else found["model"][first].clone()
         return {"model": model, "optimizer": found["optimizer"]}
 
-    def _joined(self, layout: Layout, parts: Iterable[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
+    def _joined(self, layout: ShardLayout, parts: Iterable[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
         """Whole tensors by name, of every rank's pieces."""
         joined: dict[str, Tensor] = {}
         for rank, tensors in parts:
@@ -110,7 +110,7 @@ class Spread:
                 piece.put(tensor, joined[key])
         return joined
 
-    def _parameter(self, layout: Layout, key: str) -> str:
+    def _parameter(self, layout: ShardLayout, key: str) -> str:
         """Whose tensor it is: a name of the model's, or a slot's."""
         if key in layout.holders:
             return key

@@ -23,7 +23,7 @@ from torch.optim import (
 )  # fmt: skip
 
 from apportion.core.workload import Workload
-from apportion.parallel.partition.tensor_shards import Layout
+from apportion.parallel.partition.tensor_shards import ShardLayout
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop)
 """Optimizers that update each weight by itself, so that a slice needs nothing of the others."""
@@ -45,7 +45,7 @@ def refuse_workload(workload: Workload) -> None:
 
 
 def refuse_optimizers(
-    optimizers: Mapping[str, Optimizer], searching: Collection[str], layout: Layout, ranks: int
+    optimizers: Mapping[str, Optimizer], searching: Collection[str], layout: ShardLayout, ranks: int
 ) -> None:
     """ValueError where one needs to see what other ranks hold. ``searching``: names of those that evaluate the loss
     themselves."""

@@ -14,7 +14,7 @@ Index = tuple[Sequence[int] | range, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """What a rank holds of a whole tensor of the plain model."""
 
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ class Piece:
         return [list(self.shape), index, self.partial]
 
     @classmethod
-    def from_plain(cls, told: list[Any]) -> Piece:
+    def from_plain(cls, told: list[Any]) -> TensorShard:
         """What ``plain`` gave."""
         shape, index, partial = told
         held = None if index is None else tuple(range(*p[1:]) if p[0] == _RUN else p[1:] for p in index)
@@ -105,23 +105,23 @@ def _evenly(held: Sequence[int]) -> slice | None:
     return slice(first, last + 1, step) if even else None
 
 
-Holders = Sequence[tuple[int, Piece]]
+Holders = Sequence[tuple[int, TensorShard]]
 """(rank, what it holds), of one tensor, in rank order."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """Which ranks hold what of each tensor, by name."""
 
     holders: Mapping[str, Holders]
 
     @classmethod
-    def of(cls, told: Iterable[Mapping[str, list[Any]]]) -> Layout:
+    def of(cls, told: Iterable[Mapping[str, list[Any]]]) -> ShardLayout:
         """From what each rank tells, in rank order: its pieces by name, as JSON."""
-        holders: dict[str, list[tuple[int, Piece]]] = {}
+        holders: dict[str, list[tuple[int, TensorShard]]] = {}
         for rank, pieces in enumerate(told):
             for name, piece in pieces.items():
-                holders.setdefault(name, []).append((rank, Piece.from_plain(piece)))
+                holders.setdefault(name, []).append((rank, TensorShard.from_plain(piece)))
         return cls(holders)
 
     def owners(self, name: str) -> Holders:
@@ -130,7 +130,7 @@ class Layout:
         for rank, piece in holders:
             if piece.index is None:
                 return [(rank, piece)]
-        found: dict[Any, tuple[int, Piece]] = {}
+        found: dict[Any, tuple[int, TensorShard]] = {}
         for rank, piece in holders:
             if piece.numel:
                 found.setdefault(piece.places(), (rank, piece))
@@ -142,10 +142,10 @@ class Layout:
         """The names of what this rank is an owner of."""
         return {name for name in self.holders if any(rank == owner for owner, _ in self.owners(name))}
 
-    def sums(self) -> list[tuple[str, Piece, list[int]]]:
+    def sums(self) -> list[tuple[str, TensorShard, list[int]]]:
         """What is summed: (name, what of it, the ranks whose gradients are its terms), in the same order on every
         rank."""
-        found: dict[tuple[str, Any], tuple[str, Piece, list[int]]] = {}
+        found: dict[tuple[str, Any], tuple[str, TensorShard, list[int]]] = {}
         for name, holders in self.holders.items():
             for rank, piece in holders:
                 if piece.partial and piece.numel:

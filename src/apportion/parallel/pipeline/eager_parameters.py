@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from apportion.core.torch_private import buffers_of, modules_of, parameters_of
-from apportion.parallel.partition.tensor_shards import Piece
+from apportion.parallel.partition.tensor_shards import TensorShard
 from apportion.parallel.pipeline.eager_forward import Recorded
 
 
 def held(
     model: nn.Module, records: Sequence[Recorded], bounds: Sequence[int], rank: int
-) -> tuple[nn.Module, Mapping[str, Piece]]:
+) -> tuple[nn.Module, Mapping[str, TensorShard]]:
     """A module of what a stage uses, under the plain names; of what several use, here is one term of the gradient. The
     parameters that it does not hold have no numbers in the network from now on."""
     uses = [_used(model, records, begin, end) for begin, end in itertools.pairwise(bounds)]
@@ -22,7 +22,7 @@ def held(
     own = uses[rank] | ({id(t) for t in model.parameters()} - everything if rank == 0 else set())
     called = {id(b) for record in records for module in record.modules for b in module.buffers()}
     own |= {id(b) for b in model.buffers() if id(b) not in called}
-    holder, pieces = nn.Module(), dict[str, Piece]()
+    holder, pieces = nn.Module(), dict[str, TensorShard]()
     persistent = set(model.state_dict())
     for path, module in model.named_modules(remove_duplicate=False):
         for name, p in parameters_of(module).items():
@@ -30,7 +30,7 @@ def held(
                 where = f"{path}.{name}".lstrip(".")
                 _owner(holder, path).register_parameter(name, p)
                 if sum(id(p) in use for use in uses) > 1:
-                    pieces[where] = Piece(tuple(p.shape), partial=True)
+                    pieces[where] = TensorShard(tuple(p.shape), partial=True)
         for name, b in buffers_of(module).items():
             if b is not None and id(b) in own:
                 keeps = f"{path}.{name}".lstrip(".") in persistent

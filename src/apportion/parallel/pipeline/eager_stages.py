@@ -21,7 +21,7 @@ from apportion.parallel.pipeline.cut_points import RUNS, Places, changing_buffer
 from apportion.parallel.pipeline.eager_forward import OtherWay, OwnForward, Recorded
 from apportion.parallel.pipeline.eager_parameters import held
 from apportion.parallel.pipeline.meta_shapes import CannotRun
-from apportion.parallel.pipeline.microbatch import Ends, Passes
+from apportion.parallel.pipeline.microbatch import MicrobatchPasses, StageLinks
 from apportion.parallel.pipeline.schedules import turns
 from apportion.parallel.pipeline.single_stage import checkpointed, refuse_state
 from apportion.parallel.pipeline.whole_batch import normalises, refuse_coupled
@@ -81,11 +81,11 @@ class OwnStages(Part):
         self.model, self.pieces = held(model, (self._trains, self._evaluates), bounds, world.rank)
         self._trained = [module for module in model.modules() if module.training]
         self._products = Products(())
-        self.ends = Ends.of(world.group(), world.device)
+        self.ends = StageLinks.of(world.group(), world.device)
 
     def backward(self, replica: Replica, batch: Batch) -> Tensor | None:
         parts = batch.parts(self._microbatches)
-        passes = Passes(self.run, self._products, self.ends, replica, batch, parts)
+        passes = MicrobatchPasses(self.run, self._products, self.ends, replica, batch, parts)
         for kind, number in turns(self._schedule, self._rank, self._size, len(parts)):
             if kind == "forward":
                 passes.forward(number)

@@ -17,8 +17,8 @@ from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.workload import examples
 from apportion.parallel.ops.factored_linear import Products
-from apportion.parallel.pipeline.transfer import Inlet, Outlet
-from apportion.parallel.pipeline.whole_batch import Rows, joined, taken_apart
+from apportion.parallel.pipeline.transfer import StageReceiver, StageSender
+from apportion.parallel.pipeline.whole_batch import BatchRows, joined, taken_apart
 from apportion.parallel.replica.replica import Replica
 
 Run = Callable[[Sequence[Any], Batch], Any]
@@ -26,27 +26,27 @@ Run = Callable[[Sequence[Any], Batch], Any]
 
 
 @dataclass(frozen=True)
-class Ends:
+class StageLinks:
     """Between a stage and the ones before and after it: values forward, their gradients back. None: there is none."""
 
-    before: Inlet | None
-    after: Outlet | None
-    gradients_in: Inlet | None
-    gradients_out: Outlet | None
+    before: StageReceiver | None
+    after: StageSender | None
+    gradients_in: StageReceiver | None
+    gradients_out: StageSender | None
     lane: Group | None = None
     """That is theirs alone."""
 
     @classmethod
-    def of(cls, group: Group, device: torch.device) -> Ends:
+    def of(cls, group: Group, device: torch.device) -> StageLinks:
         """Of the stage that a rank is. Called by all ranks of the group."""
         first, last = group.rank == 0, group.rank == group.size - 1
         ahead = group.beside and device.type == "cpu"  # NCCL's next message would stand in the way of all others
         lane = group.lane() if ahead else group
         return cls(
-            None if first else Inlet(lane, group.rank - 1, device, ahead=ahead),
-            None if last else Outlet(lane, group.rank + 1, ahead=ahead),
-            None if last else Inlet(lane, group.rank + 1, device, ahead=ahead),
-            None if first else Outlet(lane, group.rank - 1, ahead=ahead),
+            None if first else StageReceiver(lane, group.rank - 1, device, ahead=ahead),
+            None if last else StageSender(lane, group.rank + 1, ahead=ahead),
+            None if last else StageReceiver(lane, group.rank + 1, device, ahead=ahead),
+            None if first else StageSender(lane, group.rank - 1, ahead=ahead),
             lane if ahead else None,
         )
 
@@ -63,11 +63,11 @@ class Ends:
 
 
 @final
-class Passes:
+class MicrobatchPasses:
     """The passes of one batch's micro-batches through a stage."""
 
     def __init__(
-        self, run: Run, products: Products, ends: Ends, replica: Replica, batch: Batch, parts: Sequence[Batch]
+        self, run: Run, products: Products, ends: StageLinks, replica: Replica, batch: Batch, parts: Sequence[Batch]
     ) -> None:
         self._run, self._products, self._ends = run, products, ends
         self._replica, self._batch, self._parts = replica, batch, parts
@@ -101,7 +101,7 @@ class Passes:
             ends.gradients_out.send([arrival.gradient for arrival in arrivals])
         self._products.add_up()  # by now the stage before is at work again
 
-    def at_once(self, before: Sequence[Rows], after: Sequence[Rows]) -> None:
+    def at_once(self, before: Sequence[BatchRows], after: Sequence[BatchRows]) -> None:
         """The passes of the whole batch, of which all that comes and goes does so in micro-batches, as gpipe has them.
         ``before``, ``after``: how what comes, and what goes, depends on the rows."""
         ends, count = self._ends, len(self._parts)

@@ -16,7 +16,7 @@ from apportion.core.data.batch import Batch
 from apportion.core.rng import RngState, plain_rng_from
 from apportion.parallel.ops.factored_linear import Products, plain_layers
 from apportion.parallel.partition.part import Part
-from apportion.parallel.partition.tensor_shards import Piece
+from apportion.parallel.partition.tensor_shards import TensorShard
 from apportion.parallel.pipeline.cut_points import changing_buffers
 from apportion.parallel.pipeline.whole_batch import normalises, refuse_coupled
 from apportion.parallel.replica.loss_weighting import LossShare
@@ -43,7 +43,7 @@ class InParts(Part):
         if recompute:
             _recompute(model)
         self._products = Products(plain_layers(model) if microbatches > 1 else ())
-        self.pieces: Mapping[str, Piece] = {}
+        self.pieces: Mapping[str, TensorShard] = {}
 
     def backward(self, replica: Replica, batch: Batch) -> Tensor:
         share, losses = LossShare(replica, Alone()), []

@@ -41,7 +41,7 @@ from apportion.parallel.pipeline.cut_points import (
 )
 from apportion.parallel.pipeline.eager_stages import OwnStages, has_lists
 from apportion.parallel.pipeline.meta_shapes import CannotRun
-from apportion.parallel.pipeline.microbatch import Ends, Passes
+from apportion.parallel.pipeline.microbatch import MicrobatchPasses, StageLinks
 from apportion.parallel.pipeline.schedules import turns
 from apportion.parallel.pipeline.single_stage import InParts, checkpointed, refuse_state
 from apportion.parallel.pipeline.stage_graph import (
@@ -53,7 +53,7 @@ from apportion.parallel.pipeline.stage_graph import (
     trained_alone,
 )
 from apportion.parallel.pipeline.whole_batch import (
-    Rows,
+    BatchRows,
     needs_whole_batch,
     refuse_coupled,
     refuse_coupled_stage,
@@ -147,7 +147,7 @@ class Stages(Part):
         self._microbatches, self._schedule, self._recompute = microbatches, schedule, recompute
         self.most_in_flight = 0
         """Micro-batches whose activations this stage has kept at once."""
-        self._at_once: tuple[Sequence[Rows], Sequence[Rows]] | None = None
+        self._at_once: tuple[Sequence[BatchRows], Sequence[BatchRows]] | None = None
         """Of a stage that computes a batch at once: how what comes, and what goes, depends on the rows."""
         refuse_untraceable(asked(model, inputs), model)
         stateful = changing_buffers(model, tree.rows(inputs, slice(0, 2)))
@@ -181,7 +181,7 @@ class Stages(Part):
             adopt_the_rest(self.model, model, graph)
         # Of a whole batch they would keep all inputs until the end.
         self._products = Products(plain_layers(self.model) if microbatches > 1 else ())
-        self.ends = Ends.of(self._group, world.device)
+        self.ends = StageLinks.of(self._group, world.device)
 
     def _cut(
         self,
@@ -204,7 +204,7 @@ class Stages(Part):
 
     def _rows(
         self, model: nn.Module, graph: fx.Graph, bounds: Sequence[int], inputs: Any
-    ) -> tuple[Sequence[Rows], Sequence[Rows]]:
+    ) -> tuple[Sequence[BatchRows], Sequence[BatchRows]]:
         first, last = self._rank == 0, self._rank == self._size - 1
         return (
             [] if first else rows_at(model, graph, bounds[self._rank], inputs),
@@ -223,7 +223,7 @@ class Stages(Part):
 
     def backward(self, replica: Replica, batch: Batch) -> Tensor | None:
         parts = batch.parts(self._microbatches)
-        passes = Passes(self.run, self._products, self.ends, replica, batch, parts)
+        passes = MicrobatchPasses(self.run, self._products, self.ends, replica, batch, parts)
         if self._at_once is not None and len(parts) > 1:
             passes.at_once(*self._at_once)
         else:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.torch_private import buffers_of, persists_no_more
-from apportion.parallel.partition.tensor_shards import Piece
+from apportion.parallel.partition.tensor_shards import TensorShard
 from apportion.parallel.pipeline.cut_points import calls, crossing_values, used_tensors
 from apportion.parallel.tracing.network import undisturbed
 from apportion.parallel.tracing.tracer import arguments
@@ -97,12 +97,12 @@ def _before_and_after(uses: Sequence[set[int]]) -> list[tuple[frozenset[int], fr
     return list(zip(first[:-1], reversed(last[1:]), strict=True))
 
 
-def terms(model: nn.Module, graph: fx.Graph, bounds: Sequence[int], module: nn.Module) -> dict[str, Piece]:
+def terms(model: nn.Module, graph: fx.Graph, bounds: Sequence[int], module: nn.Module) -> dict[str, TensorShard]:
     """The stage's parameters that other stages use, too: here is one term of their gradient."""
     order = calls(graph)
     stages = [used(model, order[begin:end]) for begin, end in itertools.pairwise(bounds)]
     return {
-        name: Piece(tuple(p.shape), partial=True)
+        name: TensorShard(tuple(p.shape), partial=True)
         for name, p in module.named_parameters(remove_duplicate=False)
         if sum(id(p) in held for held in stages) > 1
     }

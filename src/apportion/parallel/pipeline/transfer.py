@@ -30,7 +30,7 @@ UNDER_WAY = 8
 
 
 @final
-class Outlet:
+class StageSender:
     """Messages to another rank."""
 
     def __init__(self, group: Group, to: int, *, ahead: bool = False) -> None:
@@ -81,7 +81,7 @@ class Outlet:
 
 
 @final
-class Inlet:
+class StageReceiver:
     """Messages from another rank."""
 
     def __init__(self, group: Group, source: int, device: torch.device, *, ahead: bool = False) -> None:

@@ -34,7 +34,7 @@ ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """How a tensor or number that passes a cut depends on the rows."""
 
     each: int = 0
@@ -62,7 +62,7 @@ def normalises(layer: nn.Module) -> bool:
     return isinstance(layer, BatchNormBase) and (layer.training or layer.running_mean is None)
 
 
-def rows_at(model: nn.Module, graph: fx.Graph, at: int, inputs: Any) -> list[Rows]:
+def rows_at(model: nn.Module, graph: fx.Graph, at: int, inputs: Any) -> list[BatchRows]:
     """Of each tensor and number that passes a cut before this call."""
     stage = StageGraph(model, graph, [0, at, len(calls(graph))], 0)
     with evaluating(model.modules()), undisturbed(model):
@@ -126,13 +126,13 @@ def _refuse_apart(found: Sequence[Tensor], expected: Sequence[Tensor], model: nn
         )
 
 
-def _rows(few: Any, more: Any, together: Any) -> Rows:
+def _rows(few: Any, more: Any, together: Any) -> BatchRows:
     counts = (*SAMPLE, sum(SAMPLE))
     if isinstance(together, Tensor):
         shapes = few.shape, more.shape, together.shape
         grown = [d for d in range(together.dim()) if len({shape[d] for shape in shapes}) > 1]
         if not grown:
-            return Rows()
+            return BatchRows()
         sizes = [shape[grown[0]] for shape in shapes]
         each = sizes[0] // counts[0]
         if (
@@ -143,38 +143,38 @@ def _rows(few: Any, more: Any, together: Any) -> Rows:
                 each == 1 or difference([torch.cat([few, more], grown[0])], [together]) <= ROUNDING
             )
         ):
-            return Rows(each, grown[0])
+            return BatchRows(each, grown[0])
     elif few == more == together:
-        return Rows()
+        return BatchRows()
     elif isinstance(few, int) and [few, more, together] == [few // counts[0] * n for n in counts]:
-        return Rows(few // counts[0])
+        return BatchRows(few // counts[0])
     raise ValueError(
         "what passes from stage to stage does not have its rows one after the other, and so batch normalisation cannot "
         "be given the whole batch of it: give cuts= elsewhere, or use microbatches=1, or data_parallel"
     )
 
 
-def joined(parts: Sequence[Any], rows: Sequence[Rows]) -> Any:
+def joined(parts: Sequence[Any], rows: Sequence[BatchRows]) -> Any:
     """The batch's values of its micro-batches', in order."""
     leaves = [_leaves(part)[0] for part in parts]
     whole = [_joined(own, how) for own, how in zip(zip(*leaves, strict=True), rows, strict=True)]
     return pytree.tree_unflatten(whole, _leaves(parts[0])[1])
 
 
-def _joined(parts: Sequence[Any], how: Rows) -> Any:
+def _joined(parts: Sequence[Any], how: BatchRows) -> Any:
     if how.dim is not None:
         return torch.cat(list(parts), how.dim)
     return sum(parts) if how.each else parts[0]  # whose gradient then is that of all
 
 
-def taken_apart(whole: Any, rows: Sequence[Rows], counts: Sequence[int]) -> list[Any]:
+def taken_apart(whole: Any, rows: Sequence[BatchRows], counts: Sequence[int]) -> list[Any]:
     """The values of micro-batches of so many rows each."""
     leaves, spec = _leaves(whole)
     parts = [_parts(leaf, how, counts) for leaf, how in zip(leaves, rows, strict=True)]
     return [pytree.tree_unflatten([own[i] for own in parts], spec) for i in range(len(counts))]
 
 
-def _parts(leaf: Any, how: Rows, counts: Sequence[int]) -> Sequence[Any]:
+def _parts(leaf: Any, how: BatchRows, counts: Sequence[int]) -> Sequence[Any]:
     if how.dim is not None:
         parts: Sequence[Tensor] = leaf.split([how.each * n for n in counts], how.dim)
         return parts

@@ -20,7 +20,7 @@ State = tuple[Tensor, ...]
 """Of one layer, (B, width) each: (h, c) of an LSTM, (h,) of the others."""
 
 
-class Layer(ABC):
+class RecurrentLayer(ABC):
     """``begin``, ``forward`` for every chunk in order; then ``begin_backward``, ``backward`` for every chunk in the
     reverse order, ``finish``. One pass at a time."""
 
@@ -60,7 +60,7 @@ class Layer(ABC):
 
 
 @final
-class TorchLayer(Layer):
+class TorchLayer(RecurrentLayer):
     """torch's own kernel on each chunk, and autograd through it: for every kind of layer. Each call of oneDNN's LSTM
     puts all weights into an order of its own and makes a gradient of all of them, so chunks should be long."""
 
@@ -104,7 +104,7 @@ class TorchLayer(Layer):
 
 
 @final
-class LSTMLayer(Layer):
+class LSTMLayer(RecurrentLayer):
     """An LSTM layer out of matrix products, all of them into memory that is kept.
 
     Two of the six products of a step are on the way of the state from one moment to the next; one each way hands the
@@ -252,7 +252,7 @@ class LSTMLayer(Layer):
         return p.grad
 
 
-def layer(net: nn.RNNBase, number: int) -> Layer:
+def layer(net: nn.RNNBase, number: int) -> RecurrentLayer:
     """As the kernels of this machine make it fastest."""
     weight: Any = getattr(net, f"weight_hh_l{number}")
     if isinstance(net, nn.LSTM) and not net.proj_size and weight.device.type == "cpu" and products_are_fast():

@@ -26,17 +26,17 @@ from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.torch_private import buffers_of, parameters_of
 from apportion.parallel.partition.part import Part
-from apportion.parallel.partition.tensor_shards import Piece
+from apportion.parallel.partition.tensor_shards import TensorShard
 from apportion.parallel.recurrent.cut import Cut
 from apportion.parallel.recurrent.graph import Graphs
-from apportion.parallel.recurrent.layer import Layer, LSTMLayer, chunk_length, chunks, layer
+from apportion.parallel.recurrent.layer import LSTMLayer, RecurrentLayer, chunk_length, chunks, layer
 from apportion.parallel.replica.carried_state import Carry
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.tracing.network import evaluating
 
 
 @dataclass
-class Ran:
+class ChunkRun:
     """A forward pass, as the backward pass needs it."""
 
     pieces: list[slice]
@@ -60,7 +60,7 @@ class WavefrontPart(Part):
         self._cut, self._group, self._chunk, self._seen = cut, group, chunk, seen
         self._ranks, self._rank, self._many = group.size, group.rank, net.num_layers
         self._numbers = range(group.rank, net.num_layers, group.size)
-        self._layers: dict[int, Layer] = {number: layer(net, number) for number in self._numbers}
+        self._layers: dict[int, RecurrentLayer] = {number: layer(net, number) for number in self._numbers}
         self._last = (net.num_layers - 1) % group.size
         self._net = net
         self._widths = [net.proj_size or net.hidden_size] + [net.hidden_size] * isinstance(net, nn.LSTM)
@@ -70,7 +70,7 @@ class WavefrontPart(Part):
         self.pieces = self._keep_own()
         self._training = [m for m in self.model.modules() if m.training]
 
-    def _keep_own(self) -> dict[str, Piece]:
+    def _keep_own(self) -> dict[str, TensorShard]:
         """Let go of the tensors that other ranks hold; pieces of those whose gradients come from two ranks."""
         cut, path = self._cut, self._cut.path
         before = cut.held(cut.training.before) | cut.held(cut.evaluation.before)
@@ -91,13 +91,15 @@ class WavefrontPart(Part):
             if self._rank not in ranks:
                 _forget(self.model, name)
             elif len(ranks) > 1 and isinstance(tensor, nn.Parameter):
-                pieces[name] = Piece(tuple(tensor.shape), partial=True)
+                pieces[name] = TensorShard(tuple(tensor.shape), partial=True)
         self._net._flat_weights = []  # it would hold them on
         return pieces
 
     # Forward
 
-    def _forward(self, graphs: Graphs, batch: Batch, state: Sequence[Any], *, training: bool) -> tuple[Any, Any, Ran]:
+    def _forward(
+        self, graphs: Graphs, batch: Batch, state: Sequence[Any], *, training: bool
+    ) -> tuple[Any, Any, ChunkRun]:
         """Outputs (on the last layer's rank), the state to carry on (where one is), and what backward needs."""
         cut, rows_first = self._cut, self._net.batch_first
         loads = self._rank in (0, self._last) or graphs.hx is not None or graphs.state_is_computed
@@ -108,7 +110,7 @@ class WavefrontPart(Part):
         x = x.transpose(0, 1) if x is not None and rows_first else x
         *shape, length = self._told_shape(x)
         begun = cut.evaluate(graphs.begun, graphs.hx, graphs, known, None)
-        ran = Ran(chunks(shape[0], length), x)
+        ran = ChunkRun(chunks(shape[0], length), x)
         leaves = self._zeros(shape[1]) if graphs.hx is None else tuple(tree.tensors(begun))
         for number in self._numbers:
             y = self._run_layer(number, shape, leaves, ran, training=training)
@@ -155,7 +157,7 @@ class WavefrontPart(Part):
         return kept
 
     def _run_layer(
-        self, number: int, shape: list[int], begun: tuple[Tensor, ...], ran: Ran, *, training: bool
+        self, number: int, shape: list[int], begun: tuple[Tensor, ...], ran: ChunkRun, *, training: bool
     ) -> Tensor:
         """The layer's outputs, sent on chunk by chunk."""
         own, is_last = self._layers[number], number == self._many - 1
@@ -227,7 +229,7 @@ class WavefrontPart(Part):
             work.wait()
         self._sent.clear()
 
-    def _backward(self, graphs: Graphs, ran: Ran) -> None:
+    def _backward(self, graphs: Graphs, ran: ChunkRun) -> None:
         dstates = self._gradients_of(ran) if graphs.uses_state else ()
         for number in reversed(self._numbers):
             dx = self._back_layer(number, ran, tuple(t[number] for t in dstates))
@@ -236,14 +238,14 @@ class WavefrontPart(Part):
         for own in self._layers.values():
             own.finish()
 
-    def _gradients_of(self, ran: Ran) -> tuple[Tensor, ...]:
+    def _gradients_of(self, ran: ChunkRun) -> tuple[Tensor, ...]:
         """Of the states that all layers ended in."""
         gradients = [torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in ran.ended]
         for gradient in gradients:
             self._group.broadcast(gradient, source=self._last)
         return tuple(gradients)
 
-    def _back_layer(self, number: int, ran: Ran, dstate: tuple[Tensor, ...]) -> Tensor | None:
+    def _back_layer(self, number: int, ran: ChunkRun, dstate: tuple[Tensor, ...]) -> Tensor | None:
         """The gradient of the layer's inputs, sent on chunk by chunk."""
         own, (time, rows) = self._layers[number], self._memory["x", number].shape[:2]
         works: list[Work] = []

@@ -34,7 +34,7 @@ _PARTS = ("model", "optimizer", "buffers")
 
 
 @final
-class Kept:
+class CommittedState:
     """Where the workers of a host keep their state. One rank writes; nobody reads meanwhile."""
 
     def __init__(self, world: World) -> None:
@@ -45,7 +45,7 @@ class Kept:
         """From now on this is the state."""
         assert not state.carry, "the rows of a recurrent state are a rank's own"
         number = self._head[_COMMIT] + 1
-        packed = Packed(state)
+        packed = StateLayout(state)
         memory = self._memory(number % 2, packed.nbytes)
         packed.write(memory, packed.begin(memory), state)
         self._head[_NBYTES + number % 2] = packed.nbytes
@@ -64,7 +64,7 @@ class Kept:
         return self._world.shared(f"kept/{version}/{nbytes}", nbytes)
 
 
-class Packed:
+class StateLayout:
     """How states lie in memory that differ in their numbers alone; with them goes whatever plain JSON is to be found
     there.
 

@@ -31,7 +31,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @final
-class Place:
+class ForwardTensor:
     """Where a module has a tensor that a forward pass may change."""
 
     __slots__ = ("at", "built", "key", "moves", "name", "owner", "parameter", "persistent", "pointer", "version")
@@ -96,12 +96,12 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
-def places(model: nn.Module, trained: Iterable[Tensor] = ()) -> tuple[list[Place], dict[str, Place]]:
+def places(model: nn.Module, trained: Iterable[Tensor] = ()) -> tuple[list[ForwardTensor], dict[str, ForwardTensor]]:
     """The places of a model, each once, buffers before parameters; and by every name that they go by. ``trained``: what
     updates change."""
-    known: dict[tuple[int, str], Place] = {}
+    known: dict[tuple[int, str], ForwardTensor] = {}
     seen = {id(p) for p in trained}
-    named: dict[str, Place] = {}
+    named: dict[str, ForwardTensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for holder in (buffers_of(module), parameters_of(module)):
             for key, tensor in holder.items():
@@ -112,13 +112,13 @@ def places(model: nn.Module, trained: Iterable[Tensor] = ()) -> tuple[list[Place
                 place = known.get((id(holder), key))
                 if place is None:
                     persistent = parameter or persists(module, key)
-                    place = Place(name, holder, key, persistent=persistent, parameter=parameter)
+                    place = ForwardTensor(name, holder, key, persistent=persistent, parameter=parameter)
                     known[id(holder), key] = place
                 named[name] = place
     return sorted(known.values(), key=lambda place: place.parameter), named
 
 
-def moved(model: nn.Module, trained: Iterable[Tensor], look: Callable[[], Any]) -> list[Place]:
+def moved(model: nn.Module, trained: Iterable[Tensor], look: Callable[[], Any]) -> list[ForwardTensor]:
     """The places that are not in every strategy's account of buffers, and that a training pass changes: parameters
     without gradient, as a teacher's, and buffers that ``state_dict()`` leaves out. ``look`` makes a pass, of which
     nothing stays. For who has to know before the first step: what is moved only later is not seen."""
@@ -148,7 +148,7 @@ class ForwardState:
         self._steps, self._looked = 0, False
         self._began: list[Tensor] | None = None
         self._repeats = False
-        self._first: dict[Place, Tensor] = {}
+        self._first: dict[ForwardTensor, Tensor] = {}
 
     def _clones(self) -> list[Tensor]:
         return [p.tensor.detach().clone() for p in self._copied]
@@ -161,7 +161,7 @@ class ForwardState:
         if first or self._first:
             self._first = self._clones_of_still()
 
-    def _clones_of_still(self) -> dict[Place, Tensor]:
+    def _clones_of_still(self) -> dict[ForwardTensor, Tensor]:
         return {p: p.tensor.detach().clone() for p in self._still if p.parameter}
 
     def note(self) -> None:

@@ -22,7 +22,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from apportion.comm.group import Group
 from apportion.comm.process_group import ProcessGroup
-from apportion.comm.shared_memory_group import SharedMemory
+from apportion.comm.shared_memory_group import SharedMemoryGroup
 from apportion.comm.world import World
 from apportion.core import torch_private, tree
 from apportion.core.strategy import State
@@ -96,7 +96,7 @@ class Sharded:
             unit.set_force_sum_reduction_for_comms(True)
             # A rank that did not use a parameter sends zeros, so that every rank sends the same parameters.
             unit.set_reduce_scatter_unused_params(True)
-            if isinstance(self._group, SharedMemory):
+            if isinstance(self._group, SharedMemoryGroup):
                 unit.set_custom_all_gather(_AllGather(self._group, number, names[module]))  # type: ignore[arg-type]
                 unit.set_custom_reduce_scatter(_ReduceScatter(self._group, number, names[module]))  # type: ignore[arg-type]
         self._names = dict(model.named_parameters(remove_duplicate=False))
@@ -236,7 +236,7 @@ def _mesh(world: World) -> DeviceMesh:
 class _Messages:
     """A unit's collectives, as FSDP wants them (``Comm``)."""
 
-    def __init__(self, group: SharedMemory, number: int, name: str) -> None:
+    def __init__(self, group: SharedMemoryGroup, number: int, name: str) -> None:
         self._group, self._number, self._name = group, number, name
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

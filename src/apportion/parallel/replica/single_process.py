@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from apportion.core.data.batch import Batch, Batches
+from apportion.core.data.batch import Batch, BatchSource
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Step, batches
@@ -30,7 +30,7 @@ class OneDeviceStep(Step):
         self.model, self.optimizers = self.replica.model, self.replica.optimizers
         self.data_shard = DataShard()
         seed_everything(workload.seed)
-        self.source = Batches(workload, device=device, dtype=self.replica.input_dtype, rank=rank)
+        self.source = BatchSource(workload, device=device, dtype=self.replica.input_dtype, rank=rank)
         self.replica.start_schedules(self.source.total)
         self._update, self._count = workload.update, workload.count
         self._loss: Tensor | None = None

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apportion.parallel.optim.elementwise import Rule
+from apportion.parallel.optim.elementwise import ElementwiseRule
 
 ALIGN = 64
 """Bytes that every tensor starts on a multiple of."""
@@ -29,12 +29,12 @@ VERSIONS = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Region:
+class SharedRegion:
     """The parameters of one optimizer group and type, one after the other."""
 
     group: int
     """Which of the optimizer's, by number: loading a state makes new ones."""
-    rule: Rule
+    rule: ElementwiseRule
     dtype: torch.dtype
     parameters: tuple[int, ...]
     """By number: the place in the model's order of those that the optimizer has."""
@@ -51,7 +51,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Layer:
+class FactoredLayer:
     """A Linear layer whose gradient is made from what the ranks exchange instead: its inputs and output gradients."""
 
     parameter: int
@@ -62,12 +62,12 @@ class Layer:
 
 
 @dataclass
-class Layout:
+class SharedLayout:
     """What lies where."""
 
-    regions: list[Region]
+    regions: list[SharedRegion]
     buffers: list[tuple[torch.Size, torch.dtype]]
-    layers: list[Layer]
+    layers: list[FactoredLayer]
     rows: int
     """Of a global batch: what a factored layer has room for."""
     parameters: int
@@ -123,7 +123,9 @@ class Layout:
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
 
 
-def regions_of(groups: Sequence[tuple[Mapping[str, Any], Rule]], parameters: Sequence[nn.Parameter]) -> list[Region]:
+def regions_of(
+    groups: Sequence[tuple[Mapping[str, Any], ElementwiseRule]], parameters: Sequence[nn.Parameter]
+) -> list[SharedRegion]:
     """The parameters by optimizer group and type, in the order in which the optimizer has them."""
     numbers = {p: i for i, p in enumerate(parameters)}
     regions = []
@@ -135,7 +137,7 @@ def regions_of(groups: Sequence[tuple[Mapping[str, Any], Rule]], parameters: Seq
             for p in same:
                 starts.append(end)
                 end += -(-p.numel() * dtype.itemsize // ALIGN) * ALIGN // dtype.itemsize
-            regions.append(Region(number, rule, dtype, tuple(numbers[p] for p in same), tuple(starts), end))
+            regions.append(SharedRegion(number, rule, dtype, tuple(numbers[p] for p in same), tuple(starts), end))
     return regions
 
 

@@ -28,17 +28,25 @@ import torch
 from torch import Tensor, nn
 
 from apportion.comm.group import Alone, Group
-from apportion.comm.shared_memory_group import SharedMemory
+from apportion.comm.shared_memory_group import SharedMemoryGroup
 from apportion.comm.world import World
 from apportion.core import fast_paths, torch_private
 from apportion.core.data.batch import Batch
 from apportion.errors import StateLost
 from apportion.parallel.ops.factored_linear import factored, plain_layers, redirect
-from apportion.parallel.optim.elementwise import Piece, Rule, rule_of
+from apportion.parallel.optim.elementwise import ElementwiseRule, FlatPiece, rule_of
 from apportion.parallel.replica.gradient_buckets import dense as in_full
 from apportion.parallel.replica.initial_model import tied_by_memory
 from apportion.parallel.replica.replica import Replica
-from apportion.parallel.shared_weights.layout import VERSIONS, Layer, Layout, Region, is_dense, regions_of, shaped
+from apportion.parallel.shared_weights.layout import (
+    VERSIONS,
+    FactoredLayer,
+    SharedLayout,
+    SharedRegion,
+    is_dense,
+    regions_of,
+    shaped,
+)
 
 PIECE = 1 << 16
 """Elements of a piece: with its slots it stays in a core's second-level cache between the operations on it."""
@@ -54,7 +62,9 @@ def unsuited(replica: Replica, world: World) -> str | None:
     workload = replica.workload
     if fast_paths.is_plain("pages"):
         return "the plain path is asked for"
-    if not isinstance(world.group(), SharedMemory | Alone):  # who is left alone finds what the others have left there
+    if not isinstance(
+        world.group(), SharedMemoryGroup | Alone
+    ):  # who is left alone finds what the others have left there
         return "the ranks do not share memory"
     if workload.update is not None or workload.precision == "float16" or workload.compile:
         return "its update is not a single one of plain tensors"
@@ -75,13 +85,13 @@ def unsuited(replica: Replica, world: World) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SlicePart:
     """A piece of this rank's slice: consecutive elements of a region, with one count and one source of gradient."""
 
-    region: Region
+    region: SharedRegion
     first: int
     """Number of the first parameter in it."""
-    versions: tuple[Piece, ...]
+    versions: tuple[FlatPiece, ...]
     gradients: tuple[Tensor, ...]
     """Of each rank."""
     scratch: Tensor
@@ -97,7 +107,7 @@ class SharedUpdate:
         self._replica = replica
         self._parameters = replica.trainable()
         (self._optimizer,) = replica.optimizers.values()
-        rules: list[tuple[Any, Rule]] = []
+        rules: list[tuple[Any, ElementwiseRule]] = []
         for group in self._optimizer.param_groups:
             rule = rule_of(self._optimizer, group)
             assert rule is not None
@@ -106,12 +116,14 @@ class SharedUpdate:
         self._batch_size = replica.workload.batch_size
         layers = self._find_layers()
         self._forward = replica.forward
-        self.layout = Layout(
+        self.layout = SharedLayout(
             regions=regions,
             buffers=[(p.tensor.shape, p.tensor.dtype) for p in self._forward.places if not p.parameter],
             frozen=[(p.tensor.shape, p.tensor.dtype) for p in self._forward.places if p.parameter],
             layers=[
-                Layer(i, m.in_features, m.out_features, m.weight.dtype) for i, m, is_factored in layers if is_factored
+                FactoredLayer(i, m.in_features, m.out_features, m.weight.dtype)
+                for i, m, is_factored in layers
+                if is_factored
             ],
             rows=self._batch_size,
             parameters=len(self._parameters),
@@ -161,7 +173,7 @@ class SharedUpdate:
         self._counts = [flat(f"counts/{v}").numpy() for v in range(VERSIONS)]
         self._flat = [
             [
-                Piece(flat(f"weights/{v}/{r}"), tuple(flat(f"{s}/{v}/{r}") for s in region.rule.slots))
+                FlatPiece(flat(f"weights/{v}/{r}"), tuple(flat(f"{s}/{v}/{r}") for s in region.rule.slots))
                 for r, region in enumerate(layout.regions)
             ]
             for v in range(VERSIONS)
@@ -186,7 +198,7 @@ class SharedUpdate:
         flat = piece.weights if part == "weights" else piece.slots[slots.index(part)]
         return shaped(flat, start, self._parameters[i])
 
-    def _rule(self, i: int) -> Rule:
+    def _rule(self, i: int) -> ElementwiseRule:
         return self.layout.regions[self._place[i][0]].rule
 
     def _initial_slots(self) -> dict[tuple[int, str], Tensor]:
@@ -203,14 +215,14 @@ class SharedUpdate:
     def attach(self, world: World, group: Group) -> None:
         """Take this rank's slice of the weights, and go on from what is committed. Called by all ranks."""
         self._group, self._rank, self._size = group, world.rank, world.size
-        meeting = group.meeting if isinstance(group, SharedMemory) else None
+        meeting = group.meeting if isinstance(group, SharedMemoryGroup) else None
         self._arrive, self._wait = (meeting.arrive, meeting.wait) if meeting else (_nothing, _nothing)
         self._own = [
             shaped(self._gradients[self._rank][self._place[i][0]], self._place[i][1], p)
             for i, p in enumerate(self._parameters)
         ]
         self._parts = self._cut(self._slice(coalesced=True))
-        self._single: list[_Part] | None = None
+        self._single: list[_SlicePart] | None = None
         known = group.all_gather(torch.tensor([0 if self._fresh else 1])).flatten()
         if not self._ready.value:
             if not known.any():
@@ -294,7 +306,7 @@ class SharedUpdate:
             return int(ends[r]) + element // step * step
         return int(ends[-1])
 
-    def _cut(self, ranges: Sequence[tuple[int, int, int]]) -> list[_Part]:
+    def _cut(self, ranges: Sequence[tuple[int, int, int]]) -> list[_SlicePart]:
         self._scratches: dict[torch.dtype, Tensor] = {}
         parts = []
         for r, first, last in ranges:
@@ -312,9 +324,11 @@ class SharedUpdate:
                 parts.append(self._part(r, slice(a, b), layer, rows))
         return parts
 
-    def _part(self, r: int, at: slice, layer: int, rows: slice) -> _Part:
+    def _part(self, r: int, at: slice, layer: int, rows: slice) -> _SlicePart:
         region = self.layout.regions[r]
-        versions = tuple(Piece(flat[r].weights[at], tuple(slot[at] for slot in flat[r].slots)) for flat in self._flat)
+        versions = tuple(
+            FlatPiece(flat[r].weights[at], tuple(slot[at] for slot in flat[r].slots)) for flat in self._flat
+        )
         gradients = tuple(self._gradients[rank][r][at] for rank in range(self._size))
         first = region.parameters[region.number_at(at.start)]
         if self._replica.workload.clip_grad_norm is not None:
@@ -325,7 +339,7 @@ class SharedUpdate:
             if kept is None or kept.numel() < most:
                 kept = self._scratches[region.dtype] = torch.empty(most, dtype=region.dtype)
             scratch = kept[: at.stop - at.start]
-        return _Part(region, first, versions, gradients, scratch, layer, rows)
+        return _SlicePart(region, first, versions, gradients, scratch, layer, rows)
 
     # This rank's gradient
 
@@ -445,18 +459,18 @@ class SharedUpdate:
             if not used[part.first]:
                 _keep(part.versions[old], part.versions[new])
 
-    def _each_parameter(self) -> list[_Part]:
+    def _each_parameter(self) -> list[_SlicePart]:
         """The slice in pieces of one parameter each: some have had more updates than others."""
         if self._single is None:
             self._single = self._cut(self._slice(coalesced=False))
         return self._single
 
-    def _apply(self, part: _Part, gradient: Tensor, old: int, new: int) -> None:
+    def _apply(self, part: _SlicePart, gradient: Tensor, old: int, new: int) -> None:
         count = int(self._counts[old][part.first]) + 1
         group = self._optimizer.param_groups[part.region.group]
         part.region.rule.update(group, count, gradient, part.versions[old], part.versions[new])
 
-    def _gradient(self, part: _Part) -> Tensor:
+    def _gradient(self, part: _SlicePart) -> Tensor:
         """The sum over ranks, in rank order."""
         if part.layer >= 0:
             return self._product(part)
@@ -473,7 +487,7 @@ class SharedUpdate:
             part.scratch.add_(gradient)
         return part.scratch
 
-    def _product(self, part: _Part) -> Tensor:
+    def _product(self, part: _SlicePart) -> Tensor:
         """From every rank's rows of the factors."""
         table = self._rows[: self._size, part.layer]
         inputs, outputs = self._inputs[part.layer], self._outputs[part.layer]
@@ -543,7 +557,7 @@ def _nothing() -> None:
     pass
 
 
-def _keep(old: Piece, new: Piece) -> None:
+def _keep(old: FlatPiece, new: FlatPiece) -> None:
     new.weights.copy_(old.weights)
     for slot, before in zip(new.slots, old.slots, strict=True):
         slot.copy_(before)

@@ -11,10 +11,10 @@ from torch import nn
 from torch.fx import Node
 from torch.nn import functional
 
-from apportion.parallel.spatial.placements import Holding
-from apportion.parallel.spatial.strip import Strip
+from apportion.parallel.spatial.placements import SpatialPlan
+from apportion.parallel.spatial.strip import SpatialShard
 
-Call = Callable[[Holding, Any, tuple[Any, ...], Mapping[str, Any]], Any]
+Call = Callable[[SpatialPlan, Any, tuple[Any, ...], Mapping[str, Any]], Any]
 """(holding, the function as it stands in the model, its arguments): strips among them, and what comes out."""
 
 _NUMPYS = {"axis": "dim", "keepdims": "keepdim", "x": "input"}
@@ -31,10 +31,10 @@ def arguments(names: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], **de
     return defaults | dict(zip(known, args, strict=False)) | given
 
 
-def image_of(given: Mapping[str, Any]) -> Strip:
+def image_of(given: Mapping[str, Any]) -> SpatialShard:
     """The argument that is to be a strip."""
     x = given.get("input")
-    if not isinstance(x, Strip):
+    if not isinstance(x, SpatialShard):
         raise ValueError("one of its arguments is a part of an image, and its input is not")
     return x
 
@@ -59,7 +59,7 @@ def in_place(call: Any) -> bool:
     return name_of(call).endswith("_")
 
 
-def unflat(x: Strip) -> Strip:
+def unflat(x: SpatialShard) -> SpatialShard:
     """As an image."""
     if x.flat:
         raise ValueError(f"{x.held()} was flattened, and is used as an image")

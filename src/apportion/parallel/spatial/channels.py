@@ -24,16 +24,16 @@ from apportion.comm.group import Group
 from apportion.core.torch_private import BatchNormBase
 from apportion.parallel.spatial.conv import Conv, pad_across
 from apportion.parallel.spatial.geometry import Bounds, equal, sizes, strip
-from apportion.parallel.spatial.placements import Holding, positions
-from apportion.parallel.spatial.strip import Strip, moved, shared, summed
+from apportion.parallel.spatial.placements import SpatialPlan, positions
+from apportion.parallel.spatial.strip import SpatialShard, moved, shared, summed
 
 Take = Callable[[str, int, Sequence[int] | None], Tensor]
 """This rank's slice of a layer's "weight" or "bias": which dimension, which positions. None: all, as on every rank."""
 
 
 def conv(
-    holding: Holding, x: Tensor | Strip, shape: torch.Size, bias: bool, settings: Conv, take: Take
-) -> Tensor | Strip | None:
+    holding: SpatialPlan, x: Tensor | SpatialShard, shape: torch.Size, bias: bool, settings: Conv, take: Take
+) -> Tensor | SpatialShard | None:
     """A convolution with weights of this shape; None where it has too few channels for the ranks."""
     group, outputs, inputs = holding.group, shape[0], shape[1] * settings.groups
     if settings.groups > 1:
@@ -50,7 +50,7 @@ def conv(
         made: Bounds = tuple(n * (outputs // settings.groups) for n in towers)
     else:
         seen, made = (0, *[inputs] * group.size), equal(outputs, group.size)
-        if holding.split == "channel" and isinstance(x, Strip):
+        if holding.split == "channel" and isinstance(x, SpatialShard):
             return _row(x, bias, settings, take, group)
         if outputs < group.size:
             return None
@@ -59,20 +59,24 @@ def conv(
     local = settings if settings.groups == 1 else settings.with_groups(own.shape[1] // shape[1])
     y = convolved(own, take("weight", 0, mine), take("bias", 0, mine) if bias else None, local)
     assert y.shape[1] == rows.n
-    return Strip(y, 1, made)
+    return SpatialShard(y, 1, made)
 
 
-def _seen(x: Tensor | Strip, bounds: Bounds, grouped: bool, group: Group) -> Tensor:
+def _seen(x: Tensor | SpatialShard, bounds: Bounds, grouped: bool, group: Group) -> Tensor:
     """The channels that this rank's filters look at."""
     if not grouped:
-        return all_gather(x.own.contiguous(), group, 1, sizes(x.bounds)) if isinstance(x, Strip) else shared(x, group)
-    if isinstance(x, Strip):
+        return (
+            all_gather(x.own.contiguous(), group, 1, sizes(x.bounds))
+            if isinstance(x, SpatialShard)
+            else shared(x, group)
+        )
+    if isinstance(x, SpatialShard):
         return moved(x, bounds, group).own
     rows = strip(bounds, group.rank)
     return shared(x, group).narrow(1, rows.start, rows.n)
 
 
-def _row(x: Strip, bias: bool, settings: Conv, take: Take, group: Group) -> Tensor:
+def _row(x: SpatialShard, bias: bool, settings: Conv, take: Take, group: Group) -> Tensor:
     weight = take("weight", 1, positions(strip(x.bounds, group.rank)))
     y = summed(convolved(x.own, weight, None, settings), group)
     if bias:
@@ -94,7 +98,7 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, settings: Conv) ->
     return y
 
 
-def batch_norm(holding: Holding, layer: BatchNormBase, x: Strip) -> Strip:
+def batch_norm(holding: SpatialPlan, layer: BatchNormBase, x: SpatialShard) -> SpatialShard:
     """Every channel has statistics of its own: the rank that has the channel has them."""
     mine = positions(strip(x.bounds, holding.group.rank))
     held = {
@@ -110,7 +114,7 @@ def batch_norm(holding: Holding, layer: BatchNormBase, x: Strip) -> Strip:
     return x.like(own)
 
 
-def group_norm(holding: Holding, layer: nn.GroupNorm, x: Strip) -> Strip | None:
+def group_norm(holding: SpatialPlan, layer: nn.GroupNorm, x: SpatialShard) -> SpatialShard | None:
     """Where whole groups of channels lie on a rank; else None."""
     each = layer.num_channels // layer.num_groups
     if any(at % each for at in x.bounds):
@@ -121,7 +125,7 @@ def group_norm(holding: Holding, layer: nn.GroupNorm, x: Strip) -> Strip | None:
     return x.like(functional.group_norm(x.own, len(mine) // each, weight, bias, layer.eps))
 
 
-def prelu(holding: Holding, layer: nn.PReLU, x: Strip) -> Strip:
+def prelu(holding: SpatialPlan, layer: nn.PReLU, x: SpatialShard) -> SpatialShard:
     """One slope for all channels, or one for each."""
     if layer.weight.numel() == 1 or x.dim != 1:
         return x.like(functional.prelu(x.own, holding.use(layer.weight)))

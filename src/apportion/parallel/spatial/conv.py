@@ -17,7 +17,7 @@ from torch.nn import functional
 from apportion.comm.group import Group
 from apportion.parallel.spatial.geometry import Transposed, Window, equal, insides, outputs_of, strip, wanted_by
 from apportion.parallel.spatial.overlap import Geometry, convolve_strip
-from apportion.parallel.spatial.strip import Strip, computed, fetched, filled, nothing, pad_dim, padded, part_of
+from apportion.parallel.spatial.strip import SpatialShard, computed, fetched, filled, nothing, pad_dim, padded, part_of
 
 _TRANSPOSED = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
 
@@ -57,7 +57,7 @@ class Conv:
         return Window(weight.shape[at + 2], self.stride[at], self.dilation[at], self.before[at])
 
 
-def conv(x: Strip, weight: Tensor, bias: Tensor | None, settings: Conv, group: Group) -> Strip:
+def conv(x: SpatialShard, weight: Tensor, bias: Tensor | None, settings: Conv, group: Group) -> SpatialShard:
     """Conv1d, Conv2d, Conv3d."""
     dims, at = weight.dim() - 2, x.dim - 2
     if settings.mode != "zeros" and (any(settings.before) or any(settings.after)):
@@ -69,7 +69,9 @@ def conv(x: Strip, weight: Tensor, bias: Tensor | None, settings: Conv, group: G
     if x.source is None and symmetric and not torch.is_autocast_enabled(x.own.device.type):
         inside = insides(window, x.bounds, made)
         if inside is not None:
-            return Strip(convolve_strip(x.own.contiguous(), weight, bias, geometry, x.dim, inside, group), x.dim, made)
+            return SpatialShard(
+                convolve_strip(x.own.contiguous(), weight, bias, geometry, x.dim, inside, group), x.dim, made
+            )
     rows = fetched(x, wanted_by(window, x.bounds, made), group)
     for d in range(dims):
         if d != at and not symmetric:
@@ -79,12 +81,12 @@ def conv(x: Strip, weight: Tensor, bias: Tensor | None, settings: Conv, group: G
     if reads.n > 0:
         rows = filled(rows, x.dim, reads, x.length)
         y = _conv(rows, weight, bias, settings, padding)
-        return Strip(y, x.dim, made)
+        return SpatialShard(y, x.dim, made)
     shape = [x.own.shape[0], weight.shape[0]]
     for d in range(dims):
         span = rows.shape[d + 2] + 2 * padding[d] - (weight.shape[d + 2] - 1) * settings.dilation[d] - 1
         shape.append(0 if d == at else span // settings.stride[d] + 1)
-    return Strip(nothing(shape, rows, weight, bias, dtype=computed(rows)), x.dim, made)
+    return SpatialShard(nothing(shape, rows, weight, bias, dtype=computed(rows)), x.dim, made)
 
 
 def _conv(rows: Tensor, weight: Tensor, bias: Tensor | None, settings: Conv, padding: tuple[int, ...]) -> Tensor:
@@ -93,7 +95,7 @@ def _conv(rows: Tensor, weight: Tensor, bias: Tensor | None, settings: Conv, pad
     return y
 
 
-def _pad_first(x: Strip, settings: Conv, group: Group) -> tuple[Strip, Conv]:
+def _pad_first(x: SpatialShard, settings: Conv, group: Group) -> tuple[SpatialShard, Conv]:
     """Padding that is made of the image."""
     none = (0,) * len(settings.stride)
     rest = Conv(stride=settings.stride, before=none, after=none, dilation=settings.dilation, groups=settings.groups)
@@ -117,20 +119,20 @@ def pad_across(x: Tensor, dim: int, pair: Sequence[int], mode: str, value: float
     return y.view(*moved.shape[:-1], -1).movedim(-1, dim)
 
 
-def possible(outputs: int, x: Strip) -> int:
+def possible(outputs: int, x: SpatialShard) -> int:
     if outputs < 1:
         raise ValueError(f"an image of {x.length} rows is smaller than the layer's window")
     return outputs
 
 
-def _across(x: Strip, dims: int) -> list[int]:
+def _across(x: SpatialShard, dims: int) -> list[int]:
     """The dimensions of the image that are not cut."""
     return [d for d in range(dims) if d + 2 != x.dim]
 
 
 def conv_transpose(
-    x: Strip, weight: Tensor, bias: Tensor | None, settings: Conv, output_padding: Any, group: Group
-) -> Strip:
+    x: SpatialShard, weight: Tensor, bias: Tensor | None, settings: Conv, output_padding: Any, group: Group
+) -> SpatialShard:
     """ConvTranspose1d, ConvTranspose2d, ConvTranspose3d: the outputs of the rows that are wanted, cut to size."""
     dims, at = weight.dim() - 2, x.dim - 2
     extra = each(output_padding, dims)
@@ -155,7 +157,7 @@ def conv_transpose(
         y = pad_dim(y, x.dim, first - own.start, own.stop - first - y.shape[x.dim])
     if bias is not None:
         y = y + bias.to(y.dtype).view(-1, *[1] * dims)
-    return Strip(y, x.dim, made)
+    return SpatialShard(y, x.dim, made)
 
 
 def put(numbers: tuple[int, ...], at: int, number: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@
     model(x)  --torch.fx-->  x -> conv1 -> relu -> conv2 -> add -> flatten -> linear -> output
                                   cut      each rank its rows, halos between          summed, the same on every rank
 
-A value is whole, and then every rank computes alike, or a ``Strip``. What is not known to be right on a strip is
+A value is whole, and then every rank computes alike, or a ``SpatialShard``. What is not known to be right on a strip is
 refused by name, on the first run, which is made before any training.
 """
 
@@ -24,13 +24,13 @@ from apportion.core import tree
 from apportion.core.torch_private import ConvBase
 from apportion.cost_model.constraints import nothing_to_divide
 from apportion.errors import ApportionError
-from apportion.parallel.partition.tensor_shards import Piece
+from apportion.parallel.partition.tensor_shards import TensorShard
 from apportion.parallel.spatial.call_arguments import function_of, refuse_shared_writes
 from apportion.parallel.spatial.functions import known_calls
 from apportion.parallel.spatial.layers import LAYER_CALLS, LAYERS
 from apportion.parallel.spatial.norm import ask_all_ranks
-from apportion.parallel.spatial.placements import Holding
-from apportion.parallel.spatial.strip import Strip, gathered
+from apportion.parallel.spatial.placements import SpatialPlan
+from apportion.parallel.spatial.strip import SpatialShard, gathered
 from apportion.parallel.spatial.windows import Layer, divides
 from apportion.parallel.tracing.network import evaluating, undisturbed
 from apportion.parallel.tracing.tracer import Unfollowed, follow
@@ -42,7 +42,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _CALLS = {**known_calls(), **LAYER_CALLS}
 
 
-def cut_network(model: nn.Module, sample: Any, group: Group, split: str) -> dict[str, Piece]:
+def cut_network(model: nn.Module, sample: Any, group: Group, split: str) -> dict[str, TensorShard]:
     """From now on ``model`` runs on the ranks of the group together, called with the whole batch on each of them; what
     this rank holds of it, by plain name. Called by all ranks."""
     forward = StripForward(model, sample, group, split)
@@ -57,7 +57,7 @@ class StripForward:
 
     def __init__(self, model: nn.Module, sample: Any, group: Group, split: str) -> None:
         self._model, self._group = model, group
-        self._holding = Holding(model, group, split)
+        self._holding = SpatialPlan(model, group, split)
         self._trained = _traced(model, sample)
         with evaluating(model.modules()):
             self._evaluated = _traced(model, sample)
@@ -67,7 +67,7 @@ class StripForward:
         self._divided = False
 
     @torch.no_grad()
-    def plan(self, sample: Any) -> dict[str, Piece]:
+    def plan(self, sample: Any) -> dict[str, TensorShard]:
         """Run once, on an example, to see what is used where; then keep no more than this rank needs."""
         with evaluating(self._model.modules()), undisturbed(self._model):
             example = tree.rows(sample, slice(0, 1))
@@ -98,14 +98,14 @@ class StripForward:
                 return map_arg(node.args[0], lambda n: self._whole(values[n]))
             else:
                 values[node] = self._call(node, values, uncut)
-            if not isinstance(values[node], Strip) and uncut.issuperset(node.all_input_nodes):
+            if not isinstance(values[node], SpatialShard) and uncut.issuperset(node.all_input_nodes):
                 uncut.add(node)
             for used in self._dead[node]:
                 del values[used]
         raise AssertionError("a graph ends in its output")
 
     def _whole(self, value: Any) -> Any:
-        return gathered(value, self._group) if isinstance(value, Strip) else value
+        return gathered(value, self._group) if isinstance(value, SpatialShard) else value
 
     def _call(self, node: Node, values: Mapping[Node, Any], uncut: set[Node]) -> Any:
         strips = False
@@ -176,9 +176,9 @@ def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
 
 
 def _has_strips(value: Any) -> bool:
-    if type(value) is Strip:
+    if type(value) is SpatialShard:
         return True
-    return type(value) in (list, tuple) and any(type(v) is Strip for v in value)
+    return type(value) in (list, tuple) and any(type(v) is SpatialShard for v in value)
 
 
 def _given(node: Node, given: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -17,9 +17,9 @@ from torch.nn import functional
 from apportion.parallel.spatial import shapes
 from apportion.parallel.spatial.call_arguments import Call, arguments, function_of, image_of, in_place, name_of
 from apportion.parallel.spatial.geometry import strip
-from apportion.parallel.spatial.placements import Holding
+from apportion.parallel.spatial.placements import SpatialPlan
 from apportion.parallel.spatial.shapes import aligned
-from apportion.parallel.spatial.strip import Strip, summed
+from apportion.parallel.spatial.strip import SpatialShard, summed
 
 _NAMES = """
 abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor
@@ -48,20 +48,20 @@ def _elementwise_calls() -> set[Any]:
     return calls | {*names, *(f"{name}_" for name in names), *_METHODS.split()}
 
 
-def elementwise(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
+def elementwise(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
     """The function of this rank's rows of every tensor."""
     everything = (*args, *kwargs.values())
-    first = next((a for a in everything if isinstance(a, Strip)), None)
+    first = next((a for a in everything if isinstance(a, SpatialShard)), None)
     if first is None or "out" in kwargs:
         raise ValueError("it is known of tensors one by one, not of several together, nor with out=")
     if isinstance(everything[0], Tensor) and in_place(call):
         raise ValueError("it would write a strip into a tensor that every rank has: write it as a new tensor")
     own = {name: aligned(holding, a, first) for name, a in kwargs.items()}
     y: Tensor = function_of(call)(*(aligned(holding, a, first) for a in args), **own)
-    return Strip(y, y.dim() + first.dim - first.own.dim(), first.bounds, flat=first.flat)
+    return SpatialShard(y, y.dim() + first.dim - first.own.dim(), first.bounds, flat=first.flat)
 
 
-def softmax(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
+def softmax(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
     """Along a dimension that is not cut."""
     names = "input dim _stacklevel dtype" if call in _SOFTMAX else "input dim dtype"
     given = arguments(names, args, kwargs, dim=None, dtype=None)
@@ -71,7 +71,7 @@ def softmax(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[
     return x.like(function_of(call)(x.own, dim=dim, dtype=given["dtype"]))
 
 
-def mean(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def mean(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """``mean`` and ``sum``: over the dimension that is cut it is a sum over the ranks, which all of them have then."""
     given = arguments("input dim keepdim dtype", args, kwargs, dim=None, keepdim=False)
     x, keep, averaged = image_of(given), given["keepdim"], name_of(call) == "mean"
@@ -82,18 +82,18 @@ def mean(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str
     if x.flat:
         if asked not in (1, -1, (1,), [1], (-1,), [-1]):
             raise ValueError(f"{x.held()} was flattened: only the mean over all of it is known")
-        y = mean(holding, call, (Strip(x.own, x.dim, x.bounds), range(1, dims)), {})
+        y = mean(holding, call, (SpatialShard(x.own, x.dim, x.bounds), range(1, dims)), {})
         return y.unsqueeze(1) if keep else y
     over = sorted({d % dims for d in (asked if not isinstance(asked, int) else (asked,))})
     if x.dim not in over:
         y = function_of(call)(x.own, over, keepdim=keep)
-        return Strip(y, x.dim if keep else x.dim - sum(d < x.dim for d in over), x.bounds)
+        return SpatialShard(y, x.dim if keep else x.dim - sum(d < x.dim for d in over), x.bounds)
     many = torch.Size([x.shape[d] for d in over]).numel()
     total = summed(x.own.sum(over, keepdim=keep), holding.group)
     return total / many if averaged else total
 
 
-def dropout(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
+def dropout(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
     """With the draws of the whole image, of which each rank takes its rows: those of one device.
 
     All are drawn: torch fills a mask from one stream of numbers, which can be entered at its beginning only, and each
@@ -106,7 +106,7 @@ def dropout(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[
         raise ValueError(f"{x.held()} was flattened, and has no channels to drop")
     if not given["training"] or p == 0.0:
         return x
-    whole = list(Strip(x.own, x.dim, x.bounds).shape)
+    whole = list(SpatialShard(x.own, x.dim, x.bounds).shape)
     order = list(range(len(whole)))
     if by_channel:
         whole[2:] = [1] * (len(whole) - 2)
@@ -117,7 +117,7 @@ def dropout(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[
     if mask.shape[x.dim] == x.length:
         rows = strip(x.bounds, holding.group.rank)
         mask = mask.narrow(x.dim, rows.start, rows.n)
-    return Strip(x.own.mul_(mask) if given["inplace"] else x.own * mask, x.dim, x.bounds, flat=x.flat)
+    return SpatialShard(x.own.mul_(mask) if given["inplace"] else x.own * mask, x.dim, x.bounds, flat=x.flat)
 
 
 def _in_memory(own: Tensor, dim: int) -> list[int]:

@@ -36,7 +36,7 @@ def sizes(bounds: Bounds) -> list[int]:
     return [stop - start for start, stop in pairwise(bounds)]
 
 
-class Rows(NamedTuple):
+class RowRange(NamedTuple):
     """The rows from ``start`` to before ``stop``."""
 
     start: int
@@ -47,9 +47,9 @@ class Rows(NamedTuple):
         return self.stop - self.start
 
 
-def strip(bounds: Bounds, rank: int) -> Rows:
+def strip(bounds: Bounds, rank: int) -> RowRange:
     """The rows of a rank."""
-    return Rows(bounds[rank], bounds[rank + 1])
+    return RowRange(bounds[rank], bounds[rank + 1])
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,16 @@ class Window:
             many -= 1
         return max(many, 0)
 
-    def reads(self, rows: Rows) -> Rows:
+    def reads(self, rows: RowRange) -> RowRange:
         """The rows, padding among them, that these outputs are made of; none for none."""
         start = rows.start * self.stride - self.before
-        return Rows(start, start + (rows.n - 1) * self.stride + self.extent if rows.n > 0 else start)
+        return RowRange(start, start + (rows.n - 1) * self.stride + self.extent if rows.n > 0 else start)
 
-    def real(self, rows: Rows, length: int) -> Rows:
+    def real(self, rows: RowRange, length: int) -> RowRange:
         """The same without the padding."""
         return within(self.reads(rows), length)
 
-    def counts(self, rows: Rows, length: int, after: int, *, padded: bool) -> list[int]:
+    def counts(self, rows: RowRange, length: int, after: int, *, padded: bool) -> list[int]:
         """Of how many rows each of these outputs is the mean: those in the image, or also those in the padding."""
         first, last = (-self.before, length + after) if padded else (0, length)
         starts = [o * self.stride - self.before for o in range(*rows)]
@@ -106,18 +106,18 @@ class Transposed:
     def extent(self) -> int:
         return (self.kernel - 1) * self.dilation + 1
 
-    def real(self, rows: Rows, length: int) -> Rows:
+    def real(self, rows: RowRange, length: int) -> RowRange:
         """The rows that these outputs are made of, and perhaps some between them that are not."""
         if rows.n <= 0:
-            return Rows(0, 0)
+            return RowRange(0, 0)
         start = -(-(rows.start + self.before - self.extent + 1) // self.stride)
-        return within(Rows(start, (rows.stop - 1 + self.before) // self.stride + 1), length)
+        return within(RowRange(start, (rows.stop - 1 + self.before) // self.stride + 1), length)
 
 
-def within(rows: Rows, length: int) -> Rows:
+def within(rows: RowRange, length: int) -> RowRange:
     """Those of the rows that are in the image."""
     start = min(max(rows.start, 0), length)
-    return Rows(start, max(min(rows.stop, length), start))
+    return RowRange(start, max(min(rows.stop, length), start))
 
 
 @lru_cache(_KEPT_PLANS)
@@ -149,7 +149,7 @@ class Halo(NamedTuple):
 
 
 @lru_cache(_KEPT_PLANS)
-def halo_of(bounds: Bounds, wanted: tuple[Rows, ...]) -> Halo:
+def halo_of(bounds: Bounds, wanted: tuple[RowRange, ...]) -> Halo:
     """What must move so that each rank has the rows it wants, all between."""
     before, after = [], []
     for rank, rows in enumerate(wanted):
@@ -160,7 +160,7 @@ def halo_of(bounds: Bounds, wanted: tuple[Rows, ...]) -> Halo:
 
 
 @lru_cache(_KEPT_PLANS)
-def wanted_by(layer: Window | Transposed, bounds: Bounds, made: Bounds) -> tuple[Rows, ...]:
+def wanted_by(layer: Window | Transposed, bounds: Bounds, made: Bounds) -> tuple[RowRange, ...]:
     """The rows that each rank needs for the outputs that it makes."""
     return tuple(layer.real(strip(made, rank), bounds[-1]) for rank in range(len(bounds) - 1))
 
@@ -174,7 +174,7 @@ class Edge(NamedTuple):
     """Where the first of them lies among the rows that these outputs read."""
     length: int
     """How many rows those outputs read."""
-    outputs: Rows
+    outputs: RowRange
     """Which of this rank's outputs they are, counted from its first."""
 
 
@@ -210,17 +210,17 @@ def _inside(window: Window, bounds: Bounds, made: Bounds, rank: int) -> Inside |
     if below > (bounds[rank + 2] - own.stop if rank + 2 < len(bounds) else 0):
         return None
     many = min(-(-padding // step), outputs.n)
-    top = Edge(above, padding - above, (many - 1) * step + window.extent, Rows(0, many)) if above else None
+    top = Edge(above, padding - above, (many - 1) * step + window.extent, RowRange(0, many)) if above else None
     first = max(-(-(own.n + padding - window.extent + 1) // step), 0)
     start = first * step - padding
     spans = (outputs.n - 1 - first) * step + window.extent
-    bottom = Edge(below, own.n - start, spans, Rows(first, outputs.n)) if below else None
+    bottom = Edge(below, own.n - start, spans, RowRange(first, outputs.n)) if below else None
     if any(edge is not None and not 0 <= edge.offset <= edge.length - edge.rows for edge in (top, bottom)):
         return None
     return Inside(padding, top, bottom)
 
 
-def mirrored(rows: Rows, length: int, mode: str) -> list[int]:
+def mirrored(rows: RowRange, length: int, mode: str) -> list[int]:
     """Where the values of these rows come from, of which those outside of the image are padding."""
     if mode == "replicate":
         return [min(max(row, 0), length - 1) for row in range(*rows)]
@@ -231,6 +231,6 @@ def mirrored(rows: Rows, length: int, mode: str) -> list[int]:
     return [abs(row) if row <= last else 2 * last - row for row in range(*rows)]
 
 
-def hull(positions: Sequence[int]) -> Rows:
+def hull(positions: Sequence[int]) -> RowRange:
     """From the first to the last of these positions."""
-    return Rows(min(positions), max(positions) + 1) if positions else Rows(0, 0)
+    return RowRange(min(positions), max(positions) + 1) if positions else RowRange(0, 0)

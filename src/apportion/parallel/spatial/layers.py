@@ -16,10 +16,10 @@ from torch.nn import functional
 from apportion.parallel.spatial import channels, norm, pooling
 from apportion.parallel.spatial.call_arguments import Call, arguments, image_of, unflat
 from apportion.parallel.spatial.functions import dropout, softmax
-from apportion.parallel.spatial.geometry import Rows, strip
-from apportion.parallel.spatial.placements import Holding, positions, rows_of
+from apportion.parallel.spatial.geometry import RowRange, strip
+from apportion.parallel.spatial.placements import SpatialPlan, positions, rows_of
 from apportion.parallel.spatial.shapes import flatten, padded_by
-from apportion.parallel.spatial.strip import Strip, summed
+from apportion.parallel.spatial.strip import SpatialShard, summed
 from apportion.parallel.spatial.windows import WINDOW_CALLS, WINDOWS, Layer, interpolate, pixel_shuffle, resize
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -38,13 +38,13 @@ _PADS = {
 }
 
 
-def _local_response_norm(holding: Holding, layer: Any, x: Strip) -> Strip:
+def _local_response_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
     unflat(x)
     settings = (layer.size, layer.alpha, layer.beta, layer.k)
     return pooling.local_response_norm(x, settings, holding.group)
 
 
-def _linear(holding: Holding, layer: Any, x: Strip) -> Any:
+def _linear(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
     """Of a flattened image: each rank keeps the columns for the features it has, and the outputs are terms of a sum."""
     if x.flat:
         own = x.own.flatten(1)
@@ -55,13 +55,15 @@ def _linear(holding: Holding, layer: Any, x: Strip) -> Any:
     return x.like(functional.linear(x.own, holding.use(layer.weight), holding.use(layer.bias)))
 
 
-def _features(x: Strip, holding: Holding) -> Sequence[int]:
+def _features(x: SpatialShard, holding: SpatialPlan) -> Sequence[int]:
     """Where this rank's part of an image is, once it is flat."""
-    return _places(tuple(Strip(x.own, x.dim, x.bounds).shape[1:]), x.dim - 1, strip(x.bounds, holding.group.rank))
+    return _places(
+        tuple(SpatialShard(x.own, x.dim, x.bounds).shape[1:]), x.dim - 1, strip(x.bounds, holding.group.rank)
+    )
 
 
 @lru_cache(64)
-def _places(shape: tuple[int, ...], dim: int, rows: Rows) -> Sequence[int]:
+def _places(shape: tuple[int, ...], dim: int, rows: RowRange) -> Sequence[int]:
     inner = torch.Size(shape[dim + 1 :]).numel()
     if dim == 0:
         return range(rows.start * inner, rows.stop * inner)
@@ -69,17 +71,17 @@ def _places(shape: tuple[int, ...], dim: int, rows: Rows) -> Sequence[int]:
     return tuple(places.flatten().tolist())
 
 
-def _prelu(holding: Holding, layer: Any, x: Strip) -> Strip:
+def _prelu(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
     if layer.weight.numel() > 1 and x.flat:
         raise ValueError(f"{x.held()} was flattened, and has a slope for each feature: flatten it later")
     return channels.prelu(holding, layer, x)
 
 
-def prelu_call(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
+def prelu_call(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
     """``functional.prelu``: one weight, or one for each channel."""
     given = arguments("input weight", args, kwargs)
     x, weight = image_of(given), given["weight"]
-    if isinstance(weight, Strip) or (x.flat and weight.numel() > 1):
+    if isinstance(weight, SpatialShard) or (x.flat and weight.numel() > 1):
         raise ValueError(f"{x.held()} has no channels that go with these slopes")
     weight = holding.use(weight)
     if x.dim == 1 and weight.numel() > 1:
@@ -87,30 +89,30 @@ def prelu_call(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mappi
     return x.like(functional.prelu(x.own, weight))
 
 
-def _elementwise(holding: Holding, layer: Any, x: Strip) -> Strip:
+def _elementwise(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
     return x.like(layer(x.own))
 
 
-def _dropout(holding: Holding, layer: Any, x: Strip) -> Strip:
+def _dropout(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
     call = getattr(functional, type(layer).__name__.lower())
     return dropout(holding, call, (x, layer.p, layer.training, layer.inplace), {})
 
 
-def _flatten(holding: Holding, layer: Any, x: Strip) -> Strip:
+def _flatten(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
     return flatten(holding, "flatten", (x, layer.start_dim, layer.end_dim), {})
 
 
-def _softmax(holding: Holding, layer: Any, x: Strip) -> Strip:
+def _softmax(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
     call = functional.log_softmax if isinstance(layer, nn.LogSoftmax) else functional.softmax
     return softmax(holding, call, (x, layer.dim), {})
 
 
-def _softmax_2d(holding: Holding, layer: Any, x: Strip) -> Strip:
+def _softmax_2d(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
     return softmax(holding, functional.softmax, (x, -3), {})
 
 
 def _pad(mode: str) -> Layer:
-    def padded(holding: Holding, layer: Any, x: Strip) -> Strip:
+    def padded(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
         return padded_by(holding, x, list(layer.padding), mode, float(getattr(layer, "value", 0.0)))
 
     return padded

@@ -14,18 +14,18 @@ from torch.nn import functional
 
 from apportion.comm.group import Group
 from apportion.core.torch_private import BatchNormBase
-from apportion.parallel.ops.sync_batch_norm import Attendance, Normalize, use_whole_batch
+from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, Normalize, use_whole_batch
 from apportion.parallel.spatial import channels
-from apportion.parallel.spatial.placements import Holding
-from apportion.parallel.spatial.strip import Strip
+from apportion.parallel.spatial.placements import SpatialPlan
+from apportion.parallel.spatial.strip import SpatialShard
 
 
-def over_image(holding: Holding, x: Strip) -> bool:
+def over_image(holding: SpatialPlan, x: SpatialShard) -> bool:
     """Does it lie as a layer takes it: the image cut behind its channels, or the channels?"""
     return not x.flat and (x.dim > 1 if holding.spatial else x.dim == 1)
 
 
-def batch_norm(holding: Holding, layer: Any, x: Strip) -> Any:
+def batch_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
     """BatchNorm1d, BatchNorm2d, BatchNorm3d; where the image is cut, they are made to ask all ranks."""
     if not over_image(holding, x):
         return holding.on_all(layer, x)
@@ -40,12 +40,12 @@ def batch_norm(holding: Holding, layer: Any, x: Strip) -> Any:
     return x.like(layer(x.own))
 
 
-def ask_all_ranks(layer: BatchNormBase, attendance: Attendance) -> None:
+def ask_all_ranks(layer: BatchNormBase, attendance: NonEmptyRanks) -> None:
     """From now on the layer's statistics are those of all ranks' rows."""
     use_whole_batch(layer, attendance)
 
 
-def group_norm(holding: Holding, layer: Any, x: Strip) -> Any:
+def group_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
     """GroupNorm."""
     if holding.spatial and over_image(holding, x):
         return _by_groups(holding, layer, x, layer.num_groups)
@@ -53,7 +53,7 @@ def group_norm(holding: Holding, layer: Any, x: Strip) -> Any:
     return found if found is not None else holding.on_all(layer, x)
 
 
-def instance_norm(holding: Holding, layer: Any, x: Strip) -> Any:
+def instance_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
     """InstanceNorm1d, InstanceNorm2d, InstanceNorm3d: a group for each channel."""
     if layer.track_running_stats:
         raise ValueError("its running statistics are means over examples: use track_running_stats=False")
@@ -62,7 +62,7 @@ def instance_norm(holding: Holding, layer: Any, x: Strip) -> Any:
     return holding.on_all(layer, x)
 
 
-def _by_groups(holding: Holding, layer: Any, x: Strip, groups: int) -> Strip:
+def _by_groups(holding: SpatialPlan, layer: Any, x: SpatialShard, groups: int) -> SpatialShard:
     y = _normalised(x, x.own.shape[0] * groups, layer.eps, holding.group)
     for p, combine in ((layer.weight, torch.mul), (layer.bias, torch.add)):
         if p is not None:
@@ -70,7 +70,7 @@ def _by_groups(holding: Holding, layer: Any, x: Strip, groups: int) -> Strip:
     return x.like(y)
 
 
-def layer_norm(holding: Holding, layer: Any, x: Strip) -> Any:
+def layer_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
     """LayerNorm over the last dimensions; where one of them is cut, the weights' rows are, too."""
     if x.flat:
         return holding.on_all(layer, x)
@@ -86,7 +86,7 @@ def layer_norm(holding: Holding, layer: Any, x: Strip) -> Any:
     return x.like(y)
 
 
-def _normalised(x: Strip, rows: int, eps: float, group: Group) -> Tensor:
+def _normalised(x: SpatialShard, rows: int, eps: float, group: Group) -> Tensor:
     """As so many rows of values, each with the mean 0 and the variance 1 over all ranks."""
     own = x.own
     if x.shape.numel() == rows:  # each is its own mean

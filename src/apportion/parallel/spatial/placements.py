@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from apportion.comm.group import Group
 from apportion.core.torch_private import BatchNormBase
-from apportion.parallel.ops.sync_batch_norm import Attendance
-from apportion.parallel.partition.tensor_shards import Piece
-from apportion.parallel.spatial.geometry import Rows
-from apportion.parallel.spatial.strip import Strip, gathered, shared
+from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks
+from apportion.parallel.partition.tensor_shards import TensorShard
+from apportion.parallel.spatial.geometry import RowRange
+from apportion.parallel.spatial.strip import SpatialShard, gathered, shared
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class _Slice:
 
 
 @dataclass
-class Holding:
+class SpatialPlan:
     """Of one rank. While ``planning``, what is used is noted, and slices are views of what is whole."""
 
     model: nn.Module
@@ -44,7 +44,7 @@ class Holding:
     """Those whose statistics are of all ranks."""
 
     def __post_init__(self) -> None:
-        self.attendance = Attendance(self.group)
+        self.attendance = NonEmptyRanks(self.group)
         self.names = {id(t): name for name, t in self.model.named_parameters()}
         self._places: dict[int, list[str]] = {}
         for name, p in self.model.named_parameters(remove_duplicate=False):
@@ -84,7 +84,7 @@ class Holding:
     def on_all(self, layer: nn.Module, x: Any) -> Any:
         """The plain layer, on every rank."""
         self.used_alike(layer)
-        return layer(gathered(x, self.group) if isinstance(x, Strip) else x)
+        return layer(gathered(x, self.group) if isinstance(x, SpatialShard) else x)
 
     def part(self, owner: nn.Module, attribute: str, dim: int, positions: Sequence[int] | None) -> Tensor:
         """This rank's slice of a layer's parameter or buffer; after the first run the layer has that slice alone.
@@ -110,7 +110,7 @@ class Holding:
         return rows_of(tensor, dim, positions)
 
     @torch.no_grad()
-    def cut(self) -> dict[str, Piece]:
+    def cut(self) -> dict[str, TensorShard]:
         """End the planning: layers get their slices. What is held, by plain name."""
         self.planning = False
         for layer in self.norms:
@@ -136,10 +136,10 @@ class Holding:
             shape = self._whole[name]
             index: list[Sequence[int]] = [range(n) for n in shape]
             index[of.dim] = of.positions
-            pieces[name] = Piece(shape, tuple(index))
+            pieces[name] = TensorShard(shape, tuple(index))
         self.names = {id(p): name for name, p in self.model.named_parameters()}
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
-        return pieces | {name: Piece(shapes[name], None, True) for name in sorted(self.partial)}
+        return pieces | {name: TensorShard(shapes[name], None, True) for name in sorted(self.partial)}
 
 
 def rows_of(tensor: Tensor, dim: int, positions: Sequence[int]) -> Tensor:
@@ -149,5 +149,5 @@ def rows_of(tensor: Tensor, dim: int, positions: Sequence[int]) -> Tensor:
     return tensor.index_select(dim, torch.tensor(positions, dtype=torch.int64, device=tensor.device))
 
 
-def positions(rows: Rows) -> range:
+def positions(rows: RowRange) -> range:
     return range(rows.start, rows.stop)

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from apportion.comm.group import Group
 from apportion.parallel.spatial.conv import each, possible, put
-from apportion.parallel.spatial.geometry import Bounds, Rows, Window, equal, outputs_of, sizes, strip, wanted_by
-from apportion.parallel.spatial.strip import Strip, fetched, filled, gathered, nothing, pad_dim, summed
+from apportion.parallel.spatial.geometry import Bounds, RowRange, Window, equal, outputs_of, sizes, strip, wanted_by
+from apportion.parallel.spatial.strip import SpatialShard, fetched, filled, gathered, nothing, pad_dim, summed
 
 _MAX = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)
 _AVERAGE = (functional.avg_pool2d, functional.avg_pool2d, functional.avg_pool3d)
@@ -50,7 +50,7 @@ class Pool:
         return self.window(at).outputs(length, self.padding[at], ceil=self.ceil)
 
 
-def _pooled(x: Strip, settings: Pool, group: Group, fill: float) -> tuple[Tensor, Bounds, tuple[int, ...]]:
+def _pooled(x: SpatialShard, settings: Pool, group: Group, fill: float) -> tuple[Tensor, Bounds, tuple[int, ...]]:
     """The rows that this rank's outputs read, the strips of the output, and the shape of this rank's; for none it is
     empty, and the first is the output already."""
     dims, at = len(settings.kernel), x.dim - 2
@@ -64,26 +64,26 @@ def _pooled(x: Strip, settings: Pool, group: Group, fill: float) -> tuple[Tensor
     return filled(rows, x.dim, reads, x.length, fill), made, tuple(shape)
 
 
-def max_pool(x: Strip, settings: Pool, group: Group) -> Strip:
+def max_pool(x: SpatialShard, settings: Pool, group: Group) -> SpatialShard:
     """MaxPool1d, MaxPool2d, MaxPool3d."""
     rows, made, shape = _pooled(x, settings, group, float("-inf"))
     if shape:
         dims = len(settings.kernel)
         padding = put(settings.padding, x.dim - 2, 0)
         rows = _MAX[dims - 1](rows, settings.kernel, settings.stride, padding, settings.dilation, settings.ceil)
-    return Strip(rows, x.dim, made)
+    return SpatialShard(rows, x.dim, made)
 
 
-def average_pool(x: Strip, settings: Pool, group: Group, *, padded: bool, divisor: int | None) -> Strip:
+def average_pool(x: SpatialShard, settings: Pool, group: Group, *, padded: bool, divisor: int | None) -> SpatialShard:
     """AvgPool1d, AvgPool2d, AvgPool3d: sums, divided by how many values each is of. ``padded``: counting those in the
     padding; ``divisor``: divided by that instead."""
     dims, at = len(settings.kernel), x.dim - 2
     rows, made, shape = _pooled(x, settings, group, 0.0)
     if not shape:
-        return Strip(rows, x.dim, made)
+        return SpatialShard(rows, x.dim, made)
     kernel, stride, padding = settings.kernel, settings.stride, put(settings.padding, at, 0)
     lengths = [x.length if d == at else x.own.shape[d + 2] for d in range(dims)]
-    outputs = [strip(made, group.rank) if d == at else Rows(0, shape[d + 2]) for d in range(dims)]
+    outputs = [strip(made, group.rank) if d == at else RowRange(0, shape[d + 2]) for d in range(dims)]
     counts = [
         settings.window(d).counts(outputs[d], lengths[d], settings.padding[d], padded=padded) for d in range(dims)
     ]
@@ -99,10 +99,10 @@ def average_pool(x: Strip, settings: Pool, group: Group, *, padded: bool, diviso
         for numbers in counts:
             of = of.unsqueeze(-1) * torch.tensor(numbers, dtype=y.dtype, device=y.device)
         y = y / of
-    return Strip(y, x.dim, made)
+    return SpatialShard(y, x.dim, made)
 
 
-def adaptive_pool(x: Strip, output_size: Any, kind: str, group: Group) -> Strip | Tensor:
+def adaptive_pool(x: SpatialShard, output_size: Any, kind: str, group: Group) -> SpatialShard | Tensor:
     """AdaptiveAvgPool and AdaptiveMaxPool: output row o is of the rows o L // k to those before ceil((o + 1) L / k).
     To a single row it is the whole tensor, on every rank."""
     dims, at, length = x.own.dim() - 2, x.dim - 2, x.length
@@ -113,19 +113,19 @@ def adaptive_pool(x: Strip, output_size: Any, kind: str, group: Group) -> Strip 
     if many == 1:
         return _to_one(x, target, kind, group)
     made = equal(many, group.size)
-    reads = [Rows(o * length // many, -(-(o + 1) * length // many)) for o in range(many)]
+    reads = [RowRange(o * length // many, -(-(o + 1) * length // many)) for o in range(many)]
     owned = [reads[made[rank] : made[rank + 1]] for rank in range(group.size)]
-    wanted = tuple(Rows(of[0].start, of[-1].stop) if of else Rows(0, 0) for of in owned)
+    wanted = tuple(RowRange(of[0].start, of[-1].stop) if of else RowRange(0, 0) for of in owned)
     rows, mine = fetched(x, wanted, group), strip(made, group.rank)
     target[at] = 1
     if mine.n == 0:
-        return Strip(nothing([*x.own.shape[:2], *put(tuple(target), at, 0)], rows), x.dim, made)
+        return SpatialShard(nothing([*x.own.shape[:2], *put(tuple(target), at, 0)], rows), x.dim, made)
     first = wanted[group.rank].start
     parts = [function(rows.narrow(x.dim, reads[o].start - first, reads[o].n), tuple(target)) for o in range(*mine)]
-    return Strip(torch.cat(parts, x.dim), x.dim, made)
+    return SpatialShard(torch.cat(parts, x.dim), x.dim, made)
 
 
-def _to_one(x: Strip, target: Sequence[int], kind: str, group: Group) -> Tensor:
+def _to_one(x: SpatialShard, target: Sequence[int], kind: str, group: Group) -> Tensor:
     """One row, of which every rank has a part."""
     function: Any = _ADAPTIVE[kind][x.own.dim() - 3]
     at = x.dim - 2
@@ -142,11 +142,13 @@ def _to_one(x: Strip, target: Sequence[int], kind: str, group: Group) -> Tensor:
         return summed(part, group)
     found = [min(n, 1) for n in sizes(x.bounds)]
     bounds = tuple(sum(found[:rank]) for rank in range(group.size + 1))
-    maxima: Tensor = function(gathered(Strip(part, x.dim, bounds), group), tuple(target))
+    maxima: Tensor = function(gathered(SpatialShard(part, x.dim, bounds), group), tuple(target))
     return maxima
 
 
-def upsample(x: Strip, size: Sequence[int], factors: Sequence[float] | None, mode: str, group: Group) -> Strip:
+def upsample(
+    x: SpatialShard, size: Sequence[int], factors: Sequence[float] | None, mode: str, group: Group
+) -> SpatialShard:
     """Interpolation to a multiple of the rows; linear ones look at a row on either side. ``size``: of the whole image
     along every dimension; ``factors``: where the model gives them, since torch then does not divide."""
     at, reach = x.dim - 2, 0 if mode.startswith("nearest") else 1
@@ -159,16 +161,16 @@ def upsample(x: Strip, size: Sequence[int], factors: Sequence[float] | None, mod
     if mine.n == 0:
         one = functional.interpolate(rows.new_zeros(1, 1, *[1] * len(size)), scale_factor=1, mode=mode)
         shape = [*x.own.shape[:2], *put(tuple(size), at, 0)]
-        return Strip(nothing(shape, rows, dtype=one.dtype), x.dim, made)
+        return SpatialShard(nothing(shape, rows, dtype=one.dtype), x.dim, made)
     if factors is None:
         to = put(tuple(size), at, rows.shape[x.dim] * scale)
         y = functional.interpolate(rows, to, mode=mode, align_corners=corners)
     else:
         y = functional.interpolate(rows, scale_factor=tuple(map(float, factors)), mode=mode, align_corners=corners)
-    return Strip(y.narrow(x.dim, (mine.start - wanted[group.rank].start) * scale, mine.n * scale), x.dim, made)
+    return SpatialShard(y.narrow(x.dim, (mine.start - wanted[group.rank].start) * scale, mine.n * scale), x.dim, made)
 
 
-def local_response_norm(x: Strip, settings: tuple[int, float, float, float], group: Group) -> Strip:
+def local_response_norm(x: SpatialShard, settings: tuple[int, float, float, float], group: Group) -> SpatialShard:
     """Over channels: a strip of the image has all of them; a rank with some of them needs a few of its neighbours'."""
     size, alpha, beta, k = settings
     if x.dim != 1:
@@ -182,10 +184,10 @@ def local_response_norm(x: Strip, settings: tuple[int, float, float, float], gro
     return x.like(y.narrow(1, mine.start - wanted[group.rank].start, mine.n))
 
 
-def pixel_shuffle(x: Strip, factor: int) -> Strip:
+def pixel_shuffle(x: SpatialShard, factor: int) -> SpatialShard:
     """Each pixel becomes a square of them."""
     made = tuple(n * factor for n in x.bounds)
     if not x.own.numel():
         shape = [x.own.shape[0], x.own.shape[1] // factor**2, *(n * factor for n in x.own.shape[2:])]
-        return Strip(nothing(shape, x.own), x.dim, made)
-    return Strip(functional.pixel_shuffle(x.own, factor), x.dim, made)
+        return SpatialShard(nothing(shape, x.own), x.dim, made)
+    return SpatialShard(functional.pixel_shuffle(x.own, factor), x.dim, made)

@@ -13,16 +13,16 @@ from torch.nn import functional
 from apportion.parallel.spatial.call_arguments import Call, arguments, function_of, image_of, unflat
 from apportion.parallel.spatial.conv import pad_across
 from apportion.parallel.spatial.geometry import Window, outputs_of, strip, wanted_by
-from apportion.parallel.spatial.placements import Holding
-from apportion.parallel.spatial.strip import Strip, fetched, moved, padded
+from apportion.parallel.spatial.placements import SpatialPlan
+from apportion.parallel.spatial.strip import SpatialShard, fetched, moved, padded
 
 _PARTS = {"chunks": "parts", "split_size": "parts", "split_size_or_sections": "parts"}
 
 
-def aligned(holding: Holding, value: Any, first: Strip) -> Any:
+def aligned(holding: SpatialPlan, value: Any, first: SpatialShard) -> Any:
     """This rank's rows of a value, as those of the first."""
     from_right = first.dim - first.own.dim()
-    if isinstance(value, Strip):
+    if isinstance(value, SpatialShard):
         if value.dim - value.own.dim() != from_right or value.length != first.length or value.flat != first.flat:
             raise ValueError(f"{value.held()} does not go with {first.held()}")
         if value.flat and [*value.own.shape[1 : value.dim], *value.own.shape[value.dim + 1 :]] != [
@@ -43,7 +43,7 @@ def aligned(holding: Holding, value: Any, first: Strip) -> Any:
     return holding.use(value).narrow(value.dim() + from_right, rows.start, rows.n)
 
 
-def shape(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def shape(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Of the whole tensor: ``x.shape``, ``x.size()``, ``x.dtype``."""
     x, *rest = args
     if call is getattr:
@@ -57,7 +57,7 @@ def shape(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[st
     return x.shape if dim is None else x.shape[dim]
 
 
-def flatten(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
+def flatten(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
     """``flatten(x, 1)``: put off until someone needs it."""
     given = arguments("input start_dim end_dim", args, kwargs, start_dim=0, end_dim=-1)
     x, start, end = image_of(given), given["start_dim"], given["end_dim"]
@@ -67,12 +67,14 @@ def flatten(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[
     return _flat(x)
 
 
-def _flat(x: Strip) -> Strip:
+def _flat(x: SpatialShard) -> SpatialShard:
     """Put off; but not where each rank has some of the rows that stay rows."""
-    return Strip(x.own.flatten(1), 0, x.bounds) if x.dim == 0 else Strip(x.own, x.dim, x.bounds, flat=True)
+    return (
+        SpatialShard(x.own.flatten(1), 0, x.bounds) if x.dim == 0 else SpatialShard(x.own, x.dim, x.bounds, flat=True)
+    )
 
 
-def view(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
+def view(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
     """``x.view(n, -1)``, where it flattens."""
     x, *sizes = args
     sizes = sizes or list(kwargs.values())
@@ -84,15 +86,15 @@ def view(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str
     return _flat(x)
 
 
-def permute(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
+def permute(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
     """The dimension that is cut goes to another place."""
     x, *order = args
     order = order or list(kwargs.values())
     dims = [d % x.own.dim() for d in (order[0] if len(order) == 1 else order)]
-    return Strip(unflat(x).own.permute(dims), dims.index(x.dim), x.bounds)
+    return SpatialShard(unflat(x).own.permute(dims), dims.index(x.dim), x.bounds)
 
 
-def transpose(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
+def transpose(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
     given = arguments("input dim0 dim1", args, kwargs)
     x, first, second = image_of(given), given["dim0"], given["dim1"]
     order = list(range(x.own.dim()))
@@ -100,12 +102,12 @@ def transpose(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mappin
     return permute(holding, call, (x, order), {})
 
 
-def take(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def take(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """``x[:, :, ::2, ::2]``: slices."""
     x, index = args
     if isinstance(x, tuple | list) and isinstance(index, int | slice):  # of several: what chunk() gives
         return x[index]
-    if not isinstance(x, Strip):
+    if not isinstance(x, SpatialShard):
         raise ValueError("a part of an image says which elements are taken: only slices are known to be safe")
     index = index if isinstance(index, tuple) else (index,)
     at = next((n for n, i in enumerate(index) if i is Ellipsis), None)
@@ -115,7 +117,7 @@ def take(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str
         raise ValueError(f"{x.held()} is taken apart by {index}: only slices are known to be safe")
     unflat(x)
     own = [slice(None) if d == x.dim else i for d, i in enumerate(index)]
-    x = Strip(x.own[tuple(own)], x.dim, x.bounds)
+    x = SpatialShard(x.own[tuple(own)], x.dim, x.bounds)
     if len(index) <= x.dim or index[x.dim] == slice(None):
         return x
     start, stop, step = index[x.dim].indices(x.length)
@@ -123,16 +125,16 @@ def take(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str
     made = outputs_of(window, x.bounds, len(range(start, stop, step)))
     rows = fetched(x, wanted_by(window, x.bounds, made), holding.group)
     every = [slice(None)] * x.dim + [slice(None, None, step)]
-    return Strip(rows[tuple(every)], x.dim, made)
+    return SpatialShard(rows[tuple(every)], x.dim, made)
 
 
-def pad(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
+def pad(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
     """``functional.pad``."""
     given = arguments("input pad mode value", args, kwargs, mode="constant", value=None)
     return padded_by(holding, image_of(given), list(given["pad"]), given["mode"], given["value"] or 0.0)
 
 
-def padded_by(holding: Holding, x: Strip, numbers: list[int], mode: str, value: float) -> Strip:
+def padded_by(holding: SpatialPlan, x: SpatialShard, numbers: list[int], mode: str, value: float) -> SpatialShard:
     """The numbers, two a dimension, begin with the last one."""
     pairs = {unflat(x).own.dim() - 1 - at // 2: (numbers[at], numbers[at + 1]) for at in range(0, len(numbers), 2)}
     before, after = pairs.pop(x.dim, (0, 0))
@@ -144,17 +146,17 @@ def padded_by(holding: Holding, x: Strip, numbers: list[int], mode: str, value: 
     return padded(x, before, after, holding.group, mode=mode, value=value) if before or after else x
 
 
-def concatenate(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
+def concatenate(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
     """``torch.cat`` along a dimension that is not cut."""
     given = arguments("tensors dim", args, kwargs, dim=0)
     parts, dim = given["tensors"], given["dim"]
-    first = next(p for p in parts if isinstance(p, Strip))
+    first = next(p for p in parts if isinstance(p, SpatialShard))
     if first.flat or dim % first.own.dim() == first.dim or dim % first.own.dim() == 0:
         raise ValueError(f"{first.held()} is put together with others along dimension {dim}, across ranks")
     return first.like(torch.cat([_rows(holding, p, first) for p in parts], dim))
 
 
-def _rows(holding: Holding, part: Tensor | Strip, first: Strip) -> Tensor:
+def _rows(holding: SpatialPlan, part: Tensor | SpatialShard, first: SpatialShard) -> Tensor:
     """Its rows as those of the first; a single one does not stand for all."""
     if isinstance(part, Tensor) and part.dim() == first.own.dim() and part.shape[first.dim] == first.length:
         rows = strip(first.bounds, holding.group.rank)
@@ -162,7 +164,9 @@ def _rows(holding: Holding, part: Tensor | Strip, first: Strip) -> Tensor:
     return aligned(holding, part, first)  # type: ignore[no-any-return]
 
 
-def chunk(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Strip, ...]:
+def chunk(
+    holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[SpatialShard, ...]:
     """``chunk`` and ``split`` along a dimension that is not cut."""
     named = {_PARTS.get(name, name): value for name, value in kwargs.items()}
     given = arguments("input parts dim", args, named, dim=0)

@@ -14,7 +14,7 @@ from apportion.comm.differentiable import copy_to, gather_from, halo, reduce_fro
 from apportion.comm.group import Group
 from apportion.parallel.spatial.geometry import (
     Bounds,
-    Rows,
+    RowRange,
     Window,
     equal,
     halo_of,
@@ -27,7 +27,7 @@ from apportion.parallel.spatial.geometry import (
 
 
 @dataclass(frozen=True)
-class Strip:
+class SpatialShard:
     """This rank's part of a tensor that is cut along a dimension."""
 
     own: Tensor
@@ -49,7 +49,7 @@ class Strip:
         whole = [*self.own.shape[: self.dim], self.length, *self.own.shape[self.dim + 1 :]]
         return torch.Size([whole[0], torch.Size(whole[1:]).numel()] if self.flat else whole)
 
-    def like(self, own: Tensor) -> Strip:
+    def like(self, own: Tensor) -> SpatialShard:
         """The same rows of another tensor."""
         return replace(self, own=own, source=None)
 
@@ -58,15 +58,15 @@ class Strip:
         return f"{'x'.join(map(str, self.shape))}, cut along dimension {self.dim}"
 
 
-def cut(whole: Tensor, dim: int, group: Group, bounds: Bounds | None = None) -> Strip:
+def cut(whole: Tensor, dim: int, group: Group, bounds: Bounds | None = None) -> SpatialShard:
     """This rank's part of what all ranks have; the parts' gradients add up to that of the whole."""
     return part_of(shared(whole, group), dim, bounds or equal(whole.shape[dim], group.size), group)
 
 
-def part_of(source: Tensor, dim: int, bounds: Bounds, group: Group) -> Strip:
+def part_of(source: Tensor, dim: int, bounds: Bounds, group: Group) -> SpatialShard:
     """This rank's rows of a tensor that it has to itself."""
     rows = strip(bounds, group.rank)
-    return Strip(source.narrow(dim, rows.start, rows.n), dim, bounds, source)
+    return SpatialShard(source.narrow(dim, rows.start, rows.n), dim, bounds, source)
 
 
 def shared(whole: Tensor, group: Group) -> Tensor:
@@ -74,7 +74,7 @@ def shared(whole: Tensor, group: Group) -> Tensor:
     return copy_to(whole, group) if whole.requires_grad and torch.is_grad_enabled() else whole
 
 
-def gathered(x: Strip, group: Group) -> Tensor:
+def gathered(x: SpatialShard, group: Group) -> Tensor:
     """The whole tensor on every rank, for what all compute alike."""
     whole = x.own if group.size == 1 else gather_from(x.own.contiguous(), group, x.dim, sizes(x.bounds))
     return whole.flatten(1) if x.flat else whole
@@ -85,7 +85,7 @@ def summed(part: Tensor, group: Group) -> Tensor:
     return part if group.size == 1 else reduce_from(part.contiguous(), group)
 
 
-def fetched(x: Strip, wanted: tuple[Rows, ...], group: Group) -> Tensor:
+def fetched(x: SpatialShard, wanted: tuple[RowRange, ...], group: Group) -> Tensor:
     """The rows that this rank wants, of whichever ranks have them. ``wanted``: what each rank wants."""
     own, rows = x.own, wanted[group.rank]
     if x.source is not None:
@@ -102,15 +102,17 @@ def fetched(x: Strip, wanted: tuple[Rows, ...], group: Group) -> Tensor:
     return own.narrow(x.dim, rows.start - start, rows.n)
 
 
-def moved(x: Strip, bounds: Bounds, group: Group) -> Strip:
+def moved(x: SpatialShard, bounds: Bounds, group: Group) -> SpatialShard:
     """The same tensor in other strips."""
     if bounds == x.bounds:
         return x
     wanted = tuple(strip(bounds, rank) for rank in range(group.size))
-    return Strip(fetched(x, wanted, group), x.dim, bounds, flat=x.flat)
+    return SpatialShard(fetched(x, wanted, group), x.dim, bounds, flat=x.flat)
 
 
-def padded(x: Strip, before: int, after: int, group: Group, *, mode: str = "constant", value: float = 0.0) -> Strip:
+def padded(
+    x: SpatialShard, before: int, after: int, group: Group, *, mode: str = "constant", value: float = 0.0
+) -> SpatialShard:
     """With more rows at its ends (fewer, where negative), as ``functional.pad`` makes them."""
     if mode == "circular" and min(before, after) < 0:  # torch goes round what is left
         x = padded(x, min(before, 0), min(after, 0), group)
@@ -121,16 +123,16 @@ def padded(x: Strip, before: int, after: int, group: Group, *, mode: str = "cons
     reads = [window.reads(strip(made, rank)) for rank in range(group.size)]
     if mode == "constant":
         wanted = tuple(window.real(strip(made, rank), length) for rank in range(group.size))
-        return Strip(filled(fetched(x, wanted, group), x.dim, reads[group.rank], length, value), x.dim, made)
+        return SpatialShard(filled(fetched(x, wanted, group), x.dim, reads[group.rank], length, value), x.dim, made)
     if (mode == "reflect" and max(before, after) >= length) or (mode == "circular" and max(before, after) > length):
         raise ValueError(f"{mode} padding of {max(before, after)} rows needs an image of more than {length}")
     sources = [mirrored(rows, length, mode) for rows in reads]
     rows = fetched(x, tuple(hull(positions) for positions in sources), group)
     positions = torch.tensor(sources[group.rank], device=rows.device, dtype=torch.int64)
-    return Strip(rows.index_select(x.dim, positions - (positions.min() if len(positions) else 0)), x.dim, made)
+    return SpatialShard(rows.index_select(x.dim, positions - (positions.min() if len(positions) else 0)), x.dim, made)
 
 
-def filled(real: Tensor, dim: int, reads: Rows, length: int, value: float = 0.0) -> Tensor:
+def filled(real: Tensor, dim: int, reads: RowRange, length: int, value: float = 0.0) -> Tensor:
     """The rows that are read, those outside of the image filled in."""
     if reads.n <= 0:
         return real

@@ -13,11 +13,11 @@ from apportion.parallel.spatial import channels, pooling
 from apportion.parallel.spatial import conv as strips_conv
 from apportion.parallel.spatial.call_arguments import Call, arguments, image_of
 from apportion.parallel.spatial.conv import Conv, each
-from apportion.parallel.spatial.placements import Holding, rows_of
+from apportion.parallel.spatial.placements import SpatialPlan, rows_of
 from apportion.parallel.spatial.pooling import Pool
-from apportion.parallel.spatial.strip import Strip, cut, nothing
+from apportion.parallel.spatial.strip import SpatialShard, cut, nothing
 
-Layer = Callable[[Holding, Any, Any], Any]
+Layer = Callable[[SpatialPlan, Any, Any], Any]
 """(holding, the layer, its input): the input is a strip, or of what ``divides`` a whole tensor."""
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -33,7 +33,7 @@ POOL_ARGUMENTS = {
 }
 
 
-def image(holding: Holding, x: Any, dims: int) -> Strip:
+def image(holding: SpatialPlan, x: Any, dims: int) -> SpatialShard:
     """An image of so many dimensions, cut."""
     if isinstance(x, Tensor):
         if x.dim() != dims + 2:
@@ -45,10 +45,10 @@ def image(holding: Holding, x: Any, dims: int) -> Strip:
         raise ValueError(f"its input is {x.held()}, which is along the batch")
     if (x.dim == 1) == holding.spatial:
         raise ValueError(f"its input is {x.held()}, and dimension {x.dim} is not what split={holding.split!r} cuts")
-    return cast(Strip, x)
+    return cast(SpatialShard, x)
 
 
-def _by_channel(layer: Callable[[Tensor], Tensor], x: Strip) -> Strip:
+def _by_channel(layer: Callable[[Tensor], Tensor], x: SpatialShard) -> SpatialShard:
     """Of what looks at each channel by itself, or of each example: this rank's."""
     own = x.own
     if own.shape[x.dim]:
@@ -59,7 +59,7 @@ def _by_channel(layer: Callable[[Tensor], Tensor], x: Strip) -> Strip:
     return x.like(nothing([*y.shape[: x.dim], 0, *y.shape[x.dim + 1 :]], own, dtype=y.dtype))
 
 
-def conv(holding: Holding, layer: Any, x: Any) -> Any:
+def conv(holding: SpatialPlan, layer: Any, x: Any) -> Any:
     settings = Conv.of(layer.weight, layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode)
     dims = layer.weight.dim() - 2
     if holding.spatial:
@@ -77,19 +77,19 @@ def conv(holding: Holding, layer: Any, x: Any) -> Any:
     return made if made is not None else holding.on_all(layer, x)
 
 
-def _of_channels(holding: Holding, x: Any, dims: int) -> Any:
+def _of_channels(holding: SpatialPlan, x: Any, dims: int) -> Any:
     """An image that is whole, or whose channels are cut."""
-    if isinstance(x, Strip) or x.dim() != dims + 2:
+    if isinstance(x, SpatialShard) or x.dim() != dims + 2:
         return image(holding, x, dims)
     return x
 
 
-def conv_call(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def conv_call(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """``functional.conv2d`` with weights that are no layer's: every rank has all of them."""
     names = "input weight bias stride padding dilation groups"
     given = arguments(names, args, kwargs, bias=None, stride=1, padding=0, dilation=1, groups=1)
     x, weight, bias = given["input"], given["weight"], given["bias"]
-    if isinstance(weight, Strip) or isinstance(bias, Strip):
+    if isinstance(weight, SpatialShard) or isinstance(bias, SpatialShard):
         raise ValueError("its weights are a part of an image")
     settings = Conv.of(weight, given["stride"], given["padding"], given["dilation"], given["groups"])
     if holding.spatial:
@@ -109,7 +109,7 @@ def conv_call(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mappin
     return made
 
 
-def conv_transpose(holding: Holding, layer: Any, x: Any) -> Any:
+def conv_transpose(holding: SpatialPlan, layer: Any, x: Any) -> Any:
     if not holding.spatial:
         return holding.on_all(layer, x)
     settings = Conv.of(layer.weight, layer.stride, layer.padding, layer.dilation, layer.groups)
@@ -118,7 +118,7 @@ def conv_transpose(holding: Holding, layer: Any, x: Any) -> Any:
     return strips_conv.conv_transpose(x, weight, bias, settings, layer.output_padding, holding.group)
 
 
-def max_pool(holding: Holding, layer: Any, x: Any) -> Any:
+def max_pool(holding: SpatialPlan, layer: Any, x: Any) -> Any:
     dims = MAX.index(type(layer)) + 1
     if layer.return_indices:
         raise ValueError("return_indices=True numbers the pixels of the whole image")
@@ -129,7 +129,7 @@ def max_pool(holding: Holding, layer: Any, x: Any) -> Any:
     return pooling.max_pool(x, pool, holding.group)
 
 
-def average_pool(holding: Holding, layer: Any, x: Any) -> Any:
+def average_pool(holding: SpatialPlan, layer: Any, x: Any) -> Any:
     dims = AVERAGE.index(type(layer)) + 1
     x = image(holding, x, dims)
     if not holding.spatial:
@@ -142,7 +142,7 @@ def average_pool(holding: Holding, layer: Any, x: Any) -> Any:
 def adaptive(kind: str) -> Layer:
     kinds = {"avg": ADAPTIVE_AVERAGE, "max": ADAPTIVE_MAX}[kind]
 
-    def pool(holding: Holding, layer: Any, x: Any) -> Any:
+    def pool(holding: SpatialPlan, layer: Any, x: Any) -> Any:
         if getattr(layer, "return_indices", False):
             raise ValueError("return_indices=True numbers the pixels of the whole image")
         x = image(holding, x, kinds.index(type(layer)) + 1)
@@ -153,13 +153,13 @@ def adaptive(kind: str) -> Layer:
     return pool
 
 
-def resize(holding: Holding, layer: Any, x: Strip) -> Strip:
+def resize(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
     """Upsample."""
     given = (x, layer.size, layer.scale_factor, layer.mode, layer.align_corners, layer.recompute_scale_factor)
     return interpolate(holding, functional.interpolate, given, {})
 
 
-def interpolate(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strip:
+def interpolate(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
     """``functional.interpolate`` to a multiple of the rows."""
     names = "input size scale_factor mode align_corners recompute_scale_factor antialias"
     given = arguments(names, args, kwargs, size=None, scale_factor=None, mode="nearest", align_corners=None)
@@ -190,7 +190,7 @@ def interpolate(holding: Holding, call: Any, args: tuple[Any, ...], kwargs: Mapp
     return pooling.upsample(x, target, factors, mode, holding.group)
 
 
-def pixel_shuffle(holding: Holding, layer: Any, x: Any) -> Strip:
+def pixel_shuffle(holding: SpatialPlan, layer: Any, x: Any) -> SpatialShard:
     if not holding.spatial:
         raise ValueError("it makes rows of channels, which lie on several ranks")
     return pooling.pixel_shuffle(image(holding, x, 2), layer.upscale_factor)
@@ -211,7 +211,7 @@ def _pool_call(kind: type[nn.Module], names: str) -> Call:
     """A pooling function, by the layer that does the same."""
     layer = WINDOWS[kind]
 
-    def call(holding: Holding, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def call(holding: SpatialPlan, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         given = arguments(names, args, kwargs)
         x = given.pop("input")
         return layer(holding, kind(**given), x)

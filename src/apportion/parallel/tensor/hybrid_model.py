@@ -22,28 +22,28 @@ from apportion.core.sampler import DataShard
 from apportion.core.workload import Workload, examples
 from apportion.parallel.batch_coupling import sync_batch_functions
 from apportion.parallel.ops.channels_last import channels_last
-from apportion.parallel.ops.sync_batch_norm import Attendance, use_whole_batch
-from apportion.parallel.partition.tensor_shards import Piece
+from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
+from apportion.parallel.partition.tensor_shards import TensorShard
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.tensor.linear import OwnDraws
-from apportion.parallel.tensor.sharding_plan import Plan, SlicedModel
+from apportion.parallel.tensor.sharding_plan import ShardingPlan, TensorParallelModel
 from apportion.parallel.tracing.network import evaluating
 from apportion.parallel.tracing.tracer import Unfollowed, follow
 
 
 @final
-class Exchanging(SlicedModel):
+class HybridModel(TensorParallelModel):
     """The front on this rank's rows, the back on all of them."""
 
     def __init__(  # noqa: PLR0913 (what it is made of)
         self,
         model: nn.Module,
-        plan: Plan,
+        plan: ShardingPlan,
         group: Group,
         workload: Workload,
         *,
-        trains: Parts,
-        evaluates: Parts,
+        trains: HybridParts,
+        evaluates: HybridParts,
         rotates: bool,
         channels_last: bool,
     ) -> None:
@@ -51,13 +51,13 @@ class Exchanging(SlicedModel):
         self._trains, self._evaluates, self._rotates = trains, evaluates, rotates
         self._channels_last = channels_last
         self._count = workload.count
-        self._attendance = Attendance(group)
+        self._attendance = NonEmptyRanks(group)
         for name in trains.front_calls | evaluates.front_calls:
             use_whole_batch(model.get_submodule(name), self._attendance)
         terms = trains.front_uses
         for name, p in model.named_parameters(remove_duplicate=False):
             if p in terms:
-                self.pieces = {**self.pieces, name: Piece(tuple(p.shape), partial=True)}
+                self.pieces = {**self.pieces, name: TensorShard(tuple(p.shape), partial=True)}
         self._draws = OwnDraws(group.rank, 1 << 20)
 
     def use_whole_functions(self, names: Sequence[str]) -> None:
@@ -77,7 +77,7 @@ class Exchanging(SlicedModel):
         replica.backward(loss, 1.0)
         return loss.detach()
 
-    def _front(self, parts: Parts, batch: Batch) -> tuple[list[Tensor], list[slice]]:
+    def _front(self, parts: HybridParts, batch: Batch) -> tuple[list[Tensor], list[slice]]:
         """What crosses, of this rank's rows; every rank's rows. A rank without any computes the first, for nothing."""
         size = self._group.size
         shares = [DataShard(rank, size).rows(len(batch)) for rank in range(size)]
@@ -139,7 +139,7 @@ def _zero(outputs: Any) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Parts:
+class HybridParts:
     """The two parts, as the network trains or as it evaluates."""
 
     front: fx.GraphModule
@@ -153,7 +153,7 @@ class Parts:
     back_uses: frozenset[nn.Parameter]
 
 
-def cut(model: nn.Module, graph: fx.Graph, is_back: Callable[[str], bool]) -> Parts:
+def cut(model: nn.Module, graph: fx.Graph, is_back: Callable[[str], bool]) -> HybridParts:
     """``is_back``: of a layer's name. What depends on such a layer is in the back."""
     back: set[fx.Node] = set()
     fixed = _fixed(graph)
@@ -164,7 +164,7 @@ def cut(model: nn.Module, graph: fx.Graph, is_back: Callable[[str], bool]) -> Pa
     back -= fixed
     front = set(graph.nodes) - back - fixed
     crossing = [node for node in graph.nodes if node in front and any(user in back for user in node.users)]
-    return Parts(
+    return HybridParts(
         front=fx.GraphModule(model, _front(graph, _with_fixed(front, fixed), crossing), type(model).__name__),
         back=fx.GraphModule(model, _back(graph, _with_fixed(back, fixed), crossing)),
         front_calls=_calls(front),
@@ -238,7 +238,7 @@ def _back(graph: fx.Graph, nodes: set[fx.Node], crossing: Sequence[fx.Node]) -> 
 
 
 @torch.no_grad()
-def what_crosses(parts: Parts, inputs: Any) -> str | None:
+def what_crosses(parts: HybridParts, inputs: Any) -> str | None:
     """Of a network that evaluates: what crosses the cut and is no tensor of one row an example; None: nothing does."""
     for rows in (1, 2):
         few = tree.rows(inputs, slice(0, rows))

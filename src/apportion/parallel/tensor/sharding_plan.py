@@ -26,7 +26,7 @@ from apportion.core import torch_private, tree
 from apportion.core.data.batch import Batch
 from apportion.core.torch_private import parameters_of
 from apportion.core.workload import Workload
-from apportion.parallel.partition.part import Alike
+from apportion.parallel.partition.part import ReplicatedPart
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.tensor import attention as sliced_attention
 from apportion.parallel.tensor import embedding, patterns
@@ -46,7 +46,7 @@ _BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardingPlan:
     """Names of layers, by how they are sliced."""
 
     pairs: tuple[Pair, ...] = ()
@@ -65,7 +65,9 @@ class Plan:
         return paired | {*self.alone, *self.embeddings, *self.attention, *self.recurrent, *self.transposed}
 
 
-def plan(model: nn.Module, inputs: Any, workload: Workload, *, min_width: int, within: Sequence[str] = ("",)) -> Plan:
+def plan(
+    model: nn.Module, inputs: Any, workload: Workload, *, min_width: int, within: Sequence[str] = ("",)
+) -> ShardingPlan:
     """What can be sliced of a workload's network, of the layers under these names. A Linear or an embedding that stands
     alone is where both its sides are ``min_width`` or more."""
     state = _state(workload, inputs)
@@ -87,7 +89,7 @@ def plan(model: nn.Module, inputs: Any, workload: Workload, *, min_width: int, w
     output = patterns.output(traced, set(alone) - hooked, seen, carried=bool(state)) if known else None
     recurrent = [n for n, m in layers.items() if sliced_recurrent.can_be_sliced(m) and n not in seen.packed]
     transposed = [n for n, m in layers.items() if is_transposed(m) and min(_shape(m)) >= min_width]
-    return Plan(
+    return ShardingPlan(
         tuple(pairs), tuple(alone), output, tuple(embeddings), tuple(attention), tuple(recurrent), tuple(transposed)
     )
 
@@ -164,10 +166,10 @@ def _cut_alike(layers: Mapping[str, nn.Module], held: Sequence[tuple[str, str]])
     )
 
 
-class SlicedModel(Alike):
+class TensorParallelModel(ReplicatedPart):
     """A rank's slices of a network, run on whole batches by all ranks together."""
 
-    def __init__(self, model: nn.Module, plan: Plan, group: Group, workload: Workload) -> None:
+    def __init__(self, model: nn.Module, plan: ShardingPlan, group: Group, workload: Workload) -> None:
         slicer = Slicer(model, group)
         _slice(model, plan, slicer)
         super().__init__(model, slicer.pieces)
@@ -192,7 +194,7 @@ class SlicedModel(Alike):
         return sliced_cross_entropy(logits, targets, self._group, self._output.sizes, self._cross_entropy)
 
 
-def _slice(model: nn.Module, plan: Plan, slicer: Slicer) -> None:  # noqa: C901 (a loop for each kind)
+def _slice(model: nn.Module, plan: ShardingPlan, slicer: Slicer) -> None:  # noqa: C901 (a loop for each kind)
     get: Callable[[str], Any] = model.get_submodule
     for pair in plan.pairs:
         for name in pair.columns:

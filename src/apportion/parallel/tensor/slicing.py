@@ -10,7 +10,7 @@ from torch import nn
 
 from apportion.comm.group import Group
 from apportion.core.sampler import DataShard
-from apportion.parallel.partition.tensor_shards import Piece
+from apportion.parallel.partition.tensor_shards import TensorShard
 
 
 def shares(width: int, ranks: int) -> list[range]:
@@ -25,7 +25,7 @@ class Slicer:
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self.group = group
-        self.pieces: dict[str, Piece] = {}
+        self.pieces: dict[str, TensorShard] = {}
         self._names: dict[int, list[str]] = {}
         self._cut: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
@@ -43,7 +43,7 @@ class Slicer:
             return
         if id(whole) not in self._cut:
             positions = tuple(range(n) if i is None else i for i, n in zip(index, whole.shape, strict=True))
-            piece = Piece(tuple(whole.shape), positions)
+            piece = TensorShard(tuple(whole.shape), positions)
             for plain in self._names[id(whole)]:
                 self.pieces[plain] = piece
             kept = piece.of(whole.detach()).clone(memory_format=torch.contiguous_format)

@@ -10,11 +10,11 @@ import numpy as np
 from apportion.core.workload import Workload
 from apportion.errors import ApportionError
 from apportion.planner.build import make
-from apportion.planner.candidate import Priced, Tried, family
+from apportion.planner.candidate import Measurement, Priced, family
 from apportion.planner.plan import Plan
 from apportion.planner.trials.pilot import pilot
-from apportion.planner.trials.trial import Candidate, Measured, Parked, candidate
-from apportion.planner.trials.tune import Refined, refine
+from apportion.planner.trials.trial import Candidate, Measured, TrialWorkers, candidate
+from apportion.planner.trials.tune import TuningResult, refine
 from apportion.runtime.launch.local import Local
 
 TRIAL_SECONDS = 20.0
@@ -52,7 +52,7 @@ def tried(
     return replace(again, why=(*again.why, *lines), matched=planned.matched)
 
 
-def after(p: Priced, refined: Refined) -> Priced:
+def after(p: Priced, refined: TuningResult) -> Priced:
     """With what was measured of it, or why it was refused; else corrected by what the others have taught."""
     assert p.cost is not None or p.refusal
     if p.cost is None:
@@ -65,9 +65,9 @@ def after(p: Priced, refined: Refined) -> Priced:
     return replace(p, tried=_tried(found.measured))
 
 
-def _tried(measured: Measured) -> Tried:
+def _tried(measured: Measured) -> Measurement:
     low, middle, high = (float(q) for q in np.quantile(measured.seconds, (0.25, 0.5, 0.75)))
-    return Tried(
+    return Measurement(
         step_seconds=middle,
         low=low,
         high=high,
@@ -98,7 +98,7 @@ def _piloted(
 
 def _steps(exact: Candidate, workload: Workload | str) -> int:
     """Of the whole training: a pilot goes no further, and a schedule is told so many."""
-    group = Parked(exact, workload, {})
+    group = TrialWorkers(exact, workload, {})
     try:
         group.built()
         return int(group.facts()["steps"])

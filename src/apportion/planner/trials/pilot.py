@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from apportion.core.workload import Workload
-from apportion.planner.trials.trial import Candidate, Parked
+from apportion.planner.trials.trial import Candidate, TrialWorkers
 
 TURNS = 12
 """That the time of each is divided in."""
@@ -67,7 +67,7 @@ def pilot(
     with ExitStack() as stack:
         runners = []
         for candidate in (exact, approximate):
-            group = Parked(candidate, workload, changes, steps=steps)
+            group = TrialWorkers(candidate, workload, changes, steps=steps)
             stack.callback(group.crew.close)
             runners.append(_Runner(group))
         for _ in range(TURNS):
@@ -95,7 +95,7 @@ def _last(losses: Sequence[float]) -> float:
 class _Runner:
     """One of the two, on its way."""
 
-    def __init__(self, group: Parked) -> None:
+    def __init__(self, group: TrialWorkers) -> None:
         self._group = group
         self._left = int(group.built()["each"])
         self._debt = 0.0

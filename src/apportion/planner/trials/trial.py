@@ -15,7 +15,7 @@ from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
 from apportion.errors import WorkerFailed
 from apportion.runtime.launch.local import Local
-from apportion.runtime.supervisor.worker_pool import Crew
+from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.runtime.worker.job import MANY_STEPS, Job
 
 BUILD_SECONDS = 600.0
@@ -139,7 +139,7 @@ def divide_waits(waits: Sequence[Sequence[Sequence[float]]]) -> tuple[float, flo
     return waiting, communicating
 
 
-class Parked:
+class TrialWorkers:
     """A candidate's processes: built, warm, and asleep between rounds."""
 
     def __init__(
@@ -164,7 +164,7 @@ class Parked:
         self.measured = Measured(candidate)
         self.failed = False
         """Did a worker, instead of making steps?"""
-        self.crew = Crew(launcher, "apportion.runtime.worker.entry:steps", job, candidate.ranks)
+        self.crew = WorkerPool(launcher, "apportion.runtime.worker.entry:steps", job, candidate.ranks)
 
     def built(self) -> Message:
         """What the ranks tell once their step is built: ``steps`` in all, ``precision``."""
@@ -197,13 +197,13 @@ def parked(
     workload: Workload | str,
     changes: Mapping[str, Any],
     refused: list[tuple[Candidate, str]] | None = None,
-) -> Iterator[list[Parked]]:
+) -> Iterator[list[TrialWorkers]]:
     """Every candidate built, one after the other, and ended at the end. ``refused``: where those go that cannot run
     this workload, and why; without it, that is an error."""
-    groups: list[Parked] = []
+    groups: list[TrialWorkers] = []
     try:
         for candidate in candidates:
-            groups.append(Parked(candidate, workload, changes))
+            groups.append(TrialWorkers(candidate, workload, changes))
             try:
                 groups[-1].built()
             except ValueError as error:
@@ -232,7 +232,7 @@ def layout(strategy: Strategy, launcher: Local) -> tuple[int, int]:
     return workers, strategy.ranks(workers)
 
 
-def take_turns(groups: Sequence[Parked], seconds: float) -> None:
+def take_turns(groups: Sequence[TrialWorkers], seconds: float) -> None:
     """Each of them measured, in turns that change their order from round to round, until ``ROUNDS`` are made or the
     time is up, whichever is first; ``LEAST_ROUNDS`` at least. After these, who is far behind takes no more turns."""
     began = time.monotonic()
@@ -249,13 +249,13 @@ def take_turns(groups: Sequence[Parked], seconds: float) -> None:
             group.go(steps[id(group)], turn=first + done)
 
 
-def in_sight(groups: Sequence[Parked]) -> list[Parked]:
+def in_sight(groups: Sequence[TrialWorkers]) -> list[TrialWorkers]:
     """Those that may still come out first."""
     best = min(group.measured.seconds_per_example for group in groups)
     return [group for group in groups if group.measured.seconds_per_example < BEHIND * best]
 
 
-def _warm(group: Parked, seconds: float) -> int:
+def _warm(group: TrialWorkers, seconds: float) -> int:
     """A first step and a few more; how many make one turn."""
     group.go(1, measure=False)
     began = time.perf_counter()

@@ -25,7 +25,7 @@ from apportion.errors import WorkerFailed
 from apportion.planner.calibration import Correction, Trial, correction
 from apportion.planner.candidate import family
 from apportion.planner.trials.significance import alike, told_apart
-from apportion.planner.trials.trial import Measured, Parked, candidate, take_turns
+from apportion.planner.trials.trial import Measured, TrialWorkers, candidate, take_turns
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
 
@@ -61,7 +61,7 @@ class Offer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class TuningTrial:
     """A candidate, what was predicted of it, and how it went."""
 
     strategy: Strategy
@@ -76,12 +76,12 @@ class Tried:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refined:
+class TuningResult:
     """What was tried, and what it led to."""
 
-    tried: tuple[Tried, ...]
+    tried: tuple[TuningTrial, ...]
     """The fastest first; those that were refused at the end."""
-    chosen: Tried
+    chosen: TuningTrial
     confidence: float
     """That the fastest is faster than the second: below ``apart.SURE`` they cannot be told apart."""
     correction: Correction
@@ -97,7 +97,7 @@ def refine(
     *,
     seconds: float = TRIAL_SECONDS,
     most: int | None = None,
-) -> Refined:
+) -> TuningResult:
     """Try what is worth trying of these (exact ones on this machine; ``most``: so many at most), and choose. ValueError
     or WorkerFailed where none of it runs: what the first says."""
     Local().prepare()  # what workers are forked from is needed anyway
@@ -120,7 +120,7 @@ def refine(
         tried = tuple(bench.tried())
     ranking = [t for t in tried if t.measured is not None]
     chosen, confidence = choose(ranking)
-    return Refined(
+    return TuningResult(
         tried=tried,
         chosen=chosen,
         confidence=confidence,
@@ -158,7 +158,7 @@ def surprising(offers: Sequence[Offer], known: Iterable[str], fitted: Correction
     return rest[min(found)[1]][0]
 
 
-def choose(ranking: Sequence[Tried]) -> tuple[Tried, float]:
+def choose(ranking: Sequence[TuningTrial]) -> tuple[TuningTrial, float]:
     """(the one to take, how confident one can be that the first is faster than the second). Whoever cannot be told
     apart from the first, and is as good as equal, may be taken instead: the fewest processes, the fewest words."""
     first = ranking[0]
@@ -171,7 +171,7 @@ def choose(ranking: Sequence[Tried]) -> tuple[Tried, float]:
     return simplest, _sure(first.measured, ranking[1].measured)
 
 
-def _alike(first: Tried, other: Tried) -> bool:
+def _alike(first: TuningTrial, other: TuningTrial) -> bool:
     assert first.measured is not None
     assert other.measured is not None
     ratio = other.measured.seconds_per_example / first.measured.seconds_per_example
@@ -190,7 +190,7 @@ def _side_by_side(first: Measured, second: Measured) -> tuple[list[float], list[
     return a, b
 
 
-def _ranks(tried: Tried) -> int:
+def _ranks(tried: TuningTrial) -> int:
     return tried.measured.candidate.ranks if tried.measured is not None else 0
 
 
@@ -222,7 +222,7 @@ class _Bench:
     ) -> None:
         self._stack, self._workload, self._changes, self._until = stack, workload, changes, building_until
         self._given: list[Offer] = []
-        self.groups: list[Parked] = []
+        self.groups: list[TrialWorkers] = []
         self._of: dict[int, Offer] = {}
         self._refused: list[tuple[Offer, Exception]] = []
 
@@ -234,10 +234,10 @@ class _Bench:
         if not self.groups and self._refused:
             raise self._refused[0][1]
 
-    def _add(self, offer: Offer) -> Parked | None:
+    def _add(self, offer: Offer) -> TrialWorkers | None:
         self._given.append(offer)
         try:
-            group = Parked(candidate(offer.strategy, offer.launcher), self._workload, self._changes)
+            group = TrialWorkers(candidate(offer.strategy, offer.launcher), self._workload, self._changes)
             self._stack.callback(group.crew.close)
             group.built()
         except (ValueError, WorkerFailed) as error:
@@ -247,7 +247,7 @@ class _Bench:
         self._of[id(group)] = offer
         return group
 
-    def measure(self, groups: Sequence[Parked], seconds: float) -> None:
+    def measure(self, groups: Sequence[TrialWorkers], seconds: float) -> None:
         """In turns. Who fails is out; where all do, that is what went wrong."""
         waiting = list(groups)
         while waiting:
@@ -281,16 +281,16 @@ class _Bench:
         """Seconds an example."""
         return min((g.measured.seconds_per_example for g in self.groups), default=None)
 
-    def tried(self) -> list[Tried]:
+    def tried(self) -> list[TuningTrial]:
         """The fastest first, the refused last."""
         ranked = sorted(self.groups, key=lambda g: g.measured.seconds_per_example)
         found = [_tried(self._of[id(g)], g.measured) for g in ranked]
         return found + [replace(_tried(p, None), refused=_told(error)) for p, error in self._refused]
 
 
-def _tried(offer: Offer, measured: Measured | None) -> Tried:
+def _tried(offer: Offer, measured: Measured | None) -> TuningTrial:
     where = measured.candidate.launcher if measured is not None else offer.launcher
-    return Tried(strategy=offer.strategy, launcher=where, predicted=offer.cost, measured=measured)
+    return TuningTrial(strategy=offer.strategy, launcher=where, predicted=offer.cost, measured=measured)
 
 
 def _told(error: Exception) -> str:

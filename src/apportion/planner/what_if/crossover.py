@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from apportion.planner.candidate import Priced
 from apportion.planner.what_if.cluster_variants import with_bandwidth
-from apportion.planner.what_if.hypothetical import Elsewhere, There, at
+from apportion.planner.what_if.hypothetical import There, WhatIf, at
 
 STRIDE, FURTHEST = 4.0, 4
 """A bandwidth is looked at so many times as large, and that again, so often; and as many times smaller."""
@@ -31,7 +31,7 @@ class Crossing(NamedTuple):
     above: Priced
 
 
-def crossings(model: Elsewhere) -> list[Crossing]:
+def crossings(model: WhatIf) -> list[Crossing]:
     """For each kind of link that workers talk over: the nearest bandwidth below and above today's at which a plan of
     predictions would choose another one."""
     found = []
@@ -41,7 +41,7 @@ def crossings(model: Elsewhere) -> list[Crossing]:
     return found
 
 
-def _kinds(model: Elsewhere) -> list[str]:
+def _kinds(model: WhatIf) -> list[str]:
     talking = {name for p in model.here if p.layout.ranks > 1 for name in p.layout.devices}
     return list(dict.fromkeys(link.kind for link in model.cluster.links if talking & {*link.devices}))
 
@@ -49,7 +49,7 @@ def _kinds(model: Elsewhere) -> list[str]:
 class _Scan:
     """Over the factors on one kind of link."""
 
-    def __init__(self, model: Elsewhere, kind: str) -> None:
+    def __init__(self, model: WhatIf, kind: str) -> None:
         self._model, self._kind = model, kind
         self._some = list(model.short_list)
         self._looked: dict[float, There] = {}

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from apportion.cost_model.cluster import Cluster
-from apportion.cost_model.placement import Layout
+from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.planner.calibration import Correction
 from apportion.planner.candidate import TIE, Priced, family, priced, ranked
@@ -35,7 +35,7 @@ class There(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class WhatIf:
     """Asked for what is chosen there, as it is held against what was chosen here."""
 
     found: Sequence[Priced]
@@ -153,5 +153,5 @@ def _place(p: Priced) -> tuple[tuple[str, ...], int]:
     return p.layout.devices, p.layout.threads
 
 
-def _moved(devices: tuple[str, ...], threads: int, cluster: Cluster) -> Layout:
-    return Layout(cluster=cluster, devices=devices, threads=threads)
+def _moved(devices: tuple[str, ...], threads: int, cluster: Cluster) -> Placement:
+    return Placement(cluster=cluster, devices=devices, threads=threads)

@@ -14,7 +14,7 @@ from apportion.planner.search import search
 from apportion.planner.units import rate
 from apportion.planner.what_if.cluster_variants import ASSUMED, across_hosts, one_gpu_more, one_host_more
 from apportion.planner.what_if.crossover import Crossing, crossings
-from apportion.planner.what_if.hypothetical import Elsewhere
+from apportion.planner.what_if.hypothetical import WhatIf
 
 BATCHES = (2.0, 4.0, 0.5)
 
@@ -36,7 +36,7 @@ def sensitivities(
     """
     if not chosen.strategy.exact:
         return ()
-    model = Elsewhere(found, chosen, profile, cluster, taught)
+    model = WhatIf(found, chosen, profile, cluster, taught)
     if not model.here or not model.reliable:
         return ()
     return (*map(_told, crossings(model)), *_batches(model), *_more(model, workers))
@@ -53,7 +53,7 @@ def _told(crossing: Crossing) -> str:
     return f"{crossing.above} wins above {at_} {where} (here {here}); below, {crossing.below}"
 
 
-def _batches(model: Elsewhere) -> list[str]:
+def _batches(model: WhatIf) -> list[str]:
     """Other batch sizes, no larger than the data set, at which another one is chosen, and is faster by more than
     predictions may be off; each one once."""
     lines, told = list[str](), set[str]()
@@ -78,12 +78,12 @@ def _batches(model: Elsewhere) -> list[str]:
     return lines
 
 
-def _off(model: Elsewhere, profile: Profile, *two: Priced) -> float:
+def _off(model: WhatIf, profile: Profile, *two: Priced) -> float:
     """By what part the ratio of two predictions may be off; and by what trials have refuted here."""
     return max(p.with_overhead(profile).error for p in two) + model.doubted - 1
 
 
-def _more(model: Elsewhere, workers: int | None) -> list[str]:
+def _more(model: WhatIf, workers: int | None) -> list[str]:
     """What one host more helps, or one GPU more."""
     lines, cluster = [], model.cluster
     grown = one_host_more(cluster)
@@ -97,7 +97,7 @@ def _more(model: Elsewhere, workers: int | None) -> list[str]:
     return lines
 
 
-def _helps(model: Elsewhere, larger: Cluster, known: Collection[str], workers: int | None, what: str) -> list[str]:
+def _helps(model: WhatIf, larger: Cluster, known: Collection[str], workers: int | None, what: str) -> list[str]:
     """Of the layouts of a larger cluster those that use what is new there: the others are priced already. Less than a
     tie is no help: a plan there would leave the new one idle."""
     new = [d.name for d in larger.devices if d.name not in known]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.core.event import Event
-from apportion.reporting.journal import Clock, Row, entries, summary
+from apportion.reporting.journal import Clock, TableRow, entries, summary
 
 Floats = NDArray[np.float64]
 STAGES = ("loading", "computing", "waiting", "updating")
@@ -27,7 +27,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerHistory:
     """One rank's speed, and where the time of its steps went."""
 
     rank: int
@@ -60,13 +60,13 @@ class History:
     run_dir: Path
     run: Mapping[str, Any]
     """What run.json holds; empty where there is none."""
-    rows: list[Row]
+    rows: list[TableRow]
     values: Mapping[str, Curve]
     """Each named value against the step."""
     learning_rate: Curve
     throughput: Curve
     """Of all workers together, against seconds."""
-    workers: list[Worker]
+    workers: list[WorkerHistory]
     plans: list[Moment]
     drifts: list[Moment]
     starts: list[Moment]
@@ -154,9 +154,9 @@ class _WorkerReader:
         for stage in STAGES:
             self.stages[stage] = self.stages.get(stage, 0.0) + steps * float(event.data.get(stage) or 0.0)
 
-    def worker(self, rank: int) -> Worker:
+    def worker(self, rank: int) -> WorkerHistory:
         speed = Curve(np.asarray(self.seconds), np.asarray(self.speeds, dtype=float))
-        return Worker(rank, speed, {stage: total / self.steps for stage, total in self.stages.items()})
+        return WorkerHistory(rank, speed, {stage: total / self.steps for stage, total in self.stages.items()})
 
 
 class _Reader:
@@ -219,7 +219,7 @@ class _Reader:
         for curve in (self._learning_rate, *self._values.values()):
             curve.rewind(step + 1)
 
-    def history(self, run_dir: Path, rows: list[Row]) -> History:
+    def history(self, run_dir: Path, rows: list[TableRow]) -> History:
         throughput = np.asarray(self._throughput, dtype=float).reshape(-1, 2)
         return History(
             run_dir=run_dir,

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from apportion.reporting.html.curves import finite, on_log_scale, smoothed, spread, thinned
-from apportion.reporting.html.history import STAGES, Curve, History, Moment, Worker
+from apportion.reporting.html.history import STAGES, Curve, History, Moment, WorkerHistory
 from apportion.reporting.journal import measure, number
 
 BROAD, SLIM = 1000, 490
@@ -164,7 +164,7 @@ def speed_picture(history: History) -> Picture | None:
     return Picture(broad_and_slim(draw, what, height), _worker_keys(history, drawn) if len(drawn) > 1 else ())
 
 
-def stages_picture(workers: Sequence[Worker]) -> Picture | None:
+def stages_picture(workers: Sequence[WorkerHistory]) -> Picture | None:
     """Where a step's time goes: a bar for each worker."""
     workers = slowest([worker for worker in workers if worker.step_seconds > 0])
     if not workers:
@@ -194,7 +194,7 @@ def stages_picture(workers: Sequence[Worker]) -> Picture | None:
     return Picture(broad_and_slim(one_plot(draw), "where a step's time goes, by worker", 70 + 34 * len(workers)), keys)
 
 
-def slowest(workers: Sequence[Worker]) -> list[Worker]:
+def slowest(workers: Sequence[WorkerHistory]) -> list[WorkerHistory]:
     """As many as there is room for: all, or those with the longest own work a step (a fast worker waits)."""
     own = sorted(workers, key=lambda worker: worker.stages.get("waiting", 0.0) - worker.step_seconds)
     return sorted(own[:MOST_BARS], key=lambda worker: worker.rank)
@@ -209,7 +209,7 @@ def _speeds(axes: Axes) -> None:
     axes.spines["bottom"].set_visible(False)
 
 
-def _draw_workers(axes: Axes, workers: Sequence[Worker], per: float) -> None:
+def _draw_workers(axes: Axes, workers: Sequence[WorkerHistory], per: float) -> None:
     if len(workers) <= SERIES:
         for n, worker in enumerate(workers, 1):
             _draw_line(axes, worker.speed, per, f"series-{n}")
@@ -221,7 +221,7 @@ def _draw_workers(axes: Axes, workers: Sequence[Worker], per: float) -> None:
     axes.plot(x / per, np.median(y, 0), color=MARKS["series-1"])
 
 
-def _worker_keys(history: History, workers: Sequence[Worker]) -> list[tuple[str, str]]:
+def _worker_keys(history: History, workers: Sequence[WorkerHistory]) -> list[tuple[str, str]]:
     keys = [("all workers", "ink")] if len(history.throughput.x) > 1 else []
     if len(workers) > SERIES:
         between = [("median worker", "series-1"), (f"slowest to fastest of {len(workers)}", "series-1 faint")]

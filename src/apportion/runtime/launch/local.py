@@ -11,7 +11,7 @@ from typing import final
 
 from apportion.core.value import Value
 from apportion.process import usable_cores
-from apportion.runtime.spawn.client import Forked, NotForked, Task
+from apportion.runtime.spawn.client import ForkedProcess, NotForked, SpawnTask
 from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.spawn.template import template
 
@@ -102,7 +102,7 @@ class Local(Value):
         """The process that replacements are forked from; it takes a while until it is ready."""
         return Spare(self._task(Spare.program, payload, None))
 
-    def _seat(self, seat: int, task: Task, spawn: Callable[[Task, socket.socket], Forked]) -> Process:
+    def _seat(self, seat: int, task: SpawnTask, spawn: Callable[[SpawnTask, socket.socket], ForkedProcess]) -> Process:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -111,9 +111,9 @@ class Local(Value):
             ours.close()
             raise
 
-    def _task(self, target: str, payload: bytes, place: tuple[int, int, int] | None) -> Task:
+    def _task(self, target: str, payload: bytes, place: tuple[int, int, int] | None) -> SpawnTask:
         environment = {} if place is None else _environment(*place, self.threads_each(place[1]))
-        return Task(
+        return SpawnTask(
             target=target,
             payload=payload,
             environment={**os.environ, **environment},
@@ -143,7 +143,7 @@ class Process:
 
     seat: int
     channel: socket.socket
-    _forked: Forked
+    _forked: ForkedProcess
 
     def when_ended(self, call: Callable[[], None]) -> None:
         """Have this called, from another thread, once it has ended; it may have by now."""

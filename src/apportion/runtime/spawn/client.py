@@ -16,7 +16,7 @@ from apportion.errors import ApportionError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class SpawnTask:
     """What a process is to do: call ``target`` (``module:function``) with its socket and the payload."""
 
     target: str
@@ -29,12 +29,12 @@ class Task:
 
 
 @dataclass(eq=False)
-class Forked:
+class ForkedProcess:
     """A forked process as the driver knows it."""
 
     number: int
     """The driver's own: a process id is known only later, and another process may have it afterwards."""
-    _reaper: Forks
+    _reaper: ForkServerClient
     """Its parent, which is told when it ends."""
     pid: int | None = None
     status: int | None = None
@@ -64,14 +64,14 @@ _numbers = itertools.count()
 
 
 @final
-class Forks:
+class ForkServerClient:
     """The driver's end of a process that forks. ``reaper``: whose children they become, where it gives them away."""
 
-    def __init__(self, sock: socket.socket, reaper: Forks | None = None) -> None:
+    def __init__(self, sock: socket.socket, reaper: ForkServerClient | None = None) -> None:
         self._lines = Lines(sock)
         self._reaper = reaper or self
         self._condition = threading.Condition()
-        self._workers: dict[int, Forked] = {}
+        self._workers: dict[int, ForkedProcess] = {}
         self.ready = self.gone = False
         """Can it fork at once? Has it ended?"""
 
@@ -98,7 +98,7 @@ class Forks:
         for worker in workers:
             worker.when_ended()
 
-    def _note(self, message: dict[str, Any]) -> list[Forked]:
+    def _note(self, message: dict[str, Any]) -> list[ForkedProcess]:
         """Returns who has ended."""
         kind = message["kind"]
         if kind == "ready":
@@ -119,10 +119,10 @@ class Forks:
             self._condition.wait_for(lambda: condition() or self.gone, seconds)
             return condition()
 
-    def spawn(self, task: Task, channel: socket.socket, seconds: float) -> Forked:
+    def spawn(self, task: SpawnTask, channel: socket.socket, seconds: float) -> ForkedProcess:
         """Fork a process that talks through the other end of ``channel``. NotForked where it is gone, or the time is
         up; ApportionError where the system refuses."""
-        worker = Forked(next(_numbers), self._reaper)
+        worker = ForkedProcess(next(_numbers), self._reaper)
         self._workers[worker.number] = worker
         request = {
             "kind": "spawn",
@@ -155,13 +155,13 @@ class Forks:
             self._reaper.adopt(self._workers.pop(worker.number))
         return worker
 
-    def adopt(self, worker: Forked) -> None:
+    def adopt(self, worker: ForkedProcess) -> None:
         """A process that another one has forked and given away."""
         with self._condition:
             self._workers[worker.number] = worker
         self._tell({"kind": "adopt", "worker": worker.number, "pid": worker.pid})
 
-    def kill(self, worker: Forked) -> None:
+    def kill(self, worker: ForkedProcess) -> None:
         """SIGKILL, where it lives."""
         self._tell({"kind": "kill", "worker": worker.number})
 

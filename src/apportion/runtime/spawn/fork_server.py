@@ -25,7 +25,7 @@ _STRANGERS = 1000
 
 
 @final
-class Server:
+class ForkServer:
     """Forks what it is told to. ``gives_to``: the process id of an ancestor that its children are given to: they
     outlive this process, and die with that one."""
 

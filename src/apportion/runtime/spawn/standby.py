@@ -12,7 +12,7 @@ import socket
 import threading
 from typing import ClassVar, final
 
-from apportion.runtime.spawn.client import Forked, Forks, Task
+from apportion.runtime.spawn.client import ForkedProcess, ForkServerClient, SpawnTask
 from apportion.runtime.spawn.template import template
 
 SPAWN_SECONDS = 1.0
@@ -30,12 +30,12 @@ class Spare:
     target: ClassVar[str] = "apportion.runtime.worker.preloaded:train_opened"
     """What a replacement is to call."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: SpawnTask) -> None:
         ours, theirs = socket.socketpair()
         parent = template()
         with theirs:
             self._process = parent.spawn(task, theirs)
-        self._forks = Forks(ours, reaper=parent.forks)
+        self._forks = ForkServerClient(ours, reaper=parent.forks)
         self._thread = threading.Thread(target=self._forks.listen, name="spare", daemon=True)
         self._thread.start()
 
@@ -59,7 +59,7 @@ class Spare:
         """Once it is gone: because it cannot stand by for the workload?"""
         return self._process.wait(SPAWN_SECONDS) == UNFIT
 
-    def spawn(self, task: Task, channel: socket.socket) -> Forked:
+    def spawn(self, task: SpawnTask, channel: socket.socket) -> ForkedProcess:
         """Fork a replacement. NotForked where it is gone, or does not answer."""
         return self._forks.spawn(task, channel, SPAWN_SECONDS)
 

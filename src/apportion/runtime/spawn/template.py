@@ -20,8 +20,8 @@ from typing import final
 
 from apportion.errors import ApportionError
 from apportion.process import die_with_parent, take_orphans_in
-from apportion.runtime.spawn.client import Forked, Forks, NotForked, Task
-from apportion.runtime.spawn.fork_server import Server
+from apportion.runtime.spawn.client import ForkedProcess, ForkServerClient, NotForked, SpawnTask
+from apportion.runtime.spawn.fork_server import ForkServer
 
 START_SECONDS = 120.0
 """To import torch on a busy machine with a cold disk."""
@@ -38,7 +38,7 @@ class Template:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        self.forks = Forks(ours)
+        self.forks = ForkServerClient(ours)
         self._process: subprocess.Popen[bytes] | None = None
         self._why = ""
         threading.Thread(target=self._live, args=(theirs,), name="template", daemon=True).start()
@@ -80,7 +80,7 @@ class Template:
         if not self.wait_for(lambda: self.forks.ready, START_SECONDS):
             raise self._died()
 
-    def spawn(self, task: Task, channel: socket.socket) -> Forked:
+    def spawn(self, task: SpawnTask, channel: socket.socket) -> ForkedProcess:
         """Fork a worker that talks through the other end of ``channel``."""
         try:
             return self.forks.spawn(task, channel, START_SECONDS)
@@ -156,7 +156,7 @@ def main() -> None:
     take_orphans_in()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _warm_up()
-    Server(socket.socket(fileno=descriptor)).serve()
+    ForkServer(socket.socket(fileno=descriptor)).serve()
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 
 from apportion.core.policy import Policy
 from apportion.runtime.supervisor.failures import (
-    Began,
-    Changed,
-    Exited,
-    Finished,
-    Happening,
-    Late,
-    Loss,
-    Raised,
+    WorkerBegan,
+    WorkerEvent,
+    WorkerExited,
+    WorkerFinished,
+    WorkerLost,
+    WorkerRaised,
+    WorkersChanged,
+    WorkerStalled,
     death_text,
     late_text,
     was_ended,
@@ -70,14 +70,14 @@ class Stop:
 class Replace:
     """Seat new workers in place of these; the others go on from the last update."""
 
-    losses: tuple[Loss, ...]
+    losses: tuple[WorkerLost, ...]
 
 
 @dataclass(frozen=True)
 class Shrink:
     """Go on without these."""
 
-    losses: tuple[Loss, ...]
+    losses: tuple[WorkerLost, ...]
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,14 @@ class Restart:
     """End every worker and begin again, from the last checkpoint where there is one: nobody has a state to go on
     from."""
 
-    losses: tuple[Loss, ...]
+    losses: tuple[WorkerLost, ...]
 
 
 Action = GoOn | Finish | Stop | Replace | Shrink | Restart
 
 
 def next_action(
-    happened: Sequence[Happening],
+    happened: Sequence[WorkerEvent],
     workers: int,
     seconds: float,
     *,
@@ -105,7 +105,7 @@ def next_action(
     exception, then a death by a signal, then a rank that does not move. A lost peer or a closed connection is a
     symptom, and waits a little for its cause.
     """
-    seen = _Seen(happened, workers)
+    seen = _Evidence(happened, workers)
     action = _decide(seen, seconds, policy or Policy(), survives)
     final = isinstance(action, Stop) and (action.mistake or action.checkpoint or action.not_finite or action.differs)
     if isinstance(action, Stop) and survives and not final:
@@ -113,7 +113,7 @@ def next_action(
     return action
 
 
-def _decide(seen: _Seen, seconds: float, policy: Policy, survives: bool) -> Action:
+def _decide(seen: _Evidence, seconds: float, policy: Policy, survives: bool) -> Action:
     for raised in seen.raised:
         if not raised.symptom and not (raised.state_lost and survives):
             return _stop(raised)
@@ -134,27 +134,27 @@ def _decide(seen: _Seen, seconds: float, policy: Policy, survives: bool) -> Acti
     return Finish() if len(seen.finished | {loss.rank for loss in seen.losses}) >= seen.workers else GoOn()
 
 
-class _Seen:
+class _Evidence:
     """What happened, sorted: to the world as it is now, and the losses before."""
 
-    def __init__(self, happened: Sequence[Happening], workers: int) -> None:
-        changes = [(at, h) for at, h in enumerate(happened, 1) if isinstance(h, Changed)]
+    def __init__(self, happened: Sequence[WorkerEvent], workers: int) -> None:
+        changes = [(at, h) for at, h in enumerate(happened, 1) if isinstance(h, WorkersChanged)]
         self.workers = changes[-1][1].workers if changes else workers
         """In the run now."""
         self.before = [loss for _, change in changes for loss in change.losses]
         started = max((at for at, change in changes if change.restarted), default=0)
         now = happened[changes[-1][0] :] if changes else happened
-        self.raised = [h for h in now if isinstance(h, Raised)]
-        self.finished = {h.rank for h in now if isinstance(h, Finished)}
+        self.raised = [h for h in now if isinstance(h, WorkerRaised)]
+        self.finished = {h.rank for h in now if isinstance(h, WorkerFinished)}
         self.symptoms = [h for h in self.raised if not h.state_lost]
         self.state_lost = next((h for h in self.raised if h.state_lost), None)
-        self.has_state = self.state_lost is None and any(isinstance(h, Began) for h in happened[started:])
+        self.has_state = self.state_lost is None and any(isinstance(h, WorkerBegan) for h in happened[started:])
         """Has every worker begun, and is the state still there?"""
-        ended = [h for h in now if isinstance(h, Exited) and h.rank not in self.finished]
+        ended = [h for h in now if isinstance(h, WorkerExited) and h.rank not in self.finished]
         told = {h.rank for h in self.raised}
         self.exits = [h for h in ended if h.returncode >= 0 and h.rank not in told]
         """By the program itself."""
-        late = [h for h in now if isinstance(h, Late)]
+        late = [h for h in now if isinstance(h, WorkerStalled)]
         self.late = next((h for h in late if not (h.stopped or h.silent)), None)
         self.gone = tuple(sorted(told | {h.rank for h in ended} | {rank for h in late for rank in h.ranks}))
         """Ranks that take part in nothing more."""
@@ -167,24 +167,24 @@ class _Seen:
         """Have the others a last update that is not saved yet?"""
         return self.has_state and not self.finished and len(self.gone) < self.workers
 
-    def _losses(self, troubles: Sequence[Happening]) -> tuple[Loss, ...]:
+    def _losses(self, troubles: Sequence[WorkerEvent]) -> tuple[WorkerLost, ...]:
         """One a rank, in the order in which they were noticed."""
-        lost: dict[int, Loss] = {}
+        lost: dict[int, WorkerLost] = {}
         for h in troubles:
-            if isinstance(h, Exited) and h.returncode < 0:
+            if isinstance(h, WorkerExited) and h.returncode < 0:
                 self.cure = self.cure or _RESUME * (not lost and was_ended(h))
-                lost.setdefault(h.rank, Loss(h.rank, death_text(h), h.step))
-            elif isinstance(h, Late) and (h.stopped or h.silent):
+                lost.setdefault(h.rank, WorkerLost(h.rank, death_text(h), h.step))
+            elif isinstance(h, WorkerStalled) and (h.stopped or h.silent):
                 self.cure = self.cure or _RESUME * (not lost)
                 for rank in set(h.ranks) - self.finished:
-                    lost.setdefault(rank, Loss(rank, late_text(replace(h, ranks=(rank,))), h.step))
+                    lost.setdefault(rank, WorkerLost(rank, late_text(replace(h, ranks=(rank,))), h.step))
         if self.state_lost is not None:  # everyone tells; it counts once
             h = self.state_lost
-            lost.setdefault(h.rank, Loss(h.rank, _stop(h).cause, h.step))
+            lost.setdefault(h.rank, WorkerLost(h.rank, _stop(h).cause, h.step))
         return tuple(lost.values())
 
 
-def _with_losses(seen: _Seen, policy: Policy) -> Action:
+def _with_losses(seen: _Evidence, policy: Policy) -> Action:
     for loss in seen.losses:
         if sum((before.rank, before.step) == (loss.rank, loss.step) for before in seen.before) + 1 >= REPEATS:
             often = f"it has happened {REPEATS} times at step {loss.step}, which is no accident"
@@ -201,7 +201,7 @@ def _with_losses(seen: _Seen, policy: Policy) -> Action:
 _RESUME = "; --resume goes on"
 
 
-def _stop(raised: Raised) -> Stop:
+def _stop(raised: WorkerRaised) -> Stop:
     # What went wrong on behalf of the whole run is not about the rank that happened to find it.
     whose = "" if raised.traceback is None else f"rank {raised.rank}: "
     return Stop(

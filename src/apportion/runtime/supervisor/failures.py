@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Raised:
+class WorkerRaised:
     """A worker reported an exception of its own."""
 
     rank: int
@@ -34,7 +34,7 @@ class Raised:
 
 
 @dataclass(frozen=True)
-class Exited:
+class WorkerExited:
     """A worker process ended."""
 
     rank: int
@@ -47,14 +47,14 @@ class Exited:
 
 
 @dataclass(frozen=True)
-class Finished:
+class WorkerFinished:
     """A worker reported that it is done."""
 
     rank: int
 
 
 @dataclass(frozen=True)
-class Late:
+class WorkerStalled:
     """Ranks that have not moved for longer than they may, while others wait for them."""
 
     ranks: tuple[int, ...]
@@ -67,12 +67,12 @@ class Late:
 
 
 @dataclass(frozen=True)
-class Began:
+class WorkerBegan:
     """Every worker has built its step: there is a state to go on from."""
 
 
 @dataclass(frozen=True)
-class Loss:
+class WorkerLost:
     """Of a worker."""
 
     rank: int
@@ -82,18 +82,18 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Changed:
+class WorkersChanged:
     """The supervisor has taken these workers out of the run, and put others in their places or not. What happens from
     here on happens to the ranks of the new world."""
 
-    losses: tuple[Loss, ...]
+    losses: tuple[WorkerLost, ...]
     workers: int
     """In the run now."""
     restarted: bool = False
     """All workers are others, and have to begin."""
 
 
-Happening = Raised | Exited | Finished | Late | Began | Changed
+WorkerEvent = WorkerRaised | WorkerExited | WorkerFinished | WorkerStalled | WorkerBegan | WorkersChanged
 
 
 # In words
@@ -101,12 +101,12 @@ Happening = Raised | Exited | Finished | Late | Began | Changed
 _ENDED_BY = ("SIGTERM", "SIGINT", "SIGHUP")
 
 
-def was_ended(death: Exited) -> bool:
+def was_ended(death: WorkerExited) -> bool:
     """By someone, or the system, who wanted it to end."""
     return _signal_name(-death.returncode) in _ENDED_BY
 
 
-def death_text(death: Exited) -> str:
+def death_text(death: WorkerExited) -> str:
     """Why it ended, and the cure."""
     if death.returncode >= 0:
         return (
@@ -136,7 +136,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def late_text(late: Late) -> str:
+def late_text(late: WorkerStalled) -> str:
     """How long they kept the others waiting, and why."""
     ranks = f"rank{'s' if len(late.ranks) > 1 else ''} {', '.join(map(str, late.ranks))}"
     has, waited = "have" if len(late.ranks) > 1 else "has", f"others waited {late.seconds:.0f} s at step {late.step}"

@@ -12,9 +12,9 @@ from typing import final
 from apportion.comm.channel import Message
 from apportion.errors import ApportionError
 from apportion.runtime.supervisor.decisions import Action, Finish, GoOn, Replace, Restart, Shrink, Stop
-from apportion.runtime.supervisor.failures import Loss
+from apportion.runtime.supervisor.failures import WorkerLost
 from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance
-from apportion.runtime.supervisor.worker_pool import Crew
+from apportion.runtime.supervisor.worker_pool import WorkerPool
 
 ANSWER_SECONDS = 0.001
 """Between two looks at who has answered that another is lost."""
@@ -41,7 +41,7 @@ class Said:
 class Fault:
     """A loss, and what was done about it."""
 
-    loss: Loss
+    loss: WorkerLost
     action: str
 
 
@@ -50,10 +50,10 @@ News = Said | Fault | Finish | Stop | Exception
 
 
 @final
-class Attendant:
+class RecoveryLoop:
     """Listens to a crew, does what is decided about its losses, and hands on what the user is to know."""
 
-    def __init__(self, crew: Crew, *, spares: bool) -> None:
+    def __init__(self, crew: WorkerPool, *, spares: bool) -> None:
         self._crew, self._spares_left = crew, SPARES if spares else 0
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._closing = False
@@ -179,7 +179,7 @@ class Attendant:
             return
         self._mended = None
 
-    def _tell(self, losses: Sequence[Loss], action: str) -> None:
+    def _tell(self, losses: Sequence[WorkerLost], action: str) -> None:
         for loss in losses:
             self._news.put(Fault(loss, action))
 
@@ -206,6 +206,6 @@ class Attendant:
 class _Mended:
     """Workers that were replaced, of whom it is not told yet how long it took until the next step was made."""
 
-    losses: tuple[Loss, ...]
+    losses: tuple[WorkerLost, ...]
     began: float
     step: int

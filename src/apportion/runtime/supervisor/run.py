@@ -18,9 +18,9 @@ from apportion.runtime.launch.local import Local
 from apportion.runtime.proof.proof import Settled
 from apportion.runtime.supervisor.decisions import Finish, Stop
 from apportion.runtime.supervisor.interrupts import Interrupts
-from apportion.runtime.supervisor.recovery import Attendant, Fault, News, Said
+from apportion.runtime.supervisor.recovery import Fault, News, RecoveryLoop, Said
 from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance
-from apportion.runtime.supervisor.worker_pool import Crew, failure
+from apportion.runtime.supervisor.worker_pool import WorkerPool, failure
 from apportion.runtime.worker.job import Job
 
 SAVE_SECONDS = 3.5
@@ -47,14 +47,14 @@ class RunProof(Protocol):
         """Returns the verdict as plain JSON. Raises NotProved where the run must not go on."""
 
 
-class Supervised:
+class RunSupervisor:
     """One run of a job on this machine's processes."""
 
     def __init__(self, job: Job, launcher: Local, ranks: int, proof: RunProof | None = None) -> None:
         """``proof``: what a job is asked about that is to prove itself."""
         self._job, self._launcher, self._ranks, self._proof = job, launcher, ranks, proof
-        self._crew: Crew | None = None
-        self._attendant: Attendant | None = None
+        self._crew: WorkerPool | None = None
+        self._attendant: RecoveryLoop | None = None
         self.started = False
         """Has a ``start`` been told?"""
         self._began = time.perf_counter()
@@ -97,8 +97,8 @@ class Supervised:
         """The events, with the place of an interrupt noted: inside, or in the body of the user's loop."""
         self._launcher.prepare()
         self._interrupts.hold()  # no worker may be started and not known
-        self._crew = Crew(self._launcher, "apportion.runtime.worker.entry:train", self._job, self._ranks)
-        self._attendant = Attendant(self._crew, spares=self._job.replaceable and sys.platform == "linux")
+        self._crew = WorkerPool(self._launcher, "apportion.runtime.worker.entry:train", self._job, self._ranks)
+        self._attendant = RecoveryLoop(self._crew, spares=self._job.replaceable and sys.platform == "linux")
         self._interrupts.release()
         for event in self._listen(self._attendant):
             self._interrupts.outside = True
@@ -119,7 +119,7 @@ class Supervised:
         elif self._crew is not None:
             self._crew.close()
 
-    def _listen(self, attendant: Attendant) -> Iterator[Event]:
+    def _listen(self, attendant: RecoveryLoop) -> Iterator[Event]:
         while True:
             news = self._news(attendant, LOOK_SECONDS)
             if isinstance(news, Said) and news.message["kind"] == "prove":
@@ -159,7 +159,7 @@ class Supervised:
     def _proof_event(self, **data: Any) -> Event:
         return self._own_event("proof", **data)
 
-    def _news(self, attendant: Attendant, seconds: float) -> News | None:
+    def _news(self, attendant: RecoveryLoop, seconds: float) -> News | None:
         """The next, or None within this time; whether it is the last is noted."""
         news = attendant.news(seconds)
         if isinstance(news, Finish | Stop | Exception):

@@ -13,7 +13,7 @@ from typing import Any, final
 
 import numpy as np
 
-from apportion.runtime.supervisor.failures import Late
+from apportion.runtime.supervisor.failures import WorkerStalled
 
 LOOK_SECONDS = 0.5
 """Between two looks at every rank's progress."""
@@ -59,7 +59,7 @@ class Allowance:
 
 
 @final
-class Watch:
+class Watchdog:
     """Finds the ranks that the others wait for, from each seat's line: what it got done, and whether it waits."""
 
     def __init__(self, lines: Any) -> None:
@@ -102,7 +102,7 @@ class Watch:
         """Another process takes the seat."""
         self._all[seat, [_WAITING, _BEGUN]] = 0
 
-    def late(self, now: float, stopped: Collection[int] = ()) -> Late | None:
+    def late(self, now: float, stopped: Collection[int] = ()) -> WorkerStalled | None:
         """The ranks that have kept the others waiting for too long. ``stopped``: whose processes are."""
         passed = self._clock.passed(now)
         self._still += passed
@@ -118,9 +118,9 @@ class Watch:
         if self._waited <= self._allowed():
             return None
         late = np.flatnonzero(~waiting).tolist() or list(range(len(done)))
-        return Late(tuple(late), self.step, self._waited)
+        return WorkerStalled(tuple(late), self.step, self._waited)
 
-    def _too_long_stopped(self, passed: float, stopped: Collection[int]) -> Late | None:
+    def _too_long_stopped(self, passed: float, stopped: Collection[int]) -> WorkerStalled | None:
         if not stopped and not self._stopped.any():
             return None
         for rank in range(len(self._stopped)):
@@ -130,7 +130,7 @@ class Watch:
         ranks = np.flatnonzero(self._stopped > self._pace(STOPPED_SECONDS, STOPPED_STEPS)).tolist()
         if not ranks:
             return None
-        return Late(tuple(ranks), self.step, float(self._stopped.max()), stopped=True)
+        return WorkerStalled(tuple(ranks), self.step, float(self._stopped.max()), stopped=True)
 
     def _move(self, done: Any) -> None:
         if self._first is None:
@@ -148,15 +148,15 @@ class Watch:
     def _pace(self, seconds: float, steps: int) -> float:
         return max(seconds, steps * float(np.median(self._steps)) if self._steps else 0.0)
 
-    def silence(self) -> Silence:
+    def silence(self) -> UnresponsiveDetector:
         """From now on."""
         usual = max(self._pace(SILENT_SECONDS, SILENT_STEPS), SILENT_SLOWEST * self._slowest)
         patience = FIRST_SECONDS if self._first is None else usual
-        return Silence(lambda: self._lines, patience, max(patience, self._allowed()))
+        return UnresponsiveDetector(lambda: self._lines, patience, max(patience, self._allowed()))
 
 
 @final
-class Silence:
+class UnresponsiveDetector:
     """Finds the ranks that neither answer nor get anything done: for ``patience`` seconds, or ``opening`` where they
     still open the workload and have no wait to be called out of."""
 
@@ -167,7 +167,7 @@ class Silence:
         self._clock = Clock()
         self._still = np.zeros(len(lines))
 
-    def broken_by(self, asked: Collection[int], now: float) -> Late | None:
+    def broken_by(self, asked: Collection[int], now: float) -> WorkerStalled | None:
         """Of those that have not answered yet, the ones that will not."""
         lines = self._look()
         self._still += self._clock.passed(now)
@@ -178,7 +178,7 @@ class Silence:
         silent = [rank for rank in asked if self._still[rank] > patience[rank]]
         if not silent:
             return None
-        return Late(tuple(silent), int(lines[:, _STEP].max()), float(self._still[silent].max()), silent=True)
+        return WorkerStalled(tuple(silent), int(lines[:, _STEP].max()), float(self._still[silent].max()), silent=True)
 
 
 def is_stopped(pid: int) -> bool:

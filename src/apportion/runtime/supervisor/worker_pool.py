@@ -16,7 +16,7 @@ import cloudpickle
 import numpy as np
 import torch.distributed as dist
 
-from apportion.comm.channel import Lines, Message, SharedMemory
+from apportion.comm.channel import Lines, Message, SharedMemoryOwner
 from apportion.comm.membership import Membership
 from apportion.core.policy import Policy
 from apportion.errors import CheckpointError, NotFinite, RanksDiffer, WorkerFailed
@@ -24,8 +24,24 @@ from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.launch.local import Local, Process
 from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.supervisor.decisions import Action, Stop, next_action
-from apportion.runtime.supervisor.failures import Began, Changed, Exited, Finished, Happening, Late, Loss, Raised
-from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance, Silence, Watch, is_stopped, memory_kills
+from apportion.runtime.supervisor.failures import (
+    WorkerBegan,
+    WorkerEvent,
+    WorkerExited,
+    WorkerFinished,
+    WorkerLost,
+    WorkerRaised,
+    WorkersChanged,
+    WorkerStalled,
+)
+from apportion.runtime.supervisor.watchdog import (
+    LOOK_SECONDS,
+    Allowance,
+    UnresponsiveDetector,
+    Watchdog,
+    is_stopped,
+    memory_kills,
+)
 from apportion.runtime.worker.entry import PROGRESS_BYTES
 from apportion.runtime.worker.job import Job, WorkerJob
 
@@ -34,7 +50,7 @@ KILL_SECONDS = 30.0
 """Nobody is replaced before its end: it could write to what it shares."""
 
 
-class Crew:
+class WorkerPool:
     """So many worker processes that run ``target`` (``module:function``) on a job."""
 
     def __init__(self, launcher: Local, target: str, job: WorkerJob, ranks: int) -> None:
@@ -42,7 +58,7 @@ class Crew:
         self._replaceable = isinstance(job, Job) and job.replaceable
         self._policy = job.policy if isinstance(job, Job) else Policy()
         self.ranks = self._at_first = ranks
-        self._happened: list[Happening] = []
+        self._happened: list[WorkerEvent] = []
         self._last = self._began = time.monotonic()
         self._kills = memory_kills()
         self._stopping = self._begun = False
@@ -56,8 +72,8 @@ class Crew:
         self._lines: dict[int, Lines] = {}
         self._late_by: dict[int, float] = {}
         self._store: Any = None
-        self._memory = SharedMemory()
-        self.watch: Watch | None = None
+        self._memory = SharedMemoryOwner()
+        self.watch: Watchdog | None = None
         self.spare: Spare | None = None
         try:
             self._start()
@@ -69,7 +85,7 @@ class Crew:
         self._places, self._seats = self.ranks, list(range(self.ranks))
         """How many seats there are; that of each rank."""
         progress = np.frombuffer(self._memory.map("progress", PROGRESS_BYTES * self.ranks), dtype=np.int64)
-        self.watch = Watch(progress.reshape(self.ranks, -1))
+        self.watch = Watchdog(progress.reshape(self.ranks, -1))
         self._members: Membership | None = None
         if self._replaceable:
             memory = memoryview(self._memory.map("members", Membership.nbytes(self.ranks)))
@@ -156,16 +172,16 @@ class Crew:
             message["event"]["seconds"] += self._late_by[seat]
         return message
 
-    def _note(self, happening: Happening) -> None:
+    def _note(self, happening: WorkerEvent) -> None:
         self._happened.append(happening)
         self._last = time.monotonic()
 
     def _note_message(self, seat: int, message: Message) -> None:
         rank = self._seats.index(seat)
         if message.pop("kind") == "finished":
-            self._note(Finished(rank))
+            self._note(WorkerFinished(rank))
         else:
-            self._note(Raised(rank, **message, step=self._seen_by(seat)))
+            self._note(WorkerRaised(rank, **message, step=self._seen_by(seat)))
 
     def _note_exit(self, seat: int) -> None:
         process = self._processes[seat]
@@ -176,7 +192,7 @@ class Crew:
             code = process.wait(GONE_SECONDS)
         starved = memory_kills() > self._kills
         code = code if code is not None else -9
-        self._note(Exited(self._seats.index(seat), code, out_of_memory=starved, step=self._seen_by(seat)))
+        self._note(WorkerExited(self._seats.index(seat), code, out_of_memory=starved, step=self._seen_by(seat)))
 
     @property
     def step(self) -> int:
@@ -191,11 +207,11 @@ class Crew:
         """What to do about all that happened so far."""
         if self._replaceable and not self._begun and self.watch is not None and self.watch.begun:
             self._begun = True
-            self._note(Began())
+            self._note(WorkerBegan())
         if self.watch is not None:
             stopped = [rank for rank, pid in enumerate(self.pids()) if is_stopped(pid)]
             late = self.watch.late(time.monotonic(), stopped)
-            if late is not None and not any(isinstance(h, Late) for h in self._now()):
+            if late is not None and not any(isinstance(h, WorkerStalled) for h in self._now()):
                 stopped = stopped if not late.stopped else []
                 self._note(
                     dataclasses.replace(late, ranks=tuple(stopped) or late.ranks, stopped=late.stopped or bool(stopped))
@@ -208,14 +224,14 @@ class Crew:
             survives=self._replaceable,
         )
 
-    def _now(self) -> list[Happening]:
+    def _now(self) -> list[WorkerEvent]:
         """What happened since the last change."""
-        since = max((at for at, h in enumerate(self._happened, 1) if isinstance(h, Changed)), default=0)
+        since = max((at for at, h in enumerate(self._happened, 1) if isinstance(h, WorkersChanged)), default=0)
         return self._happened[since:]
 
     # A change of who is in the run (see comm/membership.py for its order)
 
-    def open_change(self, lost: Collection[int]) -> Silence:
+    def open_change(self, lost: Collection[int]) -> UnresponsiveDetector:
         """These ranks are lost, and all others have to answer."""
         assert self._members is not None
         assert self.watch is not None
@@ -224,7 +240,7 @@ class Crew:
         self._members.open_change()
         return self.watch.silence()
 
-    def settled(self, lost: Collection[int], silence: Silence) -> bool:
+    def settled(self, lost: Collection[int], silence: UnresponsiveDetector) -> bool:
         """Have the lost been waited for, and all others answered, or ended? Who does not answer is ended."""
         assert self._members is not None
         listened = {self._seats.index(seat) for seat in self._listened()}
@@ -244,7 +260,7 @@ class Crew:
             )
         return not asked and not undead
 
-    def replace(self, losses: Sequence[Loss]) -> None:
+    def replace(self, losses: Sequence[WorkerLost]) -> None:
         """Seat others in their places, and close the change."""
         assert self._members is not None
         self._changed(losses)
@@ -261,7 +277,7 @@ class Crew:
         """Start what replacements are forked from."""
         self.spare = self._launcher.spare(self._payload)
 
-    def shrink(self, losses: Sequence[Loss]) -> None:
+    def shrink(self, losses: Sequence[WorkerLost]) -> None:
         """Close the change without them."""
         assert self._members is not None
         self._without([loss.rank for loss in losses])
@@ -282,13 +298,13 @@ class Crew:
         self._seats = [seat for seat in self._seats if seat not in gone]
         self.ranks = len(self._seats)
 
-    def restart(self, losses: Sequence[Loss]) -> None:
+    def restart(self, losses: Sequence[WorkerLost]) -> None:
         """End every process, and begin again with others and with memory of their own."""
         self._end_processes()
         self._members = None
         self.watch = None
         self._memory.close()
-        self._memory = SharedMemory()
+        self._memory = SharedMemoryOwner()
         self._changed(losses, restarted=True)
         assert isinstance(self._job, Job), "what only measures has no workers that are replaced"
         run_dir = self._job.run_dir
@@ -299,8 +315,8 @@ class Crew:
         if self._stopping:
             self.send({"kind": "stop"})
 
-    def _changed(self, losses: Sequence[Loss], *, restarted: bool = False) -> None:
-        self._note(Changed(tuple(losses), self.ranks, restarted))
+    def _changed(self, losses: Sequence[WorkerLost], *, restarted: bool = False) -> None:
+        self._note(WorkersChanged(tuple(losses), self.ranks, restarted))
         self._kills = memory_kills()
         if self.watch is not None:
             self.watch.sit(self._seats)

@@ -23,7 +23,7 @@ _SAVED = 4
 
 
 @dataclass
-class Wish:
+class RunControl:
     """What is wanted of the run, by someone outside its loop; and what the loop shows them."""
 
     stop: bool = False
@@ -45,11 +45,11 @@ class Wish:
     """Called when this rank has its place in a world whose membership has changed."""
 
 
-class Agreement:
+class StepCoordinator:
     """One answer for all ranks, at steps that all know beforehand, so that asking costs one small message a while."""
 
     def __init__(
-        self, group: Group, device: torch.device, wish: Wish, policy: Policy, *, steps_per_epoch: int, done: int
+        self, group: Group, device: torch.device, wish: RunControl, policy: Policy, *, steps_per_epoch: int, done: int
     ) -> None:
         self._group, self._device, self._wish = group, device, wish
         interval = policy.interval()

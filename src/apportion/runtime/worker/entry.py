@@ -21,7 +21,7 @@ from apportion.comm.channel import Channel
 from apportion.comm.world import World
 from apportion.errors import ApportionError, CheckpointError, NotFinite, PeerLost, RanksDiffer, StateLost
 from apportion.process import PACKAGE, keep_what_is_freed
-from apportion.runtime.worker.coordination import Wish
+from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job, WorkerJob
 from apportion.runtime.worker.loop import work
 from apportion.runtime.worker.step_server import serve_reference, serve_steps
@@ -72,7 +72,7 @@ def run_loaded(
 
 def train_job(job: Job, world: World, channel: Channel) -> None:
     """Train as one rank, under the supervisor's orders, and tell it every event."""
-    wish = Wish()
+    wish = RunControl()
     settled = queue.SimpleQueue[dict[str, Any]]()
     threading.Thread(target=_obey, args=(channel, wish, settled), name="orders", daemon=True).start()
     wish.progress = progress(world)
@@ -91,7 +91,7 @@ def progress(world: World) -> Any:
     return line
 
 
-def _rejoined(world: World, wish: Wish) -> None:
+def _rejoined(world: World, wish: RunControl) -> None:
     _watched(world, wish.progress)
     assert world.members is not None
     wish.stop = wish.stop or world.members.ending
@@ -110,7 +110,7 @@ def _settle(
     return settled.get()
 
 
-def _obey(channel: Channel, wish: Wish, settled: queue.SimpleQueue[dict[str, Any]]) -> None:
+def _obey(channel: Channel, wish: RunControl, settled: queue.SimpleQueue[dict[str, Any]]) -> None:
     """The supervisor's orders, while the main thread trains."""
     while (order := channel.commands.get()) is not None:
         if order["kind"] == "stop":
@@ -122,7 +122,7 @@ def _obey(channel: Channel, wish: Wish, settled: queue.SimpleQueue[dict[str, Any
     os._exit(1)  # the supervisor is gone
 
 
-def _save_now(wish: Wish, seconds: float) -> dict[str, Any]:
+def _save_now(wish: RunControl, seconds: float) -> dict[str, Any]:
     """The last update, written without waiting for the step under way: its number, or None and why not. A replacement
     has so many seconds until it has one."""
     if not wish.begun.wait(seconds):

@@ -12,7 +12,7 @@ from torch import Tensor
 from apportion.comm.group import Group
 from apportion.comm.objects import broadcast_message
 from apportion.core import tree
-from apportion.core.data.batch import Batch, Batches
+from apportion.core.data.batch import Batch, BatchSource
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import Step
 from apportion.core.torch_private import pytree
@@ -20,7 +20,7 @@ from apportion.core.workload import Evaluation
 
 
 def evaluate(
-    step: Step, evaluation: Evaluation, source: Batches, group: Group, beat: Callable[[], None]
+    step: Step, evaluation: Evaluation, source: BatchSource, group: Group, beat: Callable[[], None]
 ) -> Mapping[str, float]:
     """Every metric over the evaluation set, the same on every rank. Called by all ranks of the group; ``beat`` after
     each batch."""

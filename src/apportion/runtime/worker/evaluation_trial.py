@@ -11,7 +11,7 @@ import torch
 
 from apportion.comm.group import Group
 from apportion.core import tree
-from apportion.core.data.batch import Batch, Batches
+from apportion.core.data.batch import Batch, BatchSource
 from apportion.core.rng import fork_rng
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import Step
@@ -23,7 +23,7 @@ _MAY_NEED_MORE = (ValueError, ArithmeticError)
 """What a metric over the whole set may raise where it has seen only a part, as one that needs every class does."""
 
 
-def try_evaluation(step: Step, evaluation: Evaluation, source: Batches, group: Group) -> None:
+def try_evaluation(step: Step, evaluation: Evaluation, source: BatchSource, group: Group) -> None:
     """Compute every metric on the first batch, as an evaluation does. ValueError, which names the metric and what it
     was given, where one cannot be computed. Called by all ranks of the group.
 
@@ -39,7 +39,7 @@ def try_evaluation(step: Step, evaluation: Evaluation, source: Batches, group: G
                 buffer.copy_(before)
 
 
-def _try(step: Step, evaluation: Evaluation, source: Batches, group: Group) -> None:
+def _try(step: Step, evaluation: Evaluation, source: BatchSource, group: Group) -> None:
     metrics: Mapping[str, Any] = evaluation.metrics
     batch = source.at(0, DataShard() if step.whole else DataShard(group.rank, group.size))
     outputs = step.predict(batch)

@@ -21,7 +21,7 @@ import torch
 
 from apportion.comm.group import Alone
 from apportion.comm.world import World
-from apportion.core.data.batch import Batches
+from apportion.core.data.batch import BatchSource
 from apportion.core.event import Event
 from apportion.core.fingerprint import check_fingerprint
 from apportion.core.replica_digest import check_replicated
@@ -32,20 +32,20 @@ from apportion.parallel.replica.resync import broadcast_state
 from apportion.runtime.checkpoint.async_writer import Saver
 from apportion.runtime.checkpoint.code_ownership import factory_of
 from apportion.runtime.checkpoint.run_directory import RunDirectory
-from apportion.runtime.worker.coordination import Agreement, Wish
+from apportion.runtime.worker.coordination import RunControl, StepCoordinator
 from apportion.runtime.worker.evaluation import evaluate
 from apportion.runtime.worker.evaluation_trial import try_evaluation
 from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.nonfinite_loss import LossGuard
 from apportion.runtime.worker.schedule_lookahead import warning_of
-from apportion.runtime.worker.throughput import Meter
+from apportion.runtime.worker.throughput import ThroughputMeter
 
 REPORT_SECONDS = 0.2
 """Between two events of a kind: a person sees no more, and a step loses nothing to it."""
 SPEED_SECONDS = 0.5
 
 
-def work(job: Job, world: World, wish: Wish) -> Generator[Event, None, None]:
+def work(job: Job, world: World, wish: RunControl) -> Generator[Event, None, None]:
     """Train, as one rank of the world; what happens, as it happens. Closing the generator stops every rank at the
     next step that they agree on."""
     run = _begin(job, world, wish)
@@ -62,20 +62,20 @@ def work(job: Job, world: World, wish: Wish) -> Generator[Event, None, None]:
         run.close()
 
 
-def _begin(job: Job, world: World, wish: Wish) -> _Run:
+def _begin(job: Job, world: World, wish: RunControl) -> _TrainingLoop:
     """This rank's part; a replacement may see the next loss before it has begun."""
     while True:
         try:
-            return _Run(job, world, wish)
+            return _TrainingLoop(job, world, wish)
         except MembershipChanged:
             world = world.rejoin()
             wish.rejoined(world)
 
 
-class _Run:
+class _TrainingLoop:
     """One rank's part of a run."""
 
-    def __init__(self, job: Job, world: World, wish: Wish) -> None:
+    def __init__(self, job: Job, world: World, wish: RunControl) -> None:
         self.began = time.perf_counter()
         self.job, self.world, self.wish = job, world, wish
         self.workload: Workload = job.open()
@@ -91,7 +91,7 @@ class _Run:
         else:
             self.step.rejoin(world)
         self._regroup()
-        self.agreement = Agreement(
+        self.agreement = StepCoordinator(
             self.group,
             world.device,
             wish,
@@ -101,7 +101,7 @@ class _Run:
         )
         if world.generation:
             self.agreement.again(self.group, self.done)
-        self.meter = Meter(self.step)
+        self.meter = ThroughputMeter(self.step)
         self.guarded = LossGuard(self.step, self.workload, job.policy, ranks=world.size)
         self.evaluation = self._open_evaluation()
         self.metrics: Mapping[str, float] = {}
@@ -166,11 +166,11 @@ class _Run:
         self.saver.check()
         return state.step
 
-    def _open_evaluation(self) -> Batches | None:
+    def _open_evaluation(self) -> BatchSource | None:
         if self.workload.evaluation is None:
             return None
         rank = 0 if self.step.whole else self.world.rank  # who loads the same batch draws the same numbers for it
-        source = Batches.of_evaluation(self.workload, device=self.step.device, dtype=self.source.dtype, rank=rank)
+        source = BatchSource.of_evaluation(self.workload, device=self.step.device, dtype=self.source.dtype, rank=rank)
         return source
 
     def _prepare_evaluation(self) -> None:

@@ -20,11 +20,11 @@ import cloudpickle
 import torch
 from torch import nn
 
-from apportion.core.data.batch import Batches
+from apportion.core.data.batch import BatchSource
 from apportion.core.rng import RngState, seed_everything
 from apportion.core.workload import Workload
 from apportion.parallel.replica.single_process import OneDeviceStep
-from apportion.runtime.spawn.fork_server import Server
+from apportion.runtime.spawn.fork_server import ForkServer
 from apportion.runtime.spawn.standby import UNFIT
 from apportion.runtime.worker.entry import run_loaded, train_job
 from apportion.runtime.worker.job import Job
@@ -51,17 +51,17 @@ def serve(sock: socket.socket, payload: bytes) -> int:
     gc.freeze()  # a collection would write to every page that is shared with the template
     if opened is None or _threads() > 1 or _files() - files:
         return UNFIT
-    Server(sock, gives_to=os.getppid()).serve()
+    ForkServer(sock, gives_to=os.getppid()).serve()
     return 0
 
 
 def _open(job: Job) -> Job:
     """The same job with its data in memory, and everything imported that a first step imports."""
     workload = job.open()
-    data = Batches(workload).dataset
+    data = BatchSource(workload).dataset
     opened = replace(workload, data=lambda: data)
     if workload.evaluation is not None:
-        held = Batches.of_evaluation(workload).dataset
+        held = BatchSource.of_evaluation(workload).dataset
         opened = replace(opened, evaluation=replace(workload.evaluation, data=lambda: held))
     with suppress(Exception):  # then the first step loads it
         _warm(opened, -(-workload.batch_size // job.workers))

@@ -23,7 +23,7 @@ from apportion.comm.channel import Channel, Message
 from apportion.comm.group import Alone, bytes_of
 from apportion.comm.world import World
 from apportion.core import tree
-from apportion.core.data.batch import Batches
+from apportion.core.data.batch import BatchSource
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Step, batches
 from apportion.core.workload import Evaluation, Workload
@@ -75,7 +75,7 @@ class _Serving:
 
     def __init__(self, job: Job, workload: Workload, step: Step, world: World, seen: _Seen) -> None:
         self._job, self._workload, self._step, self._world, self._seen = job, workload, step, world, seen
-        self._kept: tuple[Evaluation, Batches] | None = None
+        self._kept: tuple[Evaluation, BatchSource] | None = None
 
     def answer(self, order: Message) -> Message:
         """What an order is answered with."""
@@ -105,7 +105,7 @@ class _Serving:
         if self._kept is None:
             kept = _kept(self._workload, examples)
             workload = replace(self._workload, evaluation=kept)
-            source = Batches.of_evaluation(
+            source = BatchSource.of_evaluation(
                 workload, device=self._step.device, dtype=self._step.source.dtype, rank=self._world.rank
             )
             self._kept = kept, source

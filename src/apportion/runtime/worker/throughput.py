@@ -12,7 +12,7 @@ from torch import Tensor
 from apportion.core.strategy import Step
 
 
-class Meter:
+class ThroughputMeter:
     """Values and speeds since they were last asked for."""
 
     def __init__(self, step: Step) -> None:

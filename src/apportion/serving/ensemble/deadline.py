@@ -41,7 +41,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathering:
+class QuorumState:
     """One request's answers, as far as they have come."""
 
     members: tuple[str, ...]
@@ -58,17 +58,17 @@ class Gathering:
         strangers = self.awaited - set(self.members)
         assert not strangers, f"awaited {sorted(strangers)} of {self.members}"
 
-    def with_answer(self, member: str) -> Gathering:
+    def with_answer(self, member: str) -> QuorumState:
         """It has answered; who had failed before may."""
         return self._with(self.answered | {member}, self.failed - {member})
 
-    def with_failure(self, member: str) -> Gathering:
+    def with_failure(self, member: str) -> QuorumState:
         """It will not answer; an answer that is there stays."""
         return self if member in self.answered else self._with(self.answered, self.failed | {member})
 
-    def _with(self, answered: frozenset[str], failed: frozenset[str]) -> Gathering:
+    def _with(self, answered: frozenset[str], failed: frozenset[str]) -> QuorumState:
         """``dataclasses.replace``, without checking again what has not changed."""
-        made = object.__new__(Gathering)
+        made = object.__new__(QuorumState)
         made.__dict__.update(self.__dict__, answered=answered, failed=failed)
         return made
 

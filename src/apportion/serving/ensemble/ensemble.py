@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from statistics import median
 
 from apportion.serving.ensemble.aggregation import Aggregation, combined
-from apportion.serving.ensemble.deadline import Answer, Gathering
+from apportion.serving.ensemble.deadline import Answer, QuorumState
 from apportion.serving.errors import DeadlineExceeded, NoQuorum, Overloaded
 from apportion.serving.pool.frames import Placed
-from apportion.serving.pool.member import Seat
+from apportion.serving.pool.member import Member
 from apportion.serving.pool.shared_arena import Lease
-from apportion.serving.pool.task import Lost, Outcome, Refused, Work
+from apportion.serving.pool.task import Lost, MemberTask, Outcome, Refused
 from apportion.serving.protocol.datatypes import Array
 
 SLOW = 4.0
@@ -33,7 +33,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class InferenceRequest:
     """To these members, until this deadline. ``held``: the memory in which the tensors lie."""
 
     tensors: Sequence[Placed]
@@ -47,7 +47,7 @@ class Question:
 class Ensemble:
     """``members``: names, each of a seat's. A seat that computes several gives their outputs one after the other."""
 
-    members: dict[str, Seat]
+    members: dict[str, Member]
     quorum: int
     aggregation: Aggregation = "mean"
     weights: dict[str, float] | None = None
@@ -57,18 +57,18 @@ class Ensemble:
     """Told of each deadline that a member that was waited for has missed."""
 
     @property
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[Member]:
         """Each once."""
         return list(dict.fromkeys(self.members.values()))
 
-    def ask(self, question: Question, told: Callable[[Result | Exception], None]) -> Asking:
+    def ask(self, question: InferenceRequest, told: Callable[[Result | Exception], None]) -> PendingRequest:
         """What these members say by the deadline. ``told`` is called once, perhaps at once: with the result, or with
         DeadlineExceeded, NoQuorum, Overloaded, or Refused where the nets do not take these inputs."""
-        asking = Asking(self, question, told)
+        asking = PendingRequest(self, question, told)
         asking.begin()
         return asking
 
-    async def infer(self, question: Question) -> Result:
+    async def infer(self, question: InferenceRequest) -> Result:
         """``ask``, for those who wait."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
 
@@ -105,18 +105,20 @@ class Ensemble:
         return awaited, [name for name in probed if name not in awaited]
 
 
-class Asking:
+class PendingRequest:
     """One request, from the first queue to its outcome."""
 
-    def __init__(self, ensemble: Ensemble, question: Question, told: Callable[[Result | Exception], None]) -> None:
+    def __init__(
+        self, ensemble: Ensemble, question: InferenceRequest, told: Callable[[Result | Exception], None]
+    ) -> None:
         self.ensemble, self.question, self._told = ensemble, question, told
         self.names, self.deadline = question.names, question.deadline
         self.over = False
         self.outputs: dict[str, list[Array]] = {}
-        self.works: dict[Seat, Work] = {}
+        self.works: dict[Member, MemberTask] = {}
         self.refused: list[Refused] = []
         self.full: list[Overloaded] = []
-        self.again: set[Seat] = set()
+        self.again: set[Member] = set()
 
     def begin(self) -> None:
         """Ask them."""
@@ -125,7 +127,7 @@ class Asking:
         quorum = min(self.ensemble.quorum, len(self.names))
         awaited, probed = self.ensemble.waited_for(self.names, quorum, now)
         ends = self.deadline - self.ensemble.reserve
-        self.gathering = Gathering(
+        self.gathering = QuorumState(
             members=self.names,
             awaited=frozenset(awaited),
             quorum=quorum,
@@ -135,7 +137,7 @@ class Asking:
         if now >= ends:  # it came too late: nobody is asked, nobody is to blame
             self._decide()
             return
-        seats: dict[Seat, list[str]] = {}
+        seats: dict[Member, list[str]] = {}
         for name in [*awaited, *probed]:
             seats.setdefault(self.ensemble.members[name], []).append(name)
         for seat, names in seats.items():
@@ -159,9 +161,9 @@ class Asking:
         when Python comes to look for what nobody can reach."""
         self.works, self.full, self.refused = {}, [], []
 
-    def _ask(self, seat: Seat, names: list[str], *, first: bool = False) -> None:
+    def _ask(self, seat: Member, names: list[str], *, first: bool = False) -> None:
         asked = self.question
-        work = Work(
+        work = MemberTask(
             asked.tensors,
             asked.rows,
             asked.deadline,
@@ -177,7 +179,7 @@ class Asking:
             for name in names:
                 self.gathering = self.gathering.with_failure(name)
 
-    def _settled(self, seat: Seat, names: list[str], outcome: Outcome) -> None:
+    def _settled(self, seat: Member, names: list[str], outcome: Outcome) -> None:
         now = asyncio.get_running_loop().time()
         if isinstance(outcome, list):
             self._answered(seat, names, outcome, now)
@@ -193,7 +195,7 @@ class Asking:
             self.gathering = self.gathering.with_failure(name)
         self._decide()
 
-    def _answered(self, seat: Seat, names: list[str], outputs: list[Array], now: float) -> None:
+    def _answered(self, seat: Member, names: list[str], outputs: list[Array], now: float) -> None:
         every = [name for name, other in self.ensemble.members.items() if other is seat]
         each = len(outputs) // len(every)
         last = not self.gathering.open - {*names}
@@ -209,12 +211,12 @@ class Asking:
             self.gathering = self.gathering.with_answer(name)
         self._decide()
 
-    def _holds_up(self, seat: Seat) -> bool:
+    def _holds_up(self, seat: Member) -> bool:
         """Is it slower than usual by far more than the others of this request are?"""
         others = [other.strain for other in self.works if other is not seat]
         return bool(others) and seat.strain > SLOW * max(1.0, median(others))
 
-    def _ask_again(self, seat: Seat, names: list[str], now: float) -> bool:
+    def _ask_again(self, seat: Member, names: list[str], now: float) -> bool:
         """What a process took with it is asked of its successor, once, where the quorum cannot do without."""
         without = self.gathering
         for name in names:
@@ -228,7 +230,7 @@ class Asking:
         self._decide()
         return True
 
-    def _late(self, seat: Seat, names: Sequence[str], now: float) -> None:
+    def _late(self, seat: Member, names: Sequence[str], now: float) -> None:
         if self.deadline - self.began < 2 * seat.pace.expected(self.question.rows) + 2 * self.ensemble.reserve:
             seat.breaker = seat.breaker.refused()  # nobody could have been in time
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from apportion.serving.http.response import Wrong
+from apportion.serving.http.response import HTTPError
 
 MOST_LINE = 4096
 """Bytes of a line: a length with what may follow it, or a trailer."""
@@ -41,7 +41,7 @@ class Chunks:
         if len(data) < 2:
             return None
         if bytes(data[:2]) != b"\r\n":
-            raise Wrong(400, "a chunk is longer than it says")
+            raise HTTPError(400, "a chunk is longer than it says")
         self._within = False
         return 2
 
@@ -50,20 +50,22 @@ class Chunks:
         end = line.find(b"\r\n")
         if end < 0:
             if len(line) > MOST_LINE:
-                raise Wrong(400, f"a line between chunks has more than {MOST_LINE} bytes")
+                raise HTTPError(400, f"a line between chunks has more than {MOST_LINE} bytes")
             return None
         if any(mark in line[:end] for mark in (b"\n", b"\r", b"\0")):
-            raise Wrong(400, "a line between chunks or after them has a line feed, a carriage return or a zero in it")
+            raise HTTPError(
+                400, "a line between chunks or after them has a line feed, a carriage return or a zero in it"
+            )
         if self._last:
             self._whole, self._trailers = end == 0, self._trailers + end + 2
             if self._trailers > MOST_TRAILERS:
-                raise Wrong(431, f"the body's trailers have more than {MOST_TRAILERS} bytes")
+                raise HTTPError(431, f"the body's trailers have more than {MOST_TRAILERS} bytes")
             return end + 2
         found = _LENGTH.fullmatch(line[:end])
         if found is None:
-            raise Wrong(400, f"{line[: min(end, 40)]!r} is no length of a chunk")
+            raise HTTPError(400, f"{line[: min(end, 40)]!r} is no length of a chunk")
         self._left = int(found[1], 16)
         if len(self.body) + self._left > self._most:
-            raise Wrong(413, f"the body has more than {self._most} bytes: say its content-length")
+            raise HTTPError(413, f"the body has more than {self._most} bytes: say its content-length")
         self._last, self._within = self._left == 0, self._left > 0
         return end + 2

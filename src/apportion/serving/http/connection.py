@@ -20,7 +20,7 @@ from typing import Literal, Protocol, cast
 from apportion.serving.errors import Overloaded
 from apportion.serving.http.chunked_body import Chunks
 from apportion.serving.http.request_head import END, MOST_BYTES, Head, HeadReader
-from apportion.serving.http.response import Reply, Wrong
+from apportion.serving.http.response import HTTPError, Response
 from apportion.serving.http.unread_responses import LEAST_RATE, Unread
 from apportion.serving.pool.shared_arena import Lease
 
@@ -44,7 +44,7 @@ _FIRST_ROOM = 64 << 10
 """Bytes that are received at once: a small request comes whole."""
 
 
-class Asked(Protocol):
+class ConnectionRequest(Protocol):
     """A request for inference: its head has come."""
 
     def room(self, length: int) -> tuple[memoryview, Lease | None]:
@@ -54,10 +54,10 @@ class Asked(Protocol):
         """Look at a long body of which so much has come. Returns whether no more of it need be looked at before it is
         whole; raises what it is refused with."""
 
-    def came(self, body: memoryview, held: Lease | None, told: Callable[[Reply], None]) -> None:
+    def came(self, body: memoryview, held: Lease | None, told: Callable[[Response], None]) -> None:
         """The body. ``told`` is called once, perhaps at once."""
 
-    def failed(self, error: Exception) -> Reply:
+    def failed(self, error: Exception) -> Response:
         """What is answered where its body did not come."""
 
     def leave(self) -> None:
@@ -70,7 +70,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def __init__(
         self,
-        opened: Callable[[Head], Reply | Asked],
+        opened: Callable[[Head], Response | ConnectionRequest],
         every: MutableSet[Connection],
         *,
         body_seconds: float,
@@ -94,8 +94,8 @@ class Connection(asyncio.BufferedProtocol):
     def _forget(self) -> None:
         """The request that was."""
         self._head: Head | None = None
-        self._asked: Asked | None = None
-        self._refusal: Reply | None = None
+        self._asked: ConnectionRequest | None = None
+        self._refusal: Response | None = None
         self._body: memoryview | None = None
         self._held: Lease | None = None
         self._chunks: Chunks | None = None
@@ -171,7 +171,7 @@ class Connection(asyncio.BufferedProtocol):
                 and ((self._state == "head" and self._take_head()) or (self._state == "body" and self._take_body()))
             ):
                 pass
-        except Wrong as error:
+        except HTTPError as error:
             self._refuse(error)
         finally:
             self._advancing = False
@@ -187,7 +187,7 @@ class Connection(asyncio.BufferedProtocol):
         at = self._buffer.find(END, max(self._begin, self._fed - len(END) + 1), self._end)
         end = self._end if at < 0 else at + len(END)
         if end - self._begin > MOST_BYTES:
-            raise Wrong(431, f"the request's head has more than {MOST_BYTES} bytes")
+            raise HTTPError(431, f"the request's head has more than {MOST_BYTES} bytes")
         self._reader.feed(bytes(self._buffer[self._fed : end]))
         self._fed = end
         if at < 0:
@@ -200,14 +200,14 @@ class Connection(asyncio.BufferedProtocol):
     def _begin_body(self, head: Head) -> None:
         self._state = "body"
         found = self._opened(head)
-        if isinstance(found, Reply):
+        if isinstance(found, Response):
             self._refusal = found
         else:
             self._asked = found
             try:
                 if head.length is not None:
                     self._body, self._held = self._room(found, head.length)
-            except (Wrong, Overloaded) as error:
+            except (HTTPError, Overloaded) as error:
                 self._refusal, self._asked = found.failed(error), None
         if self._refusal is not None and (head.waits or head.length is None or head.length > DROPPED_BYTES):
             self._answer(self._refusal, last=head.length != 0)
@@ -219,7 +219,7 @@ class Connection(asyncio.BufferedProtocol):
         elif head.length == 0:
             self._whole()
 
-    def _room(self, asked: Asked, length: int) -> tuple[memoryview, Lease | None]:
+    def _room(self, asked: ConnectionRequest, length: int) -> tuple[memoryview, Lease | None]:
         """Memory for its body, if need be that of bodies which hardly come."""
         try:
             return asked.room(length)
@@ -229,7 +229,7 @@ class Connection(asyncio.BufferedProtocol):
                 raise
             for other in slow:
                 why = "the body comes too slowly while others wait for memory"
-                other._refuse(Wrong(408, why, (b"retry-after", b"1")))
+                other._refuse(HTTPError(408, why, (b"retry-after", b"1")))
         return asked.room(length)
 
     def slow(self, now: float) -> bool:
@@ -283,7 +283,7 @@ class Connection(asyncio.BufferedProtocol):
         assert body is not None
         self._asked.came(body, self._held, self._answer)
 
-    def _answer(self, reply: Reply, *, last: bool = False) -> None:
+    def _answer(self, reply: Response, *, last: bool = False) -> None:
         if self._state == "over":
             return
         head, self._asked = self._head, None
@@ -338,7 +338,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._asked is not None:
             self._answer(self._asked.failed(error), last=True)
         else:
-            assert isinstance(error, Wrong), "only who takes a body knows what else may be wrong"
+            assert isinstance(error, HTTPError), "only who takes a body knows what else may be wrong"
             self._answer(error.reply(), last=True)
 
     def _end_it(self) -> None:
@@ -370,9 +370,9 @@ class Connection(asyncio.BufferedProtocol):
         elif self._state == "head" and self._fed <= self._begin and now > self._since + IDLE_SECONDS:
             self._transport.close()
         elif self._state == "head" and self._fed > self._begin and now > self._since + HEAD_SECONDS:
-            self._refuse(Wrong(408, f"the request's head did not come within {HEAD_SECONDS:g} s"))
+            self._refuse(HTTPError(408, f"the request's head did not come within {HEAD_SECONDS:g} s"))
         elif self._state == "body" and now > self._since + self._body_seconds:
-            self._refuse(Wrong(408, f"the body did not come within {self._body_seconds:g} s"))
+            self._refuse(HTTPError(408, f"the body did not come within {self._body_seconds:g} s"))
 
     @property
     def busy(self) -> bool:

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Sequence
 
 from apportion.serving.http.request_head import Head
-from apportion.serving.http.response import Wrong
+from apportion.serving.http.response import HTTPError
 
 ANY = "*"
 """A name that stands for all: nothing is checked."""
@@ -46,7 +46,7 @@ class Hosts:
         found = _AUTHORITY.fullmatch(authority)
         if not self._any and (found is None or not self._permitted(found["name"])):
             cure = "start the server with --host and that name besides the address"
-            raise Wrong(403, f"{header} {(scheme + authority)[:80]!r} is no name of this server: {cure}")
+            raise HTTPError(403, f"{header} {(scheme + authority)[:80]!r} is no name of this server: {cure}")
         if len(self._known) < MOST_KNOWN:
             self._known.add(value)
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from apportion.serving.config import Serving
 from apportion.serving.ensemble.deadline import expires
-from apportion.serving.ensemble.ensemble import Asking, Ensemble, Question, Result
+from apportion.serving.ensemble.ensemble import Ensemble, InferenceRequest, PendingRequest, Result
 from apportion.serving.errors import DeadlineExceeded, NoQuorum, Overloaded
 from apportion.serving.http.request_head import Head, number
-from apportion.serving.http.response import Reply, Wrong
+from apportion.serving.http.response import HTTPError, Response
 from apportion.serving.http.unread_responses import Unread
 from apportion.serving.log import log
 from apportion.serving.pool.frames import INLINE_BYTES, placed
@@ -63,25 +63,27 @@ class InferServer(Protocol):
     def specs(self, model: str) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
         """Returns the inputs and the outputs of a model."""
 
-    def noted(self, reply: Reply, model: str, began: float, result: Result | None = None) -> Reply:
+    def noted(self, reply: Response, model: str, began: float, result: Result | None = None) -> Response:
         """Returns the response, which is counted once it is sent."""
 
     def note(self, model: str, status: int, seconds: float, result: Result | None) -> None:
         """Count a request that has been answered."""
 
 
-class Inference:
+class InferCall:
     """It takes a place among those that are answered, until it is over."""
 
     def __init__(self, app: InferServer, head: Head, model: str, names: tuple[str, ...], began: float) -> None:
         if head.encoding != b"identity":
-            raise Wrong(415, f"content-encoding {head.encoding[:40].decode('latin-1')!r} is not read: send it as it is")
+            raise HTTPError(
+                415, f"content-encoding {head.encoding[:40].decode('latin-1')!r} is not read: send it as it is"
+            )
         self._json_bytes = None if head.json_bytes is None else number(_HEADER, head.json_bytes)
         self._app, self._model, self._names, self._began = app, model, names, began
         self._came = asyncio.get_running_loop().time()
-        self._asking: Asking | None = None
+        self._asking: PendingRequest | None = None
         self._request: Request | None = None
-        self._told: Callable[[Reply], None] | None = None
+        self._told: Callable[[Response], None] | None = None
         self._over = False
         app.busy += 1
 
@@ -89,7 +91,7 @@ class Inference:
         """Memory for its body. Members read large tensors where they lie; the first one begins on a cache line."""
         most = min(self._app.serving.most_bytes, self._app.inbox.nbytes - ALIGNED)
         if length > most:
-            raise Wrong(413, f"the body has {length} bytes, of {most} at most")
+            raise HTTPError(413, f"the body has {length} bytes, of {most} at most")
         self._check_json(length if self._json_bytes is None else self._json_bytes)
         if length <= INLINE_BYTES:
             return memoryview(bytearray(length)), None
@@ -101,7 +103,7 @@ class Inference:
 
     def _check_json(self, size: int) -> None:
         if size > (most := self._app.serving.most_json_bytes):
-            raise Wrong(413, f"the request has {size} bytes of JSON, of {most} at most: send its tensors as bytes")
+            raise HTTPError(413, f"the request has {size} bytes of JSON, of {most} at most: send its tensors as bytes")
 
     def judged(self, so_far: memoryview) -> bool:
         """Refuse a long body by the JSON that it begins with, before its tensors come. Returns whether that is done."""
@@ -114,7 +116,7 @@ class Inference:
         check_declared(so_far[:size], takes=[*specs], check=lambda *tensor: _check(specs, *tensor))
         return True
 
-    def came(self, body: memoryview, held: Lease | None, told: Callable[[Reply], None]) -> None:
+    def came(self, body: memoryview, held: Lease | None, told: Callable[[Response], None]) -> None:
         """The body: the members are asked. ``told`` is called once, perhaps at once."""
         self._told = told
         try:
@@ -133,7 +135,7 @@ class Inference:
             else:
                 told(self.failed(error))
 
-    def _question(self, request: Request, held: tuple[Lease, ...]) -> Question:
+    def _question(self, request: Request, held: tuple[Lease, ...]) -> InferenceRequest:
         app = self._app
         inputs, outputs = app.specs(self._model)
         given = _in_order(request, inputs)
@@ -149,7 +151,7 @@ class Inference:
             )
         rows = len(given[0].array) if given[0].array.ndim else 1
         tensors, leases = placed([(tensor.datatype, tensor.array) for tensor in given], app.inbox, held)
-        return Question(tensors, rows, expires(self._came, timeout, app.serving.deadline), self._names, leases)
+        return InferenceRequest(tensors, rows, expires(self._came, timeout, app.serving.deadline), self._names, leases)
 
     def _answered(self, found: Result | Exception) -> None:
         assert self._told is not None
@@ -167,7 +169,7 @@ class Inference:
             self._app.noted(reply, self._model, self._began, found)
         self._told(reply)
 
-    def _reply(self, result: Result) -> Reply:
+    def _reply(self, result: Result) -> Response:
         assert self._request is not None
         request, specs = self._request, self._app.specs(self._model)[1]
         found = {s.name: Named(s.name, s.datatype, x) for s, x in zip(specs, result.outputs, strict=True)}
@@ -176,10 +178,10 @@ class Inference:
         asked = list(found.values()) if request.outputs is None else [found[asked.name] for asked in request.outputs]
         pieces, said = write_response(_head(self._model, request, result), asked, request)
         if said is None:
-            return Reply(200, b"".join(pieces))
-        return Reply(200, b"".join(pieces), BINARY, ((_HEADER, b"%d" % said),))
+            return Response(200, b"".join(pieces))
+        return Response(200, b"".join(pieces), BINARY, ((_HEADER, b"%d" % said),))
 
-    def failed(self, error: Exception) -> Reply:
+    def failed(self, error: Exception) -> Response:
         """What is answered to that."""
         self._leave()
         return self._app.noted(reply_to(error), self._model, self._began)
@@ -199,10 +201,10 @@ class Inference:
             self._app.busy -= 1
 
 
-def defect(error: Exception) -> Reply:
+def defect(error: Exception) -> Response:
     """What is answered where the fault is ours."""
     log("defect", level="error", why=repr(error)[:500])
-    return Wrong(500, "the server failed at this request; its log says how").reply()
+    return HTTPError(500, "the server failed at this request; its log says how").reply()
 
 
 def _check(specs: Mapping[str, Spec], name: str, datatype: str, shape: Sequence[int]) -> None:
@@ -243,23 +245,23 @@ def _head(model: str, request: Request, result: Result) -> dict[str, Any]:
     return head
 
 
-def reply_to(error: Exception) -> Reply:
+def reply_to(error: Exception) -> Response:
     """What is answered where that has come of it."""
     said = _wrong(error)
     return defect(error) if said is None else said.reply()
 
 
-def _wrong(error: Exception) -> Wrong | None:
+def _wrong(error: Exception) -> HTTPError | None:
     """None: the fault is ours."""
     match error:
-        case Wrong():
+        case HTTPError():
             return error
         case Overloaded():
-            return Wrong(429, str(error), (b"retry-after", b"%d" % max(1, -int(-error.seconds // 1))))
+            return HTTPError(429, str(error), (b"retry-after", b"%d" % max(1, -int(-error.seconds // 1))))
         case DeadlineExceeded():
-            return Wrong(504, str(error))
+            return HTTPError(504, str(error))
         case NoQuorum():
-            return Wrong(503, str(error), (b"retry-after", b"1"))
+            return HTTPError(503, str(error), (b"retry-after", b"1"))
         case ValueError():
-            return Wrong(400, str(error))
+            return HTTPError(400, str(error))
     return None

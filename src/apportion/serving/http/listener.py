@@ -9,7 +9,7 @@ import socket
 
 from apportion.serving.http.connection import Connection
 from apportion.serving.http.request_head import Head
-from apportion.serving.http.response import Reply, Wrong
+from apportion.serving.http.response import HTTPError, Response
 from apportion.serving.http.routes import App
 from apportion.serving.log import log
 
@@ -102,8 +102,8 @@ class Listener:
             self._gave_way += 1
         return bool(idle)
 
-    def _refused(self, head: Head) -> Reply:
-        return Wrong(503, f"there are {self._most} connections already", (b"retry-after", b"1")).reply()
+    def _refused(self, head: Head) -> Response:
+        return HTTPError(503, f"there are {self._most} connections already", (b"retry-after", b"1")).reply()
 
     async def _look(self) -> None:
         while True:

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 import httptools
 
-from apportion.serving.http.response import Wrong
+from apportion.serving.http.response import HTTPError
 from apportion.serving.protocol.v2 import HEADER
 
 MOST_BYTES = 64 << 10
@@ -50,7 +50,7 @@ class HeadReader:
         """Of httptools."""
         name = name.lower()
         if name in _ONCE and name in self._headers:
-            raise Wrong(400, f"{name.decode()} is given twice")
+            raise HTTPError(400, f"{name.decode()} is given twice")
         self._headers[name] = value
 
     def on_headers_complete(self) -> None:
@@ -66,23 +66,25 @@ class HeadReader:
         except httptools.HttpParserUpgrade:  # to what is not offered: the request is answered as it is
             pass
         except httptools.HttpParserCallbackError as error:
-            if isinstance(error.__context__, Wrong):
+            if isinstance(error.__context__, HTTPError):
                 raise error.__context__ from None
             raise
         except httptools.HttpParserError as error:
-            raise Wrong(400, f"this is no HTTP request: {error}") from error
+            raise HTTPError(400, f"this is no HTTP request: {error}") from error
 
     def head(self) -> Head:
         """Once all has been fed."""
         if not self._whole:
-            raise Wrong(400, "this is no HTTP request: its head ends too early")
+            raise HTTPError(400, "this is no HTTP request: its head ends too early")
         found = self._headers
         if self._newest and b"host" not in found:
-            raise Wrong(400, "a request of HTTP/1.1 says by its host header whom it asks: there is none")
+            raise HTTPError(400, "a request of HTTP/1.1 says by its host header whom it asks: there is none")
         length: int | None = 0
         if (coding := found.get(b"transfer-encoding")) is not None:
             if coding.strip().lower() != b"chunked" or b"content-length" in found:
-                raise Wrong(400, f"transfer-encoding {_text(coding)!r} is not read: chunked is, or a content-length")
+                raise HTTPError(
+                    400, f"transfer-encoding {_text(coding)!r} is not read: chunked is, or a content-length"
+                )
             length = None
         elif (said := found.get(b"content-length")) is not None:
             length = number(b"content-length", said)
@@ -102,7 +104,7 @@ class HeadReader:
 def number(name: bytes, value: bytes) -> int:
     """Of bytes, in a header. Wrong where it is none."""
     if not value.isdigit() or len(value) > 18:
-        raise Wrong(400, f"{name.decode()}: {_text(value)[:60]!r} is no number of bytes")
+        raise HTTPError(400, f"{name.decode()}: {_text(value)[:60]!r} is no number of bytes")
     return int(value)
 
 

@@ -12,20 +12,20 @@ JSON = b"application/json"
 _LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 
-class Wrong(Exception):
+class HTTPError(Exception):
     """An answer that is no result: its status, its sentence, and headers."""
 
     def __init__(self, status: int, message: str, *headers: tuple[bytes, bytes]) -> None:
         super().__init__(message)
         self.status, self.headers = status, headers
 
-    def reply(self) -> Reply:
+    def reply(self) -> Response:
         """As it is sent."""
-        return Reply(self.status, orjson.dumps({"error": str(self)}), JSON, self.headers)
+        return Response(self.status, orjson.dumps({"error": str(self)}), JSON, self.headers)
 
 
 @dataclass(slots=True)
-class Reply:
+class Response:
     """``sent``: called once it is, to count it: nobody waits for that."""
 
     status: int

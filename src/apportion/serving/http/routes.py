@@ -17,9 +17,9 @@ from apportion.serving.config import ENSEMBLE, Serving
 from apportion.serving.ensemble.ensemble import Ensemble, Result
 from apportion.serving.errors import Overloaded
 from apportion.serving.http.host_names import Hosts
-from apportion.serving.http.infer_request import VERSION, Inference, defect, reply_to
+from apportion.serving.http.infer_request import VERSION, InferCall, defect, reply_to
 from apportion.serving.http.request_head import Head
-from apportion.serving.http.response import Reply, Wrong
+from apportion.serving.http.response import HTTPError, Response
 from apportion.serving.http.unread_responses import Unread
 from apportion.serving.log import log
 from apportion.serving.metrics import Metrics
@@ -55,38 +55,38 @@ class App:
         self.draining = False
         self.unread = Unread()
 
-    def opened(self, head: Head) -> Reply | Inference:
+    def opened(self, head: Head) -> Response | InferCall:
         """What is answered to this head; or who takes its body."""
         try:
             self._hosts.check(head)
-        except Wrong as error:
+        except HTTPError as error:
             return error.reply()
         if not (head.path.endswith("/infer") and head.path.count("/") > 3):
             return self._other(head.method, head.path)
         began, parts = time.perf_counter(), head.path.strip("/").split("/")
         model = parts[2] if len(parts) > 2 and parts[2] in self._models else "?"
         try:
-            return Inference(self, head, model, self._addressed(head, parts), began)
-        except (Wrong, Overloaded) as error:
+            return InferCall(self, head, model, self._addressed(head, parts), began)
+        except (HTTPError, Overloaded) as error:
             return self.noted(reply_to(error), model, began)
 
     # What is no inference
 
-    def _other(self, method: str, path: str) -> Reply:
+    def _other(self, method: str, path: str) -> Response:
         try:
             found = self._found(path)
             if method not in ("GET", "HEAD"):
-                raise Wrong(405, f"{path[:200]} is asked for with GET, not {method}", (b"allow", b"GET, HEAD"))
+                raise HTTPError(405, f"{path[:200]} is asked for with GET, not {method}", (b"allow", b"GET, HEAD"))
             return found()
-        except Wrong as error:
+        except HTTPError as error:
             return error.reply()
         except Exception as error:
             return defect(error)
 
-    def _found(self, path: str) -> Callable[[], Reply]:
+    def _found(self, path: str) -> Callable[[], Response]:
         if path in self._pages:
             kind, body = self._pages[path]
-            return lambda: Reply(200, body(), kind)
+            return lambda: Response(200, body(), kind)
         match path.strip("/").split("/"):
             case ["v2"]:
                 return lambda: _told(self._server())
@@ -100,14 +100,14 @@ class App:
             case ["v2", "models", model, "ready"] | ["v2", "models", model, "versions", _, "ready"]:
                 self._known(path, model)
                 return lambda: self._model_ready(model)
-        raise Wrong(404, f"there is no {path[:200]}")
+        raise HTTPError(404, f"there is no {path[:200]}")
 
     def _known(self, path: str, model: str) -> tuple[str, ...]:
         parts = path.strip("/").split("/")
         if model not in self._models:
-            raise Wrong(404, f"there is no model {shown(model)}: it is one of {', '.join(self._models)}")
+            raise HTTPError(404, f"there is no model {shown(model)}: it is one of {', '.join(self._models)}")
         if len(parts) > 4 and parts[3] == "versions" and parts[4] != VERSION:
-            raise Wrong(404, f"model {model!r} has no version {shown(parts[4])}: it is {VERSION!r}")
+            raise HTTPError(404, f"model {model!r} has no version {shown(parts[4])}: it is {VERSION!r}")
         return self._models[model]
 
     @property
@@ -118,7 +118,7 @@ class App:
     def _able(self, names: tuple[str, ...]) -> int:
         return sum(self.ensemble.members[name].proven for name in names)
 
-    def _model_ready(self, model: str) -> Reply:
+    def _model_ready(self, model: str) -> Response:
         names = self._models[model]
         ready = not self.draining and self._able(names) >= min(self.ensemble.quorum, len(names))
         return _ready(ready, name=model)
@@ -156,16 +156,16 @@ class App:
             case ["v2", "models", model, "infer"] | ["v2", "models", model, "versions", _, "infer"]:
                 names = self._known(head.path, model)
             case _:
-                raise Wrong(404, f"there is no {head.path[:200]}")
+                raise HTTPError(404, f"there is no {head.path[:200]}")
         if head.method != "POST":
-            raise Wrong(405, f"{head.path[:200]} is asked for with POST, not {head.method}", (b"allow", b"POST"))
+            raise HTTPError(405, f"{head.path[:200]} is asked for with POST, not {head.method}", (b"allow", b"POST"))
         if self.draining:
-            raise Wrong(503, "the server is ending")
+            raise HTTPError(503, "the server is ending")
         if self.busy >= self.serving.most_requests:
             raise Overloaded(f"{self.busy} requests are being answered already", seconds=self.serving.deadline)
         return names
 
-    def noted(self, reply: Reply, model: str, began: float, result: Result | None = None) -> Reply:
+    def noted(self, reply: Response, model: str, began: float, result: Result | None = None) -> Response:
         """It, to be counted once it is sent."""
         reply.sent = lambda: self.note(model, reply.status, time.perf_counter() - began, result)
         return reply
@@ -188,11 +188,11 @@ def _described(spec: Spec) -> dict[str, Any]:
     return {"name": spec.name, "datatype": spec.datatype, "shape": [-1 if n is None else n for n in spec.shape]}
 
 
-def _told(answer: Mapping[str, Any], status: int = 200) -> Reply:
-    return Reply(status, orjson.dumps(answer))
+def _told(answer: Mapping[str, Any], status: int = 200) -> Response:
+    return Response(status, orjson.dumps(answer))
 
 
-def _ready(ready: bool, **about: str) -> Reply:
+def _ready(ready: bool, **about: str) -> Response:
     """Whatever is wrong has an "error"."""
     if ready:
         return _told({**about, "ready": True})

@@ -19,7 +19,7 @@ LEAST_RATE = 16 << 10
 """Bytes a second at which an answer has to be read."""
 
 
-class Reader(Protocol):
+class ResponseReader(Protocol):
     """A connection whose client has an answer to read."""
 
     def fileno(self) -> int:
@@ -45,17 +45,17 @@ class Unread:
         self.most, self.total = most, 0
         self.let_go = 0
         """Clients so far."""
-        self._of: dict[Reader, _Left] = {}
+        self._of: dict[ResponseReader, _Left] = {}
         self._freed = False
 
-    def note(self, reader: Reader, nbytes: int, now: float) -> None:
+    def note(self, reader: ResponseReader, nbytes: int, now: float) -> None:
         """So many are left of its answer; 0: it has been read, or its connection is over."""
         before = self._of.pop(reader, None)
         self.total += nbytes - (0 if before is None else before.nbytes)
         if nbytes:
             self._of[reader] = _Left(nbytes, _queued(reader.fileno()), now)
 
-    def make_room(self, now: float, *, coming: int = 0, newest: Reader | None = None) -> None:
+    def make_room(self, now: float, *, coming: int = 0, newest: ResponseReader | None = None) -> None:
         """Let clients go that read nothing, until the others, and so many bytes more, are within the limit. ``newest``
         stays."""
         if self.total + coming <= self.most:

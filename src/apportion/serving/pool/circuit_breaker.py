@@ -17,7 +17,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class BreakerConfig:
     """With one member."""
 
     misses: int = 3
@@ -40,7 +40,7 @@ class Patience:
 class Breaker:
     """What is known of one member."""
 
-    patience: Patience = Patience()
+    patience: BreakerConfig = BreakerConfig()
     missed: int = 0
     """In a row."""
     open_since: float | None = None

@@ -23,8 +23,8 @@ from apportion.serving.batching import Pace, together
 from apportion.serving.errors import Overloaded
 from apportion.serving.pool.circuit_breaker import Breaker
 from apportion.serving.pool.frames import Frame, Kind, Placed, encode
-from apportion.serving.pool.task import Failed, Flight, Lost, Outcome, Refused, Work
-from apportion.serving.pool.worker_handle import Child
+from apportion.serving.pool.task import Failed, InFlightBatch, Lost, MemberTask, Outcome, Refused
+from apportion.serving.pool.worker_handle import WorkerHandle
 from apportion.serving.runtimes.runtime import Expired, Spec
 from apportion.serving.runtimes.source import Source
 
@@ -37,7 +37,7 @@ LEAST_HUNG = 2.0
 LEAST_USUAL = 1e-3
 """Seconds: what takes less is at the mercy of whatever else the machine does."""
 STRAIN_WEIGHT = 0.3
-"""Of the newest batch in ``Seat.strain``: one that had to wait for a core says little."""
+"""Of the newest batch in ``Member.strain``: one that had to wait for a core says little."""
 
 
 @dataclass(slots=True)
@@ -52,16 +52,16 @@ class Counts:
 
 
 @dataclass(eq=False)
-class Seat:
+class Member:
     """``wanted``: called when its process has ended; whoever gives out processes answers with ``seated``."""
 
     source: Source
     queue_length: int
     most_rows: int
     breaker: Breaker
-    wanted: Callable[[Seat, Child], None]
+    wanted: Callable[[Member, WorkerHandle], None]
     state: Literal["starting", "up", "down"] = "starting"
-    child: Child | None = None
+    child: WorkerHandle | None = None
     pace: Pace = field(default_factory=Pace)
     usual: Pace = field(default_factory=Pace)
     """As it was timed by itself when the server was started."""
@@ -72,8 +72,8 @@ class Seat:
     runtime: str = ""
     batched: bool = False
     counts: Counts = field(default_factory=Counts)
-    queue: deque[Work] = field(default_factory=deque)
-    flights: dict[int, Flight] = field(default_factory=dict)
+    queue: deque[MemberTask] = field(default_factory=deque)
+    flights: dict[int, InFlightBatch] = field(default_factory=dict)
     refusal: str | None = None
     """Why the net could not be loaded."""
     proven: bool = False
@@ -101,7 +101,7 @@ class Seat:
 
     # Its process
 
-    def seated(self, child: Child, told: dict[str, Any]) -> None:
+    def seated(self, child: WorkerHandle, told: dict[str, Any]) -> None:
         """By a process that has become this member; ``told``: what it said of it."""
         self.child, self.state = child, "up"
         child.heard, child.gone = self._heard, self._gone
@@ -120,7 +120,7 @@ class Seat:
         def proven(outcome: Outcome) -> None:
             self.proven = isinstance(outcome, list)
 
-        self.submit(Work(tensors, 1, float("inf"), proven, alone=True), first=True)
+        self.submit(MemberTask(tensors, 1, float("inf"), proven, alone=True), first=True)
 
     def unseat(self) -> None:
         """For good: the server ends."""
@@ -158,7 +158,7 @@ class Seat:
 
     # Work
 
-    def submit(self, work: Work, *, first: bool = False) -> None:
+    def submit(self, work: MemberTask, *, first: bool = False) -> None:
         """Overloaded where the queue is full. ``first``: it has been here before."""
         if self.closed:
             raise Overloaded(f"{self.name} was shut down", seconds=1.0)
@@ -200,10 +200,10 @@ class Seat:
             at = max(at, flight.sent) + self.pace.expected(flight.rows)
         return max(now, at)
 
-    def _fly(self, child: Child, works: list[Work], now: float) -> None:
+    def _fly(self, child: WorkerHandle, works: list[MemberTask], now: float) -> None:
         self._number += 1
         rows, deadline = sum(w.rows for w in works), max(w.deadline for w in works)
-        self.flights[self._number] = Flight(works, rows, now, deadline)
+        self.flights[self._number] = InFlightBatch(works, rows, now, deadline)
         child.send(encode(Kind.RUN, self._number, deadline, [tensor for work in works for tensor in work.tensors]))
 
     def _heard(self, frame: Frame) -> None:
@@ -219,7 +219,7 @@ class Seat:
         finally:  # whatever comes of the answers, the process goes on
             self._send()
 
-    def _landed(self, flight: Flight, frame: Frame, took: float) -> None:
+    def _landed(self, flight: InFlightBatch, frame: Frame, took: float) -> None:
         outputs = [tensor.array for tensor in frame.tensors]
         together = len(flight.works) > 1
         if frame.kind == Kind.DONE and together and any(x.ndim == 0 or len(x) != flight.rows for x in outputs):
@@ -249,7 +249,7 @@ class Seat:
                 if not work.over:
                     self._settle(work, _failure(frame.kind, self.name, frame.text.decode()))
 
-    def _again_alone(self, works: Sequence[Work]) -> None:
+    def _again_alone(self, works: Sequence[MemberTask]) -> None:
         for work in reversed(works):
             if not work.over:
                 work.alone = True
@@ -262,7 +262,7 @@ class Seat:
             if now >= work.deadline and not work.over:
                 self._settle(work, Expired())
 
-    def _settle(self, work: Work, outcome: Outcome) -> None:
+    def _settle(self, work: MemberTask, outcome: Outcome) -> None:
         work.over = True
         if isinstance(outcome, Expired):
             self.counts.late += 1
@@ -281,7 +281,7 @@ class Seat:
                 self._settle(work, why)
 
 
-def _row_shapes(work: Work) -> list[tuple[int, ...]]:
+def _row_shapes(work: MemberTask) -> list[tuple[int, ...]]:
     return [tensor.array.shape[1:] for tensor in work.tensors]
 
 

@@ -19,9 +19,9 @@ from typing import Any
 from apportion.errors import ApportionError
 from apportion.runtime.supervisor.watchdog import is_stopped
 from apportion.serving.pool.frames import Frame, Kind
-from apportion.serving.pool.member import Seat
+from apportion.serving.pool.member import Member
 from apportion.serving.pool.shared_arena import Arena
-from apportion.serving.pool.worker_handle import Child
+from apportion.serving.pool.worker_handle import WorkerHandle
 
 LEAST_LIFE = 1.0
 """Seconds: a process that dies younger makes its seat wait, twice as long each time, ..."""
@@ -45,12 +45,12 @@ Log = Callable[..., None]
 Answer = asyncio.Future[dict[str, Any]]
 
 
-class Staff:
+class MemberPool:
     """``load_seconds``: for a process to start and load its nets. ``timing_seconds``: of that, for timing them."""
 
     def __init__(
         self,
-        seats: Sequence[Seat],
+        seats: Sequence[Member],
         log: Log,
         *,
         inbox: Arena,
@@ -61,12 +61,12 @@ class Staff:
         self._seats, self._log = seats, log
         self._inbox, self._outbox_bytes = inbox, outbox_bytes
         self._load, self._timing = load_seconds, timing_seconds
-        self._spare: Child | None = None
+        self._spare: WorkerHandle | None = None
         self._spare_has: frozenset[str] = frozenset()
         """Members whose nets it has loaded."""
-        self._dead: list[Child] = []
-        self._born: dict[Seat, float] = {}
-        self._waits: dict[Seat, float] = {}
+        self._dead: list[WorkerHandle] = []
+        self._born: dict[Member, float] = {}
+        self._waits: dict[Member, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._spare_stopped = 0.0
         """For how many seconds."""
@@ -85,7 +85,7 @@ class Staff:
         """From now on."""
         self._go(self._keep_spare())
 
-    def vacant(self, seat: Seat, child: Child) -> None:
+    def vacant(self, seat: Member, child: WorkerHandle) -> None:
         """Its process has died."""
         child.kill()  # its socket has ended; that it has is to be sure
         self._dead.append(child)
@@ -116,7 +116,7 @@ class Staff:
 
     # One process
 
-    async def _hire(self, seat: Seat, child: Child | None = None) -> dict[str, Any]:
+    async def _hire(self, seat: Member, child: WorkerHandle | None = None) -> dict[str, Any]:
         """A process for the seat: this one, which has its net loaded, or a new one."""
         hired = child or self._new(seat.source.threads)
         try:
@@ -146,10 +146,10 @@ class Staff:
         self._log(f"member {seat.name} pid {hired.pid}", member=seat.name, pid=hired.pid, runtime=seat.runtime)
         return told
 
-    def _new(self, threads: int) -> Child:
-        return Child(self._inbox, self._outbox_bytes, lambda frame: None, lambda: None, threads=threads)
+    def _new(self, threads: int) -> WorkerHandle:
+        return WorkerHandle(self._inbox, self._outbox_bytes, lambda frame: None, lambda: None, threads=threads)
 
-    async def _ask(self, child: Child, what: str, seconds: float, /, **how: Any) -> dict[str, Any]:
+    async def _ask(self, child: WorkerHandle, what: str, seconds: float, /, **how: Any) -> dict[str, Any]:
         """What it says to that. ApportionError where it dies over it, or takes too long."""
         answer: Answer = asyncio.get_running_loop().create_future()
 
@@ -231,7 +231,7 @@ class Staff:
         self._spare, self._spare_has = None, frozenset()
         self._go(self._keep_spare(LEAST_LIFE))
 
-    async def _replace(self, seat: Seat, wait: float) -> None:
+    async def _replace(self, seat: Member, wait: float) -> None:
         await asyncio.sleep(wait)
         while not self._over and seat.state != "up":
             child = None

@@ -27,7 +27,7 @@ Outcome = list[Array] | Exception
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class MemberTask:
     """One request, for one member. ``settle`` is called once: with the outputs, or with why there are none."""
 
     tensors: Sequence[Placed]
@@ -43,10 +43,10 @@ class Work:
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightBatch:
     """A batch that a process has."""
 
-    works: list[Work]
+    works: list[MemberTask]
     rows: int
     sent: float
     deadline: float

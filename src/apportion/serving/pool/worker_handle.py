@@ -22,7 +22,7 @@ from apportion.serving.pool.shared_arena import Arena
 from apportion.serving.pool.worker_main import NEVER
 
 
-class Child:
+class WorkerHandle:
     """``inbox``: where requests' large tensors lie; its own outbox of so many bytes is for large outputs. ``heard``:
     called with each frame; ``gone``: once, when the process has ended or its socket has."""
 

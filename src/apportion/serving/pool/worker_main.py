@@ -23,7 +23,7 @@ from apportion.process import die_with_parent
 from apportion.serving.pool.frames import INLINE_BYTES, Frame, Kind, Placed, Reader, decode, encode
 from apportion.serving.pool.shared_arena import ALIGNED, Arena
 from apportion.serving.protocol.datatypes import Array
-from apportion.serving.runtimes.runtime import SIZES, Expired, Program, rows_by_themselves, timed
+from apportion.serving.runtimes.runtime import SIZES, Expired, Runtime, rows_by_themselves, timed
 from apportion.serving.runtimes.source import Source
 
 NEVER = math.inf
@@ -31,14 +31,14 @@ _REFUSALS = (ValueError, ApportionError, Expired, OSError, ImportError)
 """What loading a net raises where it cannot be."""
 
 
-class Member:
+class MemberProcess:
     """One process's side of its socket. ``inbox``: where large inputs lie. ``outbox``: where large outputs are laid,
     in one half of it for every other batch: while the server reads the one the other is written."""
 
     def __init__(self, sock: socket.socket, inbox: Arena, outbox: Arena) -> None:
         self._socket, self._inbox, self._outbox = sock, inbox, outbox
-        self._known: dict[str, Program] = {}
-        self._program: Program | None = None
+        self._known: dict[str, Runtime] = {}
+        self._program: Runtime | None = None
 
     def serve(self) -> None:
         """Until the server closes the socket."""
@@ -76,7 +76,7 @@ class Member:
                 refused[source["name"]] = f"{error}"
         return refused
 
-    def _load(self, source: Source) -> Program:
+    def _load(self, source: Source) -> Runtime:
         if source.name not in self._known:
             self._known[source.name] = source.open()
         return self._known[source.name]
@@ -149,7 +149,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # and so may that: what the server has is still answered
     with socket.socket(fileno=descriptor) as sock:
         try:
-            Member(sock, Arena(inbox_bytes, inbox, readonly=True), Arena(outbox_bytes, outbox)).serve()
+            MemberProcess(sock, Arena(inbox_bytes, inbox, readonly=True), Arena(outbox_bytes, outbox)).serve()
         except (BrokenPipeError, ConnectionResetError):  # the server has gone
             pass
     os._exit(0)  # nothing is left to be saved

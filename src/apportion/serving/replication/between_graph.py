@@ -17,18 +17,18 @@ from collections.abc import Sequence
 
 from apportion.serving.config import Serving
 from apportion.serving.pool.circuit_breaker import Breaker
-from apportion.serving.pool.member import Seat
-from apportion.serving.pool.pool import Log, Staff
+from apportion.serving.pool.member import Member
+from apportion.serving.pool.pool import Log, MemberPool
 from apportion.serving.pool.shared_arena import Arena
 from apportion.serving.runtimes.source import Source
 
 
 def staffed(
     sources: Sequence[Source], serving: Serving, inbox: Arena, log: Log, *, timing_seconds: float
-) -> tuple[list[Seat], Staff]:
+) -> tuple[list[Member], MemberPool]:
     """A seat for each source, and who gives out their processes; not started."""
     seats = [
-        Seat(
+        Member(
             source=source,
             queue_length=serving.queue_length,
             most_rows=serving.most_rows,
@@ -37,7 +37,7 @@ def staffed(
         )
         for source in sources
     ]
-    staff = Staff(
+    staff = MemberPool(
         seats,
         log,
         inbox=inbox,

@@ -13,10 +13,10 @@ from apportion.errors import ApportionError
 from apportion.serving.config import Serving
 from apportion.serving.ensemble.aggregation import check_aggregation, check_outputs
 from apportion.serving.ensemble.deadline import check_quorum
-from apportion.serving.ensemble.ensemble import Ensemble, Question
+from apportion.serving.ensemble.ensemble import Ensemble, InferenceRequest
 from apportion.serving.pool.frames import placed
-from apportion.serving.pool.member import Seat
-from apportion.serving.pool.pool import Log, Staff
+from apportion.serving.pool.member import Member
+from apportion.serving.pool.pool import Log, MemberPool
 from apportion.serving.pool.shared_arena import Arena
 from apportion.serving.protocol.datatypes import DATATYPES
 from apportion.serving.replication import between_graph, in_graph
@@ -35,7 +35,7 @@ class Staffed:
     """Members that answer."""
 
     ensemble: Ensemble
-    staff: Staff
+    staff: MemberPool
     replication: str
 
 
@@ -120,7 +120,7 @@ async def _started(kind: str, sources: Sequence[Source], serving: Serving, means
     return Staffed(ensemble, staff, kind)
 
 
-def _check_alike(seats: Sequence[Seat]) -> None:
+def _check_alike(seats: Sequence[Member]) -> None:
     first = seats[0]
     for seat in seats[1:]:
         for what in ("inputs", "outputs"):
@@ -142,7 +142,7 @@ async def _measured(ensemble: Ensemble, inbox: Arena) -> tuple[float, float]:
 
     async def ask() -> float:
         began = time.perf_counter()
-        await ensemble.infer(Question(tensors, 1, loop.time() + 60.0, names, held))
+        await ensemble.infer(InferenceRequest(tensors, 1, loop.time() + 60.0, names, held))
         return time.perf_counter() - began
 
     alone: list[float] = []

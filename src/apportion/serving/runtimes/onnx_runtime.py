@@ -11,7 +11,7 @@ import numpy as np
 
 from apportion.exporting.onnxruntime_session import run_bits, runtime, session
 from apportion.serving.protocol.datatypes import NAMES, Array, objects
-from apportion.serving.runtimes.runtime import Expired, Program, Spec
+from apportion.serving.runtimes.runtime import Expired, Runtime, Spec
 from apportion.serving.runtimes.timer import Alarm
 
 _TYPES = {
@@ -21,7 +21,7 @@ _TYPES = {
 
 
 @final
-class OnnxProgram(Program):
+class OnnxRuntime(Runtime):
     """``threads``: that one run computes with; they block while they wait."""
 
     def __init__(self, path: str | Path, *, threads: int = 1) -> None:
@@ -39,7 +39,7 @@ class OnnxProgram(Program):
         self._alarm = Alarm(self._stop)
 
     def run(self, inputs: Sequence[Array], deadline: float) -> list[Array]:
-        """See ``Program``."""
+        """See ``Runtime``."""
         given = [_texts(x) if spec.datatype == "BYTES" else x for x, spec in zip(inputs, self.inputs, strict=True)]
         named = dict(zip(self._names, given, strict=True))
         self._running = options = self._ort.RunOptions()
@@ -58,7 +58,7 @@ class OnnxProgram(Program):
         return [_bytes(x) if spec.datatype == "BYTES" else x for x, spec in zip(found, self.outputs, strict=True)]
 
     def close(self) -> None:
-        """See ``Program``."""
+        """See ``Runtime``."""
         self._alarm.close()
 
     def _stop(self) -> None:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from apportion.errors import ApportionError
 from apportion.serving.protocol.datatypes import Array
 from apportion.serving.protocol.v2 import HEADER, Named, read_response, write_request
-from apportion.serving.runtimes.runtime import Expired, Program, Spec
+from apportion.serving.runtimes.runtime import Expired, Runtime, Spec
 from apportion.serving.runtimes.timer import Alarm
 
 CONNECT_SECONDS = 5.0
@@ -35,7 +35,7 @@ def check_address(address: str) -> None:
 
 
 @final
-class RemoteProgram(Program):
+class RemoteRuntime(Runtime):
     """``address``: http://host:port/v2/models/NAME. One connection, kept open; made again where it has ended."""
 
     def __init__(self, address: str) -> None:
@@ -63,7 +63,7 @@ class RemoteProgram(Program):
         self.inputs, self.outputs = (tuple(map(_spec, about[what])) for what in ("inputs", "outputs"))
 
     def run(self, inputs: Sequence[Array], deadline: float) -> list[Array]:
-        """See ``Program``."""
+        """See ``Runtime``."""
         now = time.monotonic()
         left = deadline - now
         named = [Named(spec.name, spec.datatype, array) for spec, array in zip(self.inputs, inputs, strict=True)]
@@ -89,7 +89,7 @@ class RemoteProgram(Program):
         return [by_name[spec.name, spec.datatype] for spec in self.outputs]
 
     def close(self) -> None:
-        """See ``Program``."""
+        """See ``Runtime``."""
         self._alarm.close()
         self._connection.close()
 

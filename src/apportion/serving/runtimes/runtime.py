@@ -57,7 +57,7 @@ class Expired(Exception):
     """The deadline passed while it was computed; what was left of it was not."""
 
 
-class Program(ABC):
+class Runtime(ABC):
     """Used by one thread."""
 
     runtime: str
@@ -80,7 +80,7 @@ class Program(ABC):
         return bool(every) and all(spec.shape and spec.shape[0] is None for spec in every)
 
 
-def rows_by_themselves(program: Program, sample: Sequence[Array] | None) -> bool:
+def rows_by_themselves(program: Runtime, sample: Sequence[Array] | None) -> bool:
     """Are the outputs of two rows those of each of them? Only then may requests be computed together."""
     if not program.batched:
         return False
@@ -108,7 +108,7 @@ def _close(some: Array, other: Array) -> bool:
     return bool(np.allclose(some, other, rtol=1e-3, atol=1e-3 * largest + 1e-6, equal_nan=True))
 
 
-def timed(program: Program, sample: Sequence[Array] | None, *, seconds: float, sizes: Sequence[int]) -> Pace:
+def timed(program: Runtime, sample: Sequence[Array] | None, *, seconds: float, sizes: Sequence[int]) -> Pace:
     """How long its batches of these sizes take: medians, growing as far as the time allows. ``sample``: one row."""
     pace, end = Pace(), time.monotonic() + seconds
     for rows in sizes:

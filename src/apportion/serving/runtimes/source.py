@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 
 from apportion.serving.protocol.datatypes import Array
-from apportion.serving.runtimes.runtime import Program
+from apportion.serving.runtimes.runtime import Runtime
 
-Runtime = Literal["onnx", "torch", "remote"]
+RuntimeName = Literal["onnx", "torch", "remote"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Source:
     """A program that a process can load."""
 
     name: str
-    runtime: Runtime
+    runtime: RuntimeName
     path: str
     """Of the ONNX file, of the run, checkpoint or program; the address of the other server."""
     threads: int = 1
@@ -30,16 +30,16 @@ class Source:
     sample: str | None = None
     """A file (.npz) of one row of each input, in their order, that the net is known to compute."""
 
-    def open(self) -> Program:
+    def open(self) -> Runtime:
         """Load it, in this process. ValueError where it cannot be run."""
         if self.runtime == "onnx":
-            from apportion.serving.runtimes.onnx_runtime import OnnxProgram
+            from apportion.serving.runtimes.onnx_runtime import OnnxRuntime
 
-            return OnnxProgram(self.path, threads=self.threads)
+            return OnnxRuntime(self.path, threads=self.threads)
         if self.runtime == "remote":
-            from apportion.serving.runtimes.remote_runtime import RemoteProgram
+            from apportion.serving.runtimes.remote_runtime import RemoteRuntime
 
-            return RemoteProgram(self.path)
+            return RemoteRuntime(self.path)
         from apportion.serving.runtimes.torch_runtime import loaded, loaded_together
 
         if self.others:

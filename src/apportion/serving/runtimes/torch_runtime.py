@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from apportion.core.torch_private import pytree
 from apportion.serving.protocol.datatypes import NAMES, Array
 from apportion.serving.runtimes.exported_archive import checked
-from apportion.serving.runtimes.runtime import Expired, Program, Spec
+from apportion.serving.runtimes.runtime import Expired, Runtime, Spec
 from apportion.serving.runtimes.stacked_modules import called, together
 
 _FROM_TORCH = {
@@ -30,7 +30,7 @@ assert {*_FROM_TORCH.values()} | {"BYTES"} == {*NAMES.values()} | {"BF16"}
 
 
 @final
-class TorchProgram(Program):
+class TorchRuntime(Runtime):
     """``sample``: inputs of one example or more, as the module is called with them; its dimension 0 is the example.
     ``channels_last``: images go through it in that order."""
 
@@ -51,7 +51,7 @@ class TorchProgram(Program):
         self.outputs = tuple(_spec(f"output_{n}" if len(outputs) > 1 else "output", x) for n, x in enumerate(outputs))
 
     def run(self, inputs: Sequence[Array], deadline: float) -> list[Array]:
-        """See ``Program``."""
+        """See ``Runtime``."""
         if torch.get_num_threads() != self._threads:  # it is the process's, who has other programs as well
             torch.set_num_threads(self._threads)
         self._deadline = deadline
@@ -162,13 +162,13 @@ def leaves_of(sample: Any) -> list[Array]:
     return [_array(x[:1]) for x in pytree.tree_leaves(sample)]
 
 
-def loaded(path: str, *, threads: int, channels_last: bool) -> TorchProgram:
+def loaded(path: str, *, threads: int, channels_last: bool) -> TorchRuntime:
     """What a ``Source`` of torch names."""
     module, sample = opened(Path(path))
-    return TorchProgram(module, sample, threads=threads, channels_last=channels_last)
+    return TorchRuntime(module, sample, threads=threads, channels_last=channels_last)
 
 
-def loaded_together(members: Mapping[str, str], *, threads: int, channels_last: bool) -> TorchProgram:
+def loaded_together(members: Mapping[str, str], *, threads: int, channels_last: bool) -> TorchRuntime:
     """These as one program, whose outputs are those of the first, then of the second, and so on. ValueError where they
     do not take the same inputs, or give other outputs than each other."""
     torch.set_num_threads(threads)
@@ -183,7 +183,7 @@ def loaded_together(members: Mapping[str, str], *, threads: int, channels_last: 
             raise ValueError(f"in_graph: {name} does not take what {names[0]} does: {error}") from error
     if other := next((n for n, own in zip(names, specs, strict=True) if own != specs[0]), None):
         raise ValueError(f"in_graph: {names[0]} and {other} have different outputs")
-    program = TorchProgram(together(modules, sample), sample, threads=threads, channels_last=channels_last)
+    program = TorchRuntime(together(modules, sample), sample, threads=threads, channels_last=channels_last)
     ends = [f"output_{n}" if len(specs[0]) > 1 else "output" for n in range(len(specs[0]))]
     called_so = [f"{name}/{end}" for name in names for end in ends]
     program.outputs = tuple(replace(spec, name=n) for spec, n in zip(program.outputs, called_so, strict=True))
