@@ -47,7 +47,7 @@ from torch import nn
 
 import apportion
 from apportion.exporting.onnxruntime_session import session
-from apportion.serving.protocol.v2 import HEADER, Named, read_response, write_request
+from apportion.serving.protocol.v2 import HEADER, NamedTensor, read_response, write_request
 
 EXAMPLES = HERE.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -89,7 +89,7 @@ def accuracy():
             right = 0
             for at in range(0, len(images), 50):
                 pieces, json_bytes = write_request(
-                    [Named("input", "FP32", images[at : at + 50])], parameters={"binary_data_output": True}
+                    [NamedTensor("input", "FP32", images[at : at + 50])], parameters={"binary_data_output": True}
                 )
                 connection.request("POST", f"/v2/models/{model}/infer", b"".join(pieces), {HEADER: str(json_bytes)})
                 answer = connection.getresponse()

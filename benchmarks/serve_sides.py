@@ -17,7 +17,7 @@ import torch
 from parked import SideFailed
 from torch import nn
 
-from apportion.serving.protocol.v2 import HEADER, Named, write_request
+from apportion.serving.protocol.v2 import HEADER, NamedTensor, write_request
 
 HERE = Path(__file__).resolve().parent
 START_SECONDS = 120.0
@@ -147,7 +147,7 @@ def chosen(server, runtime):
 
 def written(name, x):
     """(file, headers) of a binary request."""
-    pieces, json_bytes = write_request([Named("input", "FP32", x)], parameters={"binary_data_output": True})
+    pieces, json_bytes = write_request([NamedTensor("input", "FP32", x)], parameters={"binary_data_output": True})
     path = nets()[1] / name
     path.write_bytes(b"".join(pieces))
     return path, {HEADER: str(json_bytes)}

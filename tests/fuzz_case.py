@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from apportion.serving.protocol.datatypes import objects
-from apportion.serving.protocol.v2 import HEADER, Named, write_request
+from apportion.serving.protocol.v2 import HEADER, NamedTensor, write_request
 
 CLOSED = 0
 """The connection was closed, and nothing answered."""
@@ -89,10 +89,10 @@ def sound(rng: Random, n: int, *, binary: bool | None = None) -> Sound:
     flag = [rng.random() < 0.5 for _ in range(rows)]
     text = ["".join(rng.choices('aZ \u00e9\u4e2d\U0001f600"\\\n', k=rng.randint(0, 9))) for _ in range(rows)]
     tensors = [
-        Named("x", "FP32", np.array(x, np.float32).reshape(rows, 3)),
-        Named("i", "INT64", np.array(i, np.int64)),
-        Named("flag", "BOOL", np.array(flag)),
-        Named("text", "BYTES", objects([t.encode() for t in text])),
+        NamedTensor("x", "FP32", np.array(x, np.float32).reshape(rows, 3)),
+        NamedTensor("i", "INT64", np.array(i, np.int64)),
+        NamedTensor("flag", "BOOL", np.array(flag)),
+        NamedTensor("text", "BYTES", objects([t.encode() for t in text])),
     ]
     binary = rng.random() < 0.5 if binary is None else binary
     parameters = {"binary_data_output": rng.random() < 0.5}

@@ -33,7 +33,7 @@ from apportion.serving.pool.circuit_breaker import Breaker
 from apportion.serving.pool.frames import Frame, Kind, Placed, decode
 from apportion.serving.pool.member import AT_ONCE, Member
 from apportion.serving.pool.task import MemberTask
-from apportion.serving.protocol.v2 import HEADER, Named, read_response, write_request
+from apportion.serving.protocol.v2 import HEADER, NamedTensor, read_response, write_request
 from apportion.serving.runtimes.source import Source
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(1, 8)
@@ -112,7 +112,7 @@ def test_requests_that_come_together_are_answered_in_their_order(client: Client)
 @pytest.mark.parametrize("rows", [1, 5000])
 def test_a_request_may_come_in_any_pieces(client: Client, rows: int, binary: bool) -> None:
     x = np.random.default_rng(rows).normal(size=(rows, 8)).astype(np.float32)
-    pieces, json_bytes = write_request([Named("input", "FP32", x)], binary=binary)
+    pieces, json_bytes = write_request([NamedTensor("input", "FP32", x)], binary=binary)
     header = (b"%s: %d" % (HEADER.encode(), json_bytes),) if json_bytes else ()
     data = sized(b"".join(pieces), *header)
     rng, at = np.random.default_rng(0), 0
@@ -128,7 +128,7 @@ def test_tensors_lie_anywhere_in_a_body(client: Client) -> None:
     """Not only where a processor reads them best."""
     x = np.random.default_rng(2).normal(size=(2000, 8)).astype(np.float32)
     for more in range(4):
-        pieces, json_bytes = write_request([Named("input", "FP32", x)], id="x" * more)
+        pieces, json_bytes = write_request([NamedTensor("input", "FP32", x)], id="x" * more)
         client.sock.sendall(sized(b"".join(pieces), b"%s: %d" % (HEADER.encode(), json_bytes)))
         status, _, body = client.answer()
         assert status == 200, body
@@ -273,14 +273,14 @@ def test_a_long_body_is_refused_by_what_it_begins_with(
 
 def test_a_long_body_that_is_as_it_should_be_is_answered(client: Client) -> None:
     x = np.zeros((50_000, 8), np.float32)
-    pieces, json_bytes = write_request([Named("input", "FP32", x)])
+    pieces, json_bytes = write_request([NamedTensor("input", "FP32", x)])
     client.sock.sendall(sized(b"".join(pieces), b"%s: %d" % (HEADER.encode(), json_bytes)))
     assert client.answer()[0] == 200
 
 
 def test_what_a_client_that_leaves_has_asked_for_is_given_up(server: Server) -> None:
     x = np.zeros((5000, 8), np.float32)
-    pieces, json_bytes = write_request([Named("input", "FP32", x)])
+    pieces, json_bytes = write_request([NamedTensor("input", "FP32", x)])
     pid = server.pid("m1")
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -299,7 +299,7 @@ def test_what_a_client_that_leaves_has_asked_for_is_given_up(server: Server) -> 
 
 def test_all_memory_comes_back(server: Server) -> None:
     x = np.zeros((5000, 8), np.float32)
-    pieces, json_bytes = write_request([Named("input", "FP32", x)], parameters={"binary_data_output": True})
+    pieces, json_bytes = write_request([NamedTensor("input", "FP32", x)], parameters={"binary_data_output": True})
     for n in range(30):
         wrong = b"".join(pieces)[: -4 if n % 3 == 1 else None]
         model = "m9" if n % 3 == 2 else "m1"
@@ -314,7 +314,7 @@ def test_all_memory_comes_back(server: Server) -> None:
 def test_where_there_is_no_memory_for_a_body_it_is_to_come_again(tmp_path: Path) -> None:
     export(net(1), torch.from_numpy(X), tmp_path / "1.onnx")
     program = "import apportion; apportion.serve(['1.onnx'], serving=apportion.Serving(port=0, inbox_bytes=300_000))"
-    pieces, json_bytes = write_request([Named("input", "FP32", np.zeros((6000, 8), np.float32))])
+    pieces, json_bytes = write_request([NamedTensor("input", "FP32", np.zeros((6000, 8), np.float32))])
     with serving(tmp_path, program=("-c", program)) as server:
         halves = Client(server)
         with halves.sock:
@@ -587,7 +587,7 @@ def test_an_answer_that_cannot_be_taken_costs_the_others_nothing() -> None:
 def test_what_comes_too_late_is_answered_without_asking_and_its_memory_is_free(tmp_path: Path) -> None:
     for n in (1, 2):
         export(net(n), torch.from_numpy(X), tmp_path / f"{n}.onnx")
-    pieces, json_bytes = write_request([Named("input", "FP32", np.zeros((5000, 8), np.float32))])
+    pieces, json_bytes = write_request([NamedTensor("input", "FP32", np.zeros((5000, 8), np.float32))])
     request = sized(b"".join(pieces), b"%s: %d" % (HEADER.encode(), json_bytes)).replace(b"m1", b"ensemble")
     with serving(tmp_path, "1.onnx", "2.onnx", "--deadline", "50ms", "--replication", "between_graph") as server:
         client = Client(server)
@@ -605,7 +605,7 @@ def test_what_comes_too_late_is_answered_without_asking_and_its_memory_is_free(t
 
 def test_large_answers_come_whole_however_slowly_they_are_read(server: Server) -> None:
     x = np.random.default_rng(3).normal(size=(400_000, 8)).astype(np.float32)
-    pieces, json_bytes = write_request([Named("input", "FP32", x)], parameters={"binary_data_output": True})
+    pieces, json_bytes = write_request([NamedTensor("input", "FP32", x)], parameters={"binary_data_output": True})
     request = sized(b"".join(pieces), b"%s: %d" % (HEADER.encode(), json_bytes), b"connection: close")
     client = Client(server)
     with client.sock:

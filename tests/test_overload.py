@@ -29,7 +29,7 @@ from apportion.serving.http.unread_responses import STUCK_SECONDS, Unread
 from apportion.serving.protocol import v2
 from apportion.serving.protocol.datatypes import MOST_TEXTS
 from apportion.serving.protocol.json_numbers import MOST_OBJECTS
-from apportion.serving.protocol.v2 import HEADER, Named, Unfit, read_request, write_request
+from apportion.serving.protocol.v2 import HEADER, NamedTensor, Unfit, read_request, write_request
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(1, 8)
 DESCRIPTORS = 256
@@ -229,7 +229,7 @@ def test_a_tensor_of_bytes_has_a_limited_number_of_values() -> None:
 
 
 def test_heads_that_announce_all_memory_and_send_nothing_give_way(server: Server) -> None:
-    pieces, json_bytes = write_request([Named("input", "FP32", np.zeros((20_000, 8), np.float32))])
+    pieces, json_bytes = write_request([NamedTensor("input", "FP32", np.zeros((20_000, 8), np.float32))])
     large = infer(b"".join(pieces), f"{HEADER}: {json_bytes}", "connection: close")
     with ExitStack() as stack:
         head = infer(b"", f"{HEADER}: 100").replace(b"content-length: 0", b"content-length: %d" % ((64 << 20) - 64))
@@ -246,7 +246,7 @@ def test_heads_that_announce_all_memory_and_send_nothing_give_way(server: Server
 
 def test_40_clients_that_never_read_take_little_memory_and_are_let_go(server: Server) -> None:
     x = np.random.default_rng(0).normal(size=(120_000, 8)).astype(np.float32)
-    pieces, json_bytes = write_request([Named("input", "FP32", x)])  # an answer of 7 MB in JSON
+    pieces, json_bytes = write_request([NamedTensor("input", "FP32", x)])  # an answer of 7 MB in JSON
     request = infer(b"".join(pieces), f"{HEADER}: {json_bytes}")
     process = psutil.Process(server.process.pid)
     for _ in range(8):  # of the memory that members share each part has been used once

@@ -14,7 +14,14 @@ from hypothesis.extra import numpy as arrays
 
 from apportion.serving.protocol import json_numbers
 from apportion.serving.protocol.datatypes import DATATYPES, from_bf16, objects, to_bf16, to_bytes
-from apportion.serving.protocol.v2 import Named, Request, read_request, read_response, write_request, write_response
+from apportion.serving.protocol.v2 import (
+    NamedTensor,
+    Request,
+    read_request,
+    read_response,
+    write_request,
+    write_response,
+)
 
 NUMBERS = [name for name in DATATYPES if name not in ("BYTES", "BF16")]
 
@@ -24,7 +31,7 @@ def body(**told: Any) -> bytes:
     return json.dumps({"inputs": [tensor | told.pop("tensor", {})], **told}).encode()
 
 
-def sent(tensor: Named, *, binary: bool) -> Named:
+def sent(tensor: NamedTensor, *, binary: bool) -> NamedTensor:
     pieces, json_bytes = write_request([tensor], binary=binary)
     assert (json_bytes is not None) == binary
     (found,) = read_request(b"".join(pieces), json_bytes).inputs
@@ -40,7 +47,7 @@ def test_numbers_come_through_as_they_are(datatype: str, binary: bool, data: st.
     dtype = DATATYPES[datatype]
     kind = arrays.from_dtype(dtype, allow_nan=binary, allow_infinity=binary)
     array = data.draw(arrays.arrays(dtype, shapes, elements=kind))
-    found = sent(Named("x", datatype, array), binary=binary)
+    found = sent(NamedTensor("x", datatype, array), binary=binary)
     assert found.array.dtype == dtype
     np.testing.assert_array_equal(found.array, array)
 
@@ -49,14 +56,14 @@ def test_numbers_come_through_as_they_are(datatype: str, binary: bool, data: st.
 @given(values=st.lists(st.text()))
 def test_texts_come_through_as_they_are(binary: bool, values: list[str]) -> None:
     encodable = [text.encode(errors="ignore") for text in values]
-    found = sent(Named("x", "BYTES", objects(encodable)), binary=binary)
+    found = sent(NamedTensor("x", "BYTES", objects(encodable)), binary=binary)
     assert found.array.tolist() == encodable
 
 
 @pytest.mark.parametrize("binary", [False, True])
 def test_bf16_comes_through_as_its_bits(binary: bool) -> None:
     bits = to_bf16(np.array([1.0, -2.5, 3.140625, 65280.0]))
-    assert sent(Named("x", "BF16", bits), binary=binary).array.tolist() == bits.tolist()
+    assert sent(NamedTensor("x", "BF16", bits), binary=binary).array.tolist() == bits.tolist()
 
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
@@ -90,7 +97,7 @@ def test_a_request_says_what_it_wants() -> None:
 
 
 def test_outputs_are_binary_where_that_was_asked_for() -> None:
-    y, z = Named("y", "FP32", np.ones((1, 2), np.float32)), Named("z", "INT64", np.array([5]))
+    y, z = NamedTensor("y", "FP32", np.ones((1, 2), np.float32)), NamedTensor("z", "INT64", np.array([5]))
     request = read_request(body(outputs=[{"name": "y", "parameters": {"binary_data": True}}, {"name": "z"}]))
     pieces, json_bytes = write_response({"model_name": "m"}, [y, z], request)
     whole = b"".join(pieces)

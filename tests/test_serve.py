@@ -25,7 +25,7 @@ from onnx import helper
 from served import Server, alive, children, descriptors, eventually, net, serving
 
 from apportion.exporting.exporter import export
-from apportion.serving.protocol.v2 import HEADER, Named, read_response, write_request
+from apportion.serving.protocol.v2 import HEADER, NamedTensor, read_response, write_request
 
 X = np.linspace(-1, 1, 16, dtype=np.float32).reshape(2, 8)
 
@@ -81,7 +81,9 @@ def test_each_member_answers_under_its_own_name(four: Server) -> None:
 
 
 def test_tensors_travel_as_bytes_both_ways(four: Server) -> None:
-    pieces, json_bytes = write_request([Named("input", "FP32", X)], id="9", parameters={"binary_data_output": True})
+    pieces, json_bytes = write_request(
+        [NamedTensor("input", "FP32", X)], id="9", parameters={"binary_data_output": True}
+    )
     status, headers, body = four.ask("POST", "/v2/models/ensemble/infer", b"".join(pieces), **{HEADER: str(json_bytes)})
     assert status == 200, body
     head, (found,) = read_response(body, int(headers[HEADER.lower()]))
@@ -91,7 +93,7 @@ def test_tensors_travel_as_bytes_both_ways(four: Server) -> None:
 
 def test_large_tensors_go_through_shared_memory_and_all_of_it_comes_back(four: Server) -> None:
     x = np.random.default_rng(0).normal(size=(20_000, 8)).astype(np.float32)
-    pieces, json_bytes = write_request([Named("input", "FP32", x)], parameters={"binary_data_output": True})
+    pieces, json_bytes = write_request([NamedTensor("input", "FP32", x)], parameters={"binary_data_output": True})
     for _ in range(60):  # more than the memory holds at once
         status, headers, body = four.ask("POST", "/v2/models/m2/infer", b"".join(pieces), **{HEADER: str(json_bytes)})
         assert status == 200, body
@@ -121,7 +123,7 @@ def test_many_at_once_each_get_their_own_answer(four: Server) -> None:
 def test_an_answer_is_not_kept_back(four: Server) -> None:
     """By Nagle's algorithm it would be, for 40 ms on a connection that is kept."""
     connection = http.client.HTTPConnection("127.0.0.1", four.port, timeout=SECONDS)
-    pieces, json_bytes = write_request([Named("input", "FP32", X)])
+    pieces, json_bytes = write_request([NamedTensor("input", "FP32", X)])
     took = []
     for _ in range(20):
         began = time.monotonic()

@@ -1,5 +1,7 @@
-"""How ranks talk: to each other (group), and to their supervisor (channel). ``shared_memory_hook``: for those who stay
-with DistributedDataParallel."""
+"""Communication of ranks with each other (``group``) and with their supervisor (``channel``).
+
+``shared_memory_hook`` is for programs that stay with DistributedDataParallel.
+"""
 
 from typing import TYPE_CHECKING, Any
 

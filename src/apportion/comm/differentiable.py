@@ -41,7 +41,7 @@ from apportion.comm.group import DONE, Group, Work
 Map = Callable[[Tensor], Tensor]
 
 
-class _Linear(Function):
+class _LinearMap(Function):
     """A linear map over the ranks, and its adjoint."""
 
     @staticmethod
@@ -56,7 +56,7 @@ class _Linear(Function):
 
 
 def _linear(x: Tensor, there: Map, back: Map) -> Tensor:
-    mapped: Tensor = _Linear.apply(x, there, back)
+    mapped: Tensor = _LinearMap.apply(x, there, back)
     return mapped
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from apportion.comm.sync import Timespec
 from apportion.errors import ApportionError, PeerLost
 
 LOCK_BYTES = 64
@@ -24,10 +25,6 @@ DEADLINE_SECONDS = 120.0
 """A lock is held for microseconds: after this its holder is stopped, not slow."""
 _SHARED = _ROBUST = 1
 _MONOTONIC = 1
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
 def _load() -> tuple[ctypes.CDLL, ctypes.PyDLL] | None:
@@ -100,7 +97,7 @@ class Lock:
         deadline = time.monotonic() + DEADLINE_SECONDS
         while True:
             until = time.monotonic() + LOOK_SECONDS
-            limit = _Timespec(int(until), int(until % 1 * 1e9))
+            limit = Timespec(int(until), int(until % 1 * 1e9))
             failed = _library[0].pthread_mutex_clocklock(self._address, _MONOTONIC, ctypes.byref(limit))
             if failed != errno.ETIMEDOUT:
                 return int(failed)

@@ -26,7 +26,9 @@ _fence = threading.Lock()
 _STRONG = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
-class _Timespec(ctypes.Structure):
+class Timespec(ctypes.Structure):
+    """The C library's ``struct timespec``."""
+
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
@@ -37,7 +39,7 @@ def sleep_on(word: Word, value: int, seconds: float) -> None:
         time.sleep(min(_NAP_SECONDS, seconds))
         return
     whole = int(seconds)
-    limit = _Timespec(whole, int((seconds - whole) * 1e9))
+    limit = Timespec(whole, int((seconds - whole) * 1e9))
     _syscall(
         ctypes.c_long(_NUMBER),
         ctypes.byref(word),

@@ -275,7 +275,7 @@ def summary(events: Iterable[Event]) -> list[TableRow]:
     """
     last: dict[str, Event] = {}
     losses: dict[str, float] = {}
-    clock = Clock()
+    clock = RunClock()
     metrics: dict[str, Any] = {}
     for event in events:
         clock.tick(event)
@@ -288,7 +288,7 @@ def summary(events: Iterable[Event]) -> list[TableRow]:
     return rows + _written(last)
 
 
-def _progress(last: Mapping[str, Event], clock: Clock) -> list[TableRow]:
+def _progress(last: Mapping[str, Event], clock: RunClock) -> list[TableRow]:
     if not last:
         return []
     steps, planned = clock.step, last["start"].data.get("steps") if "start" in last else None
@@ -315,7 +315,7 @@ def _written(last: Mapping[str, Event]) -> list[TableRow]:
     return rows
 
 
-class Clock:
+class RunClock:
     """How far a run is, over all its sittings: ``seconds`` adds them up, without the pauses between."""
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``functional.linear``, its gradients too."""
     if not _suits(x, weight) or torch_private.in_a_transform() or torch_private.in_forward_mode():
         return functional.linear(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight, bias)
+    y: Tensor = _LinearFunction.apply(x, weight, bias)
     return y
 
 
@@ -112,7 +112,7 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-class _Linear(Function):
+class _LinearFunction(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)

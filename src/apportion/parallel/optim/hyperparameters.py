@@ -210,7 +210,7 @@ def rule_of(optimizer: Optimizer) -> StoreRule:
 # Rules by name, for those who give none of the workload's
 
 
-class Named(Value, ABC):
+class NamedRule(Value, ABC):
     """A rule as it is written: ``adagrad(lr=0.01)``. What it leaves open is torch's default."""
 
     @abstractmethod
@@ -220,7 +220,7 @@ class Named(Value, ABC):
 
 @final
 @dataclass(frozen=True, repr=False)
-class Sgd(Named):
+class Sgd(NamedRule):
     """Plain gradient descent."""
 
     lr: float
@@ -231,7 +231,7 @@ class Sgd(Named):
 
 @final
 @dataclass(frozen=True, repr=False)
-class Momentum(Named):
+class Momentum(NamedRule):
     """Gradient descent with momentum."""
 
     lr: float
@@ -243,7 +243,7 @@ class Momentum(Named):
 
 @final
 @dataclass(frozen=True, repr=False)
-class Adagrad(Named):
+class Adagrad(NamedRule):
     """What Downpour SGD was found to need: a learning rate of its own for each weight."""
 
     lr: float
@@ -257,7 +257,7 @@ class Adagrad(Named):
 
 @final
 @dataclass(frozen=True, repr=False)
-class Rmsprop(Named):
+class Rmsprop(NamedRule):
     """With shared statistics."""
 
     lr: float
@@ -270,7 +270,7 @@ class Rmsprop(Named):
 
 @final
 @dataclass(frozen=True, repr=False)
-class Adam(Named):
+class Adam(NamedRule):
     """With shared moments."""
 
     lr: float
@@ -281,16 +281,22 @@ class Adam(Named):
         return torch.optim.Adam(parameters, lr=self.lr, betas=self.betas, eps=self.eps)
 
 
-NAMED: dict[str, type[Named]] = {"sgd": Sgd, "momentum": Momentum, "adagrad": Adagrad, "rmsprop": Rmsprop, "adam": Adam}
+NAMED: dict[str, type[NamedRule]] = {
+    "sgd": Sgd,
+    "momentum": Momentum,
+    "adagrad": Adagrad,
+    "rmsprop": Rmsprop,
+    "adam": Adam,
+}
 sgd, momentum, adagrad, rmsprop, adam = Sgd, Momentum, Adagrad, Rmsprop, Adam
 
 
-def named(text: str | Named) -> Named:
+def named(text: str | NamedRule) -> NamedRule:
     """The rule that ``text`` writes, for example ``adagrad(lr=0.01)``."""
-    if isinstance(text, Named):
+    if isinstance(text, NamedRule):
         return text
     name = text.partition("(")[0].strip()
     if name not in NAMED:
         raise ValueError(f"rule={text!r} is no rule: one of {', '.join(f'{known}(lr=0.01)' for known in NAMED)}")
-    value: Named = parse_as(text, NAMED[name])
+    value: NamedRule = parse_as(text, NAMED[name])
     return value

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.core.event import Event
-from apportion.reporting.journal import Clock, TableRow, entries, summary
+from apportion.reporting.journal import RunClock, TableRow, entries, summary
 
 Floats = NDArray[np.float64]
 STAGES = ("loading", "computing", "waiting", "updating")
@@ -163,7 +163,7 @@ class _Reader:
     """Events in, a History out."""
 
     def __init__(self) -> None:
-        self._clock = Clock()
+        self._clock = RunClock()
         self._began: float | None = None
         self._ended: float | None = None
         self._values: dict[str, _Growing] = {}

@@ -24,7 +24,7 @@ _ANY_NAME = frozenset(("getattr", "vars", "globals", "eval", "exec", "__dict__",
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedGlobal:
     """A value under the name that the bytecode has for it."""
 
     name: str
@@ -32,25 +32,25 @@ class Named:
     mentioned: frozenset[str]
     """All names in the bytecode: of a module, its attributes among them are what the function can reach."""
 
-    def attributes(self) -> Iterator[Named]:
+    def attributes(self) -> Iterator[NamedGlobal]:
         """Of the user's own module: the attributes that the function mentions; all, where it may reach any."""
         found = vars(self.value)
         every = not _ANY_NAME.isdisjoint(self.mentioned)
         for name in sorted(found if every else self.mentioned & found.keys()):
             if not (name.startswith("__") and name.endswith("__")) and found[name] is not self.value:
-                yield Named(f"{self.name}.{name}", found[name], self.mentioned)
+                yield NamedGlobal(f"{self.name}.{name}", found[name], self.mentioned)
 
 
-def named_globals(code: types.CodeType, within: Mapping[str, Any]) -> Iterator[Named]:
+def named_globals(code: types.CodeType, within: Mapping[str, Any]) -> Iterator[NamedGlobal]:
     """What the code names of these globals, by name. A name that is none of them is a builtin, or not there yet."""
     names, imports, mentioned = _names(code)
     for name in names:
         if name in within:
-            yield Named(name, within[name], mentioned)
+            yield NamedGlobal(name, within[name], mentioned)
     for name in imports:
         module = _imported(name, str(within.get("__package__") or ""))
         if module is not None:
-            yield Named(f"import {name}", module, mentioned)
+            yield NamedGlobal(f"import {name}", module, mentioned)
 
 
 @lru_cache(maxsize=4096)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.core.torch_private import OPERATORS, buffers_of, modules_of, parameters_of
-from apportion.runtime.proof.code_names import Named, named_globals
+from apportion.runtime.proof.code_names import NamedGlobal, named_globals
 from apportion.runtime.proof.installed_packages import importable, release
 
 _SIZE = 16
@@ -156,7 +156,7 @@ class Digester:
         named = named_globals(function.__code__, function.__globals__)
         return seal("function", *parts, *self._named(named, set()))
 
-    def _named(self, named: Iterable[Named], seen: set[str]) -> Iterator[Any]:
+    def _named(self, named: Iterable[NamedGlobal], seen: set[str]) -> Iterator[Any]:
         for found in named:
             if isinstance(found.value, types.ModuleType) and release(found.value.__name__) is None:
                 if found.value.__name__ not in seen:  # modules import each other

@@ -32,7 +32,7 @@ SILENT_SLOWEST = 1.5
 _DONE, _WAITING, _STEP, _BEGUN = 0, 1, 2, 3
 
 
-class Clock:
+class LookClock:
     """Seconds between two looks; at most what two of them may take."""
 
     def __init__(self, now: float | None = None) -> None:
@@ -49,7 +49,7 @@ class Allowance:
     """So many seconds, of which time in which nobody looked does not count."""
 
     def __init__(self, seconds: float) -> None:
-        self._left, self._clock = seconds, Clock()
+        self._left, self._clock = seconds, LookClock()
 
     @property
     def left(self) -> float:
@@ -64,7 +64,7 @@ class Watchdog:
 
     def __init__(self, lines: Any) -> None:
         self._all = lines
-        self._clock = Clock()
+        self._clock = LookClock()
         self._first: float | None = None
         self._slowest = 0.0
         self._steps: deque[float] = deque(maxlen=50)
@@ -164,7 +164,7 @@ class UnresponsiveDetector:
         self._look, self._patience, self._opening = look, patience, opening
         lines = look()
         self._seen = lines[:, [_DONE, _BEGUN]]
-        self._clock = Clock()
+        self._clock = LookClock()
         self._still = np.zeros(len(lines))
 
     def broken_by(self, asked: Collection[int], now: float) -> WorkerStalled | None:

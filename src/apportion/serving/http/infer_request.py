@@ -19,7 +19,7 @@ from apportion.serving.pool.frames import INLINE_BYTES, placed
 from apportion.serving.pool.shared_arena import ALIGNED, Arena, Lease
 from apportion.serving.protocol.v2 import (
     HEADER,
-    Named,
+    NamedTensor,
     Request,
     Unfit,
     check_declared,
@@ -172,7 +172,7 @@ class InferCall:
     def _reply(self, result: Result) -> Response:
         assert self._request is not None
         request, specs = self._request, self._app.specs(self._model)[1]
-        found = {s.name: Named(s.name, s.datatype, x) for s, x in zip(specs, result.outputs, strict=True)}
+        found = {s.name: NamedTensor(s.name, s.datatype, x) for s, x in zip(specs, result.outputs, strict=True)}
         coming = sum(tensor.array.nbytes for tensor in found.values())
         self._app.unread.make_room(asyncio.get_running_loop().time(), coming=coming)
         asked = list(found.values()) if request.outputs is None else [found[asked.name] for asked in request.outputs]
@@ -215,7 +215,7 @@ def _check(specs: Mapping[str, Spec], name: str, datatype: str, shape: Sequence[
         raise Unfit(why)
 
 
-def _in_order(request: Request, inputs: tuple[Spec, ...]) -> list[Named]:
+def _in_order(request: Request, inputs: tuple[Spec, ...]) -> list[NamedTensor]:
     """The tensors as the net takes them. ValueError where one is missing."""
     given = {tensor.name: tensor for tensor in request.inputs}
     found = []

@@ -36,7 +36,7 @@ MOST_TIMEOUT = 3600 * 10**6
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedTensor:
     """A tensor."""
 
     name: str
@@ -56,7 +56,7 @@ class Asked:
 class Request:
     """Of inference."""
 
-    inputs: tuple[Named, ...]
+    inputs: tuple[NamedTensor, ...]
     id: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     outputs: tuple[Asked, ...] | None = None
@@ -174,7 +174,9 @@ def _parameters(told: Mapping[str, Any]) -> Mapping[str, Any]:
     return parameters
 
 
-def _tensors(told: Mapping[str, Any], what: str, binary: memoryview, check: Check | None = None) -> tuple[Named, ...]:
+def _tensors(
+    told: Mapping[str, Any], what: str, binary: memoryview, check: Check | None = None
+) -> tuple[NamedTensor, ...]:
     listed = told.get(what)
     if not isinstance(listed, list):
         raise ValueError(f"{what} must be a list of tensors")
@@ -218,7 +220,9 @@ def _declared(item: Mapping[str, Any], name: str, check: Check | None) -> tuple[
     return datatype, shape
 
 
-def _tensor(item: Mapping[str, Any], name: str, binary: memoryview, at: int, check: Check | None) -> tuple[Named, int]:
+def _tensor(
+    item: Mapping[str, Any], name: str, binary: memoryview, at: int, check: Check | None
+) -> tuple[NamedTensor, int]:
     datatype, shape = _declared(item, name, check)
     elements, size = math.prod(shape), _parameters(item).get("binary_data_size")
     if size is None:
@@ -234,7 +238,7 @@ def _tensor(item: Mapping[str, Any], name: str, binary: memoryview, at: int, che
             )
         array = from_bytes(binary[at : at + size], datatype, elements)
         at += size
-    return Named(name, datatype, array.reshape(shape)), at
+    return NamedTensor(name, datatype, array.reshape(shape)), at
 
 
 def _asked(told: Mapping[str, Any], *, binary: bool) -> tuple[Asked, ...] | None:
@@ -262,7 +266,7 @@ def _asked(told: Mapping[str, Any], *, binary: bool) -> tuple[Asked, ...] | None
 
 
 def write_response(
-    head: Mapping[str, Any], outputs: Sequence[Named], request: Request
+    head: Mapping[str, Any], outputs: Sequence[NamedTensor], request: Request
 ) -> tuple[list[bytes | memoryview], int | None]:
     """(the body in pieces, the header's number or None). ``head``: model_name, parameters and the like."""
     binary = {asked.name: asked.binary for asked in request.outputs or ()}
@@ -270,14 +274,14 @@ def write_response(
 
 
 def write_request(
-    inputs: Sequence[Named], *, binary: bool = True, **head: Any
+    inputs: Sequence[NamedTensor], *, binary: bool = True, **head: Any
 ) -> tuple[list[bytes | memoryview], int | None]:
     """What a client sends; ``head``: id, parameters, outputs."""
     return _written(head, "inputs", [(tensor, binary) for tensor in inputs])
 
 
 def _written(
-    head: Mapping[str, Any], what: str, tensors: Sequence[tuple[Named, bool]]
+    head: Mapping[str, Any], what: str, tensors: Sequence[tuple[NamedTensor, bool]]
 ) -> tuple[list[bytes | memoryview], int | None]:
     told: list[dict[str, Any]] = []
     pieces: list[bytes | memoryview] = []
@@ -294,7 +298,9 @@ def _written(
     return [text, *pieces], len(text) if pieces or any(binary for _, binary in tensors) else None
 
 
-def read_response(body: bytes | memoryview, json_bytes: int | None = None) -> tuple[dict[str, Any], tuple[Named, ...]]:
+def read_response(
+    body: bytes | memoryview, json_bytes: int | None = None
+) -> tuple[dict[str, Any], tuple[NamedTensor, ...]]:
     """(all but the tensors, the outputs)."""
     told, binary = _parted(body, json_bytes, "outputs")
     return told, _tensors(told, "outputs", binary)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from apportion.errors import ApportionError
 from apportion.serving.protocol.datatypes import Array
-from apportion.serving.protocol.v2 import HEADER, Named, read_response, write_request
+from apportion.serving.protocol.v2 import HEADER, NamedTensor, read_response, write_request
 from apportion.serving.runtimes.runtime import Expired, Runtime, Spec
 from apportion.serving.runtimes.timer import Alarm
 
@@ -66,7 +66,7 @@ class RemoteRuntime(Runtime):
         """See ``Runtime``."""
         now = time.monotonic()
         left = deadline - now
-        named = [Named(spec.name, spec.datatype, array) for spec, array in zip(self.inputs, inputs, strict=True)]
+        named = [NamedTensor(spec.name, spec.datatype, array) for spec, array in zip(self.inputs, inputs, strict=True)]
         parameters: dict[str, Any] = {"binary_data_output": True}
         if left < MOST_SECONDS:
             parameters["timeout"] = max(1, int(left * 1e6))
