@@ -46,7 +46,7 @@ def asked(
     for step in range(done + 1, done + steps + 1):
         clock.now += seconds
         if step >= one.next:
-            found.append((step, *one.ask(step, 0.0)))
+            found.append((step, *one.poll(step, 0.0)))
     return found
 
 
@@ -74,17 +74,17 @@ def test_seconds_are_kept_to_a_quarter_of_one(clock: Clock) -> None:
 def test_saving_takes_no_more_than_its_share_of_the_time(clock: Clock) -> None:
     one = agreeing(RunControl())
     clock.now += 19.0
-    assert one.ask(1, 1.0) == (False, False)
+    assert one.poll(1, 1.0) == (False, False)
     clock.now += 1.0
-    assert one.ask(2, 1.0) == (False, True)
+    assert one.poll(2, 1.0) == (False, True)
 
 
 def test_a_wish_to_stop_is_answered_at_the_next_question(clock: Clock) -> None:
     wish = RunControl()
     one = agreeing(wish)
-    assert one.ask(1, 0.0) == (False, False)
+    assert one.poll(1, 0.0) == (False, False)
     wish.stop = True
-    assert one.ask(2, 0.0)[0]
+    assert one.poll(2, 0.0)[0]
 
 
 def test_after_a_change_what_was_to_be_saved_after_the_last_step_is_saved(clock: Clock) -> None:
@@ -92,11 +92,11 @@ def test_after_a_change_what_was_to_be_saved_after_the_last_step_is_saved(clock:
     asked(one, clock, 20, seconds=0.01)
     one.again(Alone(), 20)
     assert one.next == 20
-    assert one.ask(20, 0.0) == (False, True)
+    assert one.poll(20, 0.0) == (False, True)
     one.again(Alone(), 21)
-    assert one.ask(21, 0.0) == (False, False)
+    assert one.poll(21, 0.0) == (False, False)
     one.again(Alone(), 0)
-    assert one.ask(0, 0.0) == (False, False), "nothing has been done"
+    assert one.poll(0, 0.0) == (False, False), "nothing has been done"
 
 
 def test_a_replacement_knows_when_the_one_before_it_saved(clock: Clock) -> None:
@@ -108,4 +108,4 @@ def test_a_replacement_knows_when_the_one_before_it_saved(clock: Clock) -> None:
 
 
 def test_a_run_that_begins_has_just_saved(clock: Clock) -> None:
-    assert agreeing(RunControl(), "1 s").ask(1, 0.0) == (False, False)
+    assert agreeing(RunControl(), "1 s").poll(1, 0.0) == (False, False)

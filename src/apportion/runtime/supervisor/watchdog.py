@@ -14,6 +14,7 @@ from typing import Any, final
 import numpy as np
 
 from apportion.runtime.supervisor.failures import WorkerStalled
+from apportion.runtime.worker.progress import Progress
 
 LOOK_SECONDS = 0.5
 """Between two looks at every rank's progress."""
@@ -29,7 +30,9 @@ SILENT_SECONDS, SILENT_STEPS = 2.0, 10
 """The same for one that does not answer when another is lost, and gets nothing done."""
 SILENT_SLOWEST = 1.5
 """Or so many of whatever took the longest so far: a batch of an evaluation may take longer than ten steps."""
-_DONE, _WAITING, _STEP, _BEGUN = 0, 1, 2, 3
+_DONE, _WAITING, _STEP, _BEGUN = (
+    word.index for word in (Progress.beats, Progress.waiting, Progress.step, Progress.begun)
+)
 
 
 class LookClock:

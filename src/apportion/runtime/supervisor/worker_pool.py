@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch.distributed as dist
 
 from apportion.comm.channel import Lines, Message, SharedMemoryOwner
@@ -42,7 +41,7 @@ from apportion.runtime.supervisor.watchdog import (
     is_stopped,
     memory_kills,
 )
-from apportion.runtime.worker.entry import PROGRESS_BYTES
+from apportion.runtime.worker import progress
 from apportion.runtime.worker.job import Job, WorkerJob
 
 GONE_SECONDS = 5.0
@@ -84,8 +83,7 @@ class WorkerPool:
     def _start(self) -> None:
         self._places, self._seats = self.ranks, list(range(self.ranks))
         """How many seats there are; that of each rank."""
-        progress = np.frombuffer(self._memory.map("progress", PROGRESS_BYTES * self.ranks), dtype=np.int64)
-        self.watch = Watchdog(progress.reshape(self.ranks, -1))
+        self.watch = Watchdog(progress.lines(self._memory.map("progress", progress.NBYTES * self.ranks)))
         self._members: Membership | None = None
         if self._replaceable:
             memory = memoryview(self._memory.map("members", Membership.nbytes(self.ranks)))

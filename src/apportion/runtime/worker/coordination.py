@@ -8,18 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from apportion.comm.group import Group
 from apportion.comm.world import World
 from apportion.core.policy import Policy
+from apportion.runtime.worker.progress import Progress
 
 ASK_SECONDS = 0.25
-"""Between two questions: how long a wish to stop may wait for a step that all agree on."""
+"""Between two questions: how long a request to stop may wait for a step that all agree on."""
 SAVE_SECONDS, SAVE_SHARE = 2.0, 0.05
 """Between two checkpoints, where nobody says how often: the seconds at least, and at most the share of the time."""
-_SAVED = 4
 
 
 @dataclass
@@ -27,11 +26,8 @@ class RunControl:
     """What is wanted of the run, by someone outside its loop; and what the loop shows them."""
 
     stop: bool = False
-    progress: Any = field(default_factory=lambda: np.zeros(8, dtype=np.int64))
-    """[0] grows with everything that the rank gets done, [1] is 1 while it waits for others, [2] is its updates,
-    [3] is 1 once it is in its loop, [5] once rank 0 has told the start,
-    [4] is when the ranks last agreed to save, by ``time.monotonic_ns()``. A
-    replacement finds what the one before it has left."""
+    progress: Progress = field(default_factory=Progress)
+    """How far this rank is."""
 
     begun: threading.Event = field(default_factory=threading.Event)
     """Is there a state?"""
@@ -49,9 +45,16 @@ class StepCoordinator:
     """One answer for all ranks, at steps that all know beforehand, so that asking costs one small message a while."""
 
     def __init__(
-        self, group: Group, device: torch.device, wish: RunControl, policy: Policy, *, steps_per_epoch: int, done: int
+        self,
+        group: Group,
+        device: torch.device,
+        control: RunControl,
+        policy: Policy,
+        *,
+        steps_per_epoch: int,
+        done: int,
     ) -> None:
-        self._group, self._device, self._wish = group, device, wish
+        self._group, self._device, self._control = group, device, control
         interval = policy.interval()
         self._seconds = interval[0] if interval is not None and interval[1] == "s" else None
         self._steps: int | None = None
@@ -59,23 +62,23 @@ class StepCoordinator:
             self._steps = max(1, round(interval[0] * (steps_per_epoch if interval[1] == "epochs" else 1)))
         self._asked = time.monotonic()
         self._last, self._saved_at, self._gap = done, done, 1
-        if not wish.progress[_SAVED]:
+        if not control.progress.saved_at:
             self._note_save()
         self.next = done + 1
-        """The step after which ``ask`` is called, by all ranks."""
+        """The step after which ``poll`` is called, by all ranks."""
 
     def again(self, group: Group, done: int) -> None:
-        """In a world whose membership has changed, where ``ask`` is called before the next step. What was to be saved
+        """In a world whose membership has changed, where ``poll`` is called before the next step. What was to be saved
         after the last one may not have been."""
         self._group = group
         self._last, self._gap, self.next = done, 1, done
         self._saved_at = min(self._saved_at, max(0, done - 1))
 
-    def ask(self, done: int, save_seconds: float) -> tuple[bool, bool]:
+    def poll(self, done: int, save_seconds: float) -> tuple[bool, bool]:
         """(stop, save), the same on every rank. ``save_seconds``: what the last checkpoint took."""
         now = time.monotonic()
         save = self._save_due(done, save_seconds)
-        answer = [int(self._wish.stop), int(save), self._next(done, now)]
+        answer = [int(self._control.stop), int(save), self._next(done, now)]
         if self._group.size > 1:
             told = torch.tensor(answer, dtype=torch.int64, device=self._device)
             self._group.broadcast(told)
@@ -90,10 +93,10 @@ class StepCoordinator:
         if self._steps is not None:
             return done // self._steps > self._saved_at // self._steps
         interval = self._seconds if self._seconds is not None else max(SAVE_SECONDS, save_seconds / SAVE_SHARE)
-        return time.monotonic_ns() - int(self._wish.progress[_SAVED]) >= interval * 1e9
+        return time.monotonic_ns() - self._control.progress.saved_at >= interval * 1e9
 
     def _note_save(self) -> None:
-        self._wish.progress[_SAVED] = time.monotonic_ns()
+        self._control.progress.saved_at = time.monotonic_ns()
 
     def _next(self, done: int, now: float) -> int:
         seconds_a_step = max(now - self._asked, 1e-9) / max(1, done - self._last)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 
 from apportion.comm.channel import Channel
@@ -24,10 +23,8 @@ from apportion.process import PACKAGE, keep_what_is_freed
 from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job, WorkerJob
 from apportion.runtime.worker.loop import work
+from apportion.runtime.worker.progress import NBYTES, Progress
 from apportion.runtime.worker.step_server import serve_reference, serve_steps
-
-PROGRESS_BYTES = 64
-"""A seat's line in the memory where the supervisor sees how far each one is: a cache line of its own."""
 
 
 def train(sock: socket.socket, payload: bytes) -> int:
@@ -72,33 +69,27 @@ def run_loaded(
 
 def train_job(job: Job, world: World, channel: Channel) -> None:
     """Train as one rank, under the supervisor's orders, and tell it every event."""
-    wish = RunControl()
+    control = RunControl()
     settled = queue.SimpleQueue[dict[str, Any]]()
-    threading.Thread(target=_obey, args=(channel, wish, settled), name="orders", daemon=True).start()
-    wish.progress = progress(world)
-    wish.settle = lambda asked: _settle(asked, world, channel, settled)
-    wish.rejoined = lambda changed: _rejoined(changed, wish)
-    for event in work(job, world, wish):
+    threading.Thread(target=_obey, args=(channel, control, settled), name="orders", daemon=True).start()
+    control.progress = progress(world)
+    control.settle = lambda asked: _settle(asked, world, channel, settled)
+    control.rejoined = lambda changed: _rejoined(changed, control)
+    for event in work(job, world, control):
         channel.send({"kind": "event", "event": asdict(event)})
 
 
-def progress(world: World) -> Any:
-    """This rank's line of the progress that the supervisor sees, as int64; its group notes there when it waits."""
-    memory = world.shared("progress", PROGRESS_BYTES * world.seats)
-    words = PROGRESS_BYTES // 8
-    line = np.frombuffer(memory, dtype=np.int64)[world.seat * words : (world.seat + 1) * words]
-    _watched(world, line)
+def progress(world: World) -> Progress:
+    """This rank's line of the progress that the supervisor reads; its group notes there when it waits."""
+    line = Progress.of_slot(world.shared("progress", NBYTES * world.seats), world.seat)
+    world.group().waiting = line.waiting_word
     return line
 
 
-def _rejoined(world: World, wish: RunControl) -> None:
-    _watched(world, wish.progress)
+def _rejoined(world: World, control: RunControl) -> None:
+    world.group().waiting = control.progress.waiting_word
     assert world.members is not None
-    wish.stop = wish.stop or world.members.ending
-
-
-def _watched(world: World, line: Any) -> None:
-    world.group().waiting = line[1:2]
+    control.stop = control.stop or world.members.ending
 
 
 def _settle(
@@ -110,25 +101,25 @@ def _settle(
     return settled.get()
 
 
-def _obey(channel: Channel, wish: RunControl, settled: queue.SimpleQueue[dict[str, Any]]) -> None:
+def _obey(channel: Channel, control: RunControl, settled: queue.SimpleQueue[dict[str, Any]]) -> None:
     """The supervisor's orders, while the main thread trains."""
     while (order := channel.commands.get()) is not None:
         if order["kind"] == "stop":
-            wish.stop = True
+            control.stop = True
         elif order["kind"] == "settled":
             settled.put(order["proof"])
         elif order["kind"] == "save":
-            channel.send({"kind": "saved", **_save_now(wish, order["seconds"])})
+            channel.send({"kind": "saved", **_save_now(control, order["seconds"])})
     os._exit(1)  # the supervisor is gone
 
 
-def _save_now(wish: RunControl, seconds: float) -> dict[str, Any]:
+def _save_now(control: RunControl, seconds: float) -> dict[str, Any]:
     """The last update, written without waiting for the step under way: its number, or None and why not. A replacement
     has so many seconds until it has one."""
-    if not wish.begun.wait(seconds):
+    if not control.begun.wait(seconds):
         return {"step": None, "why": "its worker had not begun"}
     try:
-        return {"step": wish.save_now(), "why": None}
+        return {"step": control.save_now(), "why": None}
     except Exception as error:  # whatever it is, the supervisor is waiting for an answer
         return {"step": None, "why": _summary(error)}
 

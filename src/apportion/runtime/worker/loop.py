@@ -45,16 +45,16 @@ REPORT_SECONDS = 0.2
 SPEED_SECONDS = 0.5
 
 
-def work(job: Job, world: World, wish: RunControl) -> Generator[Event, None, None]:
+def work(job: Job, world: World, control: RunControl) -> Generator[Event, None, None]:
     """Train, as one rank of the world; what happens, as it happens. Closing the generator stops every rank at the
     next step that they agree on."""
-    run = _begin(job, world, wish)
+    run = _begin(job, world, control)
     events = run.events()
     try:
         for event in events:  # noqa: UP028 (`yield from` would close the loop where it stands)
             yield event
     except GeneratorExit:
-        wish.stop = True
+        control.stop = True
         for _ in events:  # on to the step where all ranks stop
             pass
         raise
@@ -62,22 +62,22 @@ def work(job: Job, world: World, wish: RunControl) -> Generator[Event, None, Non
         run.close()
 
 
-def _begin(job: Job, world: World, wish: RunControl) -> _TrainingLoop:
+def _begin(job: Job, world: World, control: RunControl) -> _TrainingLoop:
     """This rank's part; a replacement may see the next loss before it has begun."""
     while True:
         try:
-            return _TrainingLoop(job, world, wish)
+            return _TrainingLoop(job, world, control)
         except MembershipChanged:
             world = world.rejoin()
-            wish.rejoined(world)
+            control.rejoined(world)
 
 
 class _TrainingLoop:
     """One rank's part of a run."""
 
-    def __init__(self, job: Job, world: World, wish: RunControl) -> None:
+    def __init__(self, job: Job, world: World, control: RunControl) -> None:
         self.began = time.perf_counter()
-        self.job, self.world, self.wish = job, world, wish
+        self.job, self.world, self.control = job, world, control
         self.workload: Workload = job.open()
         self.step: Step = job.strategy.build(self.workload, world)
         self.source = self.step.source
@@ -91,23 +91,23 @@ class _TrainingLoop:
         else:
             self.step.rejoin(world)
         self._regroup()
-        self.agreement = StepCoordinator(
+        self.coordinator = StepCoordinator(
             self.group,
             world.device,
-            wish,
+            control,
             job.policy,
             steps_per_epoch=self.source.deal.batches,
             done=self.done,
         )
         if world.generation:
-            self.agreement.again(self.group, self.done)
+            self.coordinator.again(self.group, self.done)
         self.meter = ThroughputMeter(self.step)
         self.guarded = LossGuard(self.step, self.workload, job.policy, ranks=world.size)
         self.evaluation = self._open_evaluation()
         self.metrics: Mapping[str, float] = {}
 
-        wish.save_now = self.save_committed
-        wish.begun.set()
+        control.save_now = self.save_committed
+        control.begun.set()
 
     def _settled(self) -> dict[str, Any] | None:
         """What is known of the strategy before the first step; a run that is disproved does not come back from here."""
@@ -119,7 +119,7 @@ class _TrainingLoop:
 
             key = proof_key(self.workload, self.step)
         asked = {"key": key, "steps": self.source.total, "parameters": self.step.parameters, "cuts": self.step.cuts}
-        return self.wish.settle(asked)
+        return self.control.settle(asked)
 
     @property
     def done(self) -> int:
@@ -144,11 +144,11 @@ class _TrainingLoop:
     def _rejoin(self) -> None:
         """The membership has changed: on from the last update that is whole."""
         self.world = self.world.rejoin()
-        self.wish.rejoined(self.world)
+        self.control.rejoined(self.world)
         self._take_place()
         self.step.rejoin(self.world)
         self._regroup()
-        self.agreement.again(self.group, self.done)
+        self.coordinator.again(self.group, self.done)
 
     def save_committed(self) -> int:
         """Write the state after the last update; the step it is of. Called from another thread than the loop's."""
@@ -241,14 +241,14 @@ class _TrainingLoop:
     # The loop
 
     def events(self) -> Iterator[Event]:
-        self.wish.progress[3] = 1
+        self.control.progress.begun = 1
         try:
             self._prepare_evaluation()
         except MembershipChanged:
             self._rejoin_until_it_holds()
             self._prepare_evaluation()
-        if self.world.rank == 0 and not self.wish.progress[5]:
-            self.wish.progress[5] = 1
+        if self.world.rank == 0 and not self.control.progress.started:
+            self.control.progress.started = 1
             yield self._start_event()
             self._look_at_schedule()
             yield from self._warned()
@@ -292,7 +292,7 @@ class _TrainingLoop:
     def _train(self) -> Generator[Event, None, str]:
         """Steps, until none is left or all ranks agree to stop: why it ended."""
         next_report = next_speed = time.perf_counter()
-        beats = self.wish.progress
+        progress = self.control.progress
         if self.world.generation:  # the change may have cut short what follows a step
             if (yield from self._agree()):
                 return "stopped"
@@ -306,8 +306,8 @@ class _TrainingLoop:
             before = self.done
             values = self.guarded(batch)
             self.meter.take(values, batch.size, len(batch))
-            beats[0] += 1
-            beats[2] = self.done
+            progress.beats += 1
+            progress.step = self.done
             now = time.perf_counter()
             yield from self._warned()
             if now >= next_report and self.world.rank == 0:
@@ -320,13 +320,13 @@ class _TrainingLoop:
                 self.meter.pause()
                 yield from self._evaluate(final=False)
                 self.meter.go_on()
-            if self.done >= self.agreement.next and (yield from self._agree()):
+            if self.done >= self.coordinator.next and (yield from self._agree()):
                 return "stopped"
         return "finished"
 
     def _agree(self) -> Generator[Event, None, bool]:
         """Save, where the ranks agree to; do they agree to stop?"""
-        stop, save = self.agreement.ask(self.done, self.saver.seconds)
+        stop, save = self.coordinator.poll(self.done, self.saver.seconds)
         if save or stop:
             self.meter.pause()
             self._save()
@@ -372,7 +372,7 @@ class _TrainingLoop:
 
     def _beat(self) -> None:
         """Something got done, or is being written: this rank is not late."""
-        self.wish.progress[0] += 1
+        self.control.progress.beats += 1
         self.world.check()
 
     def _agree_on_best(self, best: bool) -> bool:
