@@ -13,13 +13,32 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)  # fmt: skip
 from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 from torch.optim.rmsprop import rmsprop
 
 from apportion.core import fast_paths, torch_private
 
+ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop)
+"""The optimizers that update each weight by itself, so that a shard of a parameter needs nothing of the others."""
+BY_PARAMETER = (*ELEMENTWISE, Adafactor, SparseAdam, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []))
+"""The optimizers that update each parameter by itself, so that a stage needs nothing of the others."""
 Group = Mapping[str, Any]
 """An optimizer's parameter group: its hyperparameters, as they are at this step."""
 

@@ -4,31 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-import torch
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adafactor,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-    SparseAdam,
-)  # fmt: skip
+from torch.optim import Optimizer
 
 from apportion.core.workload import Workload
+from apportion.parallel.optim.elementwise import BY_PARAMETER, ELEMENTWISE
 from apportion.parallel.partition.tensor_shards import ShardLayout
-
-ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop)
-"""Optimizers that update each weight by itself, so that a slice needs nothing of the others."""
-BY_PARAMETER = (*ELEMENTWISE, Adafactor, SparseAdam, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []))
-"""Those that update each parameter by itself, so that a stage needs nothing of the others."""
 
 
 def refuse_workload(workload: Workload) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import Optimizer, Rprop
 
 from apportion.comm.group import Group
 from apportion.comm.process_group import ProcessGroup
@@ -28,6 +28,7 @@ from apportion.core import torch_private, tree
 from apportion.core.strategy import State
 from apportion.core.torch_private import BatchNormBase, is_view, version_of
 from apportion.errors import ApportionError
+from apportion.parallel.optim.elementwise import ELEMENTWISE
 from apportion.parallel.optim.fused import needs_whole_weights
 from apportion.parallel.replica.initial_model import refuse_renormalising, refuse_tied_by_memory
 
@@ -291,11 +292,11 @@ def _shard_of(tensor: Tensor, p: DTensor) -> Tensor:
 # Which networks and optimizers can be trained with every weight spread over the ranks, row by row.
 
 
-ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD)
-"""Optimizers that update each weight by itself, so that a shard needs nothing of the others."""
+ON_SHARDS = tuple(kind for kind in ELEMENTWISE if kind is not Rprop)
+"""The element-wise optimizers that torch computes on DTensors; Rprop writes into them by index, which it cannot."""
 NOT_ELEMENTWISE = (
     "not known to update each weight by itself, and no rank has a whole parameter: use one of "
-    + ", ".join(kind.__name__ for kind in ELEMENTWISE)
+    + ", ".join(kind.__name__ for kind in ON_SHARDS)
 )
 WHOLE_KERNEL = (
     "fused=True, and torch's fused SGD and Adagrad update whole weights, of which no rank has one: use fused=False, "
@@ -307,7 +308,7 @@ def refuse_optimizer(optimizer: Optimizer, *, searches: bool, alone: bool) -> No
     """ValueError where it cannot update shards. ``searches``: it evaluates the loss as often as it likes. ``alone``:
     the one rank has all of every weight."""
     kind = type(optimizer)
-    if kind not in ELEMENTWISE:
+    if kind not in ON_SHARDS:
         raise ValueError(f"{kind.__name__} is {NOT_ELEMENTWISE}, or {'map_reduce' if searches else 'data_parallel'}")
     if needs_whole_weights(optimizer) and not alone:
         raise ValueError(f"{kind.__name__} has {WHOLE_KERNEL}")
