@@ -1,4 +1,5 @@
-"""A process that ends when its parent does; and one that orphans below it are given to."""
+"""Functions for processes: to end when the parent does, to take in orphans, to keep or give back memory, to count
+cores."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int) -> None:
-    """This process is killed when its parent ends (Linux; elsewhere a closed socket or pipe tells it)."""
+    """Have this process killed when its parent ends (Linux; elsewhere a closed socket or pipe tells it)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we asked
@@ -24,7 +25,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def take_orphans_in() -> None:
-    """From here on the descendants of this process whose parent ends are its children (Linux)."""
+    """Make this process the parent of its descendants whose own parent ends, from here on (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -33,13 +34,13 @@ def take_orphans_in() -> None:
 
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-"""mallopt's parameters, malloc.h."""
+"""The parameters of mallopt as malloc.h numbers them."""
 _MOST = (1 << 31) - 1
 _MORE = 1 << 28
 
 
 def keep_what_is_freed() -> None:
-    """From now on what a step frees is there for the next one.
+    """Keep what a step frees for the next one, from now on.
 
     By default the largest blocks, and what is free at the end of the heap, go back to the system: every step then asks
     for the activations' pages again, and each is cleared and mapped when it is first written to, which can take longer
@@ -54,7 +55,7 @@ def keep_what_is_freed() -> None:
 
 
 def return_large(nbytes: int) -> None:
-    """From now on a block of so many bytes or more goes back to the system as soon as it is freed (glibc). By default
+    """Return a block of so many bytes or more to the system as soon as it is freed, from now on (glibc). By default
     blocks of up to 32 MiB stay with the process once one of their size has been freed, and what lies between two that
     are in use cannot be given back."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -63,7 +64,7 @@ def return_large(nbytes: int) -> None:
 
 
 def give_back() -> None:
-    """To the system, what is free by now (glibc): what was needed once, and no step asks for again."""
+    """Give what is free by now back to the system (glibc): what was needed once, and no step asks for again."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -74,7 +75,7 @@ def give_back() -> None:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its affinity, and its container's quota."""
+    """The number of cores that this process may use: its affinity, and its container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

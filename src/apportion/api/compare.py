@@ -19,47 +19,48 @@ from apportion.planner.trials.trial import Candidate, Measured, candidate, parke
 from apportion.runtime.launch.local import Local
 
 ROUNDS = 5
-"""Turns that each strategy's steps are divided in."""
+"""The number of turns that each strategy's steps are divided in."""
 WARM_UP = 3
 PROFILE_SECONDS = 8.0
-"""Of measuring this machine, where it has not been, and the workload."""
+"""The seconds that measuring this machine, where it has not been, and the workload may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRow:
-    """One strategy's line in the table."""
+    """The line of one strategy in the table."""
 
     strategy: str
     launcher: str
     workers: int
     threads: int
-    """Of each worker."""
+    """The number of threads of each worker."""
     step_seconds: float
-    """Median, of the slowest rank."""
+    """The median of the seconds of a step, of the slowest rank."""
     examples_per_second: float
     times_one_device: float
-    """Its examples/s over those of single_device with all threads."""
+    """The ratio of its examples/s to those of single_device with all threads."""
     computing: float
-    """Share of the workers' time; with ``waiting`` (for other ranks) and ``communicating``, 1 in all."""
+    """The share of the workers' time that is computing; with ``waiting`` (for other ranks) and ``communicating``, 1 in
+    all."""
     waiting: float
     communicating: float
     exact: bool
     held_bytes: int
-    """Weights, optimizer slots and buffers of all workers; what they share is counted once."""
+    """The bytes of weights, optimizer slots and buffers of all workers; what they share is counted once."""
     peak_bytes: int
-    """Resident memory of the largest worker, with Python and torch."""
+    """The bytes of resident memory of the largest worker, with Python and torch."""
     steps: int
     predicted_seconds: float | None = None
-    """A step, by the strategy's price on this machine as it was measured, before any step was made; None: it has no
-    price for this network, or there."""
+    """The seconds of a step, by the strategy's price on this machine as it was measured, before any step was made;
+    None: it has no price for this network, or on this machine."""
 
     @property
     def error(self) -> float | None:
-        """Of the prediction: 0.1 says that the step takes 10 % longer than predicted."""
+        """The error of the prediction: 0.1 says that the step takes 10 % longer than predicted."""
         return None if self.predicted_seconds is None else self.step_seconds / self.predicted_seconds - 1
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: the fields, and the ``error``."""
+        """Returns plain data: the fields, and the ``error``."""
         return {**asdict(self), "error": self.error}
 
 
@@ -73,12 +74,13 @@ def compare(  # noqa: PLR0913 (all of it by name)
     path: str | Path | None = None,
     predict: bool = True,
 ) -> list[ComparedRow]:
-    """So many steps of each strategy after a warm-up, in ``ROUNDS`` turns; the rows, fastest first,
+    """Measures so many steps of each strategy after a warm-up, in ``ROUNDS`` turns. Returns the rows, fastest first,
     and after the exact strategies the approximate ones: as many examples teach them less.
 
-    ``strategies``: None takes all there are that can run this workload. ``workers``: of each strategy that divides its
-    work. single_device with all threads is always among them, to compare with. ``path``: where to save the rows as
-    JSON. ``predict``: first measure this machine and the workload for some seconds, and say what each step should take.
+    ``strategies``: None takes all there are that can run this workload. ``workers``: the number for each strategy that
+    divides its work. single_device with all threads is always among them, to compare with. ``path``: where to save the
+    rows as JSON. ``predict``: first measure this machine and the workload for some seconds, and say what each step
+    should take.
     """
     if isinstance(workload, str):
         check_place(workload)
@@ -108,7 +110,8 @@ def compare(  # noqa: PLR0913 (all of it by name)
 
 
 def _predicted(workload: Workload | str, candidates: Sequence[Candidate]) -> dict[Candidate, float | None]:
-    """Seconds a step of each; none where the workload cannot be profiled, which says nothing about running it."""
+    """Returns the seconds a step of each; None where the workload cannot be profiled, which says nothing about running
+    it."""
     try:
         costs = prices(workload, candidates, PROFILE_SECONDS)
     except (ValueError, ApportionError):

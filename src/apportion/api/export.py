@@ -13,7 +13,7 @@ from apportion.runtime.checkpoint.load import load, workload_of
 __all__ = ["export", "export_run"]
 
 EXAMPLES = 64
-"""Of a run's data, that its export is held against."""
+"""The number of examples of a run's data that its export is held against."""
 
 
 def export_run(
@@ -23,9 +23,9 @@ def export_run(
     path: str | os.PathLike[str] | None = None,
     trust: bool = False,
 ) -> Exported:
-    """The net of a run, or of one of its checkpoints, held against itself on examples of its own data. ``path``: None
-    writes it there, as ``model`` with the target's ending. ``trust``: the file that the run names may run whosever it
-    is (see ``load``)."""
+    """Exports the net of a run, or of one of its checkpoints, and holds it against itself on examples of its own data.
+    ``path``: None writes it into the run's folder, as ``model`` with the target's ending. ``trust``: the file that the
+    run names may run whosever it is (see ``load``)."""
     chosen: Target = parse(target, PACKAGE) if isinstance(target, str) else target
     workload = workload_of(run, trust=trust)
     data = workload.data()

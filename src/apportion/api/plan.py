@@ -25,16 +25,15 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
     allow_approximate: bool = False,
     remeasure: bool = False,
 ) -> Plan:
-    """Which way to split a workload, with the price of every alternative and when the answer would change.
+    """Find which way to split a workload, with the price of every alternative and when the answer would change.
 
     ``cluster``: the machines; a file of JSON, or a name of the catalogue (``"4-hosts-10gbit"``). None measures this
     machine, which is kept: ``remeasure`` does it again. ``network``: a profile, or a file of it; None times the
     workload's layers here. With ``network`` neither a model nor its machines are needed: a ``workload`` beside it is
-    what the commands name. ``against``: another cluster,
-    to say how many of its hosts match this one.
+    what the commands name. ``against``: another cluster, to say how many of its hosts match this one.
 
-    ``workers``: only layouts of so many. ``trial``: the best few are tried, where the machines are those that this
-    runs on; else all is predicted. ``allow_approximate``: an approximate strategy may be chosen, after a pilot.
+    ``workers``: only layouts of so many. ``trial``: the best few are tried, where the machines are those that this runs
+    on; else all is predicted. ``allow_approximate``: an approximate strategy may be chosen, after a pilot.
 
     Raises ValueError for what was asked wrongly, and where nothing can run.
     """
@@ -74,7 +73,8 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
 
 
 def cluster_of(given: Cluster | str | Path) -> Cluster:
-    """Itself, from its file, or from the catalogue by its name. ValueError where there is no such cluster."""
+    """Returns a cluster: itself, from its file, or from the catalogue by its name. Raises ValueError where there is no
+    such cluster."""
     if isinstance(given, Cluster):
         return given
     if isinstance(given, Path) or given.endswith(".json"):
@@ -85,7 +85,7 @@ def cluster_of(given: Cluster | str | Path) -> Cluster:
 
 
 def profile_of(given: Profile | str | Path) -> Profile:
-    """Itself, or from its file. ValueError where it holds none."""
+    """Returns a profile: itself, or from its file. Raises ValueError where the file holds none."""
     return given if isinstance(given, Profile) else Profile.load(_file(given, "profile"))
 
 
@@ -97,7 +97,8 @@ def _file(given: str | Path, what: str) -> Path:
 
 
 def _is_this_machine(cluster: Cluster) -> bool:
-    """Was it measured, and has it the devices that are found here? One that was measured elsewhere has others."""
+    """Tells whether a cluster was measured, and has the devices that are found here: one that was measured elsewhere
+    has others."""
     if not cluster.measured:
         return False
     from apportion.profiler.discover import discover
@@ -113,7 +114,8 @@ def _here(remeasure: bool) -> Cluster:
 
 
 def _profiled(workload: Workload | str, here: Cluster, workers: int | None) -> Profile:
-    """Timed on this machine, whichever the plan is for: elsewhere the times are worked out from its rates."""
+    """Profiles the workload on this machine, whichever the plan is for: elsewhere the times are worked out from its
+    rates."""
     from apportion.profiler.measure_workload import profile
 
     return profile(workload, here, places_of(here, workers))

@@ -32,24 +32,24 @@ from apportion.runtime.worker.job import Job
 
 STEP_SECONDS = 600.0
 HALF = ("bfloat16", "float16")
-"""Precisions that a run computes in under autocast, its weights in float32."""
+"""The precisions that a run computes in under autocast, its weights in float32."""
 WARMING = 2.0
-"""The first step of a process takes up to so many times as long as those after it."""
+"""The first step of a process takes up to this many times as long as those after it."""
 GRADIENT_STEPS = 2
-"""Steps of rate 1 are few, since a network would not stand many."""
+"""The number of steps of rate 1, which are few, since a network would not stand many."""
 
 SEEN = ("dropout", "draws", "narrow", "plain_draws")
-"""What is looked for in the steps of a proof."""
+"""The kinds of operations that are looked for in the steps of a proof."""
 Seen = dict[str, list[str]]
 
 
 COPIES = 5
-"""A process of a proof holds so many times the bytes of the weights: weights, gradients, two slots, and the state that
-it gives."""
+"""A process of a proof holds this many times the bytes of the weights: weights, gradients, two slots, and the state
+that it gives."""
 SLOTS = 3
-"""A state has so many elements for each weight: itself, and two slots of Adam's."""
+"""A state has this many elements for each weight: the weight itself, and two slots of Adam's."""
 COMPARED = 12
-"""Comparing holds so many times the bytes of the weights: four states of weights and two slots."""
+"""The comparison holds this many times the bytes of the weights: four states of weights and two slots."""
 
 
 class OutOfTimeError(Exception):
@@ -62,29 +62,29 @@ class OutOfMemoryError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ProofRequest:
-    """What is to be proved, and how thoroughly."""
+    """A request to prove a strategy, and how thoroughly."""
 
     workload: Workload | str
     chosen: Candidate
     steps: int
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the workload that the run replaces."""
+    """The fields of the workload that the run replaces."""
     rows: int = 0
-    """Examples in a batch; 0: the workload's own."""
+    """The examples in a batch; 0: the workload's own number."""
     short: bool = False
-    """Is it made on the beginnings of the sequences?"""
+    """True where the proof is made on the beginnings of the sequences."""
     seconds: float | None = None
-    """The proof may take so many; None: as long as it does."""
+    """The seconds that the proof may take; None: as long as it does."""
     parameters: int = 0
-    """How many the network has, where that is known before it is built; else 0."""
+    """The number of parameters of the network, where that is known before it is built; else 0."""
     brief: bool = False
-    """Is a first difference enough?"""
+    """True where a first difference is enough."""
     plain: tuple[str, ...] = ()
-    """Fast paths that are switched off."""
+    """The fast paths that are switched off."""
     run_steps: int = 0
-    """Steps of the run that waits for the proof."""
+    """The number of steps of the run that waits for the proof."""
     share: float = 0.0
-    """The proof may take this share of the run, where that is more than ``seconds``."""
+    """The share of the run that the proof may take, where that is more than ``seconds``."""
 
 
 def prove(asked: ProofRequest) -> Proof:
@@ -153,8 +153,9 @@ class _Proving:
             return self._without_float64(crews, steps, begun, str(why))
 
     def _without_float64(self, crews: Sequence[WorkerPool], steps: int, begun: str, why: str) -> list[Round]:
-        """The rounds of a model that does not compute in float64, in crews that are built in the precision ``begun``:
-        in float32, and in the run's own precision where that is shorter, which may leave the answer open."""
+        """Returns the rounds of a model that does not compute in float64, in worker pools that are built in the
+        precision ``begun``: in float32, and in the run's own precision where that is shorter, which may leave the
+        answer open."""
         precisions = ("float32", self._own) if self._own in HALF else (self._own,)
         named = f"the model does not compute in float64 ({why}): checked in {' and '.join(precisions)} alone"
         rounds: list[Round] = []
@@ -199,14 +200,15 @@ class _Proving:
         return self._gradients is None or self._gradients.holds
 
     def _gradient_round(self, crews: Sequence[WorkerPool], states: Round, precision: str) -> Round | None:
-        """The change under plain SGD; where every optimizer is that already, the states have shown it."""
+        """Compares the change under plain SGD; where every optimizer is that already, the states have shown it."""
         if self._replays or not self._chosen.strategy.exact or (self._linear and states.holds):
             return None
         self._again(crews, precision, gradients=True)
         return self._round(crews, min(GRADIENT_STEPS, states.steps), precision, gradients=True)[0]
 
     def _first_difference(self, crews: Sequence[WorkerPool], wide: Round) -> str | None:
-        """The step at which something differed, once more, with taps on both sides; None where they show nothing."""
+        """Makes the step at which something differed once more, with taps on both sides; returns None where they show
+        nothing."""
         if self._replays or not self._chosen.strategy.exact:
             return None
         gradients = wide.verdict != "different"
@@ -235,8 +237,8 @@ class _Proving:
 
     @contextmanager
     def _crews(self, precision: str) -> Iterator[list[WorkerPool]]:
-        """The strategy's processes, the reference's, and those of a reference that is led astray by rounding, where
-        rounding is allowed for."""
+        """Starts the strategy's processes, the reference's, and those of a reference that is led astray by rounding,
+        where rounding is allowed for."""
         jobs = self._jobs(precision)
         alone = Local(workers=1, threads=jobs[1].threads, device="cpu")
         launched = [
@@ -282,8 +284,8 @@ class _Proving:
     def _again(
         self, crews: Sequence[WorkerPool], precision: str, *, gradients: bool = False, coarse: bool = False
     ) -> None:
-        """Have all of them build anew, in another precision or with other optimizers; ``coarse``: the one led astray
-        rounds as the coarsest types of the model do."""
+        """Lets all of them build anew, in another precision or with other optimizers; ``coarse``: the reference that is
+        led astray rounds as the coarsest types of the model do."""
         for crew, job in zip(crews, self._jobs(precision, gradients=gradients, coarse=coarse), strict=False):
             changed = {
                 name: getattr(job, name) for name in ("changes", "nudge", "jitter", "coarse", "gradients", "cut")
@@ -292,14 +294,14 @@ class _Proving:
         self._built(crews)
 
     def _built(self, crews: Sequence[WorkerPool]) -> Message:
-        """What the strategy's first rank tells once everything is built."""
+        """Returns what the strategy's first rank tells once everything is built."""
         told = [self._answers(crew, "built") for crew in crews]
         self._linear, self._batch_size = told[0][0]["linear"], told[0][0]["batch_size"]
         self._must_fit(told[0][0]["parameters"])
         return told[0][0]
 
     def _must_fit(self, parameters: int) -> None:
-        """Raise OutOfMemoryError where all the processes together would not fit what is free."""
+        """Raises OutOfMemoryError where all the processes together would not fit what is free."""
         processes = self._chosen.ranks + 2
         self._bytes = parameters * 8 * (COPIES * processes + COMPARED)
         free = _free_bytes()
@@ -311,7 +313,7 @@ class _Proving:
             )
 
     def _lengthen(self, went: Sequence[Message]) -> None:
-        """Give the proof its share of the run, as far as its own steps tell how long the run will be."""
+        """Gives the proof its share of the run, as far as its own steps tell how long the run will be."""
         self._proof_steps.take(went[0]["examples"], max(s for answer in went for s in answer["seconds"][:1]))
         if self._deadline is not None:
             times = self._batch_size / self._asked.rows if self._asked.rows else 1.0
@@ -319,8 +321,8 @@ class _Proving:
             self._deadline = max(self._deadline, self._began + self._asked.share * run)
 
     def _must_end_in_time(self, took: float) -> None:
-        """Raise OutOfTimeError where the first step took so long that the others cannot end in time; those in a shorter
-        precision are not counted."""
+        """Raises OutOfTimeError where the first step took so long that the others cannot end in time; those in a
+        shorter precision are not counted."""
         if self._deadline is None:
             return
         steps = self._asked.steps + GRADIENT_STEPS * (not self._linear)
@@ -353,7 +355,8 @@ class _Proving:
     def _round(
         self, crews: Sequence[WorkerPool], steps: int, precision: str, *, gradients: bool = False
     ) -> tuple[Round, Seen]:
-        """Compare strategy, reference and the one led astray step by step; or the strategy with its replay."""
+        """Compares strategy, reference and the reference that is led astray step by step; or the strategy with its
+        replay."""
         if self._replays:
             with tempfile.TemporaryDirectory(prefix="apportion-check-") as folder:
                 return self._compare_replay(crews, steps, precision, Path(folder))
@@ -393,8 +396,8 @@ class _Proving:
     def _compare_steps(
         self, crews: Sequence[WorkerPool], steps: int, precision: str, coarsest: str | None = None
     ) -> tuple[Round, Seen, set[str]]:
-        """Also the types in which the reference computes that are coarser than the precision. ``coarsest``: the one
-        whose rounding is allowed for."""
+        """Compares the states step by step; returns also the types in which the reference computes that are coarser
+        than the precision. ``coarsest``: the type whose rounding is allowed for."""
         with tempfile.TemporaryDirectory(prefix="apportion-check-") as folder:
             return self._compared(crews, steps, precision, coarsest, Path(folder))
 
@@ -430,8 +433,8 @@ class _Proving:
         return replace(comparison.round(precision, steps, disagreement), coarsest=coarsest), seen, coarse
 
     def _disagreement(self, tried: WorkerPool, number: int, folder: Path) -> str | None:
-        """Every rank's state must be rank 0's, to the bit; which one is not, where, and by how much. Rank 0's is
-        written in any case: what comes after compares it."""
+        """Checks that every rank's state is rank 0's, to the bit; returns which one is not, where, and by how much.
+        Rank 0's is written in any case: what comes after compares it."""
         answers = self._ask(tried, {"kind": "state", "path": str(folder / "rank0"), "ranks": [0]}, "state")
         for rank, answer in enumerate(answers):
             if answer["digest"] != answers[0]["digest"]:
@@ -443,7 +446,8 @@ class _Proving:
 
 
 def likely_causes(rounds: Sequence[Round], workers: int, drawn: Sequence[str]) -> Iterator[str]:
-    """What a difference is likely to come from, where it can be told. ``drawn``: generators that the model uses."""
+    """Yields what a difference is likely to come from, where it can be told. ``drawn``: generators that the model
+    uses."""
     wrong = [r for r in rounds if r.verdict == "different"]
     factors = {round(r.worst.factor, 3) for r in wrong if r.worst.factor is not None}
     if workers > 1 and factors & {float(workers), round(1 / workers, 3)}:
@@ -459,7 +463,7 @@ def likely_causes(rounds: Sequence[Round], workers: int, drawn: Sequence[str]) -
 
 
 def _many(chosen: Candidate, asked: int, there: int) -> int:
-    """The steps to make: as many as asked for, or as every worker can make."""
+    """Returns the steps to make: as many as asked for, or as every worker can make."""
     workers = chosen.launcher.workers or 1
     if not chosen.strategy.replays(workers):
         return min(asked, there)
@@ -483,7 +487,7 @@ def _open_question(found: Round) -> str:
 
 
 def _fixes_dtype(error: WorkerFailed | ValueError) -> bool:
-    """Does the model, by what it says or by the line that failed, want another type than float64?"""
+    """Tells whether the model, by what it says or by the line that failed, wants another type than float64."""
     text = f"{error} {getattr(error, 'where', None)}".lower()
     return any(sign in text for sign in ("dtype", "scalar type", "double", "same type", "float64"))
 
@@ -501,12 +505,12 @@ def _by_design(seen: Mapping[str, list[str]]) -> list[str]:
 
 
 def _seen(went: Sequence[Message]) -> Seen:
-    """What ranks have to name of a step, together."""
+    """Collects what ranks have to name of a step."""
     return {key: sorted({name for answer in went for name in answer[key]}) for key in SEEN}
 
 
 def _free_bytes() -> float:
-    """The memory that is free; without bound where the system does not say."""
+    """Returns the bytes of memory that are free; infinite where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * float(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))

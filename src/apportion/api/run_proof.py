@@ -1,4 +1,5 @@
-"""A run's own proof: what is known of it from an earlier run, or found out before the first step, within its time.
+"""The proof of a run on its own workload: what is known of it from an earlier run, or found out before the first step,
+within its time.
 
 The proof trains the run's workload for a few steps on a few rows, which are uneven between the ranks; where they do
 not feed them, or leave it open, on whole batches. A strategy that differs is tried once more with every fast path
@@ -28,16 +29,16 @@ from apportion.runtime.proof.proof import Proof, Settled
 from apportion.runtime.worker.job import Job
 
 LEAST_SECONDS = 3.0
-"""A proof is given at least so many seconds where choosing the strategy has taken the rest."""
+"""The seconds that a proof is given at least, where choosing the strategy has taken the rest."""
 FEW_EACH, ROWS_EACH = 3, 16
-"""The proof gives each rank so many rows, and the first one more. Where that was quick it is made once more on the
-larger number, so that terms which do not count, or classes, fall unevenly on the ranks."""
+"""The numbers of rows that the proof gives each rank, with one more for the first. Where the smaller number was quick
+it is made once more on the larger one, so that terms which do not count, or classes, fall unevenly on the ranks."""
 QUICK_SHARE, MANY_SHARE = 0.35, 0.5
-"""A first proof within the one share of the time was quick, and a second may take the other."""
+"""A first proof within QUICK_SHARE of the time was quick, and a second may take MANY_SHARE of it."""
 STEPS = 4
 """The number of steps that a proof makes: two epochs of a whole batch and a short one."""
 MOST_STEPS = 17
-"""Where ranks average now and then, the proof goes on until they have; up to so many."""
+"""The number of steps up to which the proof goes on until ranks that average now and then have done so."""
 
 
 class SelfProof:
@@ -52,25 +53,27 @@ class SelfProof:
         spent: float = 0.0,
         required: bool = False,
     ) -> None:
-        """``step_seconds``: what a step of the run takes, where it was measured. ``spent``: seconds of the same budget
-        that choosing the strategy took. ``required``: the run must not go on where nothing was shown."""
+        """Takes the job to prove. ``step_seconds``: what a step of the run takes, where it was measured. ``spent``:
+        seconds of the same budget that choosing the strategy took. ``required``: the run must not go on where nothing
+        was shown."""
         self._job, self._chosen, self._step_seconds, self._required = job, chosen, step_seconds, required
         self._spent, self._parameters, self._run_steps = spent, 0, 0
         self._proved = chosen
-        """With its stages cut as the run's are."""
+        """The candidate with its stages cut as the run's are."""
         self._known: Settled | None = None
 
     def known(self, asked: Mapping[str, Any]) -> Settled | None:
-        """What was found before, in this run or an earlier one. ``asked`` has the ``key`` that the ranks have made of
-        the workload (None: it cannot be remembered), the ``steps`` of the whole run, its ``parameters``, a number, and
-        the ``cuts`` of its stages, as the times of its layers have decided them: the proof cuts there too."""
+        """Returns what was found before, in this run or an earlier one. ``asked`` has the ``key`` that the ranks have
+        made of the workload (None: it cannot be remembered), the ``steps`` of the whole run, its ``parameters``, a
+        number, and the ``cuts`` of its stages, as the times of its layers have decided them: the proof cuts there
+        too."""
         self._cut(asked["cuts"])
         if self._known is None and asked["key"] is not None:
             self._known = _recall(self._name(asked["key"]))
         return self._known
 
     def settle(self, asked: Mapping[str, Any]) -> Settled:
-        """Make the proof, and keep its answer for the next run."""
+        """Makes the proof, and keeps its answer for the next run."""
         began = time.monotonic()
         self._parameters, self._run_steps = int(asked["parameters"]), int(asked["steps"])
         found = self._found(began, self.seconds(asked["steps"]))
@@ -84,11 +87,11 @@ class SelfProof:
         self._proved = replace(self._chosen, strategy=_cut_at(self._chosen.strategy, cuts or ()))
 
     def too_many(self) -> Settled:
-        """The answer for ranks that one host cannot imitate."""
+        """Returns the answer for ranks that one host cannot imitate."""
         return self._unproved(f"one host cannot start {self._chosen.ranks} processes to show it")
 
     def check(self, settled: Settled) -> dict[str, Any]:
-        """What the run writes down of it; NotProved where it must not go on as it is."""
+        """Returns what the run writes down of the answer. Raises NotProved where the run must not go on as it is."""
         if settled.plain != self._job.plain or settled.verdict == "different":
             raise NotProved(settled.sentence, proved=settled.proved, plain=settled.plain)
         if self._required and not settled.proved:
@@ -96,7 +99,7 @@ class SelfProof:
         return asdict(settled)
 
     def seconds(self, steps: int) -> float:
-        """What a proof may take before a run of so many steps."""
+        """Returns the seconds that a proof may take before a run of so many steps."""
         return max(LEAST_SECONDS, budget(steps * (self._step_seconds or 0.0)) - self._spent)
 
     def _found(self, began: float, seconds: float) -> Settled:
@@ -115,7 +118,7 @@ class SelfProof:
             return self._unproved(str(error).partition("\n")[0])
 
     def _proof(self, until: float, plain: tuple[str, ...] | None = None) -> Proof:
-        """The proof on a few rows, and on more where that was quick; on whole batches where a few say nothing."""
+        """Makes the proof on a few rows, and on more where that was quick; on whole batches where a few say nothing."""
         asked = ProofRequest(
             workload=self._job.workload,
             chosen=self._proved,
@@ -163,7 +166,8 @@ class SelfProof:
         return f"apportion check {place} --strategy {str(self._chosen.strategy)!r} --workers {self._chosen.ranks}"
 
     def _name(self, key: str) -> str:
-        """The name under which it is kept: of the workload's key, and of where and how it is trained."""
+        """Returns the name under which the answer is kept: of the workload's key, and of where and how it is
+        trained."""
         launcher = self._chosen.launcher
         told = {
             "workload": key,
@@ -190,8 +194,8 @@ def _cut_at(strategy: Strategy, cuts: Sequence[str]) -> Strategy:
 
 
 def _on_short_sequences(asked: ProofRequest, until: float, error: OutOfTimeError) -> Proof:
-    """The proof on the beginnings of the sequences, where there was no time for whole ones. Raises ``error`` where
-    there are none, where the model takes none, or where they leave the answer open."""
+    """Makes the proof on the beginnings of the sequences, where there was no time for whole ones. Raises ``error``
+    where there are none, where the model takes none, or where they leave the answer open."""
     try:
         proof = prove(replace(asked, short=True, seconds=until - time.monotonic()))
     except (ApportionError, ValueError, OutOfTimeError):
@@ -219,7 +223,7 @@ def _recall(name: str) -> Settled | None:
 
 
 def _keep(name: str, settled: Settled) -> None:
-    """Keep it for the next run; where nothing can be written, that run proves again."""
+    """Keeps the answer for the next run; where nothing can be written, that run proves again."""
     try:
         _folder().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=_folder(), suffix=".new") as draft:

@@ -36,7 +36,7 @@ Launcher = Local | Env
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """A job of which the strategy is still open."""
+    """A request for a run whose strategy is still open."""
 
     workload: Workload | str
     address: str | None
@@ -62,7 +62,7 @@ class RunRequest:
 def started(
     asked: RunRequest, strategy: Strategy | None, launcher: Local, planning: Planning
 ) -> Generator[Event, None, None]:
-    """On processes of this machine."""
+    """Runs on processes of this machine."""
     with single_writer(asked.run_dir):
         yield from _run_here(asked, strategy, launcher, planning)
 
@@ -103,7 +103,7 @@ _CURE = "give another strategy, or none; or mend the workload; check=False (--no
 def _on_processes(
     asked: RunRequest, decision: Decision, before: list[Event], plain: tuple[str, ...]
 ) -> Generator[Event, None, None]:
-    """Under one strategy. NotProved before the first step, where it must not be."""
+    """Runs under one strategy. Raises NotProved before the first step, where the run must not go on."""
     chosen = decision.chosen
     warning = chosen.launcher.overload(chosen.ranks)
     if warning is not None:
@@ -135,7 +135,7 @@ def _on_processes(
 
 
 def joined(asked: RunRequest, strategy: Strategy | None, launcher: Env) -> Generator[Event, None, None]:
-    """As one of the ranks that are running already."""
+    """Runs as one of the ranks that are running already."""
     if strategy is None:
         raise ValueError(
             "env() cannot try strategies: its processes are running already; give strategy=data_parallel()"
@@ -154,11 +154,13 @@ def joined(asked: RunRequest, strategy: Strategy | None, launcher: Env) -> Gener
 
 
 PROCESSES = 16
-"""That rank 0 starts to prove a run of ranks that others have started: more would not fit a host."""
+"""The number of processes that rank 0 starts at most to prove a run of ranks that others have started: more would not
+fit a host."""
 
 
 def _settled_together(job: Job, world: World, told: dict[str, Any], *, required: bool) -> dict[str, Any]:
-    """Rank 0 proves with as many processes of its own, on the CPU; all ranks are told. Disproved on all of them."""
+    """Lets rank 0 prove with as many processes of its own, on the CPU, and tells all ranks. Raises Disproved on all of
+    them."""
     answer: dict[str, Any] | None = None
     if world.rank == 0:
         from apportion.api.run_proof import SelfProof
@@ -186,9 +188,9 @@ def journaled(
     rest: Sequence[Event],
     watch: PerformanceMonitor | None = None,
 ) -> Iterator[Event]:
-    """The same events, each written into the run directory on its way; the report before the last, so that the loop may
-    be left there at once. ``before``: what happened before the first; ``rest``: what happens after the loop was left;
-    ``watch``: holds them against what was expected, and adds what there is to tell."""
+    """Yields the events, each written into the run directory on its way; the report before the last, so that the loop
+    may be left there at once. ``before``: what happened before the first; ``rest``: what happens after the loop was
+    left; ``watch``: holds them against what was expected, and adds what there is to tell."""
     assert job.run_dir is not None
     record = _Record(job.run_dir, before)
     try:
@@ -207,10 +209,10 @@ def journaled(
 
 
 class _Record:
-    """What a run writes down in its directory: its events, and the report."""
+    """Writes down a run in its directory: its events, and the report."""
 
     def __init__(self, run_dir: str, before: list[Event]) -> None:
-        """``before``: what happened before the first event."""
+        """Takes ``before``: what happened before the first event."""
         self._run_dir, self._before = run_dir, before
         self._journal: Journal | None = None
         self._drawn = False
@@ -256,5 +258,5 @@ def _report(run_dir: str) -> None:
 
 
 def strategy_of(run_dir: str | Path) -> str:
-    """Of a run that is gone on with, as it is written."""
+    """Returns the strategy, as it is written, of a run that is gone on with."""
     return str(RunDirectory(run_dir).read_run()["strategy"])

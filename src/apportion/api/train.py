@@ -1,4 +1,4 @@
-"""Train a workload: what may be asked of a run, and what cannot be. ``running`` does it."""
+"""Trains a workload: checks what is asked of a run, and refuses what cannot be. ``running`` does the rest."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
 
 
 def train(workload: Workload | str, strategy: Strategy | str | None = None, **options: Any) -> Event:
-    """``run`` to its end, with its options; the ``end`` event: ``metrics``, ``run_dir``, ``examples_per_second``."""
+    """Runs ``run`` to its end, with its options; returns the ``end`` event: ``metrics``, ``run_dir``,
+    ``examples_per_second``."""
     last = None
     for event in run(workload, strategy, **options):
         last = event
@@ -110,7 +111,7 @@ def train(workload: Workload | str, strategy: Strategy | str | None = None, **op
 
 
 def fresh_run_dir(address: str | None) -> Path:
-    """``runs/<name>-<date>-<time>``, not there yet."""
+    """Returns ``runs/<name>-<date>-<time>``, which is not there yet."""
     name = "run" if address is None else Path(address.rpartition(":")[0]).stem.rpartition(".")[2]
     stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = stem, 1
@@ -121,7 +122,8 @@ def fresh_run_dir(address: str | None) -> Path:
 
 
 def _address(workload: Workload) -> str | None:
-    """Where the running script has this workload, for loading and resuming the run later; None in a notebook."""
+    """Returns where the running script has this workload, for loading and resuming the run later; None in a
+    notebook."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     for name, value in vars(main).items():

@@ -37,25 +37,25 @@ class EnsembleGroup:
     """Devices that one member at a time is trained on."""
 
     cores: tuple[int, ...]
-    """Nothing where the system cannot bind processes."""
+    """The cores of the group; empty where the system cannot bind processes."""
     gpus: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One member's run."""
+    """The run of one member."""
 
     name: str
     run_dir: Path
     seed: int
     status: int
-    """Its exit status."""
+    """The exit status of the member's run."""
 
 
 def train_members(
     workload: str, members: int, run_dir: str | Path, flags: Sequence[str], say: Callable[[str], None]
 ) -> list[Trained]:
-    """Runs m1, m2, ... under ``run_dir``, with the workload's seed, that plus one, and so on. ``flags``: more of
+    """Trains m1, m2, ... under ``run_dir``, with the workload's seed, that plus one, and so on. ``flags``: more of
     ``apportion train``. ``say``: gets each line that a member's run says, with its name before it. All have ended
     afterwards, also after Ctrl-C, which they get as well."""
     if members < 2:
@@ -102,7 +102,8 @@ def train_members(
 
 
 def divided(cores: Sequence[int], gpus: Sequence[str], members: int) -> list[EnsembleGroup]:
-    """As many groups as there are devices for, of equal size: by GPUs where there are any, else by cores. Pure."""
+    """Divides the devices into as many groups as there are devices for, of equal size: by GPUs where there are any,
+    else by cores."""
     devices = len(gpus) or len(cores) or 1
     many = min(members, devices)
     each_core, each_gpu = max(1, len(cores) // many), len(gpus) // many

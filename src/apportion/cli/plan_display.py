@@ -12,9 +12,9 @@ from apportion.planner.plan import Plan
 from apportion.planner.units import gibibytes, number
 
 MOST_ROWS = 12
-"""Of the table: the best value of each strategy, and of the first one the runners-up."""
+"""The largest number of rows of the table, which shows the best value of each strategy."""
 _WIDE = 110
-"""Columns, where nobody reads along."""
+"""The width of the output in columns, where it does not go to a terminal."""
 
 _PREDICTED = ("step: ms, predicted; compute, send, bubble and wait are its parts:",)
 _LEARNED = (
@@ -24,7 +24,7 @@ _LEARNED = (
 
 
 def show_plan(plan: Plan) -> None:
-    """All of it."""
+    """Prints the whole plan on the terminal."""
     console = Console(highlight=False, markup=False)
     console = console if console.is_terminal else Console(width=_WIDE, highlight=False, markup=False)
     say = _Say(console)
@@ -49,7 +49,7 @@ def show_plan(plan: Plan) -> None:
 
 
 class _Say:
-    """Lines, and lists with a heading; nothing in them is wrapped, so that a command can be copied."""
+    """Prints lines, and lists with a heading; nothing in them is wrapped, so that a command can be copied."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -68,7 +68,8 @@ class _Say:
 
 
 def rows(plan: Plan) -> tuple[list[Priced], int]:
-    """(what stands in the table, how many priced ones do not): the chosen one, and the best of each strategy."""
+    """Returns (the candidates in the table, how many priced ones are not): the chosen one, and the best of each
+    strategy."""
     able = [p for p in plan.candidates if p.cost is not None]
     best = [p for p in able if p is next(q for q in able if family(q.strategy) == family(p.strategy))]
     shown = best[:MOST_ROWS]
@@ -76,7 +77,7 @@ def rows(plan: Plan) -> tuple[list[Priced], int]:
 
 
 def _of_each(lost: Sequence[tuple[Priced, str]]) -> list[tuple[Priced, str]]:
-    """The first of each strategy: what can be read."""
+    """Keeps the first of each strategy, which is as much as can be read."""
     seen, kept = set[str](), []
     for p, why in lost:
         if family(p.strategy) not in seen:
@@ -86,7 +87,7 @@ def _of_each(lost: Sequence[tuple[Priced, str]]) -> list[tuple[Priced, str]]:
 
 
 def _table(shown: Sequence[Priced], *, learned: bool) -> Table:
-    """``learned``: with what was predicted before the trials, which the parts are of."""
+    """Makes the table. ``learned``: with what was predicted before the trials, which the parts are of."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("strategy and launcher", overflow="fold", min_width=20)
     predicted = ("predicted",) if learned else ()
@@ -98,7 +99,7 @@ def _table(shown: Sequence[Priced], *, learned: bool) -> Table:
 
 
 def cells(p: Priced, *, learned: bool) -> list[str]:
-    """A line of the table."""
+    """Returns the cells of one row of the table."""
     assert p.cost is not None
     terms = p.cost.terms
 

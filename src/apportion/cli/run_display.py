@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from apportion.runtime.proof.proof import Proof, Round
 
 LINE_SECONDS = 2.0
-"""Between two plain lines of a kind."""
+"""The seconds between two plain lines of a kind."""
 
 
 class _Console(Console):
-    """A closed pipe is the caller's to deal with: rich's own answer is to leave with exit status 1."""
+    """A console that leaves a closed pipe to the caller: rich's own answer is to leave with exit status 1."""
 
     def on_broken_pipe(self) -> None:
         raise
@@ -49,11 +49,11 @@ class Display:
         self._lines.close()
 
     def say(self, text: str) -> None:
-        """A line of words."""
+        """Prints a line of words."""
         self._lines.say(text)
 
     def show(self, event: Event) -> None:
-        """One more."""
+        """Shows one more event of the run."""
         if event.kind in ("start", "step"):  # of the many, the last
             self._events = [e for e in self._events if e.kind != event.kind]
         if event.kind != "speed":
@@ -61,7 +61,7 @@ class Display:
         self._lines.show(event)
 
     def summarize(self) -> None:
-        """The table at the end, the metrics, and where everything is."""
+        """Prints the table at the end, the metrics, and where everything is."""
         rows = summary(self._events)
         width = max(len(row.name) for row in rows)
         for row in rows:
@@ -73,7 +73,7 @@ class Display:
 
 
 class _Lines:
-    """One plain line now and then."""
+    """Shows one plain line now and then."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -164,7 +164,7 @@ class _Bar(_Lines):
 
 
 def plan_line(event: Event) -> str:
-    """What is taken, why, and what the others took."""
+    """Returns a line on what is taken, why, and how long the steps of the others took."""
     data = event.data
     taken = data["strategy"], data["launcher"]
     others = [
@@ -176,14 +176,14 @@ def plan_line(event: Event) -> str:
 
 
 def _tried(candidate: Mapping[str, Any]) -> str:
-    """How it went; empty where it was not tried."""
+    """Returns how the trial of a candidate went; empty where it was not tried."""
     if candidate["refused"] is not None:
         return str(candidate["refused"])
     return "" if candidate["step_seconds"] is None else f"{candidate['step_seconds'] * 1e3:.3g} ms"
 
 
 def start_line(event: Event) -> str:
-    """What is about to run."""
+    """Returns a line on what is about to run."""
     data = event.data
     resumed = f", resumed at step {data['first_step']}" if data["resumed"] else ""
     return (
@@ -193,7 +193,7 @@ def start_line(event: Event) -> str:
 
 
 def step_line(event: Event, start: Event | None) -> str:
-    """Where it is."""
+    """Returns a line on how far the run is."""
     total = f"/{start.data['steps']}" if start is not None else ""
     return (
         f"epoch {event.epoch:.2f}  step {event.step}{total}  {_values(event)}  "
@@ -206,7 +206,7 @@ def _values(event: Event) -> str:
 
 
 def show_proof(proof: Proof) -> None:
-    """What ``check`` found, in words."""
+    """Prints what ``check`` found, in words."""
     console = _Console(soft_wrap=True, highlight=False, markup=False)
     whose = "one device" if proof.exact else "its own reference (it is approximate by design)"
     console.print(f"{proof.strategy} on {proof.workers} workers against {whose}:")
@@ -237,7 +237,7 @@ def _round_line(found: Round, what: str = "") -> str:
 
 
 def show_rows(rows: Sequence[ComparedRow]) -> None:
-    """What ``compare`` measured, as a table that fits 80 columns."""
+    """Prints what ``compare`` measured, as a table that fits 80 columns."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("strategy", overflow="fold", min_width=13)
     for name in (
@@ -274,7 +274,8 @@ def _mebibytes(size: int) -> str:
 
 
 def _step(row: ComparedRow) -> str:
-    """Milliseconds; below it what was predicted, and by how much the step takes longer than that."""
+    """Returns the milliseconds of a step; below them what was predicted, and by how much the step takes longer than
+    that."""
     measured = f"{row.step_seconds * 1e3:.3g}"
     if row.predicted_seconds is None:
         return measured

@@ -1,6 +1,6 @@
-"""Where the processes of a host wait for each other: a line of shared memory each, with the number of meetings it has
-come to. A short look where every process has a core of its own, then asleep until it is woken.
-"""
+"""A barrier for the processes of a host: a line of shared memory each, with the number of meetings it has come to. A
+waiting process looks for a short while where every process has a core of its own, and is then asleep until it is
+woken."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from apportion.comm.sync import Word, fence, full_fence, sleep_on, wake
 from apportion.errors import PeerLost
 
 LINE = 64
-"""Bytes of a rank's own words: a cache line."""
+"""The bytes of a rank's own words: a cache line."""
 SPIN_SECONDS = 0.0002
-"""How long a rank looks for the others before it sleeps, where each has a core of its own: being woken takes longer
-than most waits."""
+"""The seconds that a rank looks for the others before it sleeps, where each has a core of its own: being woken takes
+longer than most waits."""
 SLEEP_SECONDS = 0.01
-"""Between two looks at what may have ended the wait."""
+"""The seconds between two looks at what may have ended the wait."""
 NAP_SECONDS = 0.0005
-"""The same, while messages are under way that only this process moves on."""
+"""The seconds between two looks at what may have ended the wait, while messages are under way that only this process
+moves on."""
 LOOK_SECONDS = 1.0
-"""Between two looks whether the others live, where no supervisor does that."""
+"""The seconds between two looks at whether the others live, where no supervisor does that."""
 DEADLINE_SECONDS = 300.0
-"""Of a wait, where no supervisor finds the rank that is late."""
+"""The deadline of a wait in seconds, where no supervisor finds the rank that is late."""
 _KEPT_WAITS = 8192
 _SEQUENCE, _GENERATION, _PID = 0, 1, 2
 _HALF = 1 << 31
@@ -34,10 +35,10 @@ _HALF = 1 << 31
 
 @final
 class Barrier:
-    """Where ranks wait for each other: a line of memory each, with the number of meetings it has come to.
+    """A barrier at which ranks wait for each other: a line of memory each, with the number of meetings it has come to.
 
-    ``check()`` raises where the wait has become pointless; without it the ranks look after each other, and a wait
-    lasts ``deadline`` seconds at most.
+    ``check()`` raises where the wait has become pointless; without it the ranks look after each other, and a wait lasts
+    ``deadline`` seconds at most.
     """
 
     def __init__(  # noqa: PLR0913 (what a meeting is of)
@@ -74,14 +75,14 @@ class Barrier:
         wake(own)
 
     def arrive(self) -> None:
-        """Everything written so far is there for those who have waited for this."""
+        """Arrive: everything written so far is there for those that have waited for this rank."""
         self.number = (self.number + 1) % (2 * _HALF)
         fence()
         self._own.value = self.number
         wake(self._own)
 
     def wait(self) -> None:
-        """Until every rank has arrived as often as this one."""
+        """Wait until every rank has arrived as often as this one."""
         began = time.perf_counter()
         self.all_waits.move_on()  # whom this rank waits for may wait for that
         for rank, sequence, generation in self._others:
@@ -111,8 +112,8 @@ class Barrier:
         self._sleep_until(lambda: self._is_there(sequence, generation), rank, sequence, began)
 
     def until(self, rank: int, word: Word, asleep: Word, holds: Callable[[], bool]) -> None:
-        """Until a condition holds that may come true when another rank changes a word, of which it wakes only who says
-        that it sleeps."""
+        """Wait until a condition holds that may come true when another rank changes a word; that rank wakes only
+        processes that say that they sleep."""
         began = time.perf_counter()
         spin_until, seen = began + self._spin, word.value
         try:

@@ -1,4 +1,4 @@
-"""What a worker and its host's supervisor say to each other: JSON lines over a Unix socket, and shared memory."""
+"""The channel between a worker and its host's supervisor: JSON lines over a Unix socket, and shared memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Lines:
         self._lock = threading.Lock()
 
     def send(self, message: Mapping[str, Any], *fds: int) -> None:
-        """Raises OSError where the other side is gone."""
+        """Send a message. Raises OSError where the other side is gone."""
         data = json.dumps(message).encode() + b"\n"
         with self._lock:
             if fds:
@@ -39,7 +39,7 @@ class Lines:
                 self.socket.sendall(data)
 
     def receive(self) -> list[Message] | None:
-        """At least what one read gives: the complete messages so far; None at the end of the stream."""
+        """Read once, and return the complete messages so far; None at the end of the stream."""
         try:
             data, fds, _, _ = socket.recv_fds(self.socket, _CHUNK, 16)
         except OSError:
@@ -69,14 +69,15 @@ class Lines:
 
 
 class Channel:
-    """The worker's end. Commands of the supervisor arrive in ``commands``; None there means that it is gone."""
+    """The worker's end of the channel. Commands of the supervisor arrive in ``commands``; None there means that it is
+    gone."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._lines = Lines(sock)
         self.commands: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[tuple[Message, int | None] | None] = queue.SimpleQueue()
         self._asking = threading.Lock()
-        """Held by the thread that waits for a reply: replies come in the order of what was asked."""
+        """The lock that is held by the thread that waits for a reply: replies come in the order of what was asked."""
         self._maps: dict[str, mmap.mmap] = {}
         threading.Thread(target=self._listen, name="channel", daemon=True).start()
 
@@ -91,13 +92,13 @@ class Channel:
         self._replies.put(None)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Tell the supervisor."""
+        """Send a message to the supervisor."""
         self._lines.send(message)
 
     def shared(self, name: str, nbytes: int) -> memoryview:
-        """See ``World.shared``. The wait has no deadline: a supervisor that runs answers at once, one that is stopped
-        (by a debugger, or with its container) answers when it goes on, and the end of one closes the channel.
-        ApportionError where it is gone, or cannot have the memory."""
+        """Return the memory of ``World.shared``. The wait has no deadline: a supervisor that runs answers at once, one
+        that is stopped (by a debugger, or with its container) answers when it goes on, and the end of one closes the
+        channel. ApportionError where it is gone, or cannot have the memory."""
         with self._asking:
             if name not in self._maps:
                 self._maps[name] = self._asked(name, nbytes)
@@ -122,7 +123,7 @@ class Channel:
                 os.close(fd)  # the mapping keeps one of its own
 
     def close(self) -> None:
-        """Say no more."""
+        """Close the channel to the supervisor."""
         self._lines.close()
 
 
@@ -148,11 +149,11 @@ class SharedMemoryOwner:
         return self._files[name]
 
     def map(self, name: str, nbytes: int) -> mmap.mmap:
-        """The same memory in this process."""
+        """Map the named memory in this process."""
         return mmap.mmap(self.fd(name, nbytes), nbytes)
 
     def close(self) -> None:
-        """Let go; ranks that map the memory keep it."""
+        """Let go of all memory; ranks that map it keep it."""
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()

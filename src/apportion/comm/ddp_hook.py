@@ -21,7 +21,7 @@ from apportion.comm.shared_memory_group import SharedMemoryGroup
 from apportion.process import usable_cores
 
 _known: WeakKeyDictionary[dist.ProcessGroup, SharedMemoryGroup | None] = WeakKeyDictionary()
-"""The memory of each process group that has been seen; None: it has none, or is as fast without."""
+"""The memory of each process group that has been seen; None: the group has none, or is as fast without."""
 
 
 def shared_memory_hook(
@@ -75,7 +75,7 @@ def _warn(why: str) -> None:
 
 
 def _timeout(process_group: dist.ProcessGroup) -> float:
-    """Seconds that the group itself would wait for a rank."""
+    """The seconds that the group itself would wait for a rank."""
     try:
         return float(process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
     except (AttributeError, RuntimeError):

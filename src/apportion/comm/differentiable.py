@@ -61,37 +61,38 @@ def _linear(x: Tensor, there: Map, back: Map) -> Tensor:
 
 
 def gather_rows(rows: Tensor, group: Group) -> Tensor:
-    """``gather_from`` of dimension 0 where the ranks do not know each other's number of rows."""
+    """Gather dimension 0 as ``gather_from`` does, where the ranks do not know each other's number of rows."""
     counts = group.all_gather(torch.tensor([len(rows)], device=rows.device)).flatten().tolist()
     return gather_from(rows, group, 0, counts)
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
-    """x, which is the same on every rank and goes into something else on each: its gradient is the sum of theirs."""
+    """Pass on x, which is the same on every rank and goes into something else on each: its gradient is the sum of
+    theirs."""
     return x if group.size == 1 else _linear(x, lambda x: x.view_as(x), group.total)
 
 
 def reduce_from(x: Tensor, group: Group) -> Tensor:
-    """The sum of every rank's x, on all of them, for what they then compute alike."""
+    """The sum of every rank's x, on all of them, for a computation that is the same on each."""
     return x if group.size == 1 else _linear(x, group.total, lambda gradient: gradient)
 
 
 def scatter_to(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
-    """This rank's part of x, which is the same on every rank."""
+    """Take this rank's part of x, which is the same on every rank."""
     parts = _Parts("scatter_to", x, group, dim, sizes, length=sum(sizes))
     return _linear(x, parts.own, parts.gathered)
 
 
 def gather_from(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
-    """All parts, for what every rank computes alike on them: their gradient is whole on each rank, and this one takes
-    its part of it."""
+    """Gather all parts, for a computation that is the same on every rank: their gradient is whole on each rank, and
+    this one takes its part of it."""
     parts = _Parts("gather_from", x, group, dim, sizes, length=sizes[group.rank])
     return _linear(x, parts.gathered, parts.own)
 
 
 def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
-    """All parts, for what each rank computes differently on them: the gradient of this rank's is the sum of what all
-    ranks have for it."""
+    """Gather all parts, for a computation that differs from rank to rank: the gradient of this rank's part is the sum
+    of what all ranks have for it."""
     parts = _Parts("all_gather", x, group, dim, sizes, length=sizes[group.rank])
     return _linear(x, parts.gathered, parts.own_sum)
 
@@ -148,9 +149,12 @@ def sent(x: Tensor, group: Group, to: int) -> Tensor:
 
 
 def received(like: Tensor, group: Group, source: int) -> Tensor:
-    """What a rank has ``sent``, of the shape and type of ``like`` (which may be a meta tensor's ``empty_like``, and is
-    not read). Its gradient goes back there, also where nothing there needs it: it has to take part in what backward is
-    called on. The ``backward`` that sends it ends when it is on its way, however large it is."""
+    """Receive what a rank has ``sent``, of the shape and type of ``like`` (which may be a meta tensor's ``empty_like``,
+    and is not read).
+
+    Its gradient goes back there, also where nothing there needs it: it has to take part in what backward is called on.
+    The ``backward`` that sends it ends when it is on its way, however large it is.
+    """
 
     def there(start: Tensor) -> Tensor:
         x = torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
@@ -187,7 +191,7 @@ class _Parts:
         return part.clone(memory_format=torch.contiguous_format)
 
     def gathered(self, own: Tensor) -> Tensor:
-        """All parts."""
+        """All ranks' parts of the dimension as one tensor."""
         shape = list(own.shape)
         shape[self._dim] = sum(self._sizes)
         whole = own.new_empty(shape)
@@ -232,22 +236,24 @@ def _reach(
 
 
 Span = tuple[int, int, int]
-"""(rank, start, rows)."""
+"""A stretch of rows as (rank, start, rows)."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Which rows this rank gets and gives."""
+    """The rows that this rank gets from others and gives to them."""
 
     dim: int
     rows: int
-    """Of this rank's own."""
+    """The number of this rank's own rows."""
     before: int
     after: int
     wanted: tuple[Span, ...]
-    """From which rank, from where on in the own rows with their halo."""
+    """The stretches that this rank gets: the rank that has them, where they begin in the own rows with their halo, and
+    how many rows they are."""
     given: tuple[Span, ...]
-    """To which rank, from where on in the own rows."""
+    """The stretches that this rank gives: the rank that gets them, where they begin in the own rows, and how many rows
+    they are."""
 
     @staticmethod
     @lru_cache(maxsize=1024)
@@ -307,7 +313,7 @@ def _receive(like: Tensor, group: Group, dim: int, spans: tuple[Span, ...]) -> l
 
 
 def with_halo(x: Tensor, group: Group, reach: Reach) -> Tensor:
-    """The rows before, x, and the rows after."""
+    """The tensor of the rows before, x, and the rows after."""
     dim = reach.dim
     works = _send(x, group, dim, reach.given)
     strips = _receive(x, group, dim, reach.wanted)
@@ -324,7 +330,8 @@ def with_halo(x: Tensor, group: Group, reach: Reach) -> Tensor:
 
 
 def without_halo(gradient: Tensor, group: Group, reach: Reach) -> Tensor:
-    """The adjoint: the own rows, each with what it was given for where it had been sent."""
+    """The adjoint of ``with_halo``: the own rows, each with the gradients that came back from the ranks that it had
+    been sent to."""
     works = _send(gradient, group, reach.dim, reach.wanted)
     strips = _receive(gradient, group, reach.dim, reach.given)
     own = gradient.narrow(reach.dim, reach.before, reach.rows).clone(memory_format=_format(gradient))

@@ -1,4 +1,4 @@
-"""The collectives of some ranks and their messages to each other, whatever carries them."""
+"""The interface of the collectives of some ranks and of their messages to each other, whatever carries them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Work(ABC):
 
 
 class WaitClock:
-    """What one process waits for, in whichever of its groups: the groups of a world and of its parts share this."""
+    """A clock of what one process waits for in any of its groups: the groups of a world and of its parts share it."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.word: Any = None
         self.moving: dict[int, Callable[[], bool]] = {}
-        """What goes on in pieces while this process waits for something else; each says whether it goes on. By the
-        identity of what it is of."""
+        """The functions that move on what goes on in pieces while this process waits for something else; each says
+        whether it goes on. Their keys are the identities of the objects that they belong to."""
 
     def begin(self) -> None:
-        """Asleep from here on, for who watches from outside."""
+        """Mark the process as asleep from here on, for an observer outside."""
         if self.word is not None:
             self.word[0] = 1
 
@@ -39,7 +39,7 @@ class WaitClock:
             self.word[0] = 0
 
     def move_on(self) -> bool:
-        """Do what can be done at once of the messages under way; are there any left?"""
+        """Do what can be done at once of the messages under way, and return whether there are any left."""
         for key, move in list(self.moving.items()):
             if not move():
                 self.moving.pop(key, None)
@@ -53,20 +53,20 @@ class Group(ABC):
     rank: int
     size: int
     waits: deque[tuple[float, float]]
-    """(began, ended) of every wait in a collective since someone last cleared the list, in time.perf_counter()
-    seconds: comparable between the ranks of one host. The oldest are dropped."""
+    """The (began, ended) of every wait in a collective since the list was last cleared, in time.perf_counter() seconds:
+    comparable between the ranks of one host. The oldest are dropped."""
     all_waits: WaitClock
     beside: bool = False
     """Does a collective that has begun go on while this rank computes?"""
 
     @property
     def waited(self) -> float:
-        """Seconds that this process was blocked in all, in any group of its world."""
+        """The seconds that this process was blocked in all, in any group of its world."""
         return self.all_waits.seconds
 
     @property
     def waiting(self) -> Any:
-        """One word of memory that is 1 while this process waits for others, for who watches from outside."""
+        """The word of memory that is 1 while this process waits for others, for an observer outside."""
         return self.all_waits.word
 
     @waiting.setter
@@ -79,28 +79,29 @@ class Group(ABC):
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """(size, *shape): every rank's tensor of this one shape, in rank order. Blocks."""
+        """Gather every rank's tensor of this one shape into (size, *shape), in rank order. Blocks."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
-        """The source's tensor, in place, everywhere. Blocks."""
+        """Copy the source's tensor, in place, to every rank. Blocks."""
 
     @abstractmethod
     def reduce_scatter(self, rows: Tensor, into: Tensor) -> None:
-        """Of every rank's ``rows`` (size, n): the sum over the ranks of those with this rank's number, into (n).
+        """Sum over the ranks the rows of every rank's ``rows`` (size, n) that have this rank's number, into (n).
         Blocks."""
 
     @abstractmethod
     def send(self, tensor: Tensor, to: int) -> Work:
-        """A message to another rank; the tensor (contiguous) is theirs until ``wait`` returns.
+        """Send a message to another rank; the tensor (contiguous) is the group's until ``wait`` returns.
 
-        Messages of a pair arrive in the order in which they were sent. Some MiB are under way without anyone who
+        Messages of a pair arrive in the order in which they were sent. Some MiB are under way without a rank that
         receives them; what is more goes on in ``wait``, and whenever this rank meets or waits for others in any group.
         """
 
     @abstractmethod
     def receive(self, into: Tensor, source: int) -> Work:
-        """The next message of that rank, which has this size: ``into`` (contiguous) is filled when ``wait`` returns."""
+        """Receive the next message of that rank, which has this size: ``into`` (contiguous) is filled when ``wait``
+        returns."""
 
     @abstractmethod
     def barrier(self) -> None:
@@ -108,10 +109,10 @@ class Group(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leave."""
+        """Leave the group."""
 
     def all_gather_rows(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor, in rank order, where dimension 0 may differ (and may be 0). Blocks."""
+        """Gather every rank's tensor, in rank order, where dimension 0 may differ (and may be 0). Blocks."""
         rows = torch.tensor([tensor.shape[0]], dtype=torch.int64, device=tensor.device)
         counts = self.all_gather(rows).flatten().tolist()
         padded = tensor.new_zeros((max(counts), *tensor.shape[1:]))
@@ -123,14 +124,14 @@ class Group(ABC):
         return [part[:count] for part, count in zip(gathered.unbind(0), counts, strict=True)]
 
     def total(self, tensor: Tensor) -> Tensor:
-        """A new tensor: the sum over the ranks. Blocks."""
+        """Return the sum over the ranks as a new tensor. Blocks."""
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         self.all_reduce(total).wait()
         return total
 
     def gather_parts(self, own: Tensor, parts: Sequence[Tensor]) -> None:
-        """Every rank's ``own`` into its number of ``parts``, of which each may have a size of its own (or none); all
-        are contiguous. Blocks."""
+        """Gather every rank's ``own`` into its number of ``parts``, of which each may have a size of its own (or none);
+        all are contiguous. Blocks."""
         most = max(part.numel() for part in parts)
         if not most:
             return
@@ -141,8 +142,8 @@ class Group(ABC):
             part.view(-1).copy_(row[: part.numel()])
 
     def lane(self) -> Group:
-        """Another group of the same ranks, whose collectives and this one's may begin in any order. Called by all of
-        them; for the groups that are ``beside``."""
+        """Return another group of the same ranks, whose collectives and this one's may begin in any order. Called by
+        all of them; for the groups that are ``beside``."""
         raise ValueError(f"{type(self).__name__} does nothing while a rank computes: it needs no second lane")
 
     def _other(self, rank: int) -> int:

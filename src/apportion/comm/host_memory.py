@@ -28,13 +28,13 @@ from apportion.comm.objects import broadcast_message
 from apportion.comm.shared_memory_group import SharedMemoryGroup, links_in, nbytes
 
 MEASURED_BYTES = 64 << 10, 1 << 20
-"""Of the messages that two groups are compared with."""
+"""The sizes in bytes of the messages that two groups are compared with."""
 ROUNDS = 5
 
 
 def host_memory(group: Group, *, spins: bool = True, deadline: float = DEADLINE_SECONDS) -> SharedMemoryGroup | None:
-    """The collectives of the same ranks in shared memory; None where not every rank can map it. Called by all ranks of
-    the group.
+    """Make a group of the same ranks whose collectives go through shared memory; None where not every rank can map it.
+    Called by all ranks of the group.
 
     ``spins``: has every rank a core of its own? ``deadline``: seconds that a rank may keep the others waiting.
     """
@@ -49,8 +49,8 @@ def host_memory(group: Group, *, spins: bool = True, deadline: float = DEADLINE_
 
 
 def shared_memory(group: Group, size: int) -> memoryview | None:
-    """So many bytes, zeros at first, that every rank of the group maps; None where not every rank can. Called by all
-    ranks of the group."""
+    """Make shared memory of so many bytes, zeros at first, that every rank of the group maps; None where not every rank
+    can. Called by all ranks of the group."""
     descriptor, token = _made(size) if group.rank == 0 else (-1, "")
     try:
         pid, number, token = broadcast_message([os.getpid(), descriptor, token], group)
@@ -67,7 +67,7 @@ def shared_memory(group: Group, size: int) -> memoryview | None:
 
 
 def _made(size: int) -> tuple[int, str]:
-    """A descriptor of so much new memory and what it is called; -1 where there is none to be had."""
+    """Return a descriptor of so much new memory and its name; -1 where there is none to be had."""
     token = secrets.token_hex(16)
     try:
         descriptor = memory_file(token)
@@ -78,8 +78,8 @@ def _made(size: int) -> tuple[int, str]:
 
 
 def _opened(pid: int, number: int, token: str) -> int:
-    """A descriptor of this process for that of another; -1 where it is not the file meant: the same numbers on another
-    host, which are somebody else's."""
+    """Open a descriptor of another process in this one; -1 where it is not the file meant: on another host the same
+    numbers may stand for a different file."""
     path = f"/proc/{pid}/fd/{number}"
     try:
         if token not in os.readlink(path):
@@ -97,8 +97,8 @@ def _mapped(descriptor: int, size: int) -> mmap.mmap | None:
 
 
 def is_faster(one: Group, other: Group) -> bool:
-    """Is ``one`` the faster of two groups of the same ranks? Measured in some milliseconds, in turn; the same answer
-    on every rank."""
+    """Is ``one`` the faster of two groups of the same ranks? It is measured in some milliseconds, in turn, with the
+    same answer on every rank."""
     ratio = 0.0
     for size in MEASURED_BYTES:
         tensor = torch.zeros(size // 4)

@@ -1,10 +1,10 @@
-"""Who is in the run: a page of shared memory that the supervisor writes and every worker of the host looks at.
+"""The membership of a run: a page of shared memory that the supervisor writes and every worker of the host looks at.
 
 A worker has a seat, a line of the page, for as long as it lives; its rank is what the table gives that seat. The
 generation is even while the table holds and odd while the supervisor changes it. What a worker waits for belongs to
 one generation: once another one has begun, its waits raise MembershipChanged, and it asks for its place anew.
 
-The order of a change (any other loses somebody): the dead are reaped; the generation becomes odd; every survivor
+The order of a change (any other loses a worker): the dead are reaped; the generation becomes odd; every survivor
 acknowledges it, or is ended and reaped; the table is written; the generation becomes even.
 """
 
@@ -19,19 +19,20 @@ from apportion.comm.sync import Word, fence, sleep_on, wake
 from apportion.errors import MembershipChanged, PeerLost
 
 LINE = 64
-"""Bytes: a cache line, so that no two processes write to the same one."""
+"""The bytes of a seat's line: a cache line, so that no two processes write to the same one."""
 NOBODY = -1
 _WORDS = LINE // 4
 _GENERATION, _SIZE, _ENDING, _TICKS = 0, 1, 2, 3
 _RANK, _ACKNOWLEDGED, _PID = 0, 1, 2
 _LOOK_SECONDS = 0.05
 _TICK_SECONDS = 1.0
-"""Between two ticks of a supervisor that runs, at most: what is longer it was stopped, or its machine was."""
+"""The longest time in seconds between two ticks of a supervisor that runs: where it takes longer, it was stopped, or
+its machine was."""
 
 
 @dataclass(frozen=True)
 class MemberPlace:
-    """What the table says of a seat."""
+    """The place that the table gives a seat."""
 
     rank: int
     size: int
@@ -39,7 +40,7 @@ class MemberPlace:
 
 
 class Membership:
-    """The page, on either side. ``memory``: ``nbytes(seats)`` of them, zeros at first."""
+    """The page, as the supervisor or a worker sees it. ``memory``: ``nbytes(seats)`` bytes, zeros at first."""
 
     def __init__(self, memory: memoryview, seats: int) -> None:
         self.seats = seats
@@ -52,14 +53,14 @@ class Membership:
 
     @property
     def generation(self) -> int:
-        """Even: the table holds. Odd: it is being changed."""
+        """The generation of the table. Even: the table holds. Odd: it is being changed."""
         return self._generation.value
 
     def _at(self, seat: int, word: int) -> int:
         return (seat + 1) * _WORDS + word
 
     def place(self, seat: int) -> MemberPlace:
-        """Of a seat, while the generation is even."""
+        """The place of a seat, while the generation is even."""
         return MemberPlace(self._words[self._at(seat, _RANK)], self._words[_SIZE], self.generation)
 
     def seated(self) -> list[int]:
@@ -73,22 +74,22 @@ class Membership:
         return bool(self._words[_ENDING])
 
     def pid(self, seat: int) -> int:
-        """Of the process that has taken the seat."""
+        """The id of the process that has taken the seat."""
         return self._words[self._at(seat, _PID)]
 
     # The supervisor's side
 
     def begin(self) -> None:
-        """The first table: every seat is taken, rank i on seat i."""
+        """Write the first table: every seat is taken, rank i on seat i."""
         self._write(range(self.seats))
 
     def tick(self) -> None:
-        """The supervisor runs: only time in which it does counts for those who wait for it."""
+        """Tell that the supervisor runs: only time in which it does counts for those that wait for it."""
         self._words[_TICKS] = (self._words[_TICKS] + 1) & 0x7FFFFFFF
 
     def open_change(self) -> int:
-        """The table no longer holds; the odd generation that survivors have to acknowledge, also where they have
-        acknowledged one that was not closed."""
+        """Begin a change of the table, and return the odd generation that survivors have to acknowledge, also where
+        they have acknowledged one that was not closed."""
         self._generation.value += 1 + self.generation % 2
         fence()
         wake(self._generation)
@@ -99,7 +100,7 @@ class Membership:
         return self._words[self._at(seat, _ACKNOWLEDGED)] == self.generation
 
     def close_change(self, seats: Iterable[int], *, ending: bool = False) -> None:
-        """The new table: rank i sits on the i-th of these seats. ``ending``: they are to save, and to leave."""
+        """Write the new table: rank i sits on the i-th of these seats. ``ending``: they are to save, and to leave."""
         self._write(seats)
         self._words[_ENDING] = int(ending)
         fence()
@@ -115,7 +116,7 @@ class Membership:
     # A worker's side
 
     def sit(self, seat: int) -> None:
-        """This process is the one on that seat."""
+        """Take the seat for this process."""
         self._words[self._at(seat, _PID)] = os.getpid()
 
     def check(self, generation: int) -> None:
@@ -124,8 +125,8 @@ class Membership:
             raise MembershipChanged(f"generation {generation} is over")
 
     def rejoin(self, seat: int, seconds: float) -> MemberPlace:
-        """Acknowledge the change and wait for the new table; this seat's place in it. PeerLost where the supervisor
-        has run for so many seconds without coming to an end, or has given the seat away."""
+        """Acknowledge the change, wait for the new table, and return this seat's place in it. PeerLost where the
+        supervisor has run for so many seconds without coming to an end, or has given the seat away."""
         left, ticked, ticks = seconds, time.monotonic(), self._words[_TICKS]
         while True:
             generation = self.generation

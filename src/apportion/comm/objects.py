@@ -1,4 +1,4 @@
-"""Plain JSON and whole states from one rank to all."""
+"""Functions that send plain JSON and whole states from one rank to all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from apportion.comm.group import Group, bytes_of
 
 
 def broadcast_message(message: Any, group: Group, *, source: int = 0, device: torch.device | None = None) -> Any:
-    """The source's message (plain JSON), on every rank."""
+    """Send the source's message (plain JSON) to every rank."""
     data = json.dumps(message).encode() if group.rank == source else b""
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
     group.broadcast(length, source=source)
@@ -25,7 +25,7 @@ def broadcast_message(message: Any, group: Group, *, source: int = 0, device: to
 
 
 def gather_messages(message: Any, group: Group, *, device: torch.device | None = None) -> list[Any]:
-    """Every rank's message (plain JSON), in rank order."""
+    """Gather every rank's message (plain JSON), in rank order."""
     data = np.frombuffer(json.dumps(message).encode(), dtype=np.uint8).copy()
     rows = group.all_gather_rows(torch.from_numpy(data).to(device or "cpu"))
     return [json.loads(row.cpu().numpy().tobytes()) for row in rows]
@@ -34,7 +34,7 @@ def gather_messages(message: Any, group: Group, *, device: torch.device | None =
 def broadcast_tensors(
     tensors: dict[str, Tensor] | None, group: Group, *, source: int = 0, device: torch.device | None = None
 ) -> dict[str, Tensor]:
-    """The source's tensors by name, on every rank (on the CPU)."""
+    """Send the source's tensors by name to every rank (on the CPU)."""
     described = None
     if tensors is not None:
         described = [[k, str(t.dtype).removeprefix("torch."), list(t.shape)] for k, t in tensors.items()]

@@ -25,24 +25,25 @@ from apportion.comm.sync import Word, fence, full_fence, wake
 
 LINE = 64
 RING = 8 << 20
-"""Bytes that may be under way from one rank to another: a power of two."""
+"""The bytes that may be under way from one rank to another: a power of two."""
 PIECE = 256 << 10
-"""Bytes that are published at once: with the receiver's it fits a core's second-level cache."""
+"""The bytes that are published at once: with the receiver's it fits a core's second-level cache."""
 _LINES = RING // LINE
 _MASK = (1 << 32) - 1
 _HOT = PIECE // LINE
-"""Lines that small messages go through before they begin again."""
+"""The number of lines that small messages go through before they begin again."""
 _COUNT, _GENERATION, _ASLEEP, _BASE = 0, 1, 2, 3
 _HEADS = 2 * LINE
 
 nbytes = _HEADS + RING
-"""Of the memory of a pair, one way."""
+"""The bytes of the memory of a pair, one way."""
 Wait = Callable[[Word, Word, Callable[[], bool]], None]
-"""Until the condition holds, which may happen when the first word changes; the second says that this process sleeps."""
+"""A function that waits until the condition holds, which may happen when the first word changes; the second word says
+that this process sleeps."""
 
 
 class _End:
-    """One of the two: its own count of lines, which it alone writes, and the other's."""
+    """One of the two ends: its own count of lines, which it alone writes, and the other's."""
 
     def __init__(self, memory: memoryview, own: int, generation: int) -> None:
         words = [[Word.from_buffer(memory, at * LINE + 4 * word) for word in range(3)] for at in range(2)]
@@ -68,7 +69,7 @@ class _End:
         return self.word.value
 
     def _span(self, most: int, lines: int) -> tuple[int, int]:
-        """(address, bytes) of what is next, of so many bytes and lines."""
+        """The (address, bytes) of what is next, of so many bytes and lines."""
         at = (self._lines - self._base) % _LINES
         return self._ring + at * LINE, min(most, PIECE, lines * LINE, (_LINES - at) * LINE)
 
@@ -92,7 +93,7 @@ class Sender(_End):
         self._started = self._through = 0
 
     def send(self, tensor: Tensor) -> Work:
-        """See ``Group.send``."""
+        """Send a message, see ``Group.send``."""
         assert tensor.is_contiguous(), "what is sent is contiguous"
         self._queue.append(tensor.detach())
         self._started += 1
@@ -115,7 +116,7 @@ class Sender(_End):
             self._waits.moving.pop(id(self), None)
 
     def _push(self) -> int:
-        """Write what there is room for; the number of messages that are left."""
+        """Write what there is room for, and return the number of messages that are left."""
         while self._queue:
             tensor = self._queue[0]
             size = tensor.nbytes
@@ -161,7 +162,7 @@ class Receiver(_End):
         self._started = self._through = 0
 
     def receive(self, into: Tensor) -> Work:
-        """See ``Group.receive``."""
+        """Receive a message, see ``Group.receive``."""
         assert into.is_contiguous(), "what is received into is contiguous"
         self._queue.append(into.detach())
         self._started += 1
@@ -184,7 +185,7 @@ class Receiver(_End):
             self._waits.moving.pop(id(self), None)
 
     def _pull(self) -> None:
-        """Read what there is."""
+        """Read what there is in the ring."""
         while self._queue:
             there = (self._others() - self._lines) & _MASK
             if there == 0:

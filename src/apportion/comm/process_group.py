@@ -27,19 +27,20 @@ from apportion.comm.group import DONE, Group, WaitClock, Work, bytes_of
 from apportion.errors import ApportionError, PeerLost
 
 DEADLINE_SECONDS = 300.0
-"""Of meeting, and of one collective, where no supervisor watches (torchrun)."""
+"""The deadline in seconds of meeting, and of one collective, where no supervisor watches (torchrun)."""
 WATCHED_SECONDS = 86400.0
-"""Under a supervisor, which sees every rank's progress, finds a late one much sooner, and knows a long wait (a large
-last checkpoint) from a late rank."""
+"""The deadline in seconds under a supervisor, which sees every rank's progress, finds a late one much sooner, and knows
+a long wait (a large last checkpoint) from a late rank."""
 BUFFERED_BYTES = 8 << 20
-"""Of messages that are under way without anyone who receives them."""
+"""The bytes of messages that may be under way without a rank that receives them."""
 PATIENCE_SECONDS = 10.0
-"""Of meeting, before a rank says that it waits."""
+"""The seconds of meeting before a rank says that it waits."""
 CLOSE_SECONDS = 1.0
-"""For messages that are under way when a group ends; who has not received them by then has gone."""
+"""The seconds for messages that are under way when a group ends; a rank that has not received them by then has gone."""
 _KEPT_WAITS = 8192
 _lent: deque[list[Tensor]] = deque(maxlen=2)
-"""Views of what the last collectives of this process were given, one list for each of gloo's threads (``_lend``)."""
+"""The views of what the last collectives of this process were given, one list for each of gloo's threads
+(``_lend``)."""
 _meetings = itertools.count()
 _parts: Counter[str] = Counter()
 
@@ -62,7 +63,7 @@ class _Pending(Work):
 
 
 class _Buffered:
-    """Messages that are copies, of which nobody waits for the end but a thread: gloo tells it no other way."""
+    """Messages that are copies, whose end only a thread waits for: gloo tells it no other way."""
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[tuple[Any, int]] = queue.SimpleQueue()
@@ -77,7 +78,7 @@ class _Buffered:
 
     @property
     def nbytes(self) -> int:
-        """Under way."""
+        """The bytes that are under way."""
         return self._taken - self._through
 
     def _follow(self) -> None:
@@ -90,14 +91,14 @@ class _Buffered:
             self._through += given[1]
 
     def close(self) -> None:
-        """A thread that lets go of a message while Python ends takes the process down with SIGABRT."""
+        """End the thread: one that lets go of a message while Python ends takes the process down with SIGABRT."""
         self._works.put((None, 0))
         self._thread.join(CLOSE_SECONDS)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the ranks of a group have found each other, and those of a part of it will.
+    """The place where the ranks of a group have found each other, and where those of a part of it will.
 
     torch names a part by what else this process has made: ranks that were in other parts before (of one rank there is
     none to make) would look for each other under different names. These names are of what the ranks have in common.
@@ -107,7 +108,7 @@ class _Place:
     name: str
     timeout: timedelta
     gpu: torch.device | None
-    """NCCL's; None: gloo's."""
+    """The device of NCCL's groups; None: the groups are gloo's."""
 
     @classmethod
     def of_world(cls, name: str, device: torch.device, timeout: timedelta) -> _Place:
@@ -117,7 +118,7 @@ class _Place:
         return cls(world.get_group_store(), name, timeout, device if own_gpu else None)
 
     def of_part(self, ranks: Sequence[int]) -> _Place:
-        """Made again, it does not find what it left there."""
+        """The place of a part. A part that is made again does not find what it left there."""
         name = f"{self.name}/{','.join(map(str, ranks))}"
         _parts[name] += 1
         return replace(self, name=f"{name}/{_parts[name]}")
@@ -129,7 +130,7 @@ class _Place:
 
 @final
 class ProcessGroup(Group):
-    """The ranks of a group of torch.distributed. ``owned``: it ends with this."""
+    """The ranks of a group of torch.distributed. ``owned``: the group of torch ends with this one."""
 
     beside = True
 
@@ -147,7 +148,7 @@ class ProcessGroup(Group):
     def connect(
         cls, *, rank: int, size: int, device: torch.device, local_size: int, watched: bool = False
     ) -> ProcessGroup:
-        """Meet the other ranks at MASTER_ADDR:MASTER_PORT. ``watched``: a supervisor sees who is late."""
+        """Meet the other ranks at MASTER_ADDR:MASTER_PORT. ``watched``: a supervisor sees which rank is late."""
         timeout = timedelta(seconds=WATCHED_SECONDS if watched else DEADLINE_SECONDS)
         if dist.is_initialized():  # the user's own script has done it
             return cls(dist.group.WORLD, owned=False, place=_Place.of_world("given", device, timeout))
@@ -181,7 +182,7 @@ class ProcessGroup(Group):
         return cls(dist.group.WORLD, owned=True, place=_Place.of_world(name, device, timeout))
 
     def part(self, ranks: Sequence[int]) -> ProcessGroup:
-        """Some of these ranks, in this order; called by them alone."""
+        """Make the group of some of these ranks, in this order; called by them alone."""
         assert self._place is not None, "of a group that connect() has made"
         place = self._place.of_part(ranks)
         made = self._start(place.connect, ranks.index(self.rank), len(ranks))
@@ -267,7 +268,7 @@ class ProcessGroup(Group):
             self.waits.append((began, ended))
 
     def _through(self, work: Any) -> None:
-        """Wait, while messages through memory go on: whom this rank waits for may wait for one of those."""
+        """Wait, while messages through memory go on: the rank that this rank waits for may wait for one of those."""
         if not self.all_waits.move_on():
             work.wait()
             return
@@ -300,7 +301,7 @@ class ProcessGroup(Group):
 
 
 def _lend(*tensors: Tensor) -> list[Tensor]:
-    """The same tensors for a collective of gloo.
+    """Return the same tensors for a collective of gloo, and keep views of them.
 
     Its thread lets go of them a moment after the end of the collective is told. Where it is the last in C++ to hold a
     tensor it takes the interpreter's lock for that, and if Python ends just then the process goes down with SIGABRT. A

@@ -18,11 +18,11 @@ from apportion.comm.sync import Timespec
 from apportion.errors import ApportionError, PeerLost
 
 LOCK_BYTES = 64
-"""Of one lock: a cache line."""
+"""The bytes of one lock: a cache line."""
 LOOK_SECONDS = 0.05
-"""Between two looks at what may have ended the wait."""
+"""The seconds between two looks at what may have ended the wait."""
 DEADLINE_SECONDS = 120.0
-"""A lock is held for microseconds: after this its holder is stopped, not slow."""
+"""The deadline of a wait in seconds. A lock is held for microseconds: after this its holder is stopped, not slow."""
 _SHARED = _ROBUST = 1
 _MONOTONIC = 1
 
@@ -58,7 +58,7 @@ def initialize(memory: memoryview, offset: int) -> None:
 
 
 class Lock:
-    """One lock, seen from a process. It belongs to the thread that takes it."""
+    """A lock, seen from a process. It belongs to the thread that takes it."""
 
     __slots__ = ("_address", "_memory", "attempt", "release")
 
@@ -68,27 +68,27 @@ class Lock:
         self._memory = (ctypes.c_char * LOCK_BYTES).from_buffer(memory, offset)  # keeps the mapping
         self._address = ctypes.c_void_p(ctypes.addressof(self._memory))
         self.attempt: Callable[[], int] = partial(instant.pthread_mutex_trylock, self._address)
-        """Take it where nobody holds it: 0 where that has gone well, else see ``is_orphan``. No Python is run in it:
+        """Take the lock where it is free: 0 where that has gone well, else see ``is_orphan``. No Python is run in it:
         the store does this millions of times."""
         self.release: Callable[[], int] = partial(instant.pthread_mutex_unlock, self._address)
-        """By the thread that took it."""
+        """Release the lock; by the thread that took it."""
 
     def is_orphan(self, failed: int) -> bool:
-        """After an attempt that has not gone well: is its holder dead? Then the lock is this one's, which has to see to
-        what the dead one has left behind, and then to ``adopt`` it."""
+        """Tell after an attempt that has not gone well whether the holder is dead. Then the lock is this one's, which
+        has to see to what the dead one has left behind, and then to ``adopt`` it."""
         if failed == errno.EBUSY:
             return False
         assert failed == errno.EOWNERDEAD, errno.errorcode.get(failed, failed)
         return True
 
     def adopt(self) -> None:
-        """Everything is in order again. Who dies before this leaves an orphan once more."""
+        """Declare that everything is in order again. A process that dies before this leaves an orphan once more."""
         assert _library is not None
         _library[1].pthread_mutex_consistent(self._address)
 
     def wait(self, check: Callable[[], None] = lambda: None) -> int:
-        """Take it as soon as it is free: 0, or that its last holder is dead (see ``is_orphan``). ``check()`` raises
-        where waiting has become pointless. PeerLost where the holder lives and does not go on."""
+        """Take the lock as soon as it is free: 0, or that its last holder is dead (see ``is_orphan``). ``check()``
+        raises where waiting has become pointless. PeerLost where the holder lives and does not go on."""
         failed = self.attempt()
         return self._wait(check) if failed == errno.EBUSY else failed
 

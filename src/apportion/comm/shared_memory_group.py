@@ -29,21 +29,21 @@ from apportion.comm.group import DONE, Group, WaitClock, Work
 from apportion.comm.p2p import Receiver, Sender
 
 PIECE = 512 << 10
-"""Bytes of a rank's slot: with the others' it fits a core's second-level cache."""
+"""The bytes of a rank's slot: with the others' it fits a core's second-level cache."""
 _KEPT_VIEWS = 1024
 
 
 def nbytes(ranks: int) -> int:
-    """Of the memory of a group, for its collectives."""
+    """The bytes of the memory of a group, for its collectives."""
     return ranks * LINE + 2 * ranks * PIECE
 
 
 Links = Callable[[int, int], memoryview]
-"""The memory of the messages of one rank to another."""
+"""A function that gives the memory of the messages of one rank to another."""
 
 
 def links_in(memory: memoryview, ranks: int) -> Links:
-    """One memory divided among all pairs: ``ranks * ranks * link.nbytes``, of which only those that are used are
+    """Divide one memory among all pairs: ``ranks * ranks * link.nbytes``, of which only those that are used are
     touched."""
 
     def part(source: int, to: int) -> memoryview:
@@ -58,7 +58,7 @@ class SharedMemoryGroup(Group):
     """The collectives over ``memory``, which has ``nbytes(size)`` or more and belongs to this group alone."""
 
     under: Group | None = None
-    """What it was set up through, where that is closed with it."""
+    """The group that this one was set up through, where that is closed with it."""
 
     def __init__(  # noqa: PLR0913 (what a meeting is of)
         self,
@@ -103,7 +103,7 @@ class SharedMemoryGroup(Group):
         return total
 
     def mean(self, tensor: Tensor) -> None:
-        """``all_reduce`` with the mean instead of the sum, at the same price. Blocks."""
+        """Take the mean over the ranks instead of the sum of ``all_reduce``, at the same price. Blocks."""
         flat = tensor.detach().view(-1)
         self._sum(flat, flat, 1.0 / self.size)
 
@@ -147,7 +147,7 @@ class SharedMemoryGroup(Group):
         return gathered
 
     def gather_into(self, rows: Tensor, own: Tensor) -> None:
-        """Into (size, n): every rank's ``own`` (n), in rank order; it may be a row of them. Blocks."""
+        """Gather every rank's ``own`` (n) into (size, n), in rank order; it may be a row of them. Blocks."""
         n = PIECE // own.element_size()
         for start in range(0, own.numel(), n):
             piece = own[start : start + n]
@@ -155,7 +155,7 @@ class SharedMemoryGroup(Group):
                 row[start : start + n].copy_(slot)
 
     def reduce_scatter(self, rows: Tensor, into: Tensor) -> None:
-        """Of every rank's ``rows`` (size, n): the sum of those with this rank's number, into (n). Blocks."""
+        """Sum the rows of every rank's ``rows`` (size, n) that have this rank's number, into (n). Blocks."""
         n = PIECE // (rows.element_size() * self.size)
         for start in range(0, into.numel(), n):
             sums = into[start : start + n]

@@ -52,7 +52,7 @@ def sleep_on(word: Word, value: int, seconds: float) -> None:
 
 
 def wake(word: Word) -> None:
-    """Whoever sleeps on the word looks at it again."""
+    """Wake every process that sleeps on the word, so that it looks at the word again."""
     if _syscall is not None:
         _syscall(
             ctypes.c_long(_NUMBER),
@@ -66,8 +66,8 @@ def wake(word: Word) -> None:
 
 
 def fence() -> None:
-    """What was written before is seen by whoever sees what is written after; and the same for reads. x86 keeps that
-    order by itself; elsewhere taking and releasing a lock twice is a full barrier."""
+    """Order memory: what was written before is seen by a process that sees what is written after; and the same for
+    reads. x86 keeps that order by itself; elsewhere taking and releasing a lock twice is a full barrier."""
     if not _STRONG:
         for _ in range(2):
             with _fence:
@@ -75,8 +75,9 @@ def fence() -> None:
 
 
 def full_fence() -> None:
-    """``fence``, and what is read after is not older than what was written before: who says that it sleeps and then
-    looks once more is woken by whoever writes and then looks for sleepers. No processor keeps that order by itself."""
+    """Order memory as ``fence`` does, and let what is read after be no older than what was written before. A process
+    that says that it sleeps and then looks once more is woken by one that writes and then looks for sleepers. No
+    processor keeps that order by itself."""
     for _ in range(2):
         with _fence:
             pass

@@ -1,5 +1,5 @@
-"""Where a process stands among the others. Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, alone; and
-what srun and mpirun say instead of the first three."""
+"""The world of a process: where it stands among the others. Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+MASTER_PORT, alone; and what srun and mpirun say instead of the first three."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from apportion.comm.process_group import ProcessGroup
 
 REJOIN_SECONDS = 120.0
-"""For a supervisor to seat a replacement."""
+"""The seconds that a supervisor has to seat a replacement."""
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OTHER_NAMES = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
 )
-"""RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as srun and mpirun call them."""
+"""The names by which srun and mpirun call RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,19 +45,19 @@ class World:
     local_size: int = 1
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     generation: int = 0
-    """Grows with every change of the membership; what waits for an older one is told so."""
+    """The number of the membership, which grows with every change of it; what waits for an older one is told so."""
     channel: Channel | None = field(default=None, repr=False, compare=False)
-    """To this host's supervisor, where there is one."""
+    """The channel to this host's supervisor, where there is one."""
     seat: int = 0
-    """This process's line in what the host's processes share, for as long as it lives; its rank may change."""
+    """The line of this process in what the host's processes share, for as long as it lives; its rank may change."""
     seats: int = 1
-    """How many there are."""
+    """The number of seats that there are."""
     members: Membership | None = field(default=None, repr=False, compare=False)
-    """Who is in the run, where workers may be replaced."""
+    """The membership of the run, where workers may be replaced."""
     outer: World | None = field(default=None, repr=False, compare=False)
     """The world that this is a part of, made by ``split``."""
     name: str = ""
-    """Of a part: its axis and its ranks in the outer world, as ``pipe/0,2``."""
+    """The name of a part: its axis and its ranks in the outer world, as ``pipe/0,2``."""
     all_waits: WaitClock = field(default_factory=WaitClock, repr=False, compare=False)
     _parts: dict[str, World] = field(default_factory=dict, repr=False, compare=False)
     _axes: dict[str, World] = field(default_factory=dict, repr=False, compare=False)
@@ -97,14 +97,15 @@ class World:
         )
 
     def join(self) -> World:
-        """Take this process's seat among workers that may be replaced; the world as it is when it may begin."""
+        """Take this process's seat among workers that may be replaced, and return the world as it is when it may
+        begin."""
         assert self.channel is not None
         members = Membership(self.shared("members", Membership.nbytes(self.seats)), self.seats)
         members.sit(self.seat)
         return replace(self, members=members).rejoin()
 
     def rejoin(self) -> World:
-        """After MembershipChanged: this process's place in the world as it has become. Called once nothing of this
+        """Take this process's place in the world as it has become, after MembershipChanged. Called once nothing of this
         process writes any more to what the world shares; leaves the groups."""
         if self.members is None:
             raise ValueError("rejoin() needs a supervisor that replaces workers: start the run with local()")
@@ -176,7 +177,7 @@ class World:
         return part
 
     def _hosts(self) -> list[int]:
-        """Of every rank, the number of its host. Called by all ranks."""
+        """The number of every rank's host, by rank. Called by all ranks."""
         if self.local_size == self.size:
             return [0] * self.size
         if not self._known_hosts:
@@ -239,7 +240,8 @@ class World:
         return self._fastest(group)
 
     def _fastest(self, group: ProcessGroup) -> Group:
-        """The group, or the memory that its ranks share where nobody hands it out, whichever is the faster."""
+        """Return the group, or the memory that its ranks share where no supervisor hands it out, whichever is the
+        faster."""
         if self.device.type == "cpu" and self.channel is None and self.local_size == self.size:
             found = host_memory(group, spins=self.has_cores())
             if found is not None and is_faster(found, group):
@@ -286,8 +288,8 @@ class World:
 
 
 def hosts(places: Sequence[tuple[str, int, int]]) -> list[int]:
-    """The host of every rank, numbered as they come. ``places``: each one's host's name, local_rank and local_size;
-    several hosts may have one name (containers), and then each has every local rank once."""
+    """The host of every rank, numbered in the order in which they come. ``places``: each one's host's name, local_rank
+    and local_size; several hosts may have one name (containers), and then each has every local rank once."""
     seats: list[tuple[str, set[int]]] = []
     found = []
     for name, local_rank, local_size in places:

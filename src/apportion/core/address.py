@@ -1,4 +1,4 @@
-"""Where a workload is: ``path/to/file.py:name`` or ``package.module:name``."""
+"""The address of a workload: ``path/to/file.py:name`` or ``package.module:name``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from apportion.core.workload import Workload
 
 
 def load_workload(address: str) -> Workload:
-    """The workload at an address. ValueError where the address, the file or the name is wrong; what the file itself
-    raises when it is imported comes through as it is."""
+    """Load the workload at an address. ValueError where the address, the file or the name is wrong; what the file
+    itself raises when it is imported comes through as it is."""
     place, colon, name = address.rpartition(":")
     if not colon or not place or not name:
         raise ValueError(f"{address!r} names no workload: write FILE:NAME, for example examples/digits.py:workload")
@@ -32,7 +32,8 @@ def load_workload(address: str) -> Workload:
 
 
 def check_place(address: str) -> None:
-    """The cheap part of ``load_workload``: does the address parse, and is there such a file?"""
+    """Raise ValueError where the address does not parse, or where there is no such file: the cheap part of
+    ``load_workload``."""
     place, colon, name = address.rpartition(":")
     if not colon or not place or not name:
         raise ValueError(f"{address!r} names no workload: write FILE:NAME, for example examples/digits.py:workload")

@@ -1,4 +1,4 @@
-"""What a run tells about itself, as it goes."""
+"""The events by which a run tells about itself, as it goes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Event:
 
     - ``plan``: before the start, where no strategy was given. ``strategy``, ``launcher`` (what is taken) and ``why``
       (one line); ``candidates``: the best first, each with ``strategy``, ``launcher``, ``exact``, ``predicted_seconds``
-      (a step; None: nobody knows), ``step_seconds`` and ``examples_per_second`` (measured, medians; None: not tried),
+      (a step; None: not known), ``step_seconds`` and ``examples_per_second`` (measured, medians; None: not tried),
       ``refused`` (why it cannot run the workload, or None); ``remembered`` (from an earlier run), ``seconds`` (it took)
     - ``proof``: before the start, where a run on several ranks proves itself. ``verdict`` ("begun", and once it is
       settled "equal", "different", "undecided" or "not proved"), ``sentence`` (the answer in words), ``seconds`` (it
@@ -40,9 +40,9 @@ class Event:
 
     kind: EventKind
     step: int
-    """Updates done in all when it happened."""
+    """The number of updates done in all when the event happened."""
     epoch: float
-    """Epochs done in all, with the fraction of the current one."""
+    """The number of epochs done in all, with the fraction of the current one."""
     seconds: float
-    """Since the run (this sitting of it) started."""
+    """The seconds since the run (this sitting of it) started."""
     data: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Which fast paths are switched off: each has a plain path behind it that computes the same, more slowly.
+"""The fast paths that are switched off: each has a plain path behind it that computes the same, more slowly.
 
 ``linear``  Linear layers that put the gradient of their weight where it is needed themselves, and matrix products in
             the form that is fastest for few rows (``parallel/ops``). Plain: torch's own Linear, whose gradients
@@ -40,13 +40,13 @@ def chosen() -> tuple[str, ...]:
 
 
 def from_environment() -> tuple[str, ...]:
-    """The fast paths that the user has switched off; ValueError where one has no such name."""
+    """The fast paths that the user has switched off; ValueError where a name is unknown."""
     text = os.environ.get(VARIABLE)
     return checked([name.strip() for name in text.split(",") if name.strip()], f"{VARIABLE}={text}") if text else ()
 
 
 def checked(paths: Collection[str], given: str) -> tuple[str, ...]:
-    """These names in the order of ``ALL``; ValueError where one is unknown. ``given``: how they were written."""
+    """Return these names in the order of ``ALL``; ValueError where one is unknown. ``given``: how they were written."""
     unknown = [path for path in paths if path not in ALL]
     if unknown:
         raise ValueError(f"{given}: {unknown[0]!r} is not a fast path; name some of {', '.join(ALL)}")
@@ -54,14 +54,15 @@ def checked(paths: Collection[str], given: str) -> tuple[str, ...]:
 
 
 def switch_off(paths: Collection[str]) -> None:
-    """From now on these fast paths and no others are switched off in this process, beside those of the environment."""
+    """Switch off these fast paths and no others in this process from now on, beside those of the environment."""
     global _switched
     _switched = frozenset(checked(paths, f"plain={tuple(paths)}"))
 
 
 @contextmanager
 def switched_off(*paths: str) -> Iterator[None]:
-    """Within, what is built and which jobs are made take the plain paths; afterwards it is as before."""
+    """Switch off fast paths for a block: what is built and which jobs are made in it take the plain paths; afterwards
+    it is as before."""
     before = _switched
     switch_off({*before, *paths})
     try:

@@ -1,4 +1,4 @@
-"""What a resumed run must have in common with the one that wrote its checkpoint."""
+"""The fingerprint of a run: what a resumed run must have in common with the one that wrote its checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from apportion.core.workload import Workload
 def fingerprint(
     workload: Workload, model: nn.Module, optimizers: Mapping[str, Optimizer], examples: int
 ) -> dict[str, Any]:
-    """What a resumed run must have in common with the one that wrote the checkpoint, as plain JSON.
+    """The settings, as plain JSON, that a resumed run must have in common with the one that wrote the checkpoint.
 
     ``model`` is the plain one and ``optimizers`` what the workload's factory made for it, before any update;
     ``examples`` are in the training set. Training longer is no difference, unless a schedule spreads over the steps.
@@ -40,7 +40,7 @@ def fingerprint(
 
 
 def check_fingerprint(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """ValueError naming each field in which two fingerprints differ, with both values and the cure."""
+    """Raise ValueError naming each field in which two fingerprints differ, with both values and the cure."""
     then, today = dict(_leaves(saved)), dict(_leaves(now))
     differ = [
         f"{name} was {then.get(name, 'absent')} and is {today.get(name, 'absent')}"
@@ -73,7 +73,8 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an optimizer's group; not how it is computed (``fused``), and not what a schedule makes of the rate."""
+    """The hyperparameters of an optimizer's group, without how it is computed (``fused``) and without what a schedule
+    makes of the rate."""
     how = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
     found = {name: _scalar(value) for name, value in group.items() if name not in how}
     if "initial_lr" in group:

@@ -108,7 +108,7 @@ def to_plain(value: Any, where: str) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """What ``to_plain`` was given."""
+    """The nest that ``to_plain`` was given."""
     if isinstance(value, list):
         return [from_plain(v) for v in value]
     if isinstance(value, dict):

@@ -12,19 +12,21 @@ from apportion.core.value import Value
 @final
 @dataclass(frozen=True, repr=False)
 class Policy(Value):
-    """How a run is kept safe."""
+    """The policy that keeps a run safe."""
 
     checkpoint_every: str | None = None
-    """"30 s", "20 steps" or "1 epoch"; None: every 2 s, or less often where that would cost over 5 % of the time."""
+    """The interval between checkpoints: "30 s", "20 steps" or "1 epoch"; None: every 2 s, or less often where that
+    would cost over 5 % of the time."""
     keep: int = 2
-    """Checkpoints kept, besides the best."""
+    """The number of checkpoints that are kept, besides the best."""
     max_restarts: int = 10
-    """Workers that a run may lose, where its strategy survives that; the next loss ends it, with a checkpoint."""
+    """The number of workers that a run may lose, where its strategy survives that; the next loss ends it, with a
+    checkpoint."""
     on_loss: Literal["replace", "shrink"] = "replace"
-    """Seat another worker in the place of a lost one, or go on with those who are left."""
+    """The answer to the loss of a worker: seat another worker in its place, or go on with those that are left."""
     on_nan: Literal["stop", "warn", "ignore"] = "stop"
-    """What a loss that is not finite does: it ends the run, it is told once, or nothing looks at it. Under "stop" and
-    "warn" a state with a weight that is NaN is never written over a checkpoint."""
+    """The effect of a loss that is not finite: it ends the run, it is told once, or nothing looks at it. Under "stop"
+    and "warn" a state with a weight that is NaN is never written over a checkpoint."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_every is not None:
@@ -39,7 +41,7 @@ class Policy(Value):
             raise ValueError(f'on_nan={self.on_nan!r} must be "stop" (the run ends), "warn" or "ignore"')
 
     def interval(self) -> tuple[float, str] | None:
-        """(number, "s" | "steps" | "epochs"), None for automatic."""
+        """The interval as (number, "s" | "steps" | "epochs"), None for automatic."""
         if self.checkpoint_every is None:
             return None
         match = re.fullmatch(r"\s*(\d+\.?\d*)\s*(s|steps?|epochs?)\s*", str(self.checkpoint_every))

@@ -1,7 +1,7 @@
-"""Do the ranks still hold alike what they must hold alike? Told by digests, so that asking costs few bytes.
+"""Checks whether the ranks still hold equal what they must hold equal, by digests, so that asking costs few bytes.
 
 A digest of a tensor is a sum over its bytes, taken as whole numbers of 64 bits, each times a weight of its place: one
-pass at the speed of the memory. It finds what went wrong by itself; it is no protection against somebody who means to.
+pass at the speed of the memory. It finds what went wrong by itself; it does not protect against deliberate changes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _WORD = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class Replicated:
-    """Tensors that all ranks of a group hold alike, to the bit, by names that a person can read. A name that only some
-    of them have is compared among those."""
+    """Tensors that are equal on all ranks of a group, to the bit, by names that a person can read. A name that only
+    some of them have is compared among those."""
 
     group: Group
     tensors: Mapping[str, Tensor]
@@ -42,7 +42,8 @@ def apart_from(shared: memoryview, tensors: Mapping[str, Tensor]) -> dict[str, T
 
 
 def check_replicated(held: Iterable[Replicated], *, rank: int, step: int, device: torch.device) -> None:
-    """RanksDiffer, on every rank, where one holds another tensor than the others. Called by all ranks, between steps.
+    """Raise RanksDiffer, on every rank, where one holds another tensor than the others. Called by all ranks, between
+    steps.
 
     ``rank``: this one's, in the world; ``step``: updates so far, for the message.
     """
@@ -64,8 +65,8 @@ def check_replicated(held: Iterable[Replicated], *, rank: int, step: int, device
 
 
 def difference(told: Sequence[tuple[int, Mapping[str, int]]]) -> tuple[str, int, int, int] | None:
-    """Of (rank, digests by name) of each rank: the first tensor that differs, a rank that holds another one than most,
-    a rank that holds what most do, and how many tensors differ; None where all is alike."""
+    """Compare the (rank, digests by name) of all ranks: the first tensor that differs, a rank that holds another one
+    than most, a rank that holds what most do, and how many tensors differ; None where all are equal."""
     held: dict[str, list[tuple[int, int]]] = {}
     for rank, digests in told:
         for name, digest in digests.items():
@@ -89,7 +90,7 @@ def _text(name: str, rank: int, most: int, count: int, step: int) -> str:
 
 
 def tensor_digest(tensor: Tensor) -> int:
-    """A number of 63 bits, of the bytes of a dense tensor, its dtype and its shape."""
+    """A number of 63 bits that is the digest of the bytes of a dense tensor, its dtype and its shape."""
     head = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     plain = tensor.detach()
     if plain.layout != torch.strided or plain.is_meta or not plain.numel():
@@ -108,7 +109,7 @@ def _sum(data: np.ndarray[Any, Any]) -> int:
 
 
 def _sum_there(data: Tensor) -> int:
-    """The same, on another device."""
+    """The weighted sum over the bytes of a tensor that is on another device than the CPU."""
     padded = torch.nn.functional.pad(data, (0, -data.numel() % (8 * _ROW)))
     rows = padded.view(torch.int64).view(-1, _ROW)
     inner, outer = (torch.from_numpy(_weights(n)).to(data.device) for n in (_ROW, len(rows)))
@@ -121,5 +122,5 @@ def _weights(count: int) -> np.ndarray[Any, Any]:
 
 @cache
 def _powers(count: int) -> np.ndarray[Any, Any]:
-    """So many odd numbers, no two alike."""
+    """The given number of odd numbers, all of them different."""
     return ((np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_ODD)) | np.uint64(1)).view(np.int64)

@@ -82,7 +82,8 @@ def seeded_rng(seed: int) -> Iterator[None]:
 
 @contextmanager
 def plain_rng_from(state: RngState) -> Iterator[None]:
-    """Let Python's and numpy's generators start from this state, and restore them at the end; torch's go on."""
+    """Let Python's and numpy's generators start from this state, and restore them at the end; torch's generators go
+    on."""
     before = RngState.now()
     random.setstate(state.python)
     np.random.set_state(state.numpy)

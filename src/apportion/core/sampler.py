@@ -75,38 +75,38 @@ class Draws:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device=self._device, dtype=dtype)
 
     def uniform(self, *shape: int) -> Tensor:
-        """(n, *shape), each in [0, 1)."""
+        """Real numbers of shape (n, *shape), each in [0, 1)."""
         # float64 just below 1 rounds up to 1.0 in a shorter type: keep the promise of the half-open interval.
         return self._tensor(self._unit(shape)).clamp_(max=1 - torch.finfo(self._dtype).eps / 2)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """(n, *shape) int64, each in [low, high)."""
+        """Numbers of shape (n, *shape) in int64, each in [low, high)."""
         if high <= low:
             raise ValueError(f"integers({low}, {high}) is an empty range: high must be above low")
         return self._tensor(np.floor(self._unit(shape) * (high - low)).astype(np.int64) + low, torch.int64)
 
     def bernoulli(self, probability: float, *shape: int) -> Tensor:
-        """(n, *shape) bool, True with this probability."""
+        """Booleans of shape (n, *shape), True with this probability."""
         return self._tensor(self._unit(shape) < probability, torch.bool)
 
     def normal(self, *shape: int) -> Tensor:
-        """(n, *shape), standard normal (Box-Muller)."""
+        """Real numbers of shape (n, *shape) from the standard normal distribution (Box-Muller)."""
         radius, angle = 1.0 - self._unit(shape), self._unit(shape)
         return self._tensor(np.sqrt(-2.0 * np.log(radius)) * np.cos(2.0 * np.pi * angle))
 
 
 @dataclass(frozen=True)
 class DataShard:
-    """Which part of the examples a rank takes: its share of every batch, or whole batches in turn."""
+    """The part of the examples that a rank takes: its share of every batch, or whole batches in turn."""
 
     index: int = 0
-    """Which of the shares is this rank's."""
+    """The number of this rank's share."""
     of: int = 1
-    """How many shares there are."""
+    """The number of shares that there are."""
     whole_batches: bool = False
-    """False: each global batch is split (exact strategies). True: batches are dealt out in turn (approximate ones)."""
+    """Are whole batches dealt out in turn (approximate strategies)? False: each global batch is split (exact ones)."""
     shares: tuple[float, ...] | None = None
-    """Relative sizes of the shares of a split batch; None: equal ones."""
+    """The relative sizes of the shares of a split batch; None: equal ones."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.of:
@@ -145,7 +145,7 @@ class Sampler:
         self._permutation: Index = np.empty(0, dtype=np.int64)
 
     def place(self, step: int) -> tuple[int, int]:
-        """(epoch, batch within it) of a step."""
+        """The (epoch, batch within it) of a step."""
         return divmod(step, self.batches)
 
     def index(self, step: int) -> Index:
@@ -169,12 +169,12 @@ class Sampler:
         return lane * length + np.minimum(lane, longer) + batch
 
     def size(self, step: int) -> int:
-        """Examples in the global batch of a step."""
+        """The number of examples in the global batch of a step."""
         batch = step % self.batches
         return min(self.batch_size, self.examples - batch * self.batch_size)
 
     def shard(self, step: int, shard: DataShard) -> tuple[int, slice]:
-        """(the step whose global batch is meant, this shard's rows of it)."""
+        """The step whose global batch is meant, and this shard's rows of it."""
         if shard.whole_batches:
             step = step * shard.of + shard.index
             return step, slice(0, self.size(step))
@@ -187,6 +187,6 @@ class Sampler:
 
 
 def split(n: int, parts: int) -> Sequence[slice]:
-    """n rows in so many contiguous parts, whose sizes differ by one at most; empty parts are left out."""
+    """Split n rows into so many contiguous parts, whose sizes differ by one at most; empty parts are left out."""
     slices = (DataShard(i, parts).rows(n) for i in range(parts))
     return [s for s in slices if s.stop > s.start]

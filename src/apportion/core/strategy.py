@@ -1,4 +1,4 @@
-"""What a strategy is, and what it builds: a step, which called with a batch makes one optimizer update."""
+"""The interface of a strategy, and of what it builds: a step, which called with a batch makes one optimizer update."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ PARTS = ("model", "optimizer", "carry", "buffers")
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Everything that a training is, after some number of updates: the same for any strategy and any world size."""
+    """The whole state of a training after some number of updates: the same for any strategy and any world size."""
 
     step: int
-    """Updates done."""
+    """The number of updates done."""
     model: dict[str, Tensor]
-    """``state_dict()`` of the plain module, its own keys, whole tensors."""
+    """The ``state_dict()`` of the plain module, with its own keys and whole tensors."""
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     """Whole optimizer slots by parameter: ``"layers.0.weight/momentum_buffer"``; with several optimizers
     ``"generator/layers.0.weight/exp_avg"``."""
     carry: dict[str, Tensor] = field(default_factory=dict)
-    """Leaves of the carried recurrent state, all lanes: ``"0"``, ``"1"``, ..."""
+    """The leaves of the carried recurrent state, all lanes: ``"0"``, ``"1"``, ..."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    """Of the buffers that ``state_dict()`` leaves out (``persistent=False``), those that training has changed."""
+    """The buffers that training has changed of those that ``state_dict()`` leaves out (``persistent=False``)."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Plain JSON: optimizer groups without their parameters, schedules, loss scale."""
+    """The settings as plain JSON: optimizer groups without their parameters, schedules, loss scale."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by a name that a person can read: ``model/...``, ``optimizer/...``, ``carry/...``,
@@ -56,16 +56,17 @@ class State:
 
 
 class Held(NamedTuple):
-    """Bytes of weights, optimizer slots and buffers."""
+    """The bytes of weights, optimizer slots and buffers."""
 
     shared: int
-    """In memory that the ranks of the host have in common."""
+    """The bytes in memory that the ranks of the host have in common."""
     own: int
-    """In this rank's."""
+    """The bytes in this rank's own memory."""
 
 
 def held(model: nn.Module, optimizers: Mapping[str, Optimizer], shared: memoryview | None = None) -> Held:
-    """Of what a rank trains, each block of memory counted once. ``shared``: what lies in there is not its own."""
+    """The bytes of what a rank trains, each block of memory counted once. ``shared``: memory whose contents are not the
+    rank's own."""
     tensors = [*model.parameters(), *model.buffers()]
     for optimizer in optimizers.values():
         states: Mapping[Any, Mapping[str, Any]] = optimizer.state
@@ -86,32 +87,33 @@ class Step(ABC):
     rank: int
     device: torch.device
     model: nn.Module
-    """This rank's (part of the) network, for ``Workload.update``."""
+    """The network of this rank, or its part of the network, for ``Workload.update``."""
     optimizers: Mapping[str, Optimizer]
-    """By name; the only one is called "" where the factory gave no names."""
+    """The optimizers by name; the only one is called "" where the factory gave no names."""
     source: BatchSource
-    """Every batch of the training."""
+    """The source of every batch of the training."""
     data_shard: DataShard | None
-    """Which examples this rank takes, read again before every step. None: it takes no batches (see ``serve``)."""
+    """The examples that this rank takes, read again before every step. None: it takes no batches (see ``serve``)."""
     lockstep: bool = True
     """Do all ranks make the same steps together? False: each goes its own way, no step waits for another rank, and
     rank 0 alone evaluates and saves (``predict`` and ``state_dict`` are called by it alone)."""
     whole: bool = False
-    """Does every rank take whole batches, of which one rank has the outputs? So it is where the network is split."""
+    """Does every rank take whole batches, of which one rank has the outputs? This is the case where the network is
+    split."""
 
     @property
     def cuts(self) -> tuple[str, ...] | None:
-        """Names the layers that stages begin with: what is proved of a run is cut there too, wherever the times of the
-        layers have had it cut. None where there are none, or where a name would stand for another place."""
+        """The names of the layers that stages begin with: what is proved of a run is cut there too, wherever the times
+        of the layers have had it cut. None where there are none, or where a name would stand for another place."""
         return None
 
     @property
     @abstractmethod
     def done(self) -> int:
-        """Updates that the state has behind it, whoever made them."""
+        """The number of updates that the state has behind it, whichever rank made them."""
 
     def take(self) -> Batch | None:
-        """This rank's next batch; None where no more are left."""
+        """Return this rank's next batch; None where no more are left."""
         assert self.data_shard is not None, "a rank without batches calls step.serve()"
         return self.source.at(self.done, self.data_shard) if self.done < self.source.total else None
 
@@ -121,36 +123,38 @@ class Step(ABC):
         here, or another rank holds the outputs."""
 
     def looked(self) -> None:  # noqa: B027 (where nothing is kept nothing can be put back)
-        """The end of some calls of ``predict``: what their forward passes have changed of buffers, and of parameters
-        that no optimizer has, is put back as the last update left it."""
+        """End some calls of ``predict``: what their forward passes have changed of buffers, and of parameters that no
+        optimizer has, is put back as the last update left it."""
 
     @abstractmethod
     def backward(self, batch: Batch) -> Tensor | None:
-        """Accumulate the gradient of this rank's rows, weighted by their count; its mean loss (None: no rows)."""
+        """Accumulate the gradient of this rank's rows, weighted by their count, and return its mean loss (None: no
+        rows)."""
 
     @abstractmethod
     def update(self) -> Mapping[str, Tensor]:
-        """One optimizer update with the gradients of all ranks; the named values of the whole global batch
-        (``{"loss": ...}``), each a detached tensor of one element, the same on every rank."""
+        """Make one optimizer update with the gradients of all ranks, and return the named values of the whole global
+        batch (``{"loss": ...}``), each a detached tensor of one element, the same on every rank."""
 
     def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
-        """For ``Workload.update``: one update of that optimizer's parameters along the gradient of the loss, a mean
-        over this rank's rows; the other parameters get no gradient. The detached loss, unchanged."""
+        """Make one update of that optimizer's parameters along the gradient of the loss, a mean over this rank's rows;
+        the other parameters get no gradient. For ``Workload.update``. Returns the detached loss, unchanged."""
         raise ValueError("minimize() is for update=, which this strategy does not go with: use data_parallel")
 
     def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
-        """``backward``, then ``update``; or the workload's own ``update``. The named values of the global batch."""
+        """Call ``backward``, then ``update``; or the workload's own ``update``. Returns the named values of the global
+        batch."""
         self.backward(batch)
         return self.update()
 
     def leave(self) -> None:  # noqa: B027 (nobody waits for it is the common case)
-        """This rank takes no more batches for now."""
+        """Take no more batches on this rank for now."""
 
     def serve(self) -> None:  # noqa: B027 (nothing to do is the common case)
-        """What a rank without batches does until the end."""
+        """Do what a rank without batches does until the end."""
 
     def log(self) -> tuple[Any, ...]:
-        """What its steps have written down so far, for ``Strategy.reference``. Between steps."""
+        """Return what the steps have written down so far, for ``Strategy.reference``. Called between steps."""
         return ()
 
     @abstractmethod
@@ -168,13 +172,13 @@ class Step(ABC):
         raise AssertionError(f"{type(self).__name__} does not survive the loss of a worker")
 
     def committed(self) -> State | None:
-        """The state after the last update, asked from another thread while ``backward`` may be running, without
-        any other rank; None where that cannot be had."""
+        """The state after the last update, asked from another thread while ``backward`` may be running, without any
+        other rank; None where that cannot be had."""
         return None
 
     def replicated(self) -> Iterable[Replicated]:
-        """What the last update has left that this rank and others hold alike, each in a memory of its own; the same
-        groups in the same order on all of their ranks. Called by all ranks, between steps."""
+        """The tensors that the last update has left equal on this rank and others, each in a memory of its own; the
+        same groups in the same order on all of their ranks. Called by all ranks, between steps."""
         return ()
 
     @abstractmethod
@@ -183,15 +187,15 @@ class Step(ABC):
 
     @property
     def parameters(self) -> int:
-        """How many the plain model has."""
+        """The number of parameters that the plain model has."""
         return sum(p.numel() for p in self.model.parameters())
 
     def fingerprint(self, workload: Workload) -> dict[str, Any]:
-        """What a run that goes on from this one's checkpoints must have in common with it; as plain JSON."""
+        """The plain JSON that a run which goes on from this one's checkpoints must have in common with it."""
         return fingerprint(workload, self.model, self.optimizers, self.source.deal.examples)
 
     def held(self) -> Held:
-        """Where the weights, optimizer slots and buffers are in memory, now."""
+        """The bytes of the weights, optimizer slots and buffers by where they are in memory, now."""
         return held(self.model, self.optimizers)
 
     @abstractmethod
@@ -200,48 +204,49 @@ class Step(ABC):
 
 
 class Strategy(Value, ABC):
-    """How the work of a step is divided. Concrete ones are ``@final @dataclass(frozen=True)``, one file each in
-    ``strategies/``; the fields are their parameters, and the file's name is how they are written."""
+    """The way in which the work of a step is divided. Concrete ones are ``@final @dataclass(frozen=True)``, one file
+    each in ``strategies/``; the fields are their parameters, and the file's name is how they are written."""
 
     one_process: ClassVar[bool] = False
-    """It has nothing to divide among workers."""
+    """Has the strategy nothing to divide among workers?"""
     splits: ClassVar[bool] = False
-    """Does it divide one network among its workers, so that ``of=`` can have replicas of them?"""
+    """Does the strategy divide one network among its workers, so that ``of=`` can have replicas of them?"""
     survives: ClassVar[bool] = False
-    """Can it go on after the loss of a worker, with ``Step.rejoin``? False: the run ends, and resumes from the last
+    """Can a run go on after the loss of a worker, with ``Step.rejoin``? False: the run ends, and resumes from the last
     checkpoint."""
 
     @property
     @abstractmethod
     def exact(self) -> bool:
-        """Does one step equal the one-device step?"""
+        """Does one step of the strategy equal the one-device step?"""
 
     def replays(self, workers: int) -> bool:
-        """Is what it computes known only from what its steps write down (``Step.log``)?"""
+        """Is what the strategy computes known only from what its steps write down (``Step.log``)?"""
         return False
 
     def ranks(self, workers: int) -> int:
-        """Processes for so many workers that take batches (servers are additional)."""
+        """The number of processes for so many workers that take batches (servers are additional)."""
         return workers
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
-        """Its values that are worth a price on this layout, a few; none where it has nothing to do there."""
+        """A few values of the strategy that are worth a price on this layout; none where it has nothing to do there."""
         if cls.one_process == (layout.ranks == 1):
             yield cls()
 
     def cost(self, profile: Profile, layout: Placement) -> Cost:
-        """What a step takes there: predicted, and pure. ValueError says why it cannot run this network, or there."""
+        """The predicted cost of a step on this layout; a pure function. ValueError says why the strategy cannot run
+        this network, or there."""
         raise ValueError(f"{self} has no price yet")
 
     @abstractmethod
     def build(self, workload: Workload, world: World) -> Step:
-        """This rank's part of the step. Called inside each process, by all ranks of the world."""
+        """Build this rank's part of the step. Called inside each process, by all ranks of the world."""
 
     @abstractmethod
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
-        """What this strategy must compute: the whole model's state after each step, in one process. ``log``: of a
-        run that is to be done again; then the one state that it must have ended with."""
+        """Compute what this strategy must compute: the whole model's state after each step, in one process. ``log``: of
+        a run that is to be done again; then the one state that it must have ended with."""
 
 
 StrategyFactory = Callable[..., Strategy]
@@ -252,7 +257,7 @@ def batches(step: Step, *, stop: int | None = None, loaders: int = 0) -> Iterato
     state is, to the end or until so many updates are done.
 
     ``step.data_shard`` is read again before each one, so a strategy may change its rank's share as it goes.
-    ``loaders``: so many processes load what comes next.
+    ``loaders``: the number of processes that load what comes next.
     """
     step.source.load_ahead(loaders)
     try:

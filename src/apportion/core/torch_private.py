@@ -31,7 +31,7 @@ missing: list[str] = []
 
 
 def probe(path: str) -> Any | None:
-    """What torch has under a private name; None, and the name is noted, where there is nothing."""
+    """Return what torch has under a private name; None, and the name is noted, where there is nothing."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -41,7 +41,8 @@ def probe(path: str) -> Any | None:
 
 
 def unfamiliar(version: str = torch.__version__) -> str | None:
-    """What to tell of this version of torch; None where it is one of the tested ones and has every name."""
+    """A sentence about this version of torch for the user; None where it is one of the tested ones and has every
+    name."""
     numbers = version.split("+")[0].split(".")
     try:
         minor = int(numbers[0]), int(numbers[1])
@@ -71,7 +72,8 @@ DispatchMode = TorchDispatchMode
 
 
 def traced_through_compiled() -> AbstractContextManager[Any]:
-    """Where torch.fx follows a forward, it goes into what was given to ``torch.compile``, in the place of an error."""
+    """Let torch.fx, where it follows a forward, go into what was given to ``torch.compile``, in the place of an
+    error."""
     config = probe("torch._dynamo.config")
     if config is None or not hasattr(config, "error_on_nested_fx_trace"):
         return nullcontext()
@@ -108,8 +110,8 @@ can_ask_the_engine = _runs is not None and _transforms is not None
 
 
 def pass_accumulates(node: Any) -> bool | None:
-    """Whether the backward pass under way adds to the ``.grad`` of the leaf whose accumulator this is. False: nobody
-    asks for that gradient; None: it is handed out instead (``autograd.grad``)."""
+    """Whether the backward pass under way adds to the ``.grad`` of the leaf whose accumulator this is. False: that
+    gradient is not asked for; None: it is handed out instead (``autograd.grad``)."""
     assert _runs is not None
     try:
         return _runs(node)
@@ -127,7 +129,7 @@ def in_forward_mode() -> bool:
 
 
 def applied(function: type[Function]) -> Callable[..., Any]:
-    """``function.apply`` without its look for torch.func, for who has looked already."""
+    """The ``function.apply`` without its look for torch.func, for a caller that has looked already."""
     base = probe("torch._C._FunctionBase")
     if base is None or not issubclass(function, base):
         return function.apply
@@ -140,11 +142,11 @@ _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_ba
 
 
 forward_hooks_of: Callable[[nn.Module], dict[int, Callable[..., Any]]] = lambda m: m._forward_hooks  # noqa: E731
-"""What is called with what a module gives, in order, by number."""
+"""The forward hooks of a module, which are called with what it gives, in order, by number."""
 
 
 def forward_hooks_with_kwargs_of(module: nn.Module) -> Collection[int]:
-    """The numbers of those that are given the module's keyword arguments, too."""
+    """The numbers of the forward hooks that are given the module's keyword arguments, too."""
     return getattr(module, "_forward_hooks_with_kwargs", ())
 
 
@@ -191,7 +193,7 @@ def gradient_hooks_of(tensor: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
 
 
 def mark_stepped(optimizer: Any) -> None:
-    """The optimizer counts as stepped: its schedule would warn otherwise."""
+    """Mark the optimizer as stepped: its schedule would warn otherwise."""
     optimizer._opt_called = True
 
 
@@ -201,7 +203,7 @@ parameters_of: Callable[[nn.Module], dict[str, Any]] = lambda m: m._parameters  
 buffers_of: Callable[[nn.Module], dict[str, Any]] = lambda m: m._buffers  # noqa: E731
 modules_of: Callable[[nn.Module], dict[str, Any]] = lambda m: m._modules  # noqa: E731
 HOLDERS = ("_parameters", "_buffers", "_modules")
-"""Attributes in which a module keeps what is registered with it."""
+"""The attributes in which a module keeps what is registered with it."""
 
 
 def persists(module: nn.Module, buffer: str) -> bool:
@@ -210,12 +212,12 @@ def persists(module: nn.Module, buffer: str) -> bool:
 
 
 def persists_no_more(module: nn.Module, buffer: str) -> None:
-    """A buffer is in the module's state no longer."""
+    """Take a buffer out of the module's state."""
     module._non_persistent_buffers_set.add(buffer)
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor has been written to in place."""
+    """The number of times that a tensor has been written to in place."""
     return tensor._version
 
 
@@ -227,7 +229,7 @@ def is_view(tensor: Tensor) -> bool:
 OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 """The classes of torch's operators."""
 attention_on_cpu: Any | None = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-"""The operator that attention is on the CPU, of which torch's counter of FLOPs knows nothing."""
+"""The operator that computes attention on the CPU, of which torch's counter of FLOPs knows nothing."""
 
 
 # Loading
@@ -235,8 +237,8 @@ attention_on_cpu: Any | None = getattr(torch.ops.aten, "_scaled_dot_product_flas
 
 @contextmanager
 def in_own_memory() -> Iterator[None]:
-    """In a loader, torch's default_collate makes a batch in shared memory of its own, which has a name for a moment: it
-    would stay behind where the process is killed just then. Not in here; what is loaded travels otherwise."""
+    """Keep torch's default_collate in a loader from making a batch in shared memory of its own. Such memory has a name
+    for a moment: it would stay behind where the process is killed just then. What is loaded travels otherwise."""
     worker: Any = torch.utils.data._utils.worker
     kept, worker._worker_info = worker._worker_info, None
     try:

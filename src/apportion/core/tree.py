@@ -1,4 +1,4 @@
-"""Pytrees of tensors, as inputs, targets, outputs and recurrent states are: what is done to all their leaves."""
+"""Functions on all leaves of pytrees of tensors, as inputs, targets, outputs and recurrent states are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from apportion.core.torch_private import pytree
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """The same tree with the function applied to each tensor; other leaves stay."""
+    """Apply the function to each tensor of a tree, and return the tree of the results; other leaves stay."""
     if isinstance(tree, Tensor):  # nearly every input is one tensor: skip the general walk
         return function(tree)
     return pytree.tree_map_only(Tensor, function, tree)
@@ -50,7 +50,7 @@ def length(tree: Any) -> int:
 
 
 def call(model: Callable[..., Any], inputs: Any, *state: Any) -> Any:
-    """model(x) for a tensor, model(*x) for a tuple or list, model(**x) for a dict; a recurrent state comes last
+    """Call model(x) for a tensor, model(*x) for a tuple or list, model(**x) for a dict; a recurrent state comes last
     (``state=`` with a dict)."""
     if isinstance(inputs, Tensor):
         return model(inputs, *state)

@@ -1,4 +1,5 @@
-"""How a value (a strategy, a launcher, a policy) is written: the same in Python, on the command line and in reports.
+"""The written form of a value (a strategy, a launcher, a policy): the same in Python, on the command line and in
+reports.
 
 ``data_parallel(microbatches=2)`` is the class in ``strategies/data_parallel.py`` with that field: the folder is the
 registry, and the name in the report is the file you open.
@@ -22,7 +23,7 @@ _KINDS = {
 
 
 def written_name(cls: type) -> str:
-    """``DataParallel`` is written ``data_parallel``."""
+    """The name that a class is written with: ``DataParallel`` is written ``data_parallel``."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
 
 
@@ -69,7 +70,7 @@ def parse(text: str, package: str) -> Any:
 
 
 def parse_as(text: str, cls: type) -> Any:
-    """The same for the one class that can be meant, for example a policy."""
+    """The value that ``text`` writes, of the one class that can be meant, for example a policy."""
     node = _expression(text)
     name = node.func if isinstance(node, ast.Call) else node
     if not isinstance(name, ast.Name) or name.id != written_name(cls):

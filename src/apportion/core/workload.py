@@ -1,4 +1,5 @@
-"""What to train. Whatever changes the numbers is here; what changes only where and how is not."""
+"""The description of what to train. Every setting that changes the numbers is here; settings that change only where and
+how are not."""
 
 from __future__ import annotations
 
@@ -30,12 +31,12 @@ def examples(targets: Any) -> float:
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Share of rows whose largest output is the target class. outputs (N, classes, ...), targets (N, ...)."""
+    """The share of rows whose largest output is the target class. outputs (N, classes, ...), targets (N, ...)."""
     return (outputs.argmax(1) == targets).double().mean()
 
 
 class Metric(Protocol):
-    """A metric that is not a mean over examples: fed every batch in order, asked once."""
+    """A metric that is not a mean over examples: it is fed every batch in order, and asked once."""
 
     def update(self, outputs: Any, targets: Any) -> object:
         """Take one batch in."""
@@ -45,27 +46,27 @@ class Metric(Protocol):
 
 
 MeanMetric = Callable[[Any, Any], Tensor]
-"""(outputs, targets) -> the mean over the examples of the batch."""
+"""A function (outputs, targets) -> the mean over the examples of the batch."""
 MetricFactory = Callable[[], Metric]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How well the network does on data that it is not trained on.
+    """An evaluation of the network on data that it is not trained on.
 
-    Each metric is a function ``(outputs, targets) -> mean over the batch``, averaged over the examples; or a class
-    (any callable without arguments) whose instances have ``update(outputs, targets)`` and ``compute()``.
+    Each metric is a function ``(outputs, targets) -> mean over the batch``, averaged over the examples; or a class (any
+    callable without arguments) whose instances have ``update(outputs, targets)`` and ``compute()``.
     """
 
     data: Callable[[], Dataset[Any]]
-    """Map-style; opened in each process."""
+    """A factory of the map-style data set, which is opened in each process."""
     metrics: Mapping[str, MeanMetric | MetricFactory] = field(default_factory=lambda: {"accuracy": accuracy})
     every: float | None = 1.0
-    """Epochs between evaluations; None: only at the end. The end is always evaluated."""
+    """The epochs between evaluations; None: only at the end. The end is always evaluated."""
     best: str | None = None
-    """Which checkpoint the link ``best`` keeps: "max accuracy", "min loss"; None: the latest evaluated."""
+    """The checkpoint that the link ``best`` keeps: "max accuracy", "min loss"; None: the latest evaluated."""
     batch_size: int | None = None
-    """Global, in examples; None: the workload's."""
+    """The global batch size in examples; None: the workload's."""
 
     def __post_init__(self) -> None:
         if self.every is not None and not self.every > 0:
@@ -91,41 +92,43 @@ class Workload:
     """
 
     model: Callable[[], nn.Module]
-    """Plain; the same on every rank; called after seeding."""
+    """A factory of the plain model, the same on every rank; called after seeding."""
     data: Callable[[], Dataset[Any]]
-    """Map-style, its items (inputs, targets); opened in each process, after seeding."""
+    """A factory of the map-style data set, whose items are (inputs, targets); opened in each process, after seeding."""
     optimizer: Callable[[Parameters], Optimizer | Mapping[str, Optimizer]]
-    """Given the named parameters (torch's optimizers take them as they are): ``lambda p: torch.optim.SGD(p, lr=0.1)``.
-    With ``update`` it may return several by name."""
+    """A factory of the optimizer, given the named parameters (torch's optimizers take them as they are): ``lambda p:
+    torch.optim.SGD(p, lr=0.1)``. With ``update`` it may return several by name."""
     batch_size: int
-    """GLOBAL, in examples, whatever the number of workers."""
+    """The GLOBAL batch size in examples, whatever the number of workers."""
     loss: Callable[[Any, Any], Tensor] | None = None
-    """(outputs, targets) -> mean over the batch."""
+    """A function (outputs, targets) -> mean over the batch."""
     update: Update | None = None
-    """Instead of ``loss``: (step, batch) -> named values. For several optimizers or losses: see ``Step.minimize``."""
+    """A function (step, batch) -> named values, instead of ``loss``. For several optimizers or losses: see
+    ``Step.minimize``."""
     count: Callable[[Any], float] | None = examples
-    """Loss terms in these targets (examples, tokens, sum of class weights): what the mean divides by. None: the loss
-    couples the examples (contrastive), so the outputs of all shards are gathered before it."""
+    """The number of loss terms in these targets (examples, tokens, sum of class weights): what the mean divides by.
+    None: the loss couples the examples (contrastive), so the outputs of all shards are gathered before it."""
     epochs: float | None = 1.0
     steps: int | None = None
-    """Global steps in all; wins over ``epochs``."""
+    """The number of global steps in all; wins over ``epochs``."""
     schedule: Callable[[Optimizer, int], LRScheduler] | None = None
-    """(optimizer, total steps) -> a scheduler that is stepped once an update."""
+    """A function (optimizer, total steps) -> a scheduler that is stepped once an update."""
     clip_grad_norm: float | None = None
-    """Largest 2-norm of the whole gradient."""
+    """The largest 2-norm of the whole gradient."""
     collate: Callable[[list[Any]], Any] = default_collate
-    """Samples -> (inputs, targets)."""
+    """A function from samples to (inputs, targets)."""
     order: Order = "shuffled"
     carry: Callable[[int], Any] | None = None
-    """Recurrent state for n rows: the model is called ``model(inputs, state) -> (outputs, state)``. Needs
-    ``order="sequential"``: row b of every batch then walks through its own stretch of the data."""
+    """A factory of the recurrent state for n rows: the model is called ``model(inputs, state) -> (outputs, state)``.
+    Needs ``order="sequential"``: row b of every batch then walks through its own stretch of the data."""
     augment: Callable[[Batch, Draws], Batch] | None = None
-    """Of a training batch, with draws keyed by (seed, epoch, example)."""
+    """A function that augments a training batch, with draws keyed by (seed, epoch, example)."""
     evaluation: Evaluation | None = None
     precision: Precision = "float32"
-    """bfloat16 and float16: autocast, the weights stay float32. float64: everything is float64."""
+    """The precision of the training. bfloat16 and float16: autocast, the weights stay float32. float64: everything is
+    float64."""
     compile: bool = False
-    """torch.compile, after splitting."""
+    """Is the model given to torch.compile, after splitting?"""
     seed: int = 0
 
     def __post_init__(self) -> None:  # noqa: C901 (a list of rules)
@@ -165,14 +168,14 @@ class Workload:
             raise ValueError("carry goes with loss; with update, keep the state in your own function")
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Updates in the whole training, given how many global batches make an epoch."""
+        """The number of updates in the whole training, given how many global batches make an epoch."""
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
         return max(1, round(self.epochs * steps_per_epoch))
 
     def must_feed(self, workers: int) -> None:
-        """ValueError where a batch is too small to give each of so many workers an example."""
+        """Raise ValueError where a batch is too small to give each of so many workers an example."""
         if self.batch_size < workers:
             raise ValueError(
                 f"batch_size={self.batch_size} cannot feed {workers} workers: each needs at least one example; "
@@ -180,17 +183,17 @@ class Workload:
             )
 
     def open_data(self) -> Dataset[Any]:
-        """The training set; refused where it cannot be dealt."""
+        """Open the training set; it is refused where it cannot be dealt."""
         return checked(self.data(), "data")
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The dtype of the weights."""
         return torch.float64 if self.precision == "float64" else torch.float32
 
 
 def checked(dataset: Dataset[Any], name: str) -> Dataset[Any]:
-    """A map-style dataset that is not empty, or a ValueError that says what to do."""
+    """Return a map-style dataset that is not empty, or raise a ValueError that says what to do."""
     if isinstance(dataset, IterableDataset):
         raise ValueError(
             f"{name}() gave {type(dataset).__name__}, an IterableDataset: examples are dealt by index, so that every "

@@ -18,14 +18,14 @@ Port = Literal["device", "host", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """What one of ``together`` workers of ``threads`` threads each reaches while all of them compute."""
+    """The rate that one of ``together`` workers of ``threads`` threads each reaches while all of them compute."""
 
     threads: int
     together: int
     flops: float
-    """A second, of matrix products in float32 large enough to be at their best."""
+    """The floating-point operations a second of float32 matrix products that are large enough to be at their best."""
     bytes_per_second: float
-    """Of memory: what is read and written, in all."""
+    """The bytes of memory that are read and written a second, in all."""
 
     def __post_init__(self) -> None:
         if min(self.threads, self.together) < 1 or min(self.flops, self.bytes_per_second) <= 0:
@@ -40,19 +40,19 @@ class Device:
     """A host's cores, or a GPU."""
 
     name: str
-    """Unique in its cluster: ``"a/cpu"``, ``"a/gpu0"``."""
+    """The name of the device, unique in its cluster: ``"a/cpu"``, ``"a/gpu0"``."""
     host: str
     kind: Literal["cpu", "cuda"]
     model: str
-    """Of what make: times that were measured on one device hold on another of the same."""
+    """The make of the device: times that were measured on one device hold on another of the same make."""
     memory_bytes: int
     rates: tuple[Rate, ...]
     cores: int = 1
-    """Threads that run at once. A GPU has one: it takes one worker."""
+    """The number of threads that run at once. A GPU has one: it takes one worker."""
     call_seconds: float = 1e-5
-    """To begin one operation, however small."""
+    """The seconds to begin one operation, however small."""
     spread: float = 0.03
-    """Standard deviation of a step's time, of its mean."""
+    """The standard deviation of a step's time, as a share of its mean."""
 
     def __post_init__(self) -> None:
         if not self.rates:
@@ -68,7 +68,8 @@ class Device:
         return {(r.threads, r.together): r for r in self.rates}
 
     def rate(self, threads: int = 1, together: int = 1) -> Rate:
-        """Measured so, or worked out from the nearest that was: threads of all workers share the device."""
+        """The rate as it was measured, or worked out from the nearest that was: threads of all workers share the
+        device."""
         known = self._known.get((threads, together))
         if known is not None:
             return known
@@ -102,22 +103,22 @@ class Moved:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What joins some devices, each with every other."""
+    """A link that joins some devices, each with every other."""
 
     kind: str
-    """``memory``, ``nvlink``, ``pcie``, ``ethernet``, ``infiniband``: for people."""
+    """The kind of link, for people: ``memory``, ``nvlink``, ``pcie``, ``ethernet``, ``infiniband``."""
     devices: tuple[str, ...]
     latency: float
-    """Seconds of a message of no length."""
+    """The seconds of a message of no length."""
     bandwidth: float
-    """Bytes a second, of one transfer in one direction that has the link to itself."""
+    """The bytes a second of one transfer in one direction that has the link to itself."""
     port: Port = "device"
-    """Whose this bandwidth is: each device's, each host's (a network card), or that of all transfers together (the
-    memory of a host)."""
+    """The owner of this bandwidth: each device, each host (a network card), or all transfers together (the memory of a
+    host)."""
     hidden: float = 1.0
-    """Share of a transfer that can go on while its devices compute."""
+    """The share of a transfer that can go on while its devices compute."""
     slowdown: float = 0.0
-    """How much longer computing takes while a transfer goes on: 0.3 is 30 %."""
+    """The share by which computing takes longer while a transfer goes on: 0.3 is 30 %."""
     measured: tuple[Moved, ...] = ()
     """The raw table, which counts more than latency and bandwidth where it has an entry."""
 
@@ -142,7 +143,7 @@ class Cluster:
     devices: tuple[Device, ...]
     links: tuple[Link, ...] = ()
     measured: bool = False
-    """Here, by ``measure``? Otherwise its numbers are from elsewhere."""
+    """Was the cluster measured here, by ``measure``? Otherwise its numbers are from elsewhere."""
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -166,16 +167,17 @@ class Cluster:
         return {}
 
     def device(self, name: str) -> Device:
-        """By its name."""
+        """The device with this name."""
         return self._by_name[name]
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """In order."""
+        """The names of the hosts, in the order of the devices."""
         return tuple(dict.fromkeys(device.host for device in self.devices))
 
     def link(self, a: str, b: str) -> Link:
-        """The fastest that joins these two; within a host those that do not lead out of it come first."""
+        """The fastest link that joins these two devices; within a host the links that do not lead out of it come
+        first."""
         found = self._joining.get((a, b))
         if found is None:
             joining = [link for link in self.links if a in link.devices and b in link.devices]
@@ -200,24 +202,25 @@ class Cluster:
     # JSON
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """The cluster as plain data."""
         return asdict(self)
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Cluster:
-        """The same cluster. ValueError where a field is missing, unknown, or holds what cannot be."""
+        """The cluster that plain data describes. ValueError where a field is missing, unknown, or holds what cannot
+        be."""
         try:
             return read(Cluster, data)
         except ValueError as error:
             raise ValueError(f"this is no cluster: {error}; docs/planner.md has one to begin with") from None
 
     def save(self, path: str | Path) -> None:
-        """As JSON."""
+        """Write the cluster to a file of JSON."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Cluster:
-        """From a file of JSON. ValueError where it holds no cluster."""
+        """Read a cluster from a file of JSON. ValueError where it holds none."""
         try:
             data = json.loads(Path(path).read_text())
         except json.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""How long messages and collectives take between devices: measured where they were, else by latency and bandwidth.
+"""The seconds of messages and collectives between devices: measured where they were, else by latency and bandwidth.
 
 Over one link with n ranks a ring passes ``2 (n - 1) / n`` of the bytes through each rank's port in ``2 (n - 1)``
 messages (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009); over
@@ -17,7 +17,7 @@ from apportion.cost_model.profile import interpolated
 
 
 def message(layout: Placement, a: int, b: int, nbytes: float, *, at_once: int = 1) -> float:
-    """From one rank to another, while so many such messages go at once over the same port."""
+    """Seconds of a message from one rank to another, while ``at_once`` such messages go over the same port."""
     if a == b or nbytes <= 0:
         return 0.0
     link = layout.cluster.link(layout.devices[a], layout.devices[b])
@@ -28,36 +28,38 @@ def message(layout: Placement, a: int, b: int, nbytes: float, *, at_once: int = 
 
 
 def all_reduce(layout: Placement, ranks: Sequence[int], nbytes: float) -> float:
-    """The sum over ranks, on all of them."""
+    """Seconds of a sum of ``nbytes`` over ranks, until all of them have it."""
     return Collective.among(layout, ranks).all_reduce(nbytes)
 
 
 def all_gather(layout: Placement, ranks: Sequence[int], nbytes: float) -> float:
-    """What all ranks together hold (``nbytes`` in all), on all of them."""
+    """Seconds until all ranks have what they hold together (``nbytes`` in all)."""
     return Collective.among(layout, ranks).all_gather(nbytes)
 
 
 def reduce_scatter(layout: Placement, ranks: Sequence[int], nbytes: float) -> float:
-    """Of the sum of ``nbytes`` over ranks, each one's share."""
+    """Seconds until each rank has its share of a sum of ``nbytes`` over the ranks."""
     return Collective.among(layout, ranks).all_gather(nbytes)
 
 
 def broadcast(layout: Placement, ranks: Sequence[int], nbytes: float) -> float:
-    """From one to all, handed on from each to the next in pieces: the whole of it goes through every port."""
+    """Seconds until all ranks have what one of them had, handed on from each to the next in pieces: the whole of it
+    goes through every port."""
     return Collective.among(layout, ranks).broadcast(nbytes)
 
 
 class _Ring(NamedTuple):
-    """Ranks that hand on to each other what goes round."""
+    """Ranks that hand data on to each other in a ring."""
 
     ranks: int
     latency: float
     bandwidth: float
-    """Bytes a second that each of them has for itself."""
+    """The bytes a second that each rank has for itself."""
     table: tuple[tuple[float, float], ...]
-    """(bytes, seconds) of sums that were measured among so many; it counts more than the rest."""
+    """The (bytes, seconds) of sums that were measured among as many ranks; where it is not empty it counts more than
+    the rest."""
     shared: bool = False
-    """Is it one port, that all transfers go through?"""
+    """Is there one port that all transfers go through?"""
 
     def handed_on(self, nbytes: float) -> float:
         """Seconds until what one of them had is with all: each but the last sends the whole. Through a port of its own
@@ -74,16 +76,17 @@ class _Ring(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """How some ranks of a layout reach each other, for as many collectives as are to be priced among them."""
+    """The rings by which some ranks of a layout reach each other, for as many collectives as are to be priced among
+    them."""
 
     within: tuple[_Ring, ...]
-    """At once; of those of the hosts each kind once."""
+    """The rings within the hosts, which work at once; one ring for each kind of host."""
     between: _Ring | None = None
-    """Then this one, through a rank of each host."""
+    """The ring that follows, through a rank of each host."""
 
     @classmethod
     def among(cls, layout: Placement, ranks: Sequence[int]) -> Self:
-        """These ranks."""
+        """The collectives among these ranks of a layout."""
         if len(ranks) < 2:
             return cls(())
         by_host: dict[str, list[int]] = {}
@@ -102,15 +105,16 @@ class Collective(NamedTuple):
         return cls(tuple(within), _ring(layout, leaders, lanes=lanes))
 
     def all_reduce(self, nbytes: float) -> float:
-        """Seconds of a sum of so many bytes, on all of them."""
+        """Seconds of a sum of so many bytes, until all ranks have it."""
         return self._seconds(nbytes, passes=2)
 
     def all_gather(self, nbytes: float) -> float:
-        """Seconds until all have what they hold together, so many bytes; to sum up each one's share takes as long."""
+        """Seconds until all ranks have what they hold together, so many bytes; to sum up each one's share takes as
+        long."""
         return self._seconds(nbytes, passes=1)
 
     def broadcast(self, nbytes: float) -> float:
-        """Seconds until all have so many bytes of one of them: between the hosts first, then within each."""
+        """Seconds until all ranks have so many bytes of one of them: between the hosts first, then within each."""
         within = max((ring.handed_on(nbytes) for ring in self.within), default=0.0)
         return within if self.between is None else within + self.between.handed_on(nbytes)
 

@@ -1,4 +1,4 @@
-"""How long each layer takes on each rank of a layout, so that together they take as long as the whole network does.
+"""The seconds of each layer on each rank of a layout, which together take as long as the whole network does.
 
 Layers are timed one by one, and the network as a whole: what one call costs more, or less, inside of a network (caches,
 the loss) is dealt out over its layers.
@@ -17,7 +17,7 @@ from apportion.cost_model.profile import LayerProfile, Profile, Seconds
 
 
 class LayerTimes:
-    """Of a profile's layers, on the kind of place that a rank of a layout has."""
+    """The times of a profile's layers in the kind of place that a rank of a layout has."""
 
     def __init__(self, profile: Profile, layout: Placement, rank: int = 0) -> None:
         self._profile, self._device = profile, layout.device(rank)
@@ -26,22 +26,23 @@ class LayerTimes:
 
     @property
     def call(self) -> float:
-        """Seconds to begin one operation: what our own bookkeeping is counted in."""
+        """The seconds to begin one operation, in which our own bookkeeping is counted."""
         return self._device.call_seconds
 
     def of(self, layer: LayerProfile, rows: float, *, way: str = "", share: float = 1.0) -> Seconds:
-        """A layer, or a part of it."""
+        """The seconds of a layer, or of a part of it."""
         fit = self._fit(rows)
         found = self._alone(layer, rows, way, share)
         return Seconds(found.forward * fit.forward, found.backward * fit.backward)
 
     def each(self, rows: float) -> list[Seconds]:
-        """Every layer, whole."""
+        """The seconds of every whole layer."""
         fit = self._fit(rows)
         return [Seconds(found.forward * fit.forward, found.backward * fit.backward) for found in self._each_alone(rows)]
 
     def update(self, nbytes: float, *, fused: bool = False) -> float:
-        """Of so many bytes of weights; ``fused``: by torch's fused kernels, where the optimizer has them."""
+        """The seconds of an update of so many bytes of weights; ``fused``: by torch's fused kernels, where the
+        optimizer has them."""
         if nbytes <= 0:
             return 0.0
         return self._profile.update_seconds(
@@ -57,7 +58,7 @@ class LayerTimes:
         return self._profile.layers_seconds(self._device, rows=rows, threads=self._threads, together=self._together)
 
     def _fitted(self, rows: float) -> Seconds:
-        """What the network takes, of the sum of its layers."""
+        """The ratio of the time that the network takes to the sum of its layers' times."""
         profile = self._profile
         if not profile.passes or rows <= 0:
             return Seconds(1.0, 1.0)
@@ -70,7 +71,7 @@ class LayerTimes:
 
 
 def times(profile: Profile, layout: Placement) -> list[LayerTimes]:
-    """Of every rank; ranks in the same kind of place have them in common."""
+    """The layer times of every rank; ranks in the same kind of place have them in common."""
     known: dict[tuple[str, int, int, float], LayerTimes] = {}
     found = []
     for rank in range(layout.ranks):
@@ -88,21 +89,22 @@ def times(profile: Profile, layout: Placement) -> list[LayerTimes]:
 
 
 def chance(layout: Placement) -> float:
-    """What ranks that meet lose to whoever is slowest by chance, of the time that they compute."""
+    """The share of their computing time that ranks which meet lose by waiting for the rank that is slowest by
+    chance."""
     return slowest(layout.ranks, max(layout.device(rank).spread for rank in layout.kinds)) - 1.0
 
 
 def exposed(layout: Placement, a: int, b: int) -> float:
-    """Share of a transfer between two ranks that no computing hides."""
+    """The share of a transfer between two ranks that no computing hides."""
     return 1.0 - layout.cluster.link(layout.devices[a], layout.devices[b]).hidden
 
 
 def held(
     profile: Profile, layout: Placement, weights: float, activations: float, *, share: float = 0.0
 ) -> dict[str, int]:
-    """Memory of a rank with so many bytes of weights and activations. Where all ranks are on one host, two copies of
-    its part besides outlive it (``parallel/partition/committed_shards.py``). ``share``: of the buffers; 0: as of the
-    weights."""
+    """The memory of a rank with so many bytes of weights and activations, in bytes by what they hold. Where several
+    ranks are all on one host, two more copies of its part outlive it (``parallel/partition/committed_shards.py``).
+    ``share``: the share of the buffers; 0: the same share as of the weights."""
     copies = 3 if len(layout.hosts) == 1 and layout.ranks > 1 else 1
     own = weights / max(1, profile.parameter_bytes)
     return {
@@ -115,7 +117,7 @@ def held(
 
 
 def worst(memories: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Of the rank that holds most."""
+    """The memory of the rank that holds most."""
     return max(memories, key=lambda memory: sum(memory.values()))
 
 
@@ -124,17 +126,17 @@ def worst(memories: Iterable[dict[str, int]]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Computed:
-    """By all ranks at once; means over them."""
+    """The seconds that all ranks spend on a batch at once, as means over the ranks."""
 
     forward: float
     backward: float
     loading: float
     waiting: float
-    """For the slowest of them: it has more rows or a slower device, or was unlucky."""
+    """The seconds of waiting for the slowest rank: it has more rows or a slower device, or was unlucky."""
 
     @property
     def both(self) -> float:
-        """Forward and backward."""
+        """The seconds of the forward and backward pass together."""
         return self.forward + self.backward
 
 
@@ -154,8 +156,8 @@ def by_speed(profile: Profile, layout: Placement) -> list[float]:
 def computed(
     profile: Profile, layout: Placement, rows: Sequence[float], *, parts: int = 1, between: float = 1.0
 ) -> Computed:
-    """Forward and backward of so many rows on each rank, in so many parts one after the other; then they meet, or after
-    so many of these (``between``): what is chance evens out meanwhile."""
+    """The seconds of forward and backward passes of ``rows`` on each rank, in ``parts`` parts one after the other. The
+    ranks meet after each batch, or after ``between`` of them: differences by chance even out meanwhile."""
     n = layout.ranks
     loading = [profile.loading_seconds * each for each in rows]
     seconds = [one.times(parts) for one in _each(profile, layout, [each / parts for each in rows])]
@@ -180,7 +182,8 @@ def _each(profile: Profile, layout: Placement, rows: Sequence[float]) -> list[Se
 
 
 def of_rows(profile: Profile, rows: float) -> Profile:
-    """The same network, whose batch has so many rows: times by rows stay, what is of the whole batch grows with it."""
+    """The profile of the same network with a batch of ``rows`` rows: times by rows stay, what is of the whole batch
+    grows with it."""
     share = rows / profile.batch_size
     layers = tuple(
         replace(
@@ -195,7 +198,8 @@ def of_rows(profile: Profile, rows: float) -> Profile:
 
 
 def updating(profile: Profile, layout: Placement, nbytes: float | None = None, *, fused: bool = False) -> float:
-    """Seconds until every rank has updated so many bytes of weights (None: all), or ``fused``, by torch's kernels."""
+    """Seconds until every rank has updated so many bytes of weights (None: all); ``fused``: by torch's fused
+    kernels."""
     return max(
         profile.update_seconds(
             layout.device(rank), threads=layout.threads, together=layout.together(rank), nbytes=nbytes, fused=fused
@@ -205,20 +209,20 @@ def updating(profile: Profile, layout: Placement, nbytes: float | None = None, *
 
 
 def memory_rate(layout: Placement) -> float:
-    """Bytes a second that each rank reads and writes while all do; of the slowest."""
+    """The bytes a second that the slowest rank reads and writes while all ranks do."""
     return min(layout.device(r).rate(layout.threads, layout.together(r)).bytes_per_second for r in layout.kinds)
 
 
 def call_seconds(layout: Placement) -> float:
-    """To begin an operation, where that takes longest."""
+    """The seconds to begin an operation on the device where that takes longest."""
     return max(layout.device(rank).call_seconds for rank in layout.kinds)
 
 
 def layer_seconds(
     profile: Profile, layout: Placement, rows: float, forward: float, backward: float
 ) -> tuple[list[float], list[float]]:
-    """Forward and backward seconds of each layer, which add up to these: of the whole network, which has overheads
-    that its layers by themselves have not, or the other way round."""
+    """The forward and backward seconds of each layer, which add up to ``forward`` and ``backward`` of the whole
+    network: it has overheads that its layers by themselves have not, or the other way round."""
     device, together = layout.device(0), layout.together(0)
     each = profile.layers_seconds(device, rows=rows, threads=layout.threads, together=together)
     return _scaled([one.forward for one in each], forward), _scaled([one.backward for one in each], backward)
@@ -234,14 +238,15 @@ def _scaled(parts: Sequence[float], total: float) -> list[float]:
 
 
 SMALL_BYTES = 4 << 16
-"""Of a weight: below, the usual form is as fast."""
+"""The bytes of a weight below which the usual form of its products is as fast."""
 SHARES = ((48, 0.72, 1.0), (96, 0.88, 0.63), (192, 1.0, 0.75))
-"""(fewer rows than so many, share of the forward time, of the backward time), after the table in
-``parallel/ops/matmul.py``."""
+"""The rows of a table of (fewer rows than so many, share of the forward time, share of the backward time), after the
+table in ``parallel/ops/matmul.py``."""
 
 
 def suited(layer: LayerProfile, rows: float) -> Seconds:
-    """Shares of a layer's usual times that are left on a CPU."""
+    """The shares of a layer's usual forward and backward times that are left on a CPU, where products of few rows have
+    a form of their own."""
     if layer.kind == "Linear" and layer.parameter_bytes >= SMALL_BYTES:
         for most, forward, backward in SHARES:
             if rows < most:
@@ -250,7 +255,7 @@ def suited(layer: LayerProfile, rows: float) -> Seconds:
 
 
 def saved(layers: Iterable[LayerProfile], forward: Iterable[float], backward: Iterable[float], rows: float) -> Seconds:
-    """Seconds, of layers that take so long in the usual form."""
+    """The seconds that products of few rows save, of layers that take so long in the usual form."""
     ahead = back = 0.0
     for layer, f, b in zip(layers, forward, backward, strict=True):
         share = suited(layer, rows)
@@ -262,7 +267,8 @@ def saved(layers: Iterable[LayerProfile], forward: Iterable[float], backward: It
 
 
 def slowest(workers: int, spread: float) -> float:
-    """Of so many workers whose times have this relative standard deviation: times this factor."""
+    """The factor by which the slowest of so many workers takes longer, where their times have this relative standard
+    deviation."""
     if workers < 2:
         return 1.0
     return 1.0 + spread * NormalDist().inv_cdf((workers - 0.375) / (workers + 0.25))

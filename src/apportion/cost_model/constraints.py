@@ -1,4 +1,5 @@
-"""What several strategies refuse, known from a profile and a layout; in the words that they refuse it in when built."""
+"""The refusals of several strategies, known from a profile and a layout, in the words that they use when they are
+built."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def no_convolution(network: str) -> str:
 
 
 def must_feed(profile: Profile, workers: int, what: str = "workers") -> None:
-    """ValueError where a batch is too small to give each of so many an example."""
+    """Raise ValueError where a batch is too small to give each of so many an example."""
     rows = profile.batch_size
     if rows < workers:
         raise ValueError(
@@ -36,7 +37,7 @@ def must_feed(profile: Profile, workers: int, what: str = "workers") -> None:
 
 
 def must_be_whole(profile: Profile, microbatches: int) -> None:
-    """ValueError where a worker's rows cannot be computed in so many parts."""
+    """Raise ValueError where a worker's rows cannot be computed in so many parts."""
     if microbatches == 1:
         return
     cut = None
@@ -54,7 +55,7 @@ def must_be_whole(profile: Profile, microbatches: int) -> None:
 
 
 def must_have_store(profile: Profile, layout: Placement) -> None:
-    """ValueError where workers that share a store cannot run this, or not there."""
+    """Raise ValueError where workers that share a store cannot run this workload, or not on this layout."""
     for what, given, cure in (
         ("update=", profile.own_update, "give a loss, or use data_parallel"),
         ("carry=", profile.carries, "a state follows its rows from batch to batch: use data_parallel"),

@@ -1,4 +1,4 @@
-"""What a step costs: seconds by what they go to, and memory."""
+"""The cost of a step: seconds by what they go to, and memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 TERMS = ("computing", "updating", "communicating", "bubble", "waiting", "loading")
-"""Of a step: communicating is what no computing hides; bubble is what a schedule leaves idle; waiting is for whoever is
-slowest, by chance or by unequal shares."""
+"""The terms of a step's time: communicating is what no computing hides; bubble is what a schedule leaves idle; waiting
+is for the slowest rank, by chance or by unequal shares."""
 MEMORY = ("weights", "gradients", "slots", "activations", "buffers")
 
 
@@ -17,26 +17,27 @@ class Span(NamedTuple):
 
     on: str
     name: str
-    """What it did, for people: ``forward 3``."""
+    """The work that was done in the span, for people: ``forward 3``."""
     kind: str
-    """One of ``TERMS``."""
+    """The kind of work, one of ``TERMS``."""
     begin: float
     end: float
-    """Seconds since the step began."""
+    """The end of the span, like its beginning in seconds since the step began."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a strategy's step takes on a layout: predicted."""
+    """The predicted cost of a strategy's step on a layout."""
 
     terms: Mapping[str, float]
     """Seconds by what they go to; they add up to ``step_seconds``."""
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes by what they hold, of the worker that holds most."""
     examples: float
-    """That a step learns from: where workers go their own ways, in the time of ``step_seconds`` by all of them."""
+    """The number of examples that a step learns from; where workers train independently, those of all workers in the
+    time of ``step_seconds``."""
     timeline: tuple[Span, ...] = ()
-    """Of one step; empty where every device does the same thing after the other."""
+    """The spans of one step; empty where every device does the same thing after the other."""
 
     def __post_init__(self) -> None:
         if unknown := sorted({*self.terms} - {*TERMS}) + sorted({*self.memory} - {*MEMORY}):
@@ -44,15 +45,15 @@ class Cost:
 
     @property
     def step_seconds(self) -> float:
-        """Of one step."""
+        """The seconds of one step."""
         return sum(self.terms.values())
 
     @property
     def seconds_per_example(self) -> float:
-        """What exact strategies are ranked by."""
+        """The seconds for each example, by which exact strategies are ranked."""
         return self.step_seconds / self.examples
 
     @property
     def memory_bytes(self) -> int:
-        """Of the worker that holds most."""
+        """The bytes of the worker that holds most."""
         return sum(self.memory.values())

@@ -1,4 +1,4 @@
-"""Where a chain of layers is divided: into stages of the same length, into stages with replicas, by choices a layer.
+"""The division of a chain of layers: into stages of the same length, into stages with replicas, by choices a layer.
 
 All three are dynamic programming over the layers in order: what is best up to a layer does not depend on what follows.
 """
@@ -13,15 +13,15 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 SECONDS_PER_BYTE = 1 / 2e9
-"""Of what goes from stage to stage, by which a cut is judged before anything is measured: a copy into shared memory and
-one out of it, there and back."""
+"""The seconds for each byte that goes from stage to stage, by which a cut is judged before anything is measured: a copy
+into shared memory and one out of it, there and back."""
 SECONDS_PER_MESSAGE = 1e-4
 
 ROOM = 0.05
-"""How much longer the longest stage may be than it can be at best, when ways are looked for first."""
+"""The share by which the longest stage may be longer than its lower bound in the first search for a division."""
 
 _Found = tuple[float, float, tuple[int, ...]]
-"""(longest stage, sent in all, first calls of the stages so far)."""
+"""A division found so far: (longest stage, sent in all, first calls of the stages)."""
 
 
 def balanced(seconds: Sequence[float], crossing: Sequence[float | None], stages: int) -> list[int]:
@@ -70,17 +70,19 @@ class _Cuts:
 
     @property
     def least(self) -> float:
-        """No way's longest stage is shorter: that is if all are alike, cut where little is sent."""
+        """A lower bound of the longest stage: that of stages of equal length, cut where little is sent, or the longest
+        piece that cannot be cut."""
         sent = 2 * (self._stages - 1) * min(self._cross[1:-1], default=0.0)
         return max((self._upto[-1] + sent) / self._stages, *(b - a for a, b in pairwise(self._upto)))
 
     @property
     def most(self) -> float:
-        """No stage is longer, rounding or not."""
+        """An upper bound of the longest stage, whatever the rounding."""
         return (self._upto[-1] + 2 * max(self._cross)) * (1 + 1e-9)
 
     def within(self, limit: float, enough: float = 0.0) -> _Found | None:
-        """The best way; None where each has a longer stage. A stage need not be shorter than is ``enough``."""
+        """The best division with no stage longer than ``limit``; None where each has a longer stage. A stage need not
+        be shorter than is ``enough``."""
         best: dict[int, _Found] = {0: (0.0, 0.0, ())}
         last, room = len(self._at) - 1, limit * (1 + 1e-9)  # what is left out is so for certain, rounding or not
         for stage in range(1, self._stages + 1):
@@ -92,7 +94,8 @@ class _Cuts:
         return best.get(last)
 
     def _last_stage(self, best: Mapping[int, _Found], end: int, limit: float, enough: float) -> _Found | None:
-        """The best way to end with a stage there; from short ones to those that are too long by themselves."""
+        """The best division up to ``end``, by its last stage; tried from short stages to those that are too long by
+        themselves."""
         found: _Found | None = None
         upto, cross = self._upto[end], self._cross[end]
         for begin in range(end - 1, -1, -1):
@@ -111,17 +114,17 @@ class _Cuts:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Of one layer, for one batch."""
+    """The work of one layer for one batch, in seconds and bytes."""
 
     forward: float
     backward: float
     parameter_bytes: float
     crossing_bytes: float
-    """What would go over a cut before it, in one direction."""
+    """The bytes that would go over a cut before the layer, in one direction."""
 
 
 class PartitionStage(NamedTuple):
-    """Consecutive layers, each batch computed by one of the replicas."""
+    """A stage of consecutive layers, each batch computed by one of the replicas."""
 
     first: int
     last: int
@@ -181,7 +184,7 @@ def _one_more(
 
 
 class _Sums:
-    """Of any consecutive layers."""
+    """The sums of seconds and bytes over any consecutive layers."""
 
     def __init__(self, layers: Sequence[LayerWork]) -> None:
         self._forward = [0.0, *accumulate(layer.forward for layer in layers)]
@@ -193,7 +196,7 @@ class _Sums:
         return self._forward[end] - self._forward[begin] + self._backward[end] - self._backward[begin]
 
     def stage(self, begin: int, end: int, replicas: int, bandwidth: float) -> float:
-        """Seconds for each batch that passes."""
+        """The seconds of a stage with so many replicas, for each batch that passes."""
         ring = 2 * (replicas - 1) / replicas * (self._weights[end] - self._weights[begin]) / bandwidth
         backward = max(self._backward[end] - self._backward[begin], ring)
         sent = 2 * max(self._crossing[begin], self._crossing[end]) / bandwidth
@@ -203,8 +206,8 @@ class _Sums:
 def chain(costs: Sequence[Sequence[float]], change: Callable[[int, int, int], float]) -> tuple[float, list[int]]:
     """The cheapest choice for each layer of a chain, and its price: each layer's own, and what it costs to change.
 
-    ``costs[i][a]``: of layer i done in way a; ``change(i, a, b)``: before layer i, from way a to way b (``inf``: that
-    cannot be). Of equals the first.
+    ``costs[i][a]``: the price of layer i done in way a; ``change(i, a, b)``: the price of changing before layer i from
+    way a to way b (``inf``: that cannot be). The first of equally cheap choices is taken.
     """
     ways = range(len(costs[0]))
     total = list(costs[0])

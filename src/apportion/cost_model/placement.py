@@ -1,4 +1,4 @@
-"""Which rank sits on which device, with how many threads."""
+"""The placement of ranks on devices, with the number of threads of each."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from apportion.cost_model.cluster import Cluster, Device
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Ranks on the devices of a cluster. Ranks that follow each other are near each other: those who talk most are
+    """Ranks on the devices of a cluster. Ranks that follow each other are near each other: ranks that talk most are
     given neighbouring numbers."""
 
     cluster: Cluster
     devices: tuple[str, ...]
-    """Of each rank."""
+    """The name of each rank's device."""
     threads: int = 1
-    """Of each rank."""
+    """The number of threads of each rank."""
     beside: tuple[str, ...] = ()
-    """Devices of further ranks, which compute meanwhile and have no part in this: those of other replicas."""
+    """The devices of further ranks, which compute meanwhile and have no part in this: those of other replicas."""
 
     def __post_init__(self) -> None:
         for name, ranks in self._together.items():
@@ -34,7 +34,7 @@ class Placement:
 
     @property
     def ranks(self) -> int:
-        """How many."""
+        """The number of ranks."""
         return len(self.devices)
 
     @cached_property
@@ -42,24 +42,24 @@ class Placement:
         return Counter((*self.devices, *self.beside))
 
     def device(self, rank: int) -> Device:
-        """Where a rank sits."""
+        """The device that a rank is on."""
         return self.cluster.device(self.devices[rank])
 
     def together(self, rank: int) -> int:
-        """Ranks that compute on this one's device, itself among them."""
+        """The number of ranks that compute on this rank's device, itself among them."""
         return self._together[self.devices[rank]]
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:
-        """That have ranks, in order."""
+        """The hosts that have ranks, in order."""
         return tuple(dict.fromkeys(self.device(r).host for r in range(self.ranks)))
 
     def group(self, ranks: range | tuple[int, ...]) -> tuple[str, ...]:
-        """Devices of some ranks."""
+        """The names of the devices of some ranks."""
         return tuple(self.devices[r] for r in ranks)
 
     def part(self, ranks: range | tuple[int, ...]) -> Placement:
-        """Of some of the ranks, while the others compute beside them."""
+        """The placement of some of the ranks, while the others compute beside them."""
         others = tuple(name for rank, name in enumerate(self.devices) if rank not in ranks)
         return Placement(
             cluster=self.cluster, devices=self.group(ranks), threads=self.threads, beside=(*self.beside, *others)
@@ -76,8 +76,9 @@ class Placement:
 
 
 def layouts(cluster: Cluster, *, most: int = 64) -> Iterator[Placement]:
-    """Worth a look: on one device with all its threads and with one; on all devices of a host, of some hosts and of
-    all, with workers and threads shared out in powers of two. Threads are never more than cores."""
+    """The placements that are worth a look: on one device with all its threads and with one; on all devices of a host,
+    of some hosts and of all, with workers and threads shared out in powers of two. Threads are never more than
+    cores."""
     seen = set()
     for devices, threads in _choices(cluster, most):
         key = devices, threads
@@ -110,7 +111,7 @@ def _choices(cluster: Cluster, most: int) -> Iterator[tuple[tuple[str, ...], int
 
 
 def _powers(most: int) -> list[int]:
-    """1, 2, 4, ... and the number itself."""
+    """The powers of two below a number, and the number itself."""
     found, n = [], 1
     while n < most:
         found.append(n)

@@ -1,5 +1,5 @@
-"""What a step of one workload computes and how long that takes, as plain data: with it, and a cluster, a plan needs
-neither the model nor the machines."""
+"""The profile of a workload: what a step computes and how long that takes, as plain data. With it, and a cluster, a
+plan needs neither the model nor the machines."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from apportion.cost_model.cluster import Device, Rate
 
 
 class Seconds(NamedTuple):
-    """Of a forward and of a backward pass."""
+    """The seconds of a forward and of a backward pass."""
 
     forward: float
     backward: float
 
     @property
     def both(self) -> float:
-        """One after the other."""
+        """The seconds of both passes, one after the other."""
         return self.forward + self.backward
 
     def times(self, factor: float) -> Seconds:
-        """Both of them."""
+        """The seconds of both passes, times a factor."""
         return Seconds(self.forward * factor, self.backward * factor)
 
 
@@ -39,11 +39,11 @@ class Timing:
     threads: int = 1
     together: int = 1
     way: str = ""
-    """How the layer was cut: ``""`` not at all; ``units`` (output features, heads, hidden units, vocabulary, output
-    channels), ``inputs`` (input features), ``height`` or ``width`` (a strip of the image), ``layer`` (one layer of a
-    recurrent stack), ``chunk`` (a stretch of its time steps)."""
+    """The way in which the layer was cut: ``""`` not at all; ``units`` (output features, heads, hidden units,
+    vocabulary, output channels), ``inputs`` (input features), ``height`` or ``width`` (a strip of the image), ``layer``
+    (one layer of a recurrent stack), ``chunk`` (a stretch of its time steps)."""
     share: float = 1.0
-    """What part of it this is."""
+    """The share of the layer that was timed."""
     forward: float
     backward: float
 
@@ -56,32 +56,35 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerProfile:
-    """One call, in order of execution; bytes and FLOPs of the whole batch."""
+    """One call of a layer, in order of execution; bytes and FLOPs are of the whole batch."""
 
     name: str
     kind: str
     inputs: tuple[str, ...]
-    """The layers that it takes from; those before the first are the network's arguments."""
+    """The names of the layers that the layer takes its inputs from; those before the first are the network's
+    arguments."""
     parameter_bytes: int
     activation_bytes: int
-    """Of its outputs."""
+    """The bytes of the layer's outputs."""
     kept_bytes: int
-    """Of what it keeps for the backward pass."""
+    """The bytes that the layer keeps for the backward pass."""
     flops: float
-    """Of the forward pass."""
+    """The FLOPs of the forward pass."""
     timings: tuple[Timing, ...] = ()
     ways: tuple[str, ...] = ()
-    """In which it can be cut, see ``Timing.way``."""
+    """The ways in which the layer can be cut, see ``Timing.way``."""
     stack: int = 1
-    """Layers inside: of a recurrent stack."""
+    """The number of layers inside a recurrent stack."""
     length: int = 1
-    """Time steps: of a recurrent layer."""
+    """The number of time steps of a recurrent layer."""
     image: tuple[int, int, int] | None = None
-    """Height of its input, height of its kernel and its stride: of what moves a window over an image."""
+    """The height of the input, the height of the kernel and the stride, of a layer that moves a window over an
+    image."""
     across: tuple[int, int, int] | None = None
-    """The same of the width, where it differs; None: as ``image``."""
+    """The width of the input, the width of the kernel and the stride, where they differ from the height's; None: as
+    ``image``."""
     groups: int = 1
-    """Of a convolution, whose filters each look at one of them."""
+    """The number of groups of a convolution, whose filters each look at one of them."""
 
     def __post_init__(self) -> None:
         _not_below(0, parameter_bytes=self.parameter_bytes, activation_bytes=self.activation_bytes)
@@ -91,7 +94,8 @@ class LayerProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """The whole network, forward, loss and backward, on so many rows, in each of ``together`` workers at once."""
+    """The times of the whole network, forward, loss and backward, on so many rows, in each of ``together`` workers at
+    once."""
 
     rows: float
     threads: int = 1
@@ -99,9 +103,10 @@ class Pass:
     forward: float
     backward: float
     update: float
-    """Of all weights, by the workload's optimizer."""
+    """The seconds of an update of all weights by the workload's optimizer."""
     fused_update: float | None = None
-    """The same by torch's fused kernels, as strategies run it that divide the weights; None: as above."""
+    """The seconds of an update of all weights by torch's fused kernels, as strategies that divide the weights run it;
+    None: as ``update``."""
     without_core: float = 0.0
     """The share of the time in which a worker could have gone on and another program had its core."""
 
@@ -114,21 +119,21 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A workload's step."""
+    """The profile of a workload's step."""
 
     name: str
     batch_size: int
     layers: tuple[LayerProfile, ...]
     device: str
-    """The model of device that the times are from."""
+    """The model of the device that the times are from."""
     passes: tuple[Pass, ...] = ()
     slots: int = 1
-    """Numbers that the optimizer keeps for each weight."""
+    """The count of numbers that the optimizer keeps for each weight."""
     buffer_bytes: int = 0
     loading_seconds: float = 0.0
-    """To gather one example's row."""
+    """The seconds to gather one example's row."""
     examples: int | None = None
-    """In the training set."""
+    """The number of examples in the training set."""
     batch_norm: bool = False
     """Does a layer look at the whole batch?"""
     cut_by_rows: bool = True
@@ -140,11 +145,12 @@ class Profile:
     element_wise: bool = True
     """Does the optimizer treat each number by itself, so that its work can be divided anywhere?"""
     whole_updates: bool = False
-    """Has it asked for a fused kernel that goes through whole weights alone, none that are spread over ranks?"""
+    """Has the optimizer been asked for a fused kernel that goes through whole weights alone, not through weights that
+    are spread over ranks?"""
     precision: str = "float32"
-    """``Workload.precision``."""
+    """The precision of the training, as ``Workload.precision``."""
     untraceable: str | None = None
-    """Why the network cannot be cut between its layers; None: it can."""
+    """The reason why the network cannot be cut between its layers; None: it can."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -159,12 +165,12 @@ class Profile:
 
     @cached_property
     def parameter_bytes(self) -> int:
-        """Of all weights."""
+        """The bytes of all weights."""
         return sum(layer.parameter_bytes for layer in self.layers)
 
     @cached_property
     def crossing_bytes(self) -> tuple[int, ...]:
-        """What would go over a cut before each layer, of the whole batch: outputs used on its far side."""
+        """The bytes that would go over a cut before each layer, of the whole batch: outputs used on its far side."""
         at = {layer.name: i for i, layer in enumerate(self.layers)}
         last = list(range(len(self.layers)))
         for i, layer in enumerate(self.layers):
@@ -195,13 +201,14 @@ class Profile:
         way: str = "",
         share: float = 1.0,
     ) -> Seconds:
-        """Of (a part of) a layer on so many rows: measured where the device is the profile's, else worked out."""
+        """The seconds of a layer, or of a part of it, on so many rows: measured where the device is the profile's, else
+        worked out."""
         if device.model == self.device and layer.timings:
             return self._measured(layer, device, rows, threads, together, way, share)
         return self._worked_out(layer, device, device.rate(threads, together), rows / self.batch_size * share, share)
 
     def layers_seconds(self, device: Device, *, rows: float, threads: int = 1, together: int = 1) -> list[Seconds]:
-        """Of each layer, whole."""
+        """The seconds of each whole layer on so many rows."""
         native, rate, part = device.model == self.device, device.rate(threads, together), rows / self.batch_size
         return [
             self._measured(layer, device, rows, threads, together, "", 1.0)
@@ -211,7 +218,7 @@ class Profile:
         ]
 
     def network_seconds(self, device: Device, *, rows: float, threads: int = 1, together: int = 1) -> Seconds:
-        """Of all layers and the loss, one after the other."""
+        """The seconds of all layers and the loss, one after the other."""
         if rows <= 0:
             return Seconds(0.0, 0.0)
         passes = self._passes(device, threads, together)
@@ -232,7 +239,8 @@ class Profile:
         nbytes: float | None = None,
         fused: bool = False,
     ) -> float:
-        """Of so many bytes of weights (None: of all); by the workload's optimizer, or ``fused``."""
+        """The seconds of an update of so many bytes of weights (None: of all), by the workload's optimizer, or
+        ``fused``."""
         share = 1.0 if nbytes is None else nbytes / max(1, self.parameter_bytes)
         passes = self._passes(device, threads, together)
         if passes:
@@ -283,8 +291,9 @@ class Profile:
 
     @staticmethod
     def _worked_out(layer: LayerProfile, device: Device, rate: Rate, part: float, share: float) -> Seconds:
-        """By the device's rates: as long as its products take, or its bytes; and a call, which a GPU's host makes while
-        the one before it is still computed. ``part``: of the batch and of the layer; ``share``: of the layer."""
+        """The seconds of a layer by the device's rates: as long as its products take, or its bytes; and a call, which a
+        GPU's host makes while the operation before it is still computed. ``part``: the share of the batch and of the
+        layer; ``share``: the share of the layer."""
         nbytes = 2 * layer.activation_bytes * part + layer.parameter_bytes * share
         forward = max(layer.flops * part / rate.flops, nbytes / rate.bytes_per_second)
         call = device.call_seconds
@@ -295,24 +304,25 @@ class Profile:
     # JSON
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """The profile as plain data."""
         return asdict(self)
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Profile:
-        """The same profile. ValueError where a field is missing, unknown, or holds what cannot be."""
+        """The profile that plain data describes. ValueError where a field is missing, unknown, or holds what cannot
+        be."""
         try:
             return read(Profile, data)
         except ValueError as error:
             raise ValueError(f"this is no profile: {error}; docs/planner.md has one to begin with") from None
 
     def save(self, path: str | Path) -> None:
-        """As JSON."""
+        """Write the profile to a file of JSON."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Profile:
-        """From a file of JSON. ValueError where it holds no profile."""
+        """Read a profile from a file of JSON. ValueError where it holds none."""
         try:
             data = json.loads(Path(path).read_text())
         except json.JSONDecodeError as error:
@@ -337,8 +347,8 @@ def _at(timings: list[Timing], rows: float) -> Seconds:
 
 
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Between the nearest two points of the raw table; outside of it on the line through the last two, and no steeper
-    downwards than through nothing."""
+    """The value between the nearest two points of the raw table; outside of the table the value on the line through the
+    last two points, and no steeper downwards than the line through zero."""
     known = sorted(dict(points).items())  # of two at the same place one counts: there is no line through them
     if len(known) == 1:
         return known[0][1] * at / known[0][0]

@@ -15,17 +15,19 @@ class SimulatedTask:
 
     name: str
     kind: str
-    """One of ``cost.TERMS``."""
+    """The kind of work, one of ``cost.TERMS``."""
     on: tuple[str, ...]
     seconds: float
     after: tuple[int, ...] = ()
-    """Places in the list of tasks."""
+    """The tasks that this one waits for, by their places in the list of tasks."""
     order: float = 0.0
-    """Of those that could begin, the lowest goes first; of equals, the one that stands first in the list."""
+    """The priority of the task: of those that could begin, the lowest goes first; of equals, the one that stands first
+    in the list."""
 
 
 def simulate(tasks: Sequence[SimulatedTask]) -> tuple[Span, ...]:
-    """When each task runs, in the order of the list. Whatever can begin begins; what is taken is waited for.
+    """The spans in which the tasks run, in the order of the list. A task begins as soon as it can; it waits for devices
+    and links that are taken.
 
     ValueError where tasks wait for each other in a circle.
     """
@@ -33,7 +35,7 @@ def simulate(tasks: Sequence[SimulatedTask]) -> tuple[Span, ...]:
 
 
 class _Simulation:
-    """Where every task stands, while time goes from one end of a task to the next."""
+    """The state of every task, while time goes from one end of a task to the next."""
 
     def __init__(self, tasks: Sequence[SimulatedTask]) -> None:
         self.tasks = tasks
@@ -71,14 +73,14 @@ class _Simulation:
             heapq.heappush(self.lines[name], (self.tasks[i].order, i))
 
     def _first(self, name: str) -> int | None:
-        """In the line of a device or link: which has not begun."""
+        """The first task in the line of a device or link that has not begun; None where there is none."""
         line = self.lines[name]
         while line and self.spans[line[0][1]] is not None:
             heapq.heappop(line)
         return line[0][1] if line else None
 
     def _start(self, names: Iterable[str], now: float) -> None:
-        """What is first in the line of everything that it needs, and that is free."""
+        """Start each task that is first in the line of everything that it needs, where all of that is free."""
         for name in names:
             while self.free[name] and (i := self._first(name)) is not None:
                 task = self.tasks[i]
@@ -89,7 +91,7 @@ class _Simulation:
                 heapq.heappush(self.running, (now + task.seconds, i))
 
     def _end(self, i: int) -> dict[str, None]:
-        """What may have something to do now."""
+        """End a task, and return the devices and links that may have something to do now."""
         touched = dict.fromkeys(self.tasks[i].on)
         self.free |= dict.fromkeys(self.tasks[i].on, True)
         for follower in self.followers[i]:
@@ -101,7 +103,7 @@ class _Simulation:
 
 
 def makespan(spans: Iterable[Span]) -> float:
-    """From the first beginning to the last end."""
+    """The seconds from the first beginning to the last end."""
     return max((span.end for span in spans), default=0.0)
 
 
@@ -116,8 +118,8 @@ def terms(spans: Sequence[Span], device: str) -> dict[str, float]:
 def spent(
     own: Iterable[tuple[float, float, str]], carried: Iterable[tuple[float, float]], end: float
 ) -> dict[str, float]:
-    """The same of a step that ends then: (begin, end, kind) of what a device does, and (begin, end) of what links
-    carry."""
+    """The time of a step that ends at ``end``, by kind, as one device spends it. ``own``: (begin, end, kind) of what
+    the device does; ``carried``: (begin, end) of what links carry."""
     found: dict[str, float] = {}
     at = 0.0
     idle: list[tuple[float, float]] = []
@@ -136,8 +138,8 @@ def spent(
 
 
 def _common(some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> Iterator[float]:
-    """How long two rows of stretches lie on each other, stretch by stretch; of each row none begins before the last has
-    ended."""
+    """The seconds for which the stretches of two rows overlap, stretch by stretch; in each row none begins before the
+    last has ended."""
     first = 0
     for a, b in some:
         while first < len(others) and others[first][1] <= a:

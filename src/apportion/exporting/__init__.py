@@ -1,1 +1,1 @@
-"""Export of a trained network to another runtime, held against the network itself."""
+"""Export of a trained model to another runtime, compared with the model itself."""

@@ -1,4 +1,5 @@
-"""A net as a file for other hardware, which has computed what the net computes before it is given out."""
+"""The export of a model to a file for other hardware, which is given out once it has computed what the model
+computes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from apportion.exporting.target import Exported, Inputs, Target
 
 PACKAGE = "apportion.exporting.targets"
 LIMIT = 1e-4
-"""Of a difference: float32 sums in another order."""
+"""The largest relative difference of the outputs that is accepted: float32 sums are taken in another order."""
 
 
 def export(
@@ -33,12 +34,13 @@ def export(
     check: Sequence[Inputs] = (),
     limit: float = LIMIT,
 ) -> Exported:
-    """Write the model to the path, for the target, and hold what the file computes against the model itself.
+    """Write the model to the path, for the target, and compare what the file computes with the model itself.
 
-    ``sample``: inputs as the model takes them, dimension 0 the example: they tell the shapes, and both compute them.
-    ``check``: more such inputs that both compute. ``limit``: of the largest difference of any output, relative to the
-    largest number in it. The model is left as it was, in training mode if it was so. ValueError where the model cannot
-    be exported to the target; ApportionError where the file computes something else, and then there is no file.
+    ``sample``: inputs as the model takes them, with the examples in dimension 0: they give the shapes, and both compute
+    them. ``check``: more such inputs that both compute. ``limit``: the limit of the largest difference of any output,
+    relative to the largest number in it. The model is left as it was, in training mode if it was so. Raises ValueError
+    where the model cannot be exported to the target, and ApportionError where the file computes something else; then no
+    file is left.
     """
     chosen: Target = parse(target, PACKAGE) if isinstance(target, str) else target
     path = Path(path)
@@ -85,7 +87,7 @@ def _array(output: torch.Tensor) -> Any:
 
 
 def _at_least_two(sample: Inputs) -> Inputs:
-    """Whatever there is one of would be taken for a constant."""
+    """Return the sample with two examples at least: torch.export would take a dimension of size 1 for a constant."""
     leaves = pytree.tree_leaves(sample)
     rows = {len(x) if isinstance(x, torch.Tensor) and x.ndim else None for x in leaves}
     if len(rows) != 1 or None in rows or 0 in rows:
@@ -100,7 +102,8 @@ def _rows(inputs: Inputs, which: slice) -> Inputs:
 
 
 def _difference(expected: Sequence[Any], found: Sequence[Any]) -> float:
-    """The largest, relative to the largest number of its output; infinite where they are not even alike."""
+    """Return the largest difference, relative to the largest number of its output; infinite where number or shapes
+    differ."""
     if len(expected) != len(found):
         return float("inf")
     worst = 0.0
@@ -118,7 +121,7 @@ def _difference(expected: Sequence[Any], found: Sequence[Any]) -> float:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode; each module afterwards as it was."""
+    """Hold the model in evaluation mode; afterwards each module is in the mode that it was in before."""
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()

@@ -1,5 +1,5 @@
-"""ONNX Runtime on the CPU, which is imported here alone: it sends its maker what it is used for, unless that is said to
-be unwanted before it is first imported."""
+"""The one place where ONNX Runtime (on the CPU) is imported: it sends its maker data on how it is used, unless that is
+turned off before the first import."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 BF16 = "tensor(bfloat16)"
 _BF16_NUMBER = 16
-"""ONNX's, of the type."""
+"""ONNX's number of the type bfloat16."""
 
 
 def runtime() -> Any:
-    """The package."""
+    """Import the package onnxruntime with its telemetry turned off, and return it."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     import onnxruntime
 
@@ -27,7 +27,8 @@ def runtime() -> Any:
 
 
 def session(path: str | Path, *, threads: int) -> Any:
-    """For this file. Threads that wait block; nothing is printed. Raises what ONNX Runtime does."""
+    """Return a session for this file. Its threads block while they wait, and nothing is printed. Raises what ONNX
+    Runtime does."""
     ort = runtime()
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
@@ -37,7 +38,8 @@ def session(path: str | Path, *, threads: int) -> Any:
 
 
 def run_bits(session: Any, inputs: Mapping[str, NDArray[Any]], options: Any = None) -> list[NDArray[Any]]:
-    """``session.run(None, inputs, options)`` with bfloat16, which numpy has not, as its bits in uint16, both ways."""
+    """Run ``session.run(None, inputs, options)`` with bfloat16, which numpy does not have, as its bits in uint16, for
+    inputs and outputs."""
     kinds = {value.name: value.type for value in session.get_inputs()}
     held = {name: np.ascontiguousarray(x) for name, x in inputs.items()}  # ONNX Runtime only points there
     make = runtime().OrtValue

@@ -1,7 +1,7 @@
-"""Which strategy a run takes where none is given: what was decided for it before, or measured, predicted and tried.
+"""The strategy that a run takes where none is given: as it was decided before, or measured, predicted and tried.
 
-All of it, with the proof of what is chosen, takes at most ten seconds or 5 % of the run, whichever is more: how long
-that is, one process finds out first.
+Deciding, with the proof of what is chosen, takes at most ten seconds or 5 % of the run, whichever is more: a single
+process finds out first how long the run is.
 
 ::
 
@@ -34,26 +34,27 @@ from apportion.runtime.proof.budget import BUDGET_SHARE, STARTED_SECONDS, budget
 from apportion.runtime.worker.cpu_wait import noted
 
 MOST_SECONDS = 7.0
-"""Trials take never longer, and never more than ``BUDGET_SHARE`` of the run."""
+"""The most seconds that trials take; they also never take more than ``BUDGET_SHARE`` of the run."""
 LEAST_SECONDS = 0.5
-"""Less is not worth beginning with: it takes as long to start a second candidate."""
+"""The least seconds that trials are begun with: starting a second candidate takes as long."""
 LONG_SECONDS = 1.0
-"""A first step that takes so long is not made again."""
+"""The seconds from which a first step is so long that it is not made again."""
 SHORT_SECONDS = 0.1
-"""For a few more."""
+"""The seconds that the few steps after the first take about in all."""
 PREDICTING, PILOT = 0.4, 0.3
-"""Shares of the time of trials that prices and a pilot are given."""
+"""The shares of the time of trials that prices and a pilot are given."""
 PRICED_SECONDS, PRICED_STEPS = 5.0, 50
-"""Prices take at least about so long, for a machine that is not known yet, and so many steps of the workload: each
-layer is timed, and its parts, by one process and by several."""
+"""The least time that prices take: about so many seconds, for a machine that is not known yet, and so many steps of the
+workload, since each layer and its parts are timed by one process and by several."""
 STEPS_EACH = 3 + LEAST_ROUNDS
-"""That a candidate makes at least."""
+"""The least number of steps that a candidate makes in trials."""
 
 
 def decide(
     workload: Workload | str, changes: Mapping[str, Any], launcher: Local, planning: Planning | None = None
 ) -> Decision:
-    """For this machine. Raises what a worker fails with, where not even one process can run the workload."""
+    """Decide on a strategy for this machine. Raises what a worker fails with, where not even one process can run the
+    workload."""
     offers = offered(launcher)
     if len(offers) == 1:
         only = candidate(offers[0].strategy, offers[0].launcher)
@@ -67,7 +68,7 @@ def decide(
 
 
 class _Deciding:
-    """A decision on its way. What the workload is, and how long a run of it takes, one process tells."""
+    """A decision on its way: a single process tells what the workload is and how long a run of it takes."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class _Deciding:
             built = time.monotonic()
             alone.built()
             self._built = time.monotonic() - built
-            """Seconds in which a candidate starts."""
+            """The seconds that starting a candidate takes."""
             facts = alone.facts()
             self._steps = int(changes.get("steps", facts["steps"]))
             asked = {"launcher": str(launcher), "trial": planning.trial, "approximate": planning.approximate}
@@ -96,7 +97,8 @@ class _Deciding:
             alone.crew.close()
 
     def recalled(self) -> Decision | None:
-        """What an earlier run has decided."""
+        """Return what an earlier run has decided; None where nothing usable was kept, or it was decided for a much
+        shorter run."""
         known = self._known
         if known is None or known["measured_for"] < self._budget() / 2:  # that was of a much shorter run
             return None
@@ -110,7 +112,7 @@ class _Deciding:
         return Decision(chosen=chosen, told={**told, "seconds": self._took()}, expected=expected)
 
     def keep(self, decision: Decision) -> None:
-        """For the next run. What was not measured is not worth it."""
+        """Keep the decision for the next run, unless nothing was measured or predicted for it."""
         if decision.expected is not None and decision.told is not None:
             expected = {**vars(decision.expected), "terms": dict(decision.expected.terms)}
             plan = {"told": decision.told, "expected": expected}
@@ -121,7 +123,7 @@ class _Deciding:
         return min(MOST_SECONDS, BUDGET_SHARE * self._run())
 
     def _run(self) -> float:
-        """About the seconds that the run takes."""
+        """Estimate the seconds that the run takes."""
         return self._steps * self._a_step
 
     def _left(self) -> float:
@@ -129,7 +131,7 @@ class _Deciding:
         return budget(self._run()) - STARTED_SECONDS - self._took() - proving(self._built, self._a_step)
 
     def decide(self) -> Decision:
-        """By what the time allows."""
+        """Decide by measuring, predicting and trying as much as the time allows."""
         seconds = min(self._budget(), self._left())
         if seconds < max(LEAST_SECONDS, self._built):
             why = f"the run takes about {self._run():.2g} s, too short to measure others first and prove what is chosen"
@@ -149,12 +151,12 @@ class _Deciding:
         return self._refined(refined, priced, piloted)
 
     def _all(self, priced: Sequence[Offer]) -> list[Offer]:
-        """And what was not priced."""
+        """Return the priced offers, followed by those that were not priced."""
         known = {str(p) for p in priced}
         return [*priced, *(offer for offer in self._offers if str(offer) not in known)]
 
     def _priced(self, seconds: float) -> list[Offer]:
-        """What prices say; nothing of a workload that cannot be profiled: that says nothing about running it."""
+        """Return the priced offers; none for a workload that cannot be profiled, which may still be able to run."""
         try:
             return predicted(self._workload, self._launcher, seconds, remeasure=self._planning.remeasure)
         except (ValueError, ApportionError):
@@ -169,7 +171,8 @@ class _Deciding:
         return self._taken(best, "the fastest by prediction; nothing was tried", _told_priced(priced))
 
     def _builds(self, offer: Offer) -> bool:
-        """Does it take this network? Prices do not know of all that is refused when a step is built."""
+        """Report whether the offer's strategy can build a step of this workload: prices do not know of all that is
+        refused when a step is built."""
         if offer.strategy.one_process:
             return True
         built = TrialWorkers(candidate(offer.strategy, offer.launcher), self._workload, self._changes)
@@ -235,7 +238,7 @@ class _Deciding:
 
 
 def _a_step(alone: TrialWorkers) -> float:
-    """Seconds, roughly: of a few after the first; of the first where that was long."""
+    """Estimate the seconds of a step from a few steps after the first; from the first where that was long."""
     began = time.perf_counter()
     alone.go(1, measure=False)
     first = time.perf_counter() - began
@@ -246,7 +249,7 @@ def _a_step(alone: TrialWorkers) -> float:
 
 
 def _few(most: int) -> int | None:
-    """As a limit, where it is one."""
+    """Return the number of candidates as a limit; None where it is large enough to need no limit."""
     return most if most < 6 else None
 
 
@@ -263,7 +266,7 @@ def _why(refined: TuningResult) -> str:
 
 
 def _told_tried(tried: Sequence[TuningTrial], priced: Sequence[Offer]) -> list[dict[str, Any]]:
-    """What was tried, then what was only priced."""
+    """Describe the candidates that were tried, then those that were only priced, then those that were refused."""
     known = {str(t) for t in tried}
     rows = [
         {
@@ -304,10 +307,10 @@ def _told(strategy: Strategy, launcher: Local, predicted_seconds: float | None) 
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """How the choice is to be made."""
+    """The settings of the choice of a strategy."""
 
     trial: bool = True
-    """Try the best few? False: take what is predicted."""
+    """Try the best few candidates? False: take what is predicted to be the fastest."""
     remeasure: bool = False
     """Measure again what is known from earlier runs?"""
     approximate: bool = False
@@ -316,18 +319,18 @@ class Planning:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What a run takes."""
+    """The strategy that a run takes, and what is known of it."""
 
     chosen: Candidate
     told: dict[str, Any] | None
     """The data of a ``plan`` event; None where there was nothing to decide."""
     expected: Expected | None
-    """What its steps should take; None: nobody knows."""
+    """The time that a step of the run should take; None: not known."""
 
 
 def next_best(decision: Decision, disproved: Collection[str], launcher: Local, why: str) -> Decision:
-    """What is taken where the proof has said no to these (each as it is written, ``STRATEGY on LAUNCHER``): the next of
-    the exact ones that were tried or priced, one process at last. ``why``: the evidence."""
+    """Return what is taken where the proof has refused these candidates (each written as ``STRATEGY on LAUNCHER``): the
+    next of the exact ones that were tried or priced, and one process where there is none. ``why``: the evidence."""
     assert decision.told is not None, "who has named a strategy gets no other"
     rows = [{**row} for row in decision.told["candidates"]]
     for row in rows:

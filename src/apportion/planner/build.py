@@ -1,4 +1,4 @@
-"""From prices to a plan: ranked, folded, explained; again whenever trials have taught something."""
+"""Turns prices into a plan: ranked, folded and explained; repeated whenever trials have taught something."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from apportion.planner.what_if.cluster_variants import of_hosts
 from apportion.planner.what_if.sensitivity import sensitivities
 
 MOST_HOSTS = 64
-"""That two clusters are matched with."""
+"""The largest number of hosts of one cluster that is tried to match another cluster."""
 MOST_REASONS = 4
-"""Of strategies that cannot run, where none can."""
+"""The largest number of reasons in the error that is raised where no strategy can run."""
 MATCHED_WITH = 6
-"""Of what is fastest on the other cluster, as many are looked at on more hosts of it."""
+"""The number of the fastest strategies on the other cluster that are looked at when its hosts are counted."""
 
 
 def make(  # noqa: PLR0913 (what a plan is of, and what was asked for)
@@ -33,10 +33,10 @@ def make(  # noqa: PLR0913 (what a plan is of, and what was asked for)
     against: Cluster | None = None,
     workers: int | None = None,
 ) -> Plan:
-    """The plan that these prices (and measurements) speak for. ``chosen``: an approximate one, where it was asked for
-    and has shown in a pilot that it learns enough; None: the best exact one. ``against``: a cluster to match.
+    """Make the plan that these prices (and measurements) speak for. ``chosen``: an approximate candidate, where it was
+    asked for and has shown in a pilot that it learns enough; None: the best exact one. ``against``: a cluster to match.
 
-    ValueError where nothing exact can run, with the reasons.
+    Raises ValueError, with the reasons, where nothing exact can run.
     """
     order = ranked(found)
     first = chosen if chosen is not None else (order[0] if order else None)
@@ -59,7 +59,7 @@ def make(  # noqa: PLR0913 (what a plan is of, and what was asked for)
 
 
 def _taught(found: Sequence[Priced]) -> Correction | None:
-    """By what was tried, if anything was."""
+    """Return the correction that the trials have taught; None where nothing was tried."""
     trials = [
         Trial(family(p.strategy), p.cost, p.tried.step_seconds)
         for p in found
@@ -77,7 +77,7 @@ def _none(order: Sequence[Priced], profile: Profile, cluster: Cluster) -> str:
 
 
 def match(chosen: Priced, profile: Profile, cluster: Cluster, against: Cluster) -> Matched:
-    """How many hosts of the slower of two clusters are as fast as the other one: predicted."""
+    """Predict how many hosts of the slower of two clusters are as fast as the other cluster."""
     there = _able(profile, against)
     best = there[0]
     names = [str(p.strategy).partition("(")[0] for p in (*there[:MATCHED_WITH], chosen)]
@@ -99,8 +99,8 @@ def match(chosen: Priced, profile: Profile, cluster: Cluster, against: Cluster) 
 def hosts_to_match(
     profile: Profile, cluster: Cluster, seconds_per_example: float, strategies: Sequence[str] | None = None
 ) -> int | None:
-    """The fewest hosts like its first one that need no longer for an example, with one of these strategies; None:
-    ``MOST_HOSTS`` are too few."""
+    """Find the smallest number of hosts, each like the cluster's first one, that need no more than these seconds for an
+    example, with one of these strategies; None: ``MOST_HOSTS`` are too few."""
 
     def enough(hosts: int) -> bool:
         try:
@@ -120,7 +120,8 @@ def hosts_to_match(
 
 
 def _able(profile: Profile, cluster: Cluster, strategies: Sequence[str] | None = None) -> list[Priced]:
-    """What is exact and runs there, the fastest first."""
+    """Return the exact candidates that can run on the cluster, the fastest first. Raises ValueError where there is
+    none."""
     able = [p for p in search(profile, cluster, strategies=strategies) if p.cost is not None and p.strategy.exact]
     if not able:
         raise ValueError(f"nothing exact can run {profile.name} on cluster {label(cluster)}")

@@ -1,4 +1,4 @@
-"""What trials teach about the predictions: factors for what devices do, and for what strategies send.
+"""Corrections that trials teach about the predictions: factors for what devices do, and for what strategies send.
 
 ::
 
@@ -21,51 +21,52 @@ import numpy as np
 from apportion.cost_model.cost import Cost
 
 COMMUNICATING = ("communicating", "waiting")
-"""The terms that ``m`` is of; the others are ``a``'s."""
+"""The terms of a cost that the factor ``m`` applies to; the factor ``a`` applies to the others."""
 PULL, COMMON_PULL = 0.05, 0.075
-"""Of ``a`` towards 1 and of a strategy's ``m`` towards ``b``; of ``b`` towards 1. A factor of e costs as much as a
-prediction that misses by this much. The second is more than one of the first, and less than two: that is what takes two
-strategies to move ``b``."""
+"""The strengths of the pulls: the first of ``a`` towards 1 and of a strategy's ``m`` towards ``b``; the second of ``b``
+towards 1. A factor of e costs as much as a prediction that misses by this much. The second is more than one of the
+first, and less than two, so it takes two strategies to move ``b``."""
 MOST = 4.0
-"""No factor is larger, or smaller than its inverse: what is further off is not a matter of a factor."""
+"""The largest factor, whose inverse is the smallest: a prediction that is further off is not a matter of a factor."""
 GRID = 81
 
 
 class Trial(NamedTuple):
-    """What was tried."""
+    """A trial of a strategy: what was predicted and what was measured."""
 
     strategy: str
-    """Its name, without parameters."""
+    """The name of the strategy, without parameters."""
     predicted: Cost
     seconds: float
-    """Measured, of a step."""
+    """The measured seconds of a step."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """How many times as long as predicted."""
+    """The factors that say how many times as long as predicted something takes."""
 
     computing: float = 1.0
     communicating: float = 1.0
-    """Of strategies that were not tried."""
+    """The factor on communicating and waiting of strategies that were not tried."""
     own: Mapping[str, float] = field(default_factory=dict)
-    """Of those that were, by name: likewise."""
+    """The factors on communicating and waiting of the strategies that were tried, by name."""
 
     def step_seconds(self, strategy: str, cost: Cost) -> float:
-        """Of a prediction, corrected."""
+        """Return the predicted seconds of a step, corrected by the factors."""
         computing, communicating = divided(cost)
         return self.computing * computing + self.own.get(strategy, self.communicating) * communicating
 
 
 def divided(cost: Cost) -> tuple[float, float]:
-    """(what devices do, what links do and who waits for whom) seconds of a step."""
+    """Divide the seconds of a step into (what devices do, what links do and ranks wait for each other)."""
     sent = sum(cost.terms.get(term, 0.0) for term in COMMUNICATING)
     return cost.step_seconds - sent, sent
 
 
 def correction(tried: Sequence[Trial]) -> Correction:
-    """The factors that leave the smallest sum of absolute errors of the logarithms and of pulls. Absolute ones: a
-    candidate that is far off by itself does not move the others, and factors are equal, or they are not."""
+    """Fit the factors that leave the smallest sum of pulls and of absolute errors of the logarithms. The errors are
+    absolute, so that a candidate that is far off by itself does not move the others, and factors are either equal or
+    not."""
     if not tried:
         return Correction()
     steps = np.linspace(-np.log(MOST), np.log(MOST), GRID)
@@ -84,7 +85,8 @@ def correction(tried: Sequence[Trial]) -> Correction:
 
 
 def _errors(tried: Sequence[Trial], steps: Any) -> Any:
-    """Of trials of one strategy, summed, by the logarithms of (a, m)."""
+    """Sum the absolute errors of the logarithms over trials of one strategy, for each pair of the logarithms of (a,
+    m)."""
     parts = np.array([divided(t.predicted) for t in tried])
     logs = np.log(np.array([t.seconds for t in tried]))
     a, m = np.exp(steps)[:, None, None], np.exp(steps)[:, None]

@@ -1,4 +1,5 @@
-"""A strategy on a layout with its price, or with the reason why it has none; and which of two is the better one."""
+"""A strategy on a layout with its price, or with the reason why it has none; and the rule which of two is the better
+one."""
 
 from __future__ import annotations
 
@@ -15,26 +16,26 @@ from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
 
 MEASURED_BAND, CALLS_BAND = 0.1, 0.5
-"""By how much a prediction may be off: of what is measured, or worked out from rates, and of our own calls in Python,
-which are counted and not timed. Of 54 predictions for three networks, from 0 to 70 % of which were calls, 70 % were
-closer than the sum of both, of large steps as of small ones."""
+"""The shares by which a prediction may be off: the first for what is measured, or worked out from rates; the second for
+our own calls in Python, which are counted and not timed. Of 54 predictions for three networks, from 0 to 70 % of which
+were calls, 70 % were closer than the sum of both, for large steps as well as small ones."""
 TIE = 0.03
-"""Two predictions that are closer than this are not told apart: the times of layers that both are made of are the same
-measurements, so they differ by less than each may be off."""
+"""The share by which two predictions must differ to be told apart: the times of layers that both are made of are the
+same measurements, so they differ by less than each may be off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What real steps took."""
+    """The times that real steps took."""
 
     step_seconds: float
-    """Median."""
+    """The median seconds of a step."""
     low: float
     high: float
-    """The middle half of the steps lies between these."""
+    """The upper end of the middle half of the steps, in seconds; ``low`` is its lower end."""
     steps: int
     terms: Mapping[str, float] | None = None
-    """Measured parts of a step, as far as they are known."""
+    """The measured parts of a step, as far as they are known."""
     without_core: float = 0.0
     """The share of the time in which a rank could have gone on and another program had its core."""
 
@@ -45,23 +46,24 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Priced:
-    """A strategy on a layout."""
+    """A strategy on a layout, with its price or with the reason why it has none."""
 
     strategy: Strategy
     layout: Placement
     cost: Cost | None = None
-    """Predicted; None: it cannot run this network, or not there."""
+    """The predicted cost; None: the strategy cannot run this network, or not on this layout."""
     refusal: str = ""
-    """Why not."""
+    """The reason why the strategy cannot run here; empty where it can."""
     corrected: float | None = None
-    """Seconds a step, predicted with what trials of other strategies have taught."""
+    """The seconds of a step, predicted with what trials of other strategies have taught."""
     overhead: float = 0.0
-    """What part of the predicted step is our own calls (see ``with_overhead``)."""
+    """The share of the predicted step that our own calls take (see ``with_overhead``)."""
     tried: Measurement | None = None
     without_core: float = 0.0
-    """The same share while what the price is made of was measured."""
+    """The share of the time in which a worker could have gone on and another program had its core, while what the price
+    is made of was measured."""
     layouts: int = 1
-    """On how many it was priced; this one is the best of them."""
+    """The number of layouts that the strategy was priced on; this one is the best of them."""
 
     def __str__(self) -> str:
         hosts = len(self.layout.hosts)
@@ -69,13 +71,13 @@ class Priced:
 
     @property
     def workers(self) -> int:
-        """Processes that take batches: those of the layout without the strategy's servers."""
+        """The number of processes that take batches: those of the layout without the strategy's servers."""
         ranks = self.layout.ranks
         return next((n for n in range(ranks, 0, -1) if self.strategy.ranks(n) == ranks), ranks)
 
     @property
     def launcher(self) -> Local | Env:
-        """What starts it: processes of one host, or for several hosts what has started them there."""
+        """The launcher of the candidate: processes of one host, or for several hosts what has started them there."""
         kinds = {self.layout.device(rank).kind for rank in range(self.layout.ranks)}
         gpus = any(device.kind == "cuda" for device in self.layout.cluster.devices)
         device = "cpu" if gpus and kinds == {"cpu"} else None
@@ -85,7 +87,7 @@ class Priced:
 
     @property
     def step_seconds(self) -> float:
-        """Measured where it was tried, else predicted."""
+        """The seconds of a step: measured where it was tried, else predicted."""
         assert self.cost is not None, "what is refused takes no time"
         if self.tried is not None:
             return self.tried.step_seconds
@@ -93,20 +95,20 @@ class Priced:
 
     @property
     def seconds_per_example(self) -> float:
-        """What exact strategies are ranked by."""
+        """The seconds of a step divided by its examples, which exact strategies are ranked by."""
         assert self.cost is not None
         return self.step_seconds / self.cost.examples
 
     @property
     def examples_per_second(self) -> float:
-        """Its inverse."""
+        """The number of examples that are learned from in a second."""
         return 1.0 / self.seconds_per_example
 
     @property
     def error(self) -> float:
-        """By what part of it ``step_seconds`` may be off: the spread of what was measured; of a prediction so much of
-        what is measured of it, and so much of the calls. In either case also the share of the time in which other
-        programs held the cores: on a quiet machine the step would be shorter by as much."""
+        """The share by which ``step_seconds`` may be off: the spread of what was measured; for a prediction, the bands
+        of its measured part and of its calls, each by its share of the step. In either case the share of the time is
+        added in which other programs held the cores: on a quiet machine the step would be shorter by as much."""
         if self.tried is None:
             return MEASURED_BAND * (1 - self.overhead) + CALLS_BAND * self.overhead + self.without_core
         return self.spread + self.tried.without_core
@@ -119,11 +121,12 @@ class Priced:
 
     @property
     def expected(self) -> bool:
-        """Is ``step_seconds`` the prediction as it was, which its terms add up to?"""
+        """Is ``step_seconds`` the uncorrected prediction, which its terms add up to?"""
         return self.tried is None and self.corrected is None
 
     def with_overhead(self, profile: Profile) -> Priced:
-        """With the part of its step that it would save on machines that begin an operation in no time."""
+        """Return the candidate with the share of its step that it would save on machines that begin an operation in no
+        time."""
         if self.cost is None:
             return self
         cluster = self.layout.cluster
@@ -134,12 +137,13 @@ class Priced:
 
     @property
     def simple(self) -> tuple[int, int, bool]:
-        """The lower, the simpler: one process before several, few before many, a plain one before a composite."""
+        """The key that is lower for a simpler candidate: one process before several, few hosts before many, a plain
+        strategy before a composite."""
         return self.layout.ranks, len(self.layout.hosts), getattr(self.strategy, "of", None) is not None
 
 
 def priced(strategy: Strategy, layout: Placement, profile: Profile) -> Priced:
-    """What it costs there; or why it does not run there, or does not fit."""
+    """Price the strategy on the layout; where it cannot run there or does not fit, return it with the reason."""
     try:
         cost = strategy.cost(profile, layout)
     except ValueError as error:
@@ -149,7 +153,7 @@ def priced(strategy: Strategy, layout: Placement, profile: Profile) -> Priced:
 
 
 def misfit(cost: Cost, layout: Placement) -> str:
-    """Which device has too little memory; empty where all have enough."""
+    """Say which device has too little memory; empty where all have enough."""
     for name, ranks in Counter(layout.devices).items():
         needed, there = cost.memory_bytes * ranks, layout.cluster.device(name).memory_bytes
         if needed > there:
@@ -159,8 +163,8 @@ def misfit(cost: Cost, layout: Placement) -> str:
 
 
 def ranked(found: Iterable[Priced]) -> list[Priced]:
-    """Exact ones by seconds an example, then approximate ones so, then those that are refused. Of the first few that
-    are not told apart the simplest comes first."""
+    """Sort candidates: exact ones by seconds an example, then approximate ones by seconds an example, then those that
+    are refused. Among the fastest exact ones that are not told apart, the simplest comes first."""
     able = sorted((p for p in found if p.cost is not None), key=lambda p: p.seconds_per_example)
     refused = [p for p in found if p.cost is None]
     exact = _simplest_first([p for p in able if p.strategy.exact])
@@ -176,8 +180,8 @@ def _simplest_first(able: Sequence[Priced]) -> list[Priced]:
 
 
 def tied(fast: Priced, slow: Priced) -> bool:
-    """Can these two not be told apart? Two measurements where their middle halves overlap by as much as a median is
-    uncertain; predictions within ``TIE``."""
+    """Report whether two candidates cannot be told apart: two measurements where their middle halves overlap by as much
+    as a median is uncertain; predictions within ``TIE``."""
     ratio = slow.seconds_per_example / fast.seconds_per_example - 1
     if fast.tried is not None and slow.tried is not None:
         steps = min(fast.tried.steps, slow.tried.steps)
@@ -186,8 +190,8 @@ def tied(fast: Priced, slow: Priced) -> bool:
 
 
 def folded(found: Sequence[Priced]) -> list[Priced]:
-    """In the same order, each strategy once: on its best layout, with the number of layouts that it was priced on. One
-    that is refused everywhere stands there once, in the first of its values."""
+    """Return each strategy once, in the given order: on its best layout, with the number of layouts that it was priced
+    on. A strategy that is refused everywhere is kept once, in the first of its values."""
     many = Counter(str(p.strategy) for p in found if p.cost is not None)
     kept, values, families = list[Priced](), set[str](), set[str]()
     for p in found:
@@ -200,7 +204,8 @@ def folded(found: Sequence[Priced]) -> list[Priced]:
 
 
 def family(strategy: Strategy) -> str:
-    """Its name without its parameters; of a composite with that of what it is made of."""
+    """Return the name of the strategy without its parameters; for a composite, with the name of the strategy that it is
+    made of."""
     name = str(strategy).partition("(")[0]
     of = getattr(strategy, "of", None)
     return name if of is None else f"{name}(of={family(of)})"

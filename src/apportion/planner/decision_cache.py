@@ -17,18 +17,18 @@ import torch
 from apportion.process import usable_cores
 
 FIELDS = {"told", "expected", "a_step", "measured_for"}
-"""Of what is kept: the data of a ``plan`` event, what its steps should take, and seconds: of a step of one process, and
-that the measuring was allowed."""
+"""The fields of what is kept: the data of a ``plan`` event, the time that its steps should take, the seconds of a step
+of one process, and the seconds that the measuring was allowed."""
 
 
 def folder() -> Path:
-    """Where they are kept."""
+    """Return the folder that decisions are kept in."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "apportion" / "plans"
 
 
 def host() -> dict[str, Any]:
-    """What of this machine a plan depends on."""
+    """Describe what a plan depends on of this machine."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "machine": platform.machine(),
@@ -43,13 +43,13 @@ def host() -> dict[str, Any]:
 
 
 def key(mark: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
-    """Of a plan: for this workload, asked for in this way, on this machine."""
+    """Return the key of a plan for this workload, asked for in this way, on this machine."""
     text = json.dumps({"workload": mark, "asked": asked, "host": host()}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def recall(name: str) -> dict[str, Any] | None:
-    """What was kept under this key, if anything was, and is whole."""
+    """Return what was kept under this key; None where nothing was, or it is incomplete."""
     try:
         found = json.loads((folder() / f"{name}.json").read_text())
     except (OSError, ValueError):
@@ -58,7 +58,7 @@ def recall(name: str) -> dict[str, Any] | None:
 
 
 def keep(name: str, plan: Mapping[str, Any]) -> None:
-    """For the next run. Where nothing can be written, that one measures again."""
+    """Keep a plan for the next run; where nothing can be written, the next run measures again."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder(), suffix=".new") as draft:

@@ -1,4 +1,4 @@
-"""Why the first won, and why each other lost: in words, from what their steps are made of."""
+"""Explanations in words why the first candidate won and why each other lost, from what their steps are made of."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _NOUNS = {
     "loading": "loading of examples",
 }
 _SUMS = ("data_parallel", "map_reduce", "local_sgd", "fully_sharded")
-"""What they send is gradients, or weights, of the whole network."""
+"""The strategies that send gradients, or weights, of the whole network."""
 _SMALL = 0.02
-"""Of a step: parts that differ by less are not worth a word."""
+"""The smallest share of a step by which two parts must differ to be mentioned."""
 
 
 def why_first(candidates: Sequence[Priced], profile: Profile) -> tuple[str, ...]:
-    """A few lines on the first of them, against the second."""
+    """Write a few lines on the first candidate, and how it compares with the second."""
     first = candidates[0]
     assert first.cost is not None
     how = _how(first)
@@ -82,8 +82,8 @@ def _how(p: Priced) -> str:
 
 
 def _by_prediction(first: Priced, second: Priced, saved: Mapping[str, float], lost: Mapping[str, float]) -> str:
-    """What was predicted of two, of which something else is known now: in words, as its milliseconds do not add up to
-    what was found."""
+    """Describe what was predicted of two candidates where something else is known of one of them now: in words, as the
+    milliseconds of the prediction do not add up to what was found."""
     assert first.cost is not None
     assert second.cost is not None
     if first.cost.seconds_per_example >= second.cost.seconds_per_example:
@@ -95,7 +95,8 @@ def _by_prediction(first: Priced, second: Priced, saved: Mapping[str, float], lo
 
 
 def differences(first: Priced, second: Priced, batch_size: int) -> tuple[dict[str, float], dict[str, float]]:
-    """(what the first saves, what it spends more) in seconds for one batch, by term, the largest first."""
+    """Return (what the first candidate saves, what it spends more) in seconds for one batch, by term, the largest
+    first."""
     ours, theirs = per_batch(first, batch_size), per_batch(second, batch_size)
     least = _SMALL * sum(theirs.values())
     by = {term: theirs[term] - ours[term] for term in TERMS}
@@ -107,13 +108,14 @@ def differences(first: Priced, second: Priced, batch_size: int) -> tuple[dict[st
 
 
 def per_batch(p: Priced, batch_size: int) -> dict[str, float]:
-    """Predicted seconds for one global batch, by term: strategies differ in how many examples a step learns from."""
+    """Return the predicted seconds for one global batch, by term: strategies differ in how many examples a step learns
+    from."""
     assert p.cost is not None
     return {term: p.cost.terms.get(term, 0.0) * batch_size / p.cost.examples for term in TERMS}
 
 
 def why_not(p: Priced, first: Priced, profile: Profile) -> str:
-    """One line: why this one was not chosen."""
+    """Say in one line why this candidate was not chosen."""
     if p is first:
         return "chosen"
     if p.cost is None:
@@ -136,8 +138,8 @@ def why_not(p: Priced, first: Priced, profile: Profile) -> str:
 
 
 def _share(p: Priced, first: Priced, more: Mapping[str, float]) -> str:
-    """What was predicted of one that turned out otherwise: what it has most more of, as a share of its own step; or
-    that it was not expected to take longer at all."""
+    """Describe the prediction of a candidate whose measured time turned out otherwise: the term that it has most more
+    of, as a share of its own step; or that it was not expected to take longer at all."""
     assert p.cost is not None
     assert first.cost is not None
     if p.cost.seconds_per_example <= first.cost.seconds_per_example:
@@ -153,7 +155,8 @@ def _share(p: Priced, first: Priced, more: Mapping[str, float]) -> str:
 
 
 def approximate(p: Priced, exact: Priced) -> str:
-    """What is said of a strategy that computes something else: its step time alone decides nothing."""
+    """Describe a strategy that computes something else than training on one device: its step time alone decides
+    nothing."""
     faster = exact.seconds_per_example / p.seconds_per_example
     if faster > 1.005:
         return (

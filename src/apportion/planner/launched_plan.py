@@ -36,11 +36,11 @@ from apportion.profiler.measure_workload import profile
 
 TRIAL_SECONDS = 10.0
 PROFILING = 0.75
-"""Of the time that the machines are measured for, as long the workload's layers are."""
+"""The share of the time for measuring the machines that is spent, in addition, on profiling the workload's layers."""
 BEST = 3
-"""So many of the best by prediction are tried."""
+"""The number of the best candidates by prediction that are tried."""
 AGAIN = 2
-"""How often what was learnt may bring another one into question."""
+"""The number of further rounds of trials, in which what was learned may bring another candidate into question."""
 
 
 def plan_launched(
@@ -51,12 +51,13 @@ def plan_launched(
     seconds: float = TRIAL_SECONDS,
     measuring: float = SECONDS,
 ) -> Plan | None:
-    """Which way to split a workload among the ranks of this world, or that one host by itself is faster: the plan on
-    rank 0, None on the others. Called by all ranks, with the same.
+    """Plan how to split a workload among the ranks of this world, or that one host by itself is faster. Returns the
+    plan on rank 0, None on the others. All ranks call it, with the same arguments.
 
-    ``seconds``: of trying; at least ``on_ranks.LEAST_ROUNDS`` steps of each are made, however long they take.
-    ``measuring``: of the machines and the links between them, and ``PROFILING`` of it of the workload. Raises
-    ValueError, on all ranks, where the hosts have not as many ranks each, or nothing can run.
+    ``seconds``: the time for trials; at least ``launched_trials.LEAST_ROUNDS`` steps of each candidate are made,
+    however long they take. ``measuring``: the time for measuring the machines and the links between them; ``PROFILING``
+    of it is spent on the workload in addition. Raises ValueError, on all ranks, where the hosts do not have equally
+    many ranks, or nothing can run.
     """
     opened = load_workload(workload) if isinstance(workload, str) else workload
     seats = _seats(world)
@@ -76,7 +77,8 @@ def plan_launched(
 
 
 def _seats(world: World) -> list[tuple[int, int | None]]:
-    """Each rank's (host, GPU), by number; no GPU: on the cores. ValueError where the hosts have not as many each."""
+    """Return each rank's (host, GPU), by number; GPU None: the rank computes on the cores. Raises ValueError where the
+    hosts do not have equally many ranks."""
     gpu = None if world.device.type == "cpu" else world.device.index or 0
     told = [socket.gethostname(), world.local_rank, world.local_size, gpu]
     everyone = gather_messages(told, world.group(), device=world.device)
@@ -91,14 +93,14 @@ def _seats(world: World) -> list[tuple[int, int | None]]:
 
 
 def _on(cluster: Cluster, seats: Sequence[tuple[int, int | None]]) -> Placement:
-    """The ranks where they are, each with the threads that it has."""
+    """Return the layout of the ranks where they are, each with the threads that it has."""
     names = (f"{cluster.hosts[host]}/{'cpu' if gpu is None else f'gpu{gpu}'}" for host, gpu in seats)
     return Placement(cluster=cluster, devices=tuple(names), threads=torch.get_num_threads())
 
 
 def priced_here(opened: Workload, own: Placement, seconds: float) -> tuple[list[Priced], Profile]:
-    """Everything that these ranks could do, all of them where they are or one alone, priced; and the profile that it is
-    priced by."""
+    """Price everything that these ranks could do, all of them where they are or one alone; and return the profile that
+    it is priced by as well."""
     profiled = profile(opened, own.cluster, [own, *places_of(own.cluster, 1)], seconds=seconds)
     found = [
         p
@@ -110,7 +112,7 @@ def priced_here(opened: Workload, own: Placement, seconds: float) -> tuple[list[
 
 
 def _tried(planned: Plan | None, opened: Workload, world: World, seconds: float) -> Plan | None:
-    """The same plan with what the steps of the best few have shown."""
+    """Return the plan, corrected by what the steps of its best few candidates have shown."""
     bench = Bench(opened, world)
     try:
         for turn in range(1 + AGAIN):
@@ -130,8 +132,9 @@ def _tried(planned: Plan | None, opened: Workload, world: World, seconds: float)
 
 
 def _worth_trying(planned: Plan, *, first: bool) -> list[Choice]:
-    """First the best by prediction, one process, and plain data_parallel; later the best so far, and beside it what
-    should be faster by the corrected predictions. With the threads of each."""
+    """Choose the candidates to try, each with its threads: in the first round the best by prediction, one process, and
+    plain data_parallel; later the best so far, and beside it the one that should be faster by the corrected
+    predictions."""
     able = [p for p in ranked(planned.found) if p.cost is not None and p.strategy.exact]
     if first:
         always = [p for p in able if p.strategy.one_process or str(p.strategy) == written_name(type(p.strategy))]
@@ -147,7 +150,8 @@ def _worth_trying(planned: Plan, *, first: bool) -> list[Choice]:
 
 
 def _corrected(planned: Plan, taken: dict[Choice, Taken], refused: dict[str, str]) -> Plan:
-    """Measured where it was tried, on the layout that it was tried on; the rest by what that has taught."""
+    """Return the plan with each candidate measured where it was tried, on the layout that it was tried on, and the rest
+    corrected by what the trials have taught."""
     found = [_with(p, taken, refused) for p in planned.found]
     trials = [
         Trial(family(p.strategy), p.cost, p.tried.step_seconds)

@@ -1,7 +1,7 @@
-"""Does the run go as fast as it was chosen for? What its steps take beside what they should; where it drifts, why.
+"""A monitor of whether a run is as fast as expected: the time of its steps beside the expected one, and why it drifts.
 
-A change is told once: when the steps are 20 % off, again when they are 20 % off what was last told, and when they are
-back within 10 %.
+A change is reported once: when the steps are 20 % off, again when they are 20 % off what was last reported, and when
+they are back within 10 %.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ if TYPE_CHECKING:
 
 
 OFF, BACK = 1.2, 1.1
-"""From so many times as long on it is told; from so near on all is well again."""
+"""The factors between a step's time and the expected one: a change is reported from the first on, and a return to
+normal below the second."""
 WINDOW = 7
-"""Reports of each rank that a median is of: some four seconds. Odd, so that it never lies between two speeds."""
+"""The number of reports of each rank that a median is taken of: about four seconds. It is odd, so that the median never
+lies between two speeds."""
 APART = 1.2
-"""A rank whose own work takes so many times as long as the others' is slow."""
+"""The factor by which a rank's own work must take longer than the others' for the rank to be called slow."""
 OWN = ("loading", "computing", "updating")
-"""What a rank does by itself; the rest of its step it waits."""
+"""The parts of a step that a rank does by itself; it waits for the rest of the step."""
 WANTED = 0.15
-"""Something waits for a core in so much of the time where other programs run on them: two workers of as many threads as
-there are cores leave it at a few hundredths."""
+"""The share of the time in which something waits for a core where other programs run on the cores: two workers of as
+many threads as there are cores leave it at a few hundredths."""
 _PARTS = {
     "loading": "loading data",
     "computing": "computing",
@@ -51,31 +53,31 @@ _SHORTER = {
 }
 
 Terms = Mapping[str, float]
-"""Seconds a step by ``loading``, ``computing``, ``updating`` and ``waiting``, as ``speed`` events have them."""
+"""The seconds of a step by ``loading``, ``computing``, ``updating`` and ``waiting``, as ``speed`` events have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What a step should take."""
+    """The time that a step should take."""
 
     step_seconds: float
     terms: Terms
     measured: bool
-    """In a trial? Otherwise it was worked out."""
+    """Was the time measured in a trial? Otherwise it was predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlowdownReport:
-    """What is to be told."""
+    """A report of a change in the time of a step."""
 
     ratio: float
-    """Of what a step takes, to what it should."""
+    """The time that a step takes divided by the time that it should take."""
     step_seconds: float
     cause: str
 
 
 def expected_of(cost: Cost) -> Expected:
-    """A prediction as what a run can see of it."""
+    """Return a prediction in the terms that a run can measure."""
     terms = {name: cost.terms.get(name, 0.0) for name in OWN}
     waiting = cost.step_seconds - sum(terms.values())
     return Expected(step_seconds=cost.step_seconds, terms={**terms, "waiting": waiting}, measured=False)
@@ -84,8 +86,9 @@ def expected_of(cost: Cost) -> Expected:
 def drift(
     expected: Expected, ranks: Mapping[int, Terms], last: float = 1.0, *, wanted: float | None = None
 ) -> SlowdownReport | None:
-    """What is to be told, where anything is. ``ranks``: medians of each. ``last``: the ratio that was last told.
-    ``wanted``: in what share of the time something waits for a core, where that is known."""
+    """Return what there is to report; None where nothing has changed. ``ranks``: the medians of each rank. ``last``:
+    the ratio that was reported last. ``wanted``: the share of the time in which something waits for a core, where that
+    is known."""
     steps = {rank: sum(terms.values()) for rank, terms in ranks.items()}
     took = max(steps.values())
     ratio = took / expected.step_seconds
@@ -107,7 +110,7 @@ def drift(
 
 
 def _why(expected: Expected, ranks: Mapping[int, Terms], wanted: float | None) -> str:
-    """The part that has changed most, by how much, and what may have changed it."""
+    """Name the part of a step that has changed most, by how much, and what may have changed it."""
     medians = {name: median(terms[name] for terms in ranks.values()) for name in _PARTS}
     longer = {name: seconds - expected.terms.get(name, 0.0) for name, seconds in medians.items()}
     faster = sum(longer.values()) < 0
@@ -126,7 +129,7 @@ def _why(expected: Expected, ranks: Mapping[int, Terms], wanted: float | None) -
 
 
 def _cores(wanted: float) -> str:
-    """Why computing takes longer, where it is known whether anything waits for a core."""
+    """Say why computing takes longer, where it is known how often something waits for a core."""
     waits = f"something waits for a core {wanted:.0%} of the time"
     if wanted < WANTED:
         return f"these cores run at a lower clock, or share memory with another machine's; {waits}"
@@ -134,7 +137,8 @@ def _cores(wanted: float) -> str:
 
 
 def _slow_rank(ranks: Mapping[int, Terms]) -> tuple[int, float] | None:
-    """(the rank that the others wait for, how many times as long its own work takes)."""
+    """Return (the rank that the others wait for, how many times as long its own work takes); None where no rank is
+    slow."""
     own = {rank: sum(terms[name] for name in OWN) for rank, terms in ranks.items()}
     slowest = max(own, key=lambda rank: own[rank])
     others = [seconds for rank, seconds in own.items() if rank != slowest]
@@ -144,7 +148,7 @@ def _slow_rank(ranks: Mapping[int, Terms]) -> tuple[int, float] | None:
 
 
 def _times(now: float, then: float) -> str:
-    """What it takes, of what it should."""
+    """Compare the seconds that a part takes with the seconds that it should take, in words."""
     if then < 0.05 * now:
         return f"{now * 1e3:.3g} ms a step more than it should"
     return f"{now / then:.2f} times as long, {now * 1e3:.3g} ms instead of {then * 1e3:.3g} ms"
@@ -154,7 +158,8 @@ CPU = Path("/proc/pressure/cpu")
 
 
 def cores_wanted(path: Path = CPU) -> float | None:
-    """The share of the last ten seconds in which something that could have run waited for a core; None: not told."""
+    """Return the share of the last ten seconds in which something that could have run waited for a core; None where the
+    system does not tell."""
     try:
         found = re.search(r"^some avg10=([\d.]+)", path.read_text(), re.MULTILINE)
     except OSError:  # an older kernel, or another one
@@ -164,10 +169,11 @@ def cores_wanted(path: Path = CPU) -> float | None:
 
 @final
 class PerformanceMonitor:
-    """Holds the events of a run against what was expected."""
+    """Compares the events of a run with what was expected of it."""
 
     def __init__(self, expected: Expected, *, wanted: Callable[[], float | None] = cores_wanted) -> None:
-        """``wanted``: asked where there is something to tell, see ``drift``."""
+        """Watch for changes from what was expected. ``wanted``: called where there is something to report, see
+        ``drift``."""
         self._expected: Expected | None = expected
         self._wanted = wanted
         self._seen: dict[int, deque[Terms]] = {}
@@ -175,7 +181,7 @@ class PerformanceMonitor:
         self._last = 1.0
 
     def take(self, event: Event) -> Event | None:
-        """One more; a ``drift`` event where there is something to tell."""
+        """Take one more event; return a ``drift`` event where there is something to report, else None."""
         if event.kind == "fault":
             self._seen.clear()  # the step under way was made again
             self._begun.clear()

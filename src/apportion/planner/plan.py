@@ -1,4 +1,4 @@
-"""What a plan says: what to run, every alternative with its price, and why."""
+"""A plan as it is told: what to run, every alternative with its price, and why."""
 
 from __future__ import annotations
 
@@ -15,78 +15,81 @@ from apportion.planner.candidate import Priced
 from apportion.runtime.launch.local import Local
 
 MOST_SPANS = 1500
-"""Of the timeline, in JSON."""
+"""The largest number of spans of the timeline that the JSON holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matched:
-    """Two clusters side by side: predicted."""
+    """The prediction of two clusters side by side."""
 
     other: str
     """The name of the other cluster."""
     best: Priced
-    """What is best there."""
+    """The best candidate on the other cluster."""
     hosts: int | None
-    """So many hosts as that cluster's first one are needed to be as fast as what was chosen here; None: more of them
-    do not get there."""
+    """The number of hosts like the first one of the slower cluster that are as fast as the other cluster; None: no
+    number that was looked at is, or the two are equally fast as they are."""
     text: str
-    """The same in words."""
+    """The comparison of the two clusters in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How to split the work of one workload on one cluster."""
+    """A plan how to split the work of one workload on one cluster."""
 
     workload: str
-    """What the numbers are of: as it is addressed (FILE:NAME), or by the name of the profile that was given."""
+    """The workload that the numbers belong to: as it is addressed (FILE:NAME), or by the name of the profile that was
+    given."""
     profile: Profile
     cluster: Cluster
     chosen: Priced
     candidates: tuple[Priced, ...]
-    """The best first, each strategy once: exact ones, approximate ones, then what cannot run, or does not fit."""
+    """All strategies, the best first, each once: exact ones, approximate ones, then those that cannot run, or do not
+    fit."""
     why: tuple[str, ...]
-    """Why the first won."""
+    """The lines that say why the first candidate won."""
     reasons: tuple[str, ...]
-    """For each of ``candidates`` a line: why it lost."""
+    """The lines that say why each of ``candidates`` lost, one for each."""
     sensitivities: tuple[str, ...] = ()
-    """When the answer would change."""
+    """The lines that say when the answer would change."""
     matched: Matched | None = None
     found: tuple[Priced, ...] = ()
     """Every strategy on every layout that was looked at."""
     only_workers: int | None = None
-    """Layouts of so many alone were asked for."""
+    """The number of workers, where only layouts of so many were asked for."""
     address: str | None = None
-    """Which workload the commands name, where it is not ``workload``."""
+    """The workload that the commands name, where it is not ``workload``."""
 
     @property
     def strategy(self) -> str:
-        """What was chosen, as it is typed."""
+        """The strategy that was chosen, as it is typed."""
         return str(self.chosen.strategy)
 
     @property
     def launcher(self) -> str:
-        """So too."""
+        """The launcher of the strategy that was chosen, as it is typed."""
         return str(self.chosen.launcher)
 
     @property
     def step_seconds(self) -> float:
-        """Of what was chosen: measured where it was tried, else predicted."""
+        """The seconds of a step of what was chosen: measured where it was tried, else predicted."""
         return self.chosen.step_seconds
 
     @property
     def band(self) -> float:
-        """By what part of it ``step_seconds`` may be off."""
+        """The share by which ``step_seconds`` may be off."""
         return self.chosen.error
 
     @property
     def commands(self) -> Commands:
-        """What to type."""
+        """The shell commands that carry out the plan."""
         return commands(self.address or self.workload, self.chosen)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: the chosen one's ``strategy``, ``launcher``, ``workers``, ``step_seconds``, ``exact`` and what
-        else there is to say of a candidate; all ``candidates``, so described and each with its ``why``; ``because``
-        (lines), ``sensitivities``, ``commands``, ``matched``; the ``timeline`` of one step."""
+        """Return the plan as plain data: the chosen candidate's ``strategy``, ``launcher``, ``workers``,
+        ``step_seconds``, ``exact`` and its other fields (see ``described``); all ``candidates``, described in the same
+        way and each with its ``why``; ``because`` (lines), ``sensitivities``, ``commands``, ``matched``; the
+        ``timeline`` of one step."""
         cost = self.chosen.cost
         assert cost is not None
         return {
@@ -108,8 +111,9 @@ class Plan:
 
 
 def described(p: Priced) -> dict[str, Any]:
-    """One candidate as plain data. Times are in seconds; what is refused has none. ``predicted_step_seconds`` is what
-    the price said, ``step_seconds`` what counts: measured where it was tried."""
+    """Describe one candidate as plain data. Times are in seconds; a refused candidate has none.
+    ``predicted_step_seconds`` is the predicted time, ``step_seconds`` the one that counts: measured where it was
+    tried."""
     told: dict[str, Any] = {
         "strategy": str(p.strategy),
         "launcher": str(p.launcher),
@@ -169,16 +173,17 @@ def _matched(matched: Matched) -> dict[str, Any]:
 
 
 class Commands(NamedTuple):
-    """Lines for a shell."""
+    """The lines of a plan for a shell."""
 
     apportion: str | None
-    """``apportion train``; None where several hosts are needed: each of them runs the other one."""
+    """The ``apportion train`` command; None where several hosts are needed: each of them runs ``torchrun``."""
     torchrun: str
-    """With its threads, and with each worker on cores of its own."""
+    """The ``torchrun`` command, with its threads, and with each worker on cores of its own."""
 
 
 def commands(workload: str, chosen: Priced) -> Commands:
-    """``workload``: FILE:NAME; what is no address stands there as FILE:NAME."""
+    """Return the commands of the chosen candidate. ``workload``: FILE:NAME; what is not an address is written as
+    FILE:NAME."""
     address = workload if ":" in workload else "FILE:NAME"
     train = f"apportion train {_quoted(address)} --strategy {_quoted(str(chosen.strategy))}"
     ours = f"{train} --launcher {_quoted(str(chosen.launcher))}" if isinstance(chosen.launcher, Local) else None
@@ -209,7 +214,8 @@ def _torchrun(train: str, chosen: Priced) -> str:
 
 
 def _quoted(text: str) -> str:
-    """As a person would: nothing around a plain word, double quotes around what has none of what they do not hold."""
+    """Quote a text for a shell as a person would: a plain word without quotes, in double quotes where it holds no
+    character that is special in them, else as ``shlex.quote`` does."""
     if shlex.quote(text) == text:
         return text
     return shlex.quote(text) if any(c in text for c in '"$`\\!') else f'"{text}"'

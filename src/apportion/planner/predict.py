@@ -1,5 +1,5 @@
-"""What candidates on this machine should cost: its measured devices and links, a profile of the workload, and each
-strategy's own price."""
+"""Predictions of what candidates on this machine should cost: from its measured devices and links, a profile of the
+workload, and each strategy's own price."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from apportion.runtime.launch.local import Local
 
 
 def offered(launcher: Local) -> list[Offer]:
-    """What can be tried where nothing is predicted: one process with all threads and with one, and data_parallel on a
-    few layouts. Where so many workers are asked for, only what has so many."""
+    """Offer what can be tried where nothing is predicted: one process with all threads and with one, and data_parallel
+    on a few layouts. Where a number of workers is asked for, only what has so many."""
     single, parallel = (find(name, "apportion.strategies") for name in ("single_device", "data_parallel"))
     if launcher.workers is not None:
         return [_offer((single if launcher.workers == 1 else parallel)(), launcher)]
@@ -40,7 +40,8 @@ def _offer(strategy: Strategy, launcher: Local) -> Offer:
 
 
 def predicted(workload: Workload | str, launcher: Local, seconds: float, *, remeasure: bool = False) -> list[Offer]:
-    """Every strategy's candidates on this machine's layouts, with their prices; none where nothing can be priced."""
+    """Return every strategy's candidates on this machine's layouts, with their prices; none where nothing can be
+    priced."""
     profiled = _profiled(workload, seconds, remeasure, lambda cluster: list(layouts(cluster)))
     if profiled is None:
         return []
@@ -54,7 +55,7 @@ def predicted(workload: Workload | str, launcher: Local, seconds: float, *, reme
 
 
 def prices(workload: Workload | str, candidates: Sequence[Candidate], seconds: float) -> list[Cost | None]:
-    """Of these candidates; None of one that has no price."""
+    """Return the prices of these candidates; None for a candidate that has no price."""
 
     def places(cluster: Cluster) -> list[Placement]:
         found = [_layout(c, cluster) for c in candidates]
@@ -70,8 +71,8 @@ def prices(workload: Workload | str, candidates: Sequence[Candidate], seconds: f
 def _profiled(
     workload: Workload | str, seconds: float, remeasure: bool, places: Callable[[Cluster], list[Placement]]
 ) -> tuple[Cluster, Profile] | None:
-    """This machine and the workload on it, measured; the machine as it was once, where it was. None where no layout
-    has anything to say."""
+    """Return this machine and the workload's profile on it, both measured; the machine from the cache where it was
+    measured before. None where no layout is wanted."""
     cluster: Cluster = measure_cluster.measure(remeasure=remeasure, seconds=seconds / 2)
     wanted = places(cluster)
     return (cluster, measure_workload.profile(workload, cluster, wanted, seconds=seconds / 2)) if wanted else None
@@ -85,7 +86,8 @@ def _cost(strategy: Strategy, profile: Profile, place: Placement | None) -> Cost
 
 
 def _layout(chosen: Candidate, cluster: Cluster) -> Placement | None:
-    """Where a candidate's ranks are: on the GPUs, one each, or all on the cores."""
+    """Return the layout of a candidate's ranks: on the GPUs, one each, or all on the cores. None where it has more
+    threads than cores."""
     gpus = [d.name for d in cluster.devices if d.kind == "cuda" and chosen.launcher.device != "cpu"]
     cores = [d.name for d in cluster.devices if d.kind == "cpu"]
     devices = gpus[: chosen.ranks] if len(gpus) >= chosen.ranks else cores[:1] * chosen.ranks

@@ -15,13 +15,14 @@ from apportion.planner.units import label
 
 STRATEGIES = "apportion.strategies"
 MOST_PRICED = 400
-"""What is left over is not looked at: the largest layouts come first."""
+"""The largest number of candidates that are priced: what is left over is not looked at, and the largest layouts come
+first."""
 MOST_EACH = 12
-"""Values of one strategy on one layout."""
+"""The largest number of values of one strategy on one layout."""
 COMPOSED_LAYOUTS = 3
-"""The largest, which replicas of groups are tried on."""
+"""The number of layouts, the largest ones, that replicas of groups are tried on."""
 GROUP_VALUES = 2
-"""Of the values of what such a group is made of."""
+"""The number of values that are tried of a strategy within a group of a composite."""
 
 
 def search(
@@ -33,11 +34,11 @@ def search(
     strategies: Sequence[Strategy | str] | None = None,
     using: Collection[str] | None = None,
 ) -> tuple[Priced, ...]:
-    """All of them, the best first (see ``ranked``), each strategy once for each layout.
+    """Price every strategy on every layout, the best first (see ``ranked``), each strategy once for each layout.
 
-    ``workers``, ``threads``: only layouts of so many. ``strategies``: only these: a name stands for all values that
-    it has to offer, a value (``"pipeline_parallel(stages=2)"``) for itself. ``using``: only layouts with a rank on one
-    of these devices; there may be none. Pure: nothing is measured.
+    ``workers``, ``threads``: only layouts of so many. ``strategies``: only these: a name stands for all values that it
+    has to offer, a value (``"pipeline_parallel(stages=2)"``) for itself. ``using``: only layouts with a rank on one of
+    these devices; there may be none. Pure: nothing is measured. Raises ValueError where there is no such layout.
     """
     places = places_of(cluster, workers, threads)
     if not places:
@@ -52,7 +53,7 @@ def among(
     strategies: Sequence[Strategy | str] | None = None,
     using: Collection[str] | None = None,
 ) -> tuple[Priced, ...]:
-    """The same on these layouts, the largest first."""
+    """Price every strategy on these layouts, the largest first. ``strategies`` and ``using``: as in ``search``."""
     kinds, values = _asked(strategies)
     large = [place for place in places if place.ranks >= 4][:COMPOSED_LAYOUTS]
     if using is not None:
@@ -69,7 +70,8 @@ def among(
 
 
 def places_of(cluster: Cluster, workers: int | None = None, threads: int | None = None) -> list[Placement]:
-    """The layouts worth a look, the largest first; of so many workers and threads where they are given."""
+    """Return the layouts worth a look, the largest first; only those of so many workers and threads where these are
+    given."""
     if workers is None:
         found = [layout for layout in layouts(cluster) if threads in (None, layout.threads)]
     else:
@@ -78,7 +80,7 @@ def places_of(cluster: Cluster, workers: int | None = None, threads: int | None 
 
 
 def no_place(cluster: Cluster, workers: int | None, threads: int | None) -> str:
-    """Why there is none for so many workers of so many threads, and for how many there is."""
+    """Say why there is no layout of so many workers of so many threads, and for how many there is one."""
     given = " and ".join(f"{name}={n}" for name, n in (("workers", workers), ("threads", threads)) if n is not None)
     devices = [d for d in cluster.devices if d.kind == "cuda"] or list(cluster.devices)
     cores, hosts = sum(d.cores for d in devices), {d.host for d in devices}
@@ -95,7 +97,7 @@ def no_place(cluster: Cluster, workers: int | None, threads: int | None) -> str:
 
 
 def _nearest(cluster: Cluster, workers: int, threads: int | None, most: int) -> str:
-    """What can be asked for instead."""
+    """Name the numbers of workers or threads that can be asked for instead."""
 
     def first(numbers: Iterable[int]) -> list[int]:
         return list(islice((n for n in numbers if any(_of_workers(cluster, n, threads))), 1))
@@ -107,7 +109,8 @@ def _nearest(cluster: Cluster, workers: int, threads: int | None, most: int) -> 
 
 
 def _of_workers(cluster: Cluster, workers: int, threads: int | None) -> Iterator[Placement]:
-    """So many workers on the GPUs where there are any, else on the cores; on one host, and on all evenly."""
+    """Yield the layouts of so many workers, on the GPUs where there are any, else on the cores; on one host, and spread
+    evenly over all."""
     gpus = [d for d in cluster.devices if d.kind == "cuda"]
     devices = gpus or list(cluster.devices)
     hosts = list(dict.fromkeys(d.host for d in devices))
@@ -126,7 +129,7 @@ def _of_workers(cluster: Cluster, workers: int, threads: int | None) -> Iterator
 
 
 def _asked(strategies: Sequence[Strategy | str] | None) -> tuple[list[type[Strategy]], list[Strategy]]:
-    """(classes to try in all their values, values to try as they are)."""
+    """Divide what was asked for into (classes to try in all their values, values to try as they are)."""
     if strategies is None:
         return [find(name, STRATEGIES) for name in names(STRATEGIES)], []
     kinds, values = list[type[Strategy]](), list[Strategy]()
@@ -145,7 +148,7 @@ def _choices(
     places: Sequence[Placement],
     large: Sequence[Placement],
 ) -> Iterator[tuple[Strategy, Placement]]:
-    """Each once."""
+    """Yield each pair of a strategy and a layout to price, once."""
     seen = set()
     every = [_plain(kinds, profile, places), _composed(kinds, profile, large), _as_they_are(values, places)]
     for strategy, layout in (choice for choices in every for choice in choices):
@@ -168,8 +171,8 @@ def _plain(
 def _composed(
     kinds: Sequence[type[Strategy]], profile: Profile, large: Sequence[Placement]
 ) -> Iterator[tuple[Strategy, Placement]]:
-    """Replicas of groups that hold the network in parts. The ranks of a group follow each other, so they share a host
-    before they share anything else."""
+    """Yield replicas of groups that hold the network in parts. The ranks of a group follow each other, so they share a
+    host before they share anything else."""
     replicated = next((cls for cls in kinds if cls.__name__ == "DataParallel"), None)
     if replicated is None:
         return
@@ -183,9 +186,9 @@ def _composed(
 
 
 def group_sizes(layout: Placement) -> list[int]:
-    """Ranks of a group: two, four, and all that a host has. Sizes between these are left out, since all that each of
-    them offers would be priced on each of the largest layouts: cores and GPUs come in powers of two, and a group that
-    ends in the middle of a host sends between hosts what it could send within one."""
+    """Return the numbers of ranks that a group may have: two, four, and all that a host has. Sizes between these are
+    left out, since all that each of them offers would be priced on each of the largest layouts: cores and GPUs come in
+    powers of two, and a group that ends in the middle of a host sends between hosts what it could send within one."""
     here = sum(1 for rank in range(layout.ranks) if layout.device(rank).host == layout.device(0).host)
     return [n for n in sorted({2, 4, here}) if 1 < n < layout.ranks and layout.ranks % n == 0]
 
@@ -205,7 +208,8 @@ def _candidates(cls: type[Strategy], profile: Profile, layout: Placement) -> lis
 
 
 def _plainly(strategy: Strategy, profile: Profile, places: Sequence[Placement]) -> list[Priced]:
-    """It offered no value anywhere: its plain one where that has a price all the same, else why it has none."""
+    """Price the plain value of a strategy that offered no value anywhere: where it has a price all the same, else with
+    the reason why it has none."""
     if max(place.ranks for place in places) == 1:
         what = "there is one device, which is one worker"
         return [Priced(strategy=strategy, layout=places[0], refusal=what)]
@@ -214,7 +218,7 @@ def _plainly(strategy: Strategy, profile: Profile, places: Sequence[Placement]) 
 
 
 def _refused(strategy: Strategy, profile: Profile, place: Placement) -> Priced:
-    """Of one process, where there are several."""
+    """Refuse a strategy of one process on a layout of several workers."""
     asked = priced(strategy, place, profile)
     what = asked.refusal or f"it is one process, and there are {place.ranks} workers"
     return Priced(strategy=strategy, layout=place, refusal=what)

@@ -15,7 +15,8 @@ from apportion.core import tree
 from apportion.parallel.tracing.tracer import arguments, in_place, names
 
 EMPTY_RUNS = 50
-"""Of a backward pass that does nothing: what calling autograd once for each call costs."""
+"""The number of runs of a backward pass that does nothing, which measure what calling autograd once for each call
+costs."""
 
 
 @dataclass
@@ -23,31 +24,31 @@ class TimedCall:
     """A call as it was made."""
 
     name: str
-    """Of the layer; empty: the loss."""
+    """The name of the layer; empty: the loss."""
     node: fx.Node
     call: Callable[..., Any]
     args: Any
     kwargs: Any
     copies: bool
-    """Does it write into what it is given?"""
+    """Does the call write into what it is given?"""
     taken: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """What it took, as who made it knows it, and as it was used here."""
+    """The tensors that the call took, each as the call that made it knows it, and as it was used here."""
     made: list[Tensor] = field(default_factory=list)
-    """Its outputs that have a gradient."""
+    """The outputs of the call that have a gradient."""
     forward: float = 0.0
     backward: float = 0.0
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, when all that was asked of the device is done."""
+    """Return the seconds of a clock, read when all that was asked of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def fresh(value: Any, taken: list[tuple[Tensor, Tensor]], *, copies: bool) -> Any:
-    """The same tensors, cut off from what made them; those that need a gradient get one of their own. What is given
-    twice stays one: attention looks whether its queries are its keys."""
+    """Return the value with its tensors cut off from what made them; those that need a gradient get one of their own. A
+    tensor that is given twice stays one: attention looks whether its queries are its keys."""
     known: dict[int, Tensor] = {}
 
     def own(tensor: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ def fresh(value: Any, taken: list[tuple[Tensor, Tensor]], *, copies: bool) -> An
 
 
 def backward(made: list[Tensor], gradients: list[Tensor | None]) -> None:
-    """From those that have a gradient."""
+    """Run the backward pass from those of the made tensors that have a gradient."""
     pairs = [(t, g) for t, g in zip(made, gradients, strict=True) if g is not None]
     if pairs:
         torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
@@ -77,10 +78,11 @@ class Calls(fx.Interpreter):
         self._empty = self._empty_backward()
         self.ran: list[TimedCall] = []
         self.watch: Callable[[TimedCall], Any] | None = None
-        """Called around each forward: gives a context."""
+        """The function that is called around each forward, with the call, and returns a context; None: forward is
+        timed."""
 
     def _empty_backward(self) -> float:
-        """Seconds of a backward pass through nothing."""
+        """Measure the seconds of a backward pass through nothing."""
         leaf = torch.zeros(1, device=self._device, requires_grad=True)
         found = []
         for _ in range(EMPTY_RUNS):
@@ -92,7 +94,7 @@ class Calls(fx.Interpreter):
         return sorted(found)[len(found) // 2]
 
     def forward_and_backward(self, inputs: Any, loss: Callable[[Any], Tensor]) -> dict[str, tuple[float, float]]:
-        """(forward, backward) seconds of each call by its name, of the loss under ``""``."""
+        """Time the calls: (forward, backward) seconds of each by its name, of the loss under ``""``."""
         for p in self._model.parameters():
             p.grad = None
         self.ran = []
@@ -146,8 +148,8 @@ class Calls(fx.Interpreter):
 
 
 def kept_bytes(calls: Calls, inputs: Any, loss: Callable[[Any], Tensor]) -> dict[str, int]:
-    """What each call keeps for its backward pass, beside the weights and the buffers: each block of memory once, where
-    it is kept first."""
+    """Return the bytes that each call keeps for its backward pass, beside the weights and the buffers: each block of
+    memory is counted once, where it is kept first."""
     own = [*calls._model.parameters(), *calls._model.buffers(), *tree.tensors(inputs)]
     seen = {t.untyped_storage().data_ptr() for t in own}
     found: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Clusters as they were measured, kept by what tells one machine from another."""
+"""A cache of clusters as they were measured, kept by what distinguishes one machine from another."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from apportion.process import usable_cores
 from apportion.profiler.discover import cpu_model, memory_bytes, numa_nodes
 
 FORMAT = 1
-"""Another one where what is measured, or how, has changed."""
+"""The version of the format, which is raised where what is measured, or how, has changed."""
 
 
 def fingerprint() -> dict[str, Any]:
-    """What the numbers depend on: the processor, how many of its cores, how they lie, torch, the GPUs."""
+    """Describe what the numbers depend on: the processor, how many of its cores, how they lie, torch, the GPUs."""
     gpus = range(torch.cuda.device_count())
     return {
         "format": FORMAT,
@@ -34,13 +34,14 @@ def fingerprint() -> dict[str, Any]:
 
 
 def folder() -> Path:
-    """``$XDG_CACHE_HOME/apportion/clusters``, or below ``~/.cache``. RuntimeError where there is no home."""
+    """Return ``$XDG_CACHE_HOME/apportion/clusters``, or the same below ``~/.cache``. Raises RuntimeError where there is
+    no home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apportion" / "clusters"
 
 
 def read(seconds: float, where: Path | None = None) -> Cluster | None:
-    """This machine as it was measured once, for so many seconds or longer; None where it was not, or what was kept
-    cannot be read."""
+    """Read this machine as it was measured before, for so many seconds or longer; None where it was not, or what was
+    kept cannot be read."""
     made_of = fingerprint()
     try:
         data = json.loads(_path(made_of, where).read_text())
@@ -52,7 +53,7 @@ def read(seconds: float, where: Path | None = None) -> Cluster | None:
 
 
 def write(cluster: Cluster, seconds: float, where: Path | None = None) -> None:
-    """Keep it; where it cannot be written it is measured again the next time."""
+    """Keep the cluster; where it cannot be written, the machine is measured again the next time."""
     made_of = fingerprint()
     data = {"fingerprint": made_of, "seconds": seconds, "cluster": cluster.to_json()}
     try:

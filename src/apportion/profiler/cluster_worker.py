@@ -1,8 +1,9 @@
-"""What a machine reaches, as its own ranks time it: matrix products, memory, small operations, collectives, messages.
+"""Measurements of what a machine reaches, as its own ranks time it: matrix products, memory, small operations,
+collectives, messages.
 
 Whatever is timed is done by all ranks of a world at once, since that is how they will compute: a core that shares its
-memory and its caches with others is slower than one that has them to itself. What is none of theirs is left out: the
-system tells how long a process wanted a core and had none.
+memory and its caches with others is slower than one that has them to itself. Time that other programs take is left out:
+the system tells how long a process wanted a core and had none.
 """
 
 from __future__ import annotations
@@ -26,34 +27,36 @@ from apportion.runtime.worker.cpu_wait import without_core
 from apportion.runtime.worker.entry import run_program
 
 PRODUCT_SECONDS = 0.003
-"""Of one matrix product: smaller ones are not at their best."""
+"""The least seconds of one matrix product: smaller products do not reach the best rate."""
 PRODUCTS = 256, 512, 1024, 2048, 4096, 8192
-"""Rows and columns."""
+"""The rows and columns of the matrix products."""
 MEMORY_BYTES = 32 << 20
-"""Of each of three tensors that a sum goes through: more than a core's own cache holds, and about a layer's."""
+"""The bytes of each of three tensors that a sum goes through: more than a core's own cache holds, and about a
+layer's."""
 GPU_BYTES = 512 << 20
 LEAST = 3
-"""Samples of anything."""
+"""The least number of samples of anything."""
 MOST = 60
 DISTURBED = 0.02
-"""Of a sample's time without a core: then something else was running there."""
+"""The share of a sample's time without a core, above which something else was running there."""
 SAMPLE_SECONDS = 0.001
-"""What is shorter is repeated: starting a clock takes time, and so does meeting."""
+"""The seconds below which work is repeated within a sample: starting a clock takes time, and so does meeting."""
 SIZES = (*(1 << power for power in range(10, 25, 2)), 100 << 20)
-"""Bytes that are sent: 1 KiB, 4 KiB, ... 16 MiB, and 100 MiB."""
+"""The sizes that are sent, in bytes: 1 KiB, 4 KiB, ... 16 MiB, and 100 MiB."""
 OVERLAP_BYTES, OVERLAP_SECONDS = 4 << 20, (0.005, 0.05)
-"""Of what is sent while a rank computes: so much, or what takes so long: the second of these, less where less time is
-given, but never less than the first."""
+"""The most that is sent while a rank computes: so many bytes, and no more than takes so many seconds: the second of
+these, less where less time is given, but never less than the first."""
 OVERLAP_SUMS = 20
-"""That ``overlap`` takes as long as: some to find out how much may be sent, and five for each of three samples."""
+"""The number of sums that ``overlap`` takes as long as: some to find out how much may be sent, and five for each of
+three samples."""
 
 Pairs = Sequence[Sequence[int]]
-"""Of ranks."""
+"""The pairs of ranks that send messages to each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkJob:
-    """What a worker process is given to do that only measures."""
+    """The job of a worker process that only measures."""
 
     threads: int
     device: str
@@ -77,7 +80,8 @@ def serve_gauges(job: BenchmarkJob, world: World, channel: Channel) -> None:
 
 @final
 class HardwareBenchmark:
-    """Called by all ranks of a world alike. What is returned are samples, of this rank: seconds, or a rate."""
+    """A benchmark that all ranks of a world call in the same way. It returns samples of this rank: seconds, or a
+    rate."""
 
     def __init__(self, world: World, group: Group | None = None) -> None:
         self.group, self.device = group or world.group(), world.device
@@ -87,27 +91,27 @@ class HardwareBenchmark:
     # What each rank computes
 
     def products(self, seconds: float, active: Sequence[int] | None = None) -> list[float]:
-        """FLOP/s of float32 matrix products, while these ranks (None: all) compute. The others sleep."""
+        """Measure the FLOP/s of float32 matrix products, while these ranks (None: all) compute. The others sleep."""
         a, b, out = self._product = self._product or self._best_product()
         flops = 2.0 * a.shape[0] ** 3
         return [flops / taken for taken in self._together(lambda: torch.mm(a, b, out=out), seconds, active)]
 
     def memory(self, seconds: float, active: Sequence[int] | None = None) -> list[float]:
-        """Bytes/s of memory, read and written, likewise."""
+        """Measure the bytes/s of memory, read and written, while these ranks (None: all) use it. The others sleep."""
         n = (MEMORY_BYTES if self.device.type == "cpu" else GPU_BYTES) // 4
         a, b, out = (torch.zeros(n, device=self.device) for _ in range(3))
         return [12.0 * n / taken for taken in self._together(lambda: torch.add(a, b, out=out), seconds, active)]
 
     def calls(self, seconds: float) -> list[float]:
-        """Seconds to begin an operation: of layers so small that nothing else counts, forward and backward, of which a
-        backward pass has two."""
+        """Measure the seconds to begin an operation: with layers so small that nothing else counts, forward and
+        backward, of which a backward pass has two."""
         layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20))).to(self.device)
         x = torch.zeros(2, 8, device=self.device)
         total = x.new_ones(2, 8)
         return [t / 60 for t in self._together(lambda: layers(x).backward(total), seconds, None)]
 
     def _best_product(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The smallest that takes long enough: then it is at its best."""
+        """Return the tensors of the smallest product that takes long enough to reach its best rate."""
         for n in PRODUCTS:
             a, b = (torch.full((n, n), value, device=self.device) for value in (0.5, 0.25))
             made = a, b, torch.empty_like(a)
@@ -123,13 +127,14 @@ class HardwareBenchmark:
         return time.perf_counter() - began
 
     def _watched(self, work: Callable[[], Any]) -> tuple[float, float]:
-        """(seconds, share of them without a core)."""
+        """Time the work: (seconds, share of them without a core)."""
         before = without_core()
         took = self._seconds(work)
         return took, (without_core() - before) / max(took, 1e-9)
 
     def _together(self, work: Callable[[], Any], seconds: float, active: Sequence[int] | None) -> list[float]:
-        """For so long, by all at once. The last sample does not count: the others may have stopped before its end."""
+        """Time the work for so many seconds, on all active ranks at once. The last sample does not count: the others
+        may have stopped before its end."""
         taken: list[tuple[float, float]] = []
         self.group.barrier()
         if active is None or self.group.rank in active:
@@ -143,22 +148,23 @@ class HardwareBenchmark:
     # What ranks tell each other
 
     def all_reduces(self, seconds: float) -> list[tuple[int, list[float]]]:
-        """Seconds of sums over all ranks, by their bytes: from small ones to ``SIZES``' last, or to what this much time
-        allows. As many samples on every rank."""
+        """Measure the seconds of sums over all ranks, by their bytes: from small ones to the last of ``SIZES``, or to
+        what this much time allows. Every rank returns equally many samples."""
         return self._growing(self.all_reduce, seconds)
 
     def all_messages(self, seconds: float, pairs: Pairs) -> list[tuple[int, list[float]]]:
-        """Seconds of a message one way, likewise."""
+        """Measure the seconds of a message one way, by its bytes: from small ones to the last of ``SIZES``, or to what
+        this much time allows. Every rank returns equally many samples."""
         return self._growing(lambda nbytes, each: self.messages(nbytes, each, pairs), seconds)
 
     def all_reduce(self, nbytes: int, seconds: float) -> list[float]:
-        """Seconds of a sum over all ranks."""
+        """Measure the seconds of a sum over all ranks."""
         tensor = torch.zeros(nbytes // 4, device=self.device)
         return self._in_step(lambda: self.group.all_reduce(tensor).wait(), seconds)
 
     def messages(self, nbytes: int, seconds: float, pairs: Pairs, *, both: bool = False) -> list[float]:
-        """Seconds of a message one way: from one of a pair to the other and back, halved; all pairs at once. ``both``:
-        each of them sends before it receives, so that messages go both ways at once."""
+        """Measure the seconds of a message one way: from one of a pair to the other and back, halved; all pairs at
+        once. ``both``: each rank of a pair sends before it receives, so that messages go both ways at once."""
         other = next((b if a == self.group.rank else a for a, b in pairs if self.group.rank in (a, b)), None)
         if other is None:
             return self._in_step(lambda: None, seconds)
@@ -177,8 +183,9 @@ class HardwareBenchmark:
         return [taken if both else taken / 2 for taken in self._in_step(there_and_back, seconds)]
 
     def overlap(self, seconds: float) -> list[list[float]]:
-        """Of a sum over all ranks while each of them computes: seconds of [the sum alone, the computing alone, the sum
-        begun, the computing, the sum waited for]. As large a sum as this much time allows, the same each time."""
+        """Measure a sum over all ranks while each of them computes: seconds of [the sum alone, the computing alone, the
+        sum begun, the computing, the sum waited for]. The sum is as large as this much time allows, and equally large
+        each time."""
         least, most = OVERLAP_SECONDS
         if self._overlapped is None:
             self._overlapped = self._largest_sum(min(most, max(least, seconds / OVERLAP_SUMS)))
@@ -203,8 +210,8 @@ class HardwareBenchmark:
         return found
 
     def _largest_sum(self, seconds: float) -> tuple[Tensor, float]:
-        """What is summed over all ranks in about so long at most, and how long that takes. It begins small: over a slow
-        link a single large sum may take longer than all there is time for."""
+        """Find what is summed over all ranks in about so many seconds at most, and how long that takes. It begins
+        small: over a slow link a single large sum may take longer than all the time there is."""
         nbytes = SIZES[2]
         alone = min(self.all_reduce(nbytes, 0.0))
         while self._said(int(4 * nbytes <= OVERLAP_BYTES and 4 * alone <= seconds)):
@@ -226,7 +233,7 @@ class HardwareBenchmark:
         return found
 
     def _in_step(self, work: Callable[[], Any], seconds: float) -> list[float]:
-        """For so long, or ``LEAST`` times; as often on every rank."""
+        """Time the work for so many seconds, or ``LEAST`` times; equally often on every rank."""
         self.group.barrier()
         self._seconds(work)
         self.group.barrier()
@@ -245,13 +252,13 @@ class HardwareBenchmark:
         return [took / each for took in undisturbed(list(zip((took for took, _ in taken), worst, strict=True)))]
 
     def _said(self, number: int) -> int:
-        """By the first rank, to all."""
+        """Broadcast the first rank's number to all ranks."""
         return int(broadcast_message(number, self.group, device=self.device))
 
 
 def undisturbed(samples: Sequence[tuple[float, float]]) -> list[float]:
-    """Of (seconds, share of them without a core): the samples that had one nearly all the time; the ``LEAST`` that come
-    nearest to it where there are fewer."""
+    """Return the seconds of those samples (seconds, share of them without a core) that had a core nearly all the time;
+    the ``LEAST`` samples that come nearest to it where there are fewer."""
     free = [took for took, share in samples if share <= DISTURBED]
     if len(free) >= LEAST:
         return free

@@ -1,4 +1,5 @@
-"""What this machine has, by asking and not by measuring: cores, memory, NUMA nodes, GPUs and what joins them.
+"""Discovery of what this machine has, by asking and not by measuring: cores, memory, NUMA nodes, GPUs and what joins
+them.
 
 Its rates are nominal, within a factor of two or three: good enough to see which layouts are worth a look, and what a
 plan costs to make. ``measure`` replaces them.
@@ -19,11 +20,11 @@ from apportion.process import usable_cores
 
 HOST = "local"
 CORE_FLOPS = 5e10
-"""Of a core that is one of many at work: a float32 product on 256-bit vectors."""
+"""The FLOP/s of a core that is one of many at work: a float32 product on 256-bit vectors."""
 CORE_BYTES = 1e10
-"""Of memory, a second: what one core gets when it is alone,"""
+"""The bytes of memory a second that one core gets when it is alone."""
 NODE_BYTES = 5e10
-"""and what all cores of a NUMA node share."""
+"""The bytes of memory a second that all cores of a NUMA node share."""
 GPU_RATES = {
     "V100": (1.4e13, 0.8e12),
     "T4": (6e12, 0.25e12),
@@ -33,17 +34,18 @@ GPU_RATES = {
     "H100": (5e13, 2.9e12),
     "H200": (5e13, 4.0e12),
 }
-"""FLOP/s in float32 and bytes/s of GPUs as they are sold; others are worked out from their multiprocessors."""
+"""The FLOP/s in float32 and bytes/s of GPUs as they are sold; those of others are worked out from their
+multiprocessors."""
 NVLINK_BYTES = 2.5e10
-"""A second, of one NVLink in one direction (V100, A100 and H100 differ in how many they have)."""
+"""The bytes a second of one NVLink in one direction (V100, A100 and H100 differ in how many they have)."""
 PCIE_BYTES = 1.2e10
-"""Of 16 lanes of the third generation."""
+"""The bytes a second of 16 lanes of PCIe of the third generation."""
 _ASK_SECONDS = 10.0
 
 
 def discover() -> Cluster:
-    """This machine, with nominal rates: the cores that this process may use (affinity, and its container's quota) and
-    their memory, and the GPUs that torch sees."""
+    """Describe this machine, with nominal rates: the cores that this process may use (affinity, and its container's
+    quota) and their memory, and the GPUs that torch sees."""
     cores = usable_cores()
     model = f"{cpu_model()}, {cores} cores"
     cpu = Device(
@@ -61,7 +63,7 @@ def discover() -> Cluster:
 
 
 def cpu_model() -> str:
-    """As the maker calls it; the machine's type where that is not told."""
+    """Return the processor's name as its maker calls it; the machine's type where that is not told."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -71,7 +73,7 @@ def cpu_model() -> str:
 
 
 def memory_bytes() -> int:
-    """What this process may use: the machine's, or less where its container says so."""
+    """Return the bytes of memory that this process may use: the machine's, or less where its container says so."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -82,7 +84,7 @@ def memory_bytes() -> int:
 
 
 def numa_nodes() -> tuple[tuple[int, ...], ...]:
-    """The usable CPUs of each NUMA node that has any."""
+    """Return the usable CPUs of each NUMA node that has any."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     nodes = []
     for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")):
@@ -96,7 +98,7 @@ def numa_nodes() -> tuple[tuple[int, ...], ...]:
 
 
 def _cpus(text: str) -> list[int]:
-    """``0-3,8`` in numbers."""
+    """Parse a list of CPUs such as ``0-3,8`` into numbers."""
     found: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -135,7 +137,7 @@ def _gpu_links(cpu: Device, gpus: tuple[Device, ...]) -> tuple[Link, ...]:
 
 
 def nvlinks() -> int:
-    """NVLinks between any two GPUs of this machine, the fewest; 0 where that cannot be told."""
+    """Return the smallest number of NVLinks between any two GPUs of this machine; 0 where that cannot be told."""
     try:
         told = subprocess.run(
             ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=_ASK_SECONDS, check=True
@@ -146,7 +148,8 @@ def nvlinks() -> int:
 
 
 def fewest_nvlinks(told: str) -> int:
-    """Between two GPUs in the table of ``nvidia-smi topo -m``; 0 where two are joined otherwise."""
+    """Return the smallest number of NVLinks between two GPUs in the table of ``nvidia-smi topo -m``; 0 where two are
+    joined otherwise."""
     lines = [re.sub(r"\x1b\[\d*m", "", line).split() for line in told.splitlines()]
     rows = [cells for cells in lines if len(cells) > 1 and re.fullmatch(r"GPU\d+", cells[0]) and "X" in cells]
     between = [cells[1 + at] for cells in rows for at in range(len(rows)) if cells[1 + at] != "X"]

@@ -1,5 +1,5 @@
-"""What a workload is, beside how long it takes: its layers, how they can be cut, what they keep, what is asked of a
-strategy. The facts of a profile."""
+"""The facts of a profile, beside times: a workload's layers, how they can be cut, what they keep, and what is asked of
+a strategy."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from apportion.profiler.layer_splits import ways, window
 from apportion.profiler.profiled_step import TimedStep
 
 LOADED, LOADING_SECONDS = 64, 0.25
-"""Batches that are loaded at most to see how long that takes; no more are where it takes that long."""
+"""The largest number of batches that are loaded to measure how long loading takes, and the seconds after which no more
+are loaded."""
 FEW = 8
-"""What the batch is divided by for a step that is made for its traces alone."""
+"""The number that the batch is divided by for a step that is made only for its traces."""
 
 
 def facts(own: TimedStep) -> Message:
-    """What a profile says beside times; the layers as far as they are known, ``like`` the first that takes as long."""
+    """Return what a profile says beside times; the layers as far as they are known, with ``like`` naming the first
+    layer that takes as long."""
     workload, replica, model = own.workload, own.replica, own.replica.model
     batch_norm = any(isinstance(m, BatchNormBase) and m.training for m in model.modules())
     own.step(own.rows(min(len(own.batch), max(2, len(own.batch) // FEW))))  # from now on there are slots
@@ -53,7 +55,7 @@ def facts(own: TimedStep) -> Message:
 
 
 def loading(own: TimedStep) -> float:
-    """Seconds of an example, once the data are open: several batches may be gathered at once."""
+    """Measure the seconds of loading an example, once the data are open: several batches may be gathered at once."""
     source, rows = own.step.source, 0
     own.batch.inputs  # noqa: B018 (the first takes longer)
     before = source.seconds
@@ -67,8 +69,8 @@ def loading(own: TimedStep) -> float:
 
 
 def _layers(own: TimedStep) -> tuple[list[dict[str, Any]], str | None]:
-    """(in order of execution, without times, none where the network is not called by its forward alone; why it cannot
-    be cut between them)."""
+    """Return (the layers in order of execution, without times, and none where the network is not called by its forward
+    alone; the reason why the network cannot be cut between its layers, or None)."""
     model, batch = own.replica.model, own.batch
     if own.workload.loss is None:
         return [], "update= calls the network as it likes"
@@ -104,7 +106,7 @@ def _described(layer: Layer) -> dict[str, Any]:
 
 
 def _cuts(ran: TimedCall) -> dict[str, Any]:
-    """How a layer can be cut, and what that depends on."""
+    """Describe how a layer can be cut, and what that depends on."""
     found: dict[str, Any] = {"ways": list(ways(ran.call, ran.node, ran.args))}
     first = ran.args[0] if ran.args else None
     if isinstance(ran.call, nn.RNNBase) and isinstance(first, Tensor) and first.dim() == 3:
@@ -117,7 +119,7 @@ def _cuts(ran: TimedCall) -> dict[str, Any]:
 
 
 def _signature(layer: Layer, ran: TimedCall) -> Any:
-    """The same of layers that take the same time: repeated blocks are timed as one."""
+    """Return a key that is equal for layers that take the same time: repeated blocks are timed as one."""
     settings = repr(ran.call) if isinstance(ran.call, nn.Module) else repr(ran.node.kwargs)
     wanted = tuple(t.requires_grad for t in tree.tensors((ran.args, ran.kwargs)))
     return layer.kind, settings, layer.input_shapes, layer.output_shapes, wanted

@@ -29,17 +29,18 @@ from apportion.profiler.samples import Table, line, measured_link, slowest, spre
 SECONDS = 20.0
 ROUNDS = 3
 PAIRS = 28
-"""Of hosts: all of 8. Of more hosts, each with the next."""
+"""The largest number of pairs of hosts that are all measured: those of 8 hosts. Of more hosts, each is measured with
+the next."""
 ALIKE = 1.5
-"""Links whose bandwidths differ by less are one."""
+"""The factor between bandwidths up to which links are treated as one."""
 
 Found = dict[str, Any]
-"""What a rank tells: plain JSON."""
+"""The findings that a rank reports: plain JSON."""
 
 
 def measure_here(world: World, *, seconds: float = SECONDS) -> Cluster:
-    """The devices of all ranks of the world, and the links within and between their hosts, in about so many seconds.
-    Called by all ranks; the same on each."""
+    """Measure the devices of all ranks of the world, and the links within and between their hosts, in about so many
+    seconds. All ranks call it, and each returns the same cluster."""
     if seconds <= 0.0:
         raise ValueError(f"seconds={seconds} must be positive: something has to be timed")
     group, device = world.group(), world.device
@@ -53,7 +54,7 @@ def measure_here(world: World, *, seconds: float = SECONDS) -> Cluster:
 
 
 def _measured(world: World, here: list[list[int]], seconds: float) -> Found:
-    """By this rank, with the others."""
+    """Return what this rank measures, together with the others."""
     leaders = [ranks[0] for ranks in here]
     own = next(ranks for ranks in here if world.rank in ranks)
     within = HardwareBenchmark(world.split("measure.host", here))
@@ -90,7 +91,8 @@ def _pairs(many: int) -> list[list[int]]:
 
 
 def _rates(samples: dict[str, list[Any]], gauge: HardwareBenchmark, own: list[int], seconds: float) -> None:
-    """All of a host's ranks at once; then one of them by itself with one thread, and with all cores."""
+    """Measure the rates of all of a host's ranks at once; then of one of them by itself with one thread, and with all
+    cores."""
     given, cores = torch.get_num_threads(), discover().devices[0].cores
     for name, threads, active in (("all", given, None), ("one", 1, [0]), ("cores", cores, [0])):
         if gauge.device.type == "cuda" and name != "all":
@@ -134,7 +136,7 @@ def _cluster(everyone: list[Found], here: list[list[int]]) -> Cluster:
 
 
 def _names(hosts: list[str]) -> list[str]:
-    """Of their own where these differ."""
+    """Return the hosts' own names where these differ, else the names with numbers."""
     return hosts if len(set(hosts)) == len(hosts) else [f"{name}-{at}" for at, name in enumerate(hosts)]
 
 
@@ -166,7 +168,7 @@ def _device(everyone: list[Found], host: str, ranks: list[int], rank: int) -> De
 
 
 def _table(everyone: list[Found], name: str, ranks: list[int]) -> Table:
-    """Of what these ranks did together: each sample as long as its slowest rank's."""
+    """Return the table of what these ranks did together, by bytes: each sample takes as long as its slowest rank's."""
     table: dict[int, list[list[float]]] = defaultdict(list)
     for rounds in zip(*(everyone[rank]["samples"][name] for rank in ranks), strict=True):
         for same in zip(*rounds, strict=True):
@@ -186,7 +188,7 @@ def _joined(
 
 
 def _between(everyone: list[Found], here: list[list[int]], devices: tuple[Device, ...], names: list[str]) -> list[Link]:
-    """One link where all pairs of hosts are alike, else one for each pair."""
+    """Return one link where the links of all pairs of hosts are about equally fast, else one for each pair."""
     leaders = [ranks[0] for ranks in here]
     pairs = _pairs(len(leaders))
     speeds = {}

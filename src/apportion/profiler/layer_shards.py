@@ -1,4 +1,5 @@
-"""Layers, and parts of them, run by themselves to be timed: forward and back, on messages that take no time."""
+"""Layers, and parts of them, that are run by themselves to be timed: forward and back, on messages that take no
+time."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from apportion.profiler.call_timer import backward, clock, fresh
 
 @final
 class Silent(Group):
-    """The first of so many ranks, whose messages take no time: what is left is what it computes. What other ranks
-    would give are copies of its own."""
+    """A group as its first rank sees it, in which messages take no time: the time that is left is that of computing.
+    What other ranks would give are copies of this rank's own tensors."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size, self.waits, self.all_waits = 0, size, deque(), WaitClock()
@@ -55,16 +56,16 @@ class Silent(Group):
 
 
 class TimedPart(ABC):
-    """Something to time."""
+    """A layer, or a part of one, to time."""
 
     @abstractmethod
     def run(self) -> tuple[float, float]:
-        """(forward, backward) seconds."""
+        """Run it once, and return its (forward, backward) seconds."""
 
 
 @final
 class PartCalls(TimedPart):
-    """A module or a function, called on these arguments, and autograd through it."""
+    """A module or a function that is called on these arguments, and autograd through it."""
 
     def __init__(
         self, call: Callable[..., Any], args: Any, kwargs: Any, device: torch.device, *, copies: bool = False
@@ -90,8 +91,8 @@ class PartCalls(TimedPart):
 
 @final
 class OneOfStack(TimedPart):
-    """One layer of a recurrent stack as ``wavefront_parallel`` runs it, chunk by chunk; ``only_one``: of its chunks the
-    first alone, without what is done once for all of them (the gradients of its weights, where they are made so)."""
+    """One layer of a recurrent stack as ``wavefront_parallel`` runs it, chunk by chunk. ``only_one``: only the first of
+    its chunks, without what is done once for all of them (the gradients of its weights, where they are made so)."""
 
     def __init__(self, net: nn.RNNBase, x_TBI: Tensor, length: int, *, only_one: bool) -> None:
         number = min(1, net.num_layers - 1)  # most layers look at hidden units

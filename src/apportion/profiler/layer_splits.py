@@ -1,5 +1,5 @@
-"""In which ways a layer can be cut, and the parts that strategies make of it, by their own code. A rank's inputs are
-those that it would have: all rows of the batch, and a part of the units or of the image."""
+"""The ways in which a layer can be cut, and the parts that strategies make of it, by their own code. A rank's inputs
+are those that it would have: all rows of the batch, and a part of the units or of the image."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ FUNCTIONS = frozenset((
     "hardtanh", "iadd", "imul", "isub", "itruediv", "leaky_relu", "mish", "mul", "neg", "pow", "relu", "relu6", "relu_",
     "selu", "sigmoid", "silu", "softplus", "sqrt", "sub", "tanh", "truediv", "add_", "mul_",
 ))  # fmt: skip
-"""That treat each number by itself, by name."""
+"""The names of functions that treat each number by itself."""
 
 
 def ways(call: Callable[..., Any], node: fx.Node, args: Any) -> tuple[str, ...]:
-    """In which a call can be cut, on images by ``height`` as well: see ``profile.Timing.way``."""
+    """Return the ways in which a call can be cut, on images by ``height`` as well: see ``profile.Timing.way``."""
     kind = type(call)
     if not args or not isinstance(args[0], Tensor):
         return ()
@@ -66,7 +66,8 @@ def _name(node: fx.Node) -> str:
 
 
 def window(call: Callable[..., Any], axis: int = 0) -> tuple[int, int] | None:
-    """The height of the window that a layer moves over an image, and its stride; ``axis=1``: the width."""
+    """Return the height of the window that a layer moves over an image, and its stride; ``axis=1``: the width and its
+    stride. None for a layer that moves none."""
     if type(call) not in (*CONVOLUTIONS, *TRANSPOSED, *POOLS):
         return None
     module: Any = call
@@ -81,7 +82,8 @@ def _at(value: Any, axis: int = 0) -> int:
 def part_of(
     call: Callable[..., Any], given: tuple[Any, Any], way: str, ranks: int, *, copies: bool
 ) -> tuple[float, TimedPart] | None:
-    """(share, part) of a call cut in this way for so many ranks; None where it is too small to be."""
+    """Return (share, part) of a call that is cut in this way for so many ranks; None where the call is too small for
+    that."""
     args, kwargs = given
     if way in ("layer", "chunk"):
         return _of_stack(call, args[0], way, ranks)
@@ -103,7 +105,7 @@ def _of_stack(net: Any, x: Tensor, way: str, ranks: int) -> tuple[float, TimedPa
 
 
 def _sliced(call: nn.Module, args: Any, way: str, ranks: int) -> tuple[Any, Any] | None:
-    """By the strategies' own slices; None where the layer has none."""
+    """Cut a module by the strategies' own slices, with its arguments; None where the layer has none."""
     kind = type(call)
     own: Any = copy.deepcopy(call)
     slicer = Slicer(own, Silent(ranks))
@@ -131,7 +133,8 @@ def _sliced(call: nn.Module, args: Any, way: str, ranks: int) -> tuple[Any, Any]
 
 
 def _channels(conv: Any, args: Any, way: str, ranks: int) -> tuple[Any, Any] | None:
-    """A part of the filters; of what they look at; of the groups."""
+    """Cut a convolution to a part of its filters, of the channels that they look at, or of its groups; None where these
+    do not divide."""
     groups, into, out = conv.groups, conv.in_channels, conv.out_channels
     if groups >= ranks and groups > 1:
         groups, into, out = groups // ranks, into // ranks, out // ranks
@@ -149,7 +152,7 @@ def _channels(conv: Any, args: Any, way: str, ranks: int) -> tuple[Any, Any] | N
 
 
 def _narrow(call: Callable[..., Any], args: Any, ranks: int) -> tuple[Any, Any]:
-    """Element-wise: a part of the units (of an image: of its channels) of everything that has as many."""
+    """Cut an element-wise call to a part of the units (on an image: of its channels) of everything that has as many."""
     dim = 1 if args[0].dim() >= 4 else -1
     return call, _all_cut(args, dim, ranks)
 
@@ -181,7 +184,8 @@ def _strip(call: Callable[..., Any], args: Any, ranks: int) -> tuple[Any, Any] |
 
 
 def _all_cut(args: Any, dim: int, ranks: int) -> Any:
-    """The same part of everything that is as long there as the first; of one element at least."""
+    """Cut the same part from everything that is as long in this dimension as the first argument; at least one
+    element."""
     length = args[0].shape[dim]
     own, from_the_end = -(-length // ranks), dim % args[0].dim() - args[0].dim()  # as shapes are broadcast
 

@@ -1,5 +1,5 @@
-"""This machine, measured by workers as training starts them: what each of them reaches while all of them compute, and
-how fast they tell each other.
+"""Measurements of this machine, by workers as training starts them: the rates that each of them reaches while all of
+them compute, and how fast they communicate.
 
 ::
 
@@ -31,18 +31,19 @@ from apportion.runtime.launch.local import Local
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 
 SECONDS = 15.0
-"""Of measuring; starting the workers comes on top."""
+"""The seconds of measuring; starting the workers takes time in addition."""
 ROUNDS = 5
 AT_ONCE_BYTES = 1 << 20
 _ANSWER_SECONDS = 300.0
 
 
 def measure(*, remeasure: bool = False, seconds: float = SECONDS, cache: Path | None = None) -> Cluster:
-    """This machine's devices and links with their measured rates; from the cache where the same machine was measured
-    before, for so many seconds or longer. ``remeasure``: anew all the same. ``cache``: a folder, instead of
-    ``~/.cache/apportion/clusters``.
+    """Measure this machine's devices and links and their rates; taken from the cache where the same machine was
+    measured before, for so many seconds or longer. ``remeasure``: measure again all the same. ``cache``: a folder,
+    instead of ``~/.cache/apportion/clusters``.
 
     It is real work for about so many seconds: nothing else should run meanwhile. An interruption leaves nothing behind.
+    Raises ValueError where ``seconds`` is not positive.
     """
     if seconds <= 0.0:
         raise ValueError(f"seconds={seconds} must be positive: something has to be timed")
@@ -58,7 +59,7 @@ def measure(*, remeasure: bool = False, seconds: float = SECONDS, cache: Path | 
 
 @dataclass(frozen=True)
 class BenchmarkPlace:
-    """A layout of workers of this machine."""
+    """A layout of workers on this machine."""
 
     kind: Literal["cpu", "cuda"]
     workers: int
@@ -66,14 +67,14 @@ class BenchmarkPlace:
 
 
 def places(cluster: Cluster) -> list[BenchmarkPlace]:
-    """All that a plan may propose on a cluster of one host."""
+    """Return all layouts that a plan may propose on a cluster of one host."""
     found = [BenchmarkPlace(layout.device(0).kind, layout.ranks, layout.threads) for layout in layouts(cluster)]
     return list(dict.fromkeys(found))
 
 
 @contextmanager
 def _awaiting(chosen: list[BenchmarkPlace]) -> Iterator[dict[BenchmarkPlace, WorkerPool]]:
-    """The workers of each, started; they sleep until they are asked."""
+    """Start the workers of each layout; they sleep until they are asked."""
     crews: dict[BenchmarkPlace, WorkerPool] = {}
     try:
         for place in chosen:
@@ -88,17 +89,18 @@ def _awaiting(chosen: list[BenchmarkPlace]) -> Iterator[dict[BenchmarkPlace, Wor
 
 
 class Findings:
-    """Samples of each thing at each place, round by round; of several ranks, one run after the other."""
+    """The samples of each thing at each layout, round by round; where several ranks have samples, one run after the
+    other."""
 
     def __init__(self) -> None:
         self.rounds: dict[tuple[Any, ...], list[list[float]]] = defaultdict(list)
 
     def add(self, samples: list[float], *key: Any) -> None:
-        """One round's."""
+        """Add the samples of one round."""
         self.rounds[key].append(samples)
 
     def tables(self, *key: Any) -> dict[int, Rounds]:
-        """What was found under this key and a number of bytes."""
+        """Return what was found under this key, by the number of bytes."""
         return {found[-1]: rounds for found, rounds in self.rounds.items() if found[:-1] == key}
 
 
@@ -181,7 +183,7 @@ def _device(device: Device, findings: Findings) -> Device:
 
 
 def _link(nominal: Cluster, link: Link, findings: Findings) -> Link:
-    """A link between the devices of workers that were measured; another one stays as it is."""
+    """Return a link between the devices of workers, as it was measured; another one as it is."""
     kinds = {nominal.device(name).kind for name in link.devices}
     places = [key[1] for key in findings.rounds if key[0] == "at once" and {key[1].kind} == kinds]
     if not places:

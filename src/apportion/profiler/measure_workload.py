@@ -10,9 +10,9 @@ more memory bandwidth, and a profile of it can be wrong by a factor of two.
     a budget    steps ... | layers ... | parts    of layers, the longest first
     each        B, B/2, B/8 rows         (units, height, ...) by 2, 4, ...
 
-Who computes alone has no share of B/2 rows, and of its layers only the proportions matter: they are timed on B/8. What
-takes long is repeated less often (``timing.Runs``), and its parts are timed on fewer rows: how much longer the whole
-layer takes is the same there.
+A worker that computes alone has no share of B/2 rows, and of its layers only the proportions matter: they are timed on
+B/8. What takes long is repeated less often (``workload_worker.Runs``), and its parts are timed on fewer rows: the ratio
+of the whole layer's time to the part's is the same there.
 """
 
 from __future__ import annotations
@@ -34,26 +34,29 @@ from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.runtime.worker.job import MANY_STEPS, Job
 
 SECONDS = 15.0
-"""Of measuring, for all layouts together."""
+"""The seconds of measuring, for all layouts together."""
 ANSWER_SECONDS = 600.0
 STEPS_SHARE, LAYERS_SHARE = 0.4, 0.3
-"""Of a layout's time; parts of layers have the rest."""
+"""The shares of a layout's time for whole steps and for layers; parts of layers have the rest."""
 PARTS_LEAST = 0.5
-"""Of it that they have where the least number of steps takes longer than their share: parts are many, and small."""
+"""The share of a layout's time that parts of layers have where the least number of steps takes longer than its share:
+parts are many, and small."""
 ROWS = (1, 2, 8)
-"""What the batch is divided by: the whole of it, a worker's share (of more workers where there are more), a
+"""The numbers that the batch is divided by: the whole of it, a worker's share (of more workers where there are more), a
 micro-batch."""
 MOST_PARTS = 8
-"""That a layer is timed in; for more it is worked out."""
+"""The largest number of parts that a layer is timed in; for more parts the time is worked out."""
 PART_SECONDS = 0.5
-"""Of a part of a layer, at most."""
+"""The seconds of timing a part of a layer, at most."""
 PARTS_STEP_SECONDS = 0.1
-"""Parts are timed on the fewest rows of which a step takes so long; where none does, on all."""
+"""The least seconds of a step on the rows that parts are timed on: the fewest such rows; where no step takes so long,
+all rows."""
 
 
 @dataclass
 class _Setting:
-    """Workers that compute at once on a device like this host's, and what their layouts may cut a layer into."""
+    """A number of workers that compute at once on a device like this host's, and the numbers of parts that their
+    layouts may cut a layer into."""
 
     threads: int
     together: int
@@ -63,7 +66,7 @@ class _Setting:
 
     @property
     def weight(self) -> int:
-        """Of its time: where there are parts of layers there is more to do."""
+        """The weight of the setting when time is shared out: where there are parts of layers there is more to do."""
         return 2 if self.counts else 1
 
 
@@ -75,11 +78,11 @@ def profile(
     seconds: float = SECONDS,
     device: str | None = None,
 ) -> Profile:
-    """What a step of the workload takes on this host, in each way in which workers of these layouts share it.
+    """Measure what a step of the workload takes on this host, in each way in which workers of these layouts share it.
 
     ``seconds``: for all of it but the start of the processes; a network so slow that the least number of runs takes
-    longer has these. ``device``: the cluster's device that this host is; None: that of the first layout. ValueError
-    where no layout has a worker on such a device, or where the workload cannot be run.
+    longer is still given these runs. ``device``: the cluster's device that this host is; None: that of the first
+    layout. Raises ValueError where no layout has a worker on such a device, or where the workload cannot be run.
     """
     if not seconds > 0:
         raise ValueError(f"seconds={seconds} must be above 0: a profile is measured; {SECONDS:g} are enough for most")
@@ -147,11 +150,11 @@ class _Measuring:
         self._crew.close()
 
     def facts(self) -> Message:
-        """What the workload is."""
+        """Return the facts of the workload, see ``facts.facts``."""
         return self._ask({"kind": "facts"})[0]
 
     def measure(self, facts: Message, seconds: float) -> Found:
-        """Whole steps, layers, parts; each in its share of the time."""
+        """Measure whole steps, layers and parts, each in its share of the time."""
         found = Found(self._ask({"kind": "loading"})[0]["seconds"])
         end = time.monotonic() + seconds
         rows = self._rows(facts)
@@ -190,7 +193,8 @@ class _Measuring:
         )
 
     def _layers(self, layers: Sequence[Mapping[str, Any]], whole: Pass, seconds: float, found: Found) -> None:
-        """The times of layers add up to that of the whole, in each direction."""
+        """Time the layers on the rows of a whole step, scaled so that they add up to the time of the step, in each
+        direction."""
         answers = self._ask({"kind": "layers", "rows": whole.rows, "seconds": seconds})
         forward, backward = (
             scaled(layers, [a[way] for a in answers], total)
@@ -212,7 +216,8 @@ class _Measuring:
         )
 
     def _parts(self, layers: Sequence[Mapping[str, Any]], found: Found, end: float) -> None:
-        """Of layers that differ; each beside the same layer whole, of which it is then a part."""
+        """Time the parts of layers that differ, each beside the same layer whole, so that its time is known as a share
+        of it."""
         rows = _few_rows(found.passes)
         whole = {name: timings[0] for name, timings in found.timings.items()}
         orders = list(self._orders(layers, whole))
@@ -243,7 +248,7 @@ class _Measuring:
     def _orders(
         self, layers: Sequence[Mapping[str, Any]], whole: Mapping[str, Timing]
     ) -> Iterator[tuple[str, str, int]]:
-        """(layer, way, parts): what takes longest first."""
+        """Yield (layer, way, number of parts), those of the layer that takes longest first."""
         first = [layer for layer in layers if layer["like"] == layer["name"]]
         for layer in sorted(first, key=lambda layer: -_both(whole[layer["name"]])):
             for way in layer["ways"]:
@@ -252,7 +257,7 @@ class _Measuring:
 
 
 def _few_rows(passes: Sequence[Pass]) -> float:
-    """The fewest of which a step takes long enough to be timed part by part."""
+    """Return the fewest rows on which a step takes long enough to be timed part by part."""
     enough = [p.rows for p in passes if p.forward + p.backward >= PARTS_STEP_SECONDS]
     return min(enough, default=passes[0].rows)
 
@@ -266,17 +271,18 @@ def _both(timing: Timing) -> float:
 
 @dataclass
 class Found:
-    """By the workers of one setting."""
+    """The times that the workers of one setting have measured."""
 
     loading: float
-    """Seconds of an example."""
+    """The seconds of loading an example."""
     passes: list[Pass] = field(default_factory=list)
     timings: dict[str, list[Timing]] = field(default_factory=dict)
-    """By the names of layers."""
+    """The timings of the layers, by their names."""
 
 
 def made(name: str | None, device: str, facts: Message, found: Sequence[Found]) -> Profile:
-    """The profile: of ``facts`` that one worker has told, and times from all settings. ``name``: None: the model's."""
+    """Make the profile: of ``facts`` that one worker has reported, and times from all settings. ``name``: the name of
+    the profile; None: the model's."""
     told = {what: value for what, value in facts.items() if what not in ("kind", "layers", "model", "parameter_bytes")}
     passes = tuple(p for f in found for p in f.passes)
     layers = [_layer(layer, found) for layer in facts["layers"]]
@@ -293,15 +299,15 @@ def made(name: str | None, device: str, facts: Message, found: Sequence[Found]) 
 
 
 def mean(answers: Sequence[Message]) -> dict[str, float] | None:
-    """Of a part, by all ranks; None where the layer cannot be cut so."""
+    """Return the mean of what all ranks report of a part; None where the layer cannot be cut so."""
     if answers[0]["share"] is None:
         return None
     return {what: statistics.mean(a[what] for a in answers) for what in ("share", "forward", "backward")}
 
 
 def scaled(layers: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, float]], total: float) -> dict[str, float]:
-    """Seconds of each layer in one direction: the mean of all ranks and of all layers that are alike, and together the
-    total. The loss belongs to the last of them."""
+    """Return the seconds of each layer in one direction: the mean over all ranks and all layers that are ``like`` each
+    other, scaled to add up to the total. The loss belongs to the last layer."""
     known = {layer["name"]: statistics.mean(t.get(layer["name"], 0.0) for t in told) for layer in layers}
     alike: dict[str, list[float]] = {}
     for layer in layers:

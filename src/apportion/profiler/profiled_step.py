@@ -1,5 +1,5 @@
-"""A step of one device that is looked at closely: any number of rows of its first batch, its network's calls, and when
-forward ended."""
+"""A step of one device that is looked at closely: on any number of rows of its first batch, with the calls of its
+network, and the time when forward ended."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Followed:
 
 @final
 class TimedStep:
-    """The workload's own, on this rank's device."""
+    """The workload's own step, on this rank's device."""
 
     def __init__(self, workload: Workload, world: World) -> None:
         self.workload, self.device = workload, world.device
         self.forward_ended = 0.0
-        """When the loss was there, by ``clock``."""
+        """The time when the loss was computed, by ``clock``."""
         loss = workload.loss
         if loss is not None:
 
@@ -51,11 +51,11 @@ class TimedStep:
         self._known: dict[int, Followed | None] = {}
 
     def rows(self, rows: int) -> Batch:
-        """So many rows of the first batch, or somewhat more."""
+        """Return so many rows of the first batch, or somewhat more."""
         return self.batch.parts(-(-len(self.batch) // rows))[0]
 
     def inputs(self, batch: Batch) -> Any:
-        """All that the model is called with."""
+        """Return all that the model is called with."""
         if self.workload.carry is None:
             return batch.inputs
         state = tree.cast(self.workload.carry(len(batch)), self.device, self.workload.dtype)
@@ -64,13 +64,13 @@ class TimedStep:
         return (*(batch.inputs if isinstance(batch.inputs, tuple | list) else (batch.inputs,)), state)
 
     def loss(self, batch: Batch) -> Callable[[Any], Tensor]:
-        """Of the model's outputs for it."""
+        """Return the function that computes the loss of the model's outputs for the batch."""
         carries, targets, loss = self.workload.carry is not None, batch.targets, self.workload.loss
         assert loss is not None
         return lambda outputs: loss(outputs[0] if carries else outputs, targets)
 
     def forget(self) -> None:
-        """The gradients; and a step is made."""
+        """Drop the gradients, and commit the step."""
         for p in self.replica.trainable():
             p.grad = None
         self.replica.commit()
@@ -78,18 +78,18 @@ class TimedStep:
     # Its calls
 
     def followed(self, rows: int) -> Followed | None:
-        """On so many rows; None where the network cannot be followed."""
+        """Return the network with its calls on so many rows; None where the network cannot be followed."""
         if rows not in self._known:
             self._known[rows] = self._follow(rows)
         return self._known[rows]
 
     def called(self, followed: Followed, batch: Batch) -> dict[str, tuple[float, float]]:
-        """(forward, backward) seconds of each call; of the loss under ``""``."""
+        """Time the calls: (forward, backward) seconds of each; of the loss under ``""``."""
         with self.replica.autocast():
             return followed.calls.forward_and_backward(followed.inputs, self.loss(batch))
 
     def ran(self, followed: Followed, batch: Batch, name: str) -> TimedCall:
-        """The call of a layer, as it was made last."""
+        """Return the call of a layer, as it was made last."""
         if not followed.calls.ran:
             self.called(followed, batch)
         return next(ran for ran in followed.calls.ran if ran.name == name)

@@ -1,4 +1,4 @@
-"""What repeated measurements come to: medians, after what stands apart was left out, and lines through them.
+"""Summaries of repeated measurements: medians, after outliers were left out, and lines through them.
 
 A machine that does something else for a moment makes some samples longer and none shorter, so means are of no use. Each
 number is measured in several rounds, in turn with everything else; a round's value is its median, and of the rounds'
@@ -16,18 +16,18 @@ from apportion.cost_model.cluster import Link, Moved, Port
 
 OUTLIER = 3.5
 _SCALE = 0.6745
-"""Makes the median distance from the median as large as a standard deviation, for normal samples."""
+"""The factor that makes the median distance from the median as large as a standard deviation, for normal samples."""
 SMALL_BYTES = 64 << 10
-"""Up to here a message's time is mostly its latency."""
+"""The bytes up to which a message's time is mostly its latency."""
 
 Rounds = Sequence[Sequence[float]]
-"""Samples of one thing, round by round."""
+"""The samples of one thing, round by round."""
 Table = Mapping[int, Rounds]
-"""Of one thing at several sizes in bytes."""
+"""The samples of one thing at several sizes in bytes."""
 
 
 def kept(samples: Sequence[float]) -> list[float]:
-    """Those that do not stand apart."""
+    """Return the samples that are not outliers."""
     middle = median(samples)
     distance = median(abs(s - middle) for s in samples)
     if distance == 0.0:
@@ -36,12 +36,13 @@ def kept(samples: Sequence[float]) -> list[float]:
 
 
 def typical(rounds: Rounds) -> float:
-    """One number for all of them."""
+    """Return one number for all rounds: the median of the rounds' medians, without outliers."""
     return median(kept([median(samples) for samples in rounds if samples]))
 
 
 def spread(runs: Rounds) -> float:
-    """Relative standard deviation of samples that followed each other: the median over runs, without outliers."""
+    """Return the relative standard deviation of samples that followed each other: the median over runs, without
+    outliers."""
     found = []
     for samples in runs:
         if len(samples) > 2:
@@ -51,12 +52,12 @@ def spread(runs: Rounds) -> float:
 
 
 def slowest(ranks: Rounds) -> list[float]:
-    """Of samples that ranks took together: each as long as its slowest rank's."""
+    """Return, for samples that ranks took together, the seconds of each on its slowest rank."""
     return [max(same) for same in zip(*ranks, strict=True)]
 
 
 def line(points: Mapping[int, float]) -> tuple[float, float]:
-    """(seconds at nothing, bytes a second) of times by their bytes: the median of the slopes between any two of the
+    """Fit (seconds at nothing, bytes a second) to times by their bytes: the median of the slopes between any two of the
     large ones (Theil and Sen), and what the small ones take beyond that."""
     most = max(points)
     large = sorted(n for n in points if n * 64 >= most)
@@ -70,7 +71,8 @@ def line(points: Mapping[int, float]) -> tuple[float, float]:
 
 
 def hiding(samples: Rounds) -> tuple[float, float]:
-    """(share that is hidden, how much longer computing takes meanwhile) from ``Gauge.overlap``'s samples."""
+    """Return (the share of a sum that is hidden, how much longer computing takes meanwhile) from the samples of
+    ``HardwareBenchmark.overlap``."""
     alone, computing, begun, computed, waited = (median(kept(column)) for column in zip(*samples, strict=True))
     hidden = min(1.0, max(0.0, 1.0 - (begun + waited) / alone))
     if hidden < 0.05:
@@ -80,13 +82,13 @@ def hiding(samples: Rounds) -> tuple[float, float]:
 
 
 def whose(alone: float, at_once: float, many: int) -> Port:
-    """A link's bandwidth is its users' together where so many transfers at once take nearer to so many times as long
-    as one than to as long."""
+    """Say whose a link's bandwidth is: all users' together where so many transfers at once take nearer to so many times
+    as long as one than to as long, else each device's."""
     return "all" if at_once / alone > many**0.5 else "device"
 
 
 def sums(ranks: int, sizes: Table) -> list[Moved]:
-    """The entries of a link's table: sums over so many ranks, by their bytes."""
+    """Return the entries of a link's table for sums over so many ranks, by their bytes."""
     return [
         Moved(what="all_reduce", ranks=ranks, nbytes=nbytes, seconds=typical(rounds))
         for nbytes, rounds in sorted(sizes.items())
@@ -94,7 +96,7 @@ def sums(ranks: int, sizes: Table) -> list[Moved]:
 
 
 def measured_link(link: Link, messages: Table, reduced: Mapping[int, Table], overlapped: Rounds) -> Link:
-    """The link as it was measured. ``reduced``: by the number of ranks."""
+    """Return the link as it was measured. ``reduced``: the tables of sums by the number of ranks."""
     passed = {nbytes: typical(rounds) for nbytes, rounds in sorted(messages.items())}
     latency, bandwidth = line(passed)
     table = [Moved(what="message", ranks=2, nbytes=n, seconds=seconds) for n, seconds in passed.items()]

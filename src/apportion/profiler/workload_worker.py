@@ -1,5 +1,5 @@
-"""A workload's step timed in parts, on command, while other workers of the same host time the same: how profiles are
-measured. Between commands the process sleeps."""
+"""A worker that times a workload's step in parts, on command, while other workers of the same host time the same: how
+profiles are measured. Between commands the process sleeps."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ from apportion.runtime.worker.job import Job
 
 
 class Runs(NamedTuple):
-    """So many at least of whatever is timed, beside the first; the time may be up before."""
+    """The least numbers of runs of whatever is timed, beside the first; they are made even where the time is up
+    before."""
 
     quick: int
     slow: int
-    """Of what takes ``SLOW_SECONDS``: nothing that disturbs for a moment is long beside it."""
+    """The least number of runs of what takes longer than ``SLOW_SECONDS``: a momentary disturbance is short beside
+    it."""
 
 
 STEPS = Runs(quick=6, slow=2)
-"""One in two has the workload's own update, the other a fused one."""
+"""The least numbers of runs of whole steps: one in two has the workload's own update, the other a fused one."""
 CALLS = Runs(quick=3, slow=1)
-"""Of layers and parts of them, of which the fastest run counts, the first with them."""
+"""The least numbers of runs of layers and parts of them, of which the fastest run counts, the first included."""
 MOST = 400
 SLOW_SECONDS = 0.1
 
@@ -49,10 +51,11 @@ def main(sock: socket.socket, payload: bytes) -> int:
 
 
 def serve_timings(job: Job, world: World, channel: Channel) -> None:
-    """Make the workload's step (``ready``); then obey: ``facts``, ``loading``, ``pass``, ``layers``, ``part``,
-    ``close``. What a workload is, rank 0 finds out for all.
+    """Make the workload's step (``ready``); then obey orders: ``facts``, ``loading``, ``pass``, ``layers``, ``part``,
+    ``close``. Rank 0 finds out for all what the workload is.
 
-    Every rank begins to time when all are there, and goes on for the same number of seconds."""
+    Every rank begins to time when all are there, and goes on for the same number of seconds.
+    """
     timed = StepProfiler(job.open(), world)
     channel.send({"kind": "ready"})
     while (order := channel.commands.get()) is not None and order["kind"] != "close":
@@ -62,7 +65,7 @@ def serve_timings(job: Job, world: World, channel: Channel) -> None:
 
 @final
 class StepProfiler:
-    """A step of one device, and its parts, timed."""
+    """A step of one device, and its parts, that are timed."""
 
     def __init__(self, workload: Workload, world: World) -> None:
         self._world, self._device, self._workload = world, world.device, workload
@@ -70,7 +73,7 @@ class StepProfiler:
         self._fused = self._fused_update()
 
     def obey(self, order: Message) -> Message:
-        """What the order asks for."""
+        """Return what the order asks for."""
         match order["kind"]:
             case "pass":
                 return self.whole(order["rows"], order["seconds"])
@@ -83,8 +86,8 @@ class StepProfiler:
         return facts(self._own) if order["kind"] == "facts" else {"seconds": loading(self._own)}
 
     def _fused_update(self) -> Callable[[], None] | None:
-        """An update by torch's fused kernels, as the strategies make it that divide the weights; None where the
-        workload's own is the same, or nothing is known of when it comes."""
+        """Return an update by torch's fused kernels, as the strategies make it that divide the weights; None where the
+        workload's own update is the same, or it is not known when the update comes."""
         replica = self._own.replica
         if self._workload.update is not None or replica.searching:
             return None
@@ -104,8 +107,8 @@ class StepProfiler:
     # Whole steps
 
     def whole(self, rows: int, seconds: float) -> Message:
-        """Steps of so many rows: seconds of each one's forward (with the loss), backward and update; every other one
-        with a ``fused`` update, where there is one."""
+        """Time steps of so many rows: seconds of each one's forward (with the loss), backward and update; every other
+        one with a ``fused`` update, where there is one."""
         batch = self._own.rows(rows)
         found: dict[str, list[float]] = {"forward": [], "backward": [], "update": [], "fused": []}
         waited = Waited()
@@ -120,7 +123,7 @@ class StepProfiler:
         return {**told, **{name: _median(times) for name, times in found.items()}}
 
     def _warm(self, batch: Batch) -> None:
-        """A step that nobody counts; with its gradients both updates."""
+        """Make a step that is not counted; both updates are made with its gradients."""
         step, parameters = self._own.step, self._own.replica.trainable()
         if self._workload.update is not None:
             step(batch)
@@ -134,7 +137,7 @@ class StepProfiler:
             self._fused()
 
     def _one(self, batch: Batch, found: dict[str, list[float]], fused: Callable[[], None] | None) -> None:
-        """With ``fused``: instead of the workload's own update."""
+        """Time one step. ``fused``: the update that is made instead of the workload's own."""
         began = clock(self._device)
         self._own.step.backward(batch)
         ended = clock(self._device)
@@ -144,7 +147,8 @@ class StepProfiler:
         found["update" if fused is None else "fused"].append(clock(self._device) - ended)
 
     def _one_of_its_own(self, batch: Batch, found: dict[str, list[float]]) -> None:
-        """Where forward ends and backward begins in an ``update=`` only itself knows: a third and two thirds."""
+        """Time one step of a workload with an ``update=``, which alone knows where forward ends and backward begins: a
+        third is taken as forward, two thirds as backward."""
         replica = self._own.replica
         began, updating = clock(self._device), replica.seconds
         self._own.step(batch)
@@ -156,7 +160,7 @@ class StepProfiler:
     # Layers
 
     def layers(self, rows: int, seconds: float) -> Message:
-        """Seconds of each call, in the course of steps of so many rows: of the loss under ``""``."""
+        """Time each call, in seconds, in the course of steps of so many rows; the loss is under ``""``."""
         batch = self._own.rows(rows)
         followed = self._own.followed(len(batch))
         found: dict[str, list[tuple[float, float]]] = {}
@@ -171,7 +175,8 @@ class StepProfiler:
         }
 
     def _watched(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """By hooks: of a network that cannot be followed. Backward is not seen: twice the forward."""
+        """Time the modules of a network that cannot be followed, by hooks. Backward is not seen, and is taken as twice
+        the forward."""
         began: dict[str, float] = {}
         found: dict[str, tuple[float, float]] = {}
         calls: dict[str, int] = {}
@@ -200,7 +205,8 @@ class StepProfiler:
         return found
 
     def part(self, order: Message) -> Message:
-        """Seconds of a layer by itself: whole (``way=""``), or cut for so many ranks; None where it cannot be."""
+        """Time a layer by itself, in seconds: whole (``way=""``), or cut for so many ranks; share None where it cannot
+        be cut so."""
         batch = self._own.rows(order["rows"])
         followed = self._own.followed(len(batch))
         assert followed is not None, "only a network that is followed has parts"
@@ -218,7 +224,7 @@ class StepProfiler:
         }
 
     def _part(self, ran: TimedCall, way: str, ranks: int) -> tuple[float, TimedPart] | None:
-        """With its share, run once; None where the layer has no such part."""
+        """Return (share, part), run once; None where the layer has no such part."""
         given = (ran.args, ran.kwargs)
         if not way:
             return 1.0, PartCalls(ran.call, *given, self._device, copies=ran.copies)
@@ -231,7 +237,7 @@ class StepProfiler:
         return made
 
     def _timed(self, seconds: float, least: Runs) -> Iterator[int]:
-        """The number of each run: 0, to get warm; and then, all ranks together, until the time is up."""
+        """Yield the number of each run: 0, to get warm; and then, all ranks together, until the time is up."""
         began = clock(self._device)
         yield 0
         many = least.slow if clock(self._device) - began > SLOW_SECONDS else least.quick
@@ -244,10 +250,12 @@ class StepProfiler:
 
 
 def _median(times: list[float]) -> float | None:
-    """A step's time is predicted as its median, so that is what whole steps are timed by."""
+    """Return the median of the times of whole steps, since a step's time is predicted as its median; None where there
+    are no times."""
     return statistics.median_low(times) if times else None
 
 
 def _least(times: list[float]) -> float:
-    """Of layers only the proportions count, and there are few runs of each: whatever disturbs one makes it longer."""
+    """Return the least of the times of a layer: only the proportions of layers count, there are few runs of each, and
+    whatever disturbs a run makes it longer."""
     return min(times)

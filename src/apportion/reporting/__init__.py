@@ -1,1 +1,1 @@
-"""What a run and a plan leave to be read: the event log, its summary, and the pages."""
+"""The records that a run and a plan leave to be read: the event log, its summary, and the pages."""

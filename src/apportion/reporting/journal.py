@@ -1,4 +1,4 @@
-"""A run's events, kept: ``events.jsonl``, TensorBoard, and the table at the end.
+"""The events of a run, kept in files: ``events.jsonl``, TensorBoard, and the table at the end.
 
 Every event is one line of JSON: ``kind``, ``step``, ``epoch``, ``seconds``, ``data`` as in ``Event``, and ``time``, the
 wall clock in seconds since 1970. JSON has no numbers that are not finite; they are written as the strings "NaN",
@@ -32,7 +32,7 @@ TENSORBOARD = "tensorboard"
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _TEXTS = {"strategy", "launcher", "device", "path", "cause", "traceback", "action", "run_dir", "reason", "resume"}
-"""What in an event's data is text whatever it says: a cause may be "NaN"."""
+"""The fields of an event's data that are text whatever they say: a cause may be "NaN"."""
 
 
 class Journal:
@@ -62,7 +62,7 @@ class Journal:
             raise self._refused(error) from error
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Close the files: no further event comes."""
         try:
             self._lines.close()
         except OSError as error:
@@ -86,15 +86,15 @@ class Journal:
 
 
 def read_events(run_dir: str | Path) -> list[Event]:
-    """All events of a run, in order; of every sitting, where it was resumed."""
+    """Read all events of a run, in order; of every sitting, where it was resumed."""
     return [event for _, event in entries(run_dir)]
 
 
 def entries(run_dir: str | Path) -> Iterator[tuple[float, Event]]:
-    """The same one by one, each with the wall clock (seconds since 1970) when it was written.
+    """Read the events of a run one by one, each with the wall clock (seconds since 1970) when it was written.
 
-    A torn last line, left by a driver that was killed, is passed over; CheckpointError where any other does not parse,
-    or where there are no events at all.
+    A torn last line, left by a driver that was killed, is passed over. Raises CheckpointError where any other line does
+    not parse, or where there are no events at all.
     """
     path = Path(run_dir) / EVENTS
     try:
@@ -127,7 +127,7 @@ def _encode(event: Event) -> bytes:
 
 
 def _decode(line: bytes) -> tuple[float, Event] | None:
-    """The event on a line; None where it is no event."""
+    """Return the wall clock and the event on a line; None where the line is not an event."""
     try:
         record = json.loads(line)
         data = record["data"]
@@ -148,7 +148,7 @@ def _decode(line: bytes) -> tuple[float, Event] | None:
 
 
 def _finite(value: Any) -> Any:
-    """The same with a string for each number that is not finite."""
+    """Return the value with a string for each number that is not finite."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
@@ -157,7 +157,7 @@ def _finite(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """The inverse of ``_finite``."""
+    """Return the value with a number for each string that ``_finite`` writes for one."""
     if isinstance(value, str):
         return _NOT_FINITE.get(value, value)
     if isinstance(value, dict):
@@ -237,12 +237,14 @@ class _Scalars:
 
 
 def _scalars_name() -> str:
-    """TensorBoard takes the files of a folder in the order of their names, so the time comes first."""
+    """Return the name of a new file of scalars: TensorBoard takes the files of a folder in the order of their names, so
+    the time comes first."""
     return f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
 
 
 def _scalars(event: Event) -> dict[str, float]:
-    """What of this event goes to TensorBoard, by tag. Of several values the last: the one that belongs to the step."""
+    """Return what goes to TensorBoard of this event, by tag. Where there are several values, it is the last: the one
+    that belongs to the step."""
     data = event.data
     if event.kind == "step":
         scalars = {name: values[-1] for name, values in data.get("values", {}).items() if values}
@@ -261,16 +263,16 @@ class TableRow:
     """One row of the table at the end of a run."""
 
     name: str
-    """For example "test accuracy"."""
+    """The name of the row, for example "test accuracy"."""
     value: float | int | str
     text: str
     """The value as a person reads it."""
 
 
 def summary(events: Iterable[Event]) -> list[TableRow]:
-    """The table at the end of a run: what it took, how far it got, and where the results are.
+    """Make the table at the end of a run: what it took, how far it got, and where the results are.
 
-    Takes the events of a whole run, of one sitting, or of a run that ended early; rows that nothing is known of are
+    Takes the events of a whole run, of one sitting, or of a run that ended early; rows of which nothing is known are
     left out.
     """
     last: dict[str, Event] = {}
@@ -316,7 +318,7 @@ def _written(last: Mapping[str, Event]) -> list[TableRow]:
 
 
 class RunClock:
-    """How far a run is, over all its sittings: ``seconds`` adds them up, without the pauses between."""
+    """A clock of how far a run is, over all its sittings: ``seconds`` adds them up, without the pauses between."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -330,7 +332,7 @@ class RunClock:
         return self._before + self._seconds
 
     def tick(self, event: Event) -> float:
-        """Go on to this event: the seconds of training until it."""
+        """Go on to this event, and return the seconds of training until it."""
         if event.kind == "start":
             self._before, self._seconds = self.seconds, 0.0
             self.sittings += 1
@@ -340,7 +342,7 @@ class RunClock:
 
 
 def number(value: float) -> str:
-    """Four significant digits, thousands apart: 0.9722, 12,345, 1.5e-07, nan."""
+    """Format a number with four significant digits, thousands apart: 0.9722, 12,345, 1.5e-07, nan."""
     if not math.isfinite(value):
         return str(float(value))
     if abs(value) >= 1000:
@@ -349,12 +351,12 @@ def number(value: float) -> str:
 
 
 def measure(value: float) -> str:
-    """A loss or a metric, its decimals below each other where it is of the usual size: 0.9700, 12.3456."""
+    """Format a loss or a metric, with its decimals below each other where it is of the usual size: 0.9700, 12.3456."""
     return f"{value:.4f}" if 0.01 <= abs(value) < 1000 else number(value)
 
 
 def duration(seconds: float) -> str:
-    """0.35 s, 12.3 s, 2 min 05 s, 3 h 20 min."""
+    """Format seconds as a duration: 0.35 s, 12.3 s, 2 min 05 s, 3 h 20 min."""
     if seconds < 60:
         return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,1 +1,1 @@
-"""Trained networks behind the Open Inference Protocol, which answer by a deadline whatever happens."""
+"""Serves trained networks by the Open Inference Protocol, by a deadline though a member has died or is slow."""

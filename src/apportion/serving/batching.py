@@ -1,7 +1,9 @@
-"""How many requests a member computes at once: pure, from how long batches have taken and how long requests can wait.
+"""Dynamic batching: pure decisions on how many requests a member computes at once, from how long batches have taken and
+how long requests can wait.
 
-A member that is idle takes what waits for it, nobody waits for company. Of sizes whose batches end in time, that is
-taken which computes most rows a second; rows that can no longer be in time go by themselves, as fast as they can.
+An idle member takes the requests that wait for it, and does not wait for more. Among the sizes whose batches end in
+time, the one with the most rows a second is taken; rows that can no longer be in time are computed by themselves, as
+fast as possible.
 """
 
 from __future__ import annotations
@@ -11,21 +13,22 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 WEIGHT = 0.2
-"""Of the newest batch in what batches of its size take."""
+"""The weight of the newest batch in the running mean of the seconds that batches of its size take."""
 LARGE = 32
-"""Rows: of more, times are kept by powers of two."""
+"""The number of rows above which times are kept by powers of two."""
 GAIN = 1.05
-"""A larger batch is worth its delay where it computes so many times as many rows a second."""
+"""The factor by which a larger batch must compute more rows a second to be worth its delay."""
 
 
 @dataclass(slots=True)
 class Pace:
-    """Seconds of batches, by their rows: measured when the member was loaded, and kept up with."""
+    """The seconds that batches take, by their rows: measured when the member was loaded, and updated with every
+    batch."""
 
     seconds: dict[int, float] = field(default_factory=dict)
 
     def took(self, rows: int, seconds: float) -> None:
-        """A batch has been computed."""
+        """Record the seconds that a batch of so many rows took."""
         rows = rows if rows <= LARGE else 1 << (rows - 1).bit_length()
         if rows < 1:
             return
@@ -38,7 +41,8 @@ class Pace:
                 self.seconds[more] = min(self.seconds[more], self.seconds[rows] * more / rows)
 
     def expected(self, rows: int) -> float:
-        """Between sizes that are known on a line; beyond them by the rows; 0 where nothing is."""
+        """Return the expected seconds: linear between known sizes, in proportion to the rows beyond them, 0 where none
+        is known."""
         if not self.seconds:
             return 0.0
         known = sorted(self.seconds.items())
@@ -51,8 +55,8 @@ class Pace:
 
 
 def together(waiting: Sequence[tuple[int, float]], now: float, pace: Pace, most_rows: int) -> int:
-    """How many of those who wait, (rows, deadline) in their order, to compute at once: 1 at least. A request of more
-    rows than ``most_rows`` goes by itself."""
+    """Return how many of the waiting requests, (rows, deadline) in their order, to compute at once: 1 at least. A
+    request of more rows than ``most_rows`` is computed by itself."""
     rows, earliest = waiting[0]
     best, best_rate = 1, rows / max(pace.expected(rows), 1e-9)
     for many, (more, deadline) in enumerate(waiting[1:], start=2):

@@ -1,4 +1,4 @@
-"""How a server serves: what the command line has no flag for is here."""
+"""The settings of a server, among them those that have no flag on the command line."""
 
 from __future__ import annotations
 
@@ -18,48 +18,49 @@ Replication = Literal["auto", "in_graph", "between_graph"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Serving(Value):
-    """Times in seconds, sizes in bytes."""
+    """The settings of a server, with times in seconds and sizes in bytes."""
 
     deadline: float = 1.0
-    """Of a request that asks for none by ``parameters.timeout``."""
+    """The seconds that a request has if it asks for none by ``parameters.timeout``."""
     longest_deadline: float = 60.0
-    """That a request may ask for."""
+    """The longest deadline in seconds that a request may ask for."""
     quorum: int = 1
-    """Members that an answer needs."""
+    """The number of members that an answer needs."""
     replication: Replication = "auto"
     aggregation: Aggregation = "mean"
     weights: Mapping[str, float] | None = None
-    """By member, for ``aggregation="weighted_mean"``."""
+    """The weight of each member by its name, for ``aggregation="weighted_mean"``."""
     host: str = "127.0.0.1"
     names: tuple[str, ...] = ()
     """Names by which clients address the server, besides ``host``, this machine's own name, localhost and the addresses
     that are listened at; requests that name another one in Host or Origin are answered 403. "*": any."""
     port: int = 8000
     queue_length: int = 64
-    """Requests that wait for one member; more are answered 429."""
+    """The number of requests that may wait for one member; more are answered 429."""
     most_rows: int = 32
-    """Of a batch that is put together."""
+    """The largest number of rows of a batch that is put together."""
     most_bytes: int = 64 << 20
-    """Of a request's body."""
+    """The largest size in bytes of a request's body."""
     most_json_bytes: int = 8 << 20
-    """Of JSON in a request: while it is read nothing else is; large tensors are better sent as bytes."""
+    """The largest size in bytes of the JSON in a request: the server does nothing else while it reads JSON, and large
+    tensors are better sent as bytes."""
     body_seconds: float = 10.0
-    """For a request's body to come."""
+    """The seconds in which a request's body has to come."""
     most_requests: int = 256
-    """That are answered at once; more are answered 429."""
+    """The number of requests that are answered at once; more are answered 429."""
     inbox_bytes: int = 256 << 20
-    """Of the memory that holds large bodies and tensors of requests; where it is full more are answered 429. It is
-    taken as it is used."""
+    """The size in bytes of the memory that holds large bodies and tensors of requests; where it is full, more are
+    answered 429. The system gives it page by page, as it is used."""
     outbox_bytes: int = 64 << 20
-    """Of the memory that holds a member's large outputs; what does not fit goes through a socket."""
+    """The size in bytes of the memory that holds a member's large outputs; what does not fit goes through a socket."""
     threads: int | None = None
-    """Of each member; None measures."""
+    """The number of threads of each member; None measures which is fastest."""
     load_seconds: float = 60.0
-    """For a member's process to start and load its net."""
+    """The seconds in which a member's process has to start and load its model."""
     drain_seconds: float = 1.0
-    """For requests to be answered that are there when the server is told to end."""
+    """The seconds in which requests that are there when the server is told to end may still be answered."""
     trust: bool = False
-    """May the file that a run names run whosever it is? Otherwise the caller's own (see ``load``)."""
+    """Allow the file that a run names to be imported even where it is not the caller's own (see ``load``)."""
     patience: BreakerConfig = field(default_factory=BreakerConfig)
 
     def __post_init__(self) -> None:
@@ -82,7 +83,7 @@ class Serving(Value):
 
 
 def seconds_of(text: str) -> float:
-    """Of "50ms", "2 s", "1.5min"."""
+    """Return the seconds of a text such as "50ms", "2 s" or "1.5min". Raises ValueError where it is not a time."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", text)
     if found is None or found[2] not in _UNITS:
         raise ValueError(f"{text!r} is no time: write a number and one of {', '.join(_UNITS)}, for example 50ms")
@@ -93,12 +94,13 @@ def seconds_of(text: str) -> float:
 
 
 ENSEMBLE = "ensemble"
-"""What all members together are called; none of them may be."""
+"""The name of all members together, which no single member may have."""
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 
 
 def named(places: Sequence[str]) -> dict[str, str]:
-    """By name: those that are given, m1, m2, ... for the others, by their place in the list."""
+    """Return the places by member name: the names that are given, and m1, m2, ... for the others, by their place in the
+    list."""
     found: dict[str, str] = {}
     for at, text in enumerate(places, start=1):
         given = re.fullmatch(rf"({_NAME})=(.+)", text)
@@ -111,7 +113,7 @@ def named(places: Sequence[str]) -> dict[str, str]:
 
 
 def check_names(members: Mapping[str, str]) -> None:
-    """ValueError where they cannot be served under these names."""
+    """Raise ValueError where the members cannot be served under these names."""
     if not members:
         raise ValueError("there is no member: give at least one net")
     for name in members:

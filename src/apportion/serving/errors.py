@@ -1,4 +1,4 @@
-"""What keeps a server from answering a request."""
+"""The reasons for which a server does not answer a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class NoQuorum(ApportionError):
 
 
 class Overloaded(ApportionError):
-    """The queues are full. ``seconds``: after which it is worth asking again."""
+    """The queues are full. ``seconds``: the time after which it is worth asking again."""
 
     def __init__(self, message: str, *, seconds: float) -> None:
         super().__init__(message)

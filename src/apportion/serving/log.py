@@ -1,7 +1,7 @@
-"""One JSON object a line, on standard error: {"time", "level", "event", ...}.
+"""The log of a server: one JSON object a line, on standard error: {"time", "level", "event", ...}.
 
-A thread of its own writes them, many at once: whoever logs never waits for whoever reads. Where nobody does, lines are
-dropped, and it is said how many.
+A separate thread writes the lines, many at once, so that the code that logs never waits for the reader. Where the
+output is not read, lines are dropped, and a line says how many.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any, Literal
 import orjson
 
 MOST_LINES = 10_000
-"""That wait to be written."""
+"""The number of lines that may wait to be written."""
 TOGETHER_SECONDS = 0.01
-"""In which lines gather before they are written."""
+"""The seconds in which lines gather before they are written."""
 END_SECONDS = 0.5
-"""For the last ones to be written when the program ends."""
+"""The seconds in which the last lines are written when the program ends."""
 
 
 class ServerLog:
-    """Of a program."""
+    """The log of a program."""
 
     def __init__(self) -> None:
         self._lines: deque[bytes] = deque()
@@ -35,7 +35,7 @@ class ServerLog:
         atexit.register(self.close)
 
     def add(self, line: bytes) -> None:
-        """To be written soon."""
+        """Add a line, which is written soon."""
         if len(self._lines) >= MOST_LINES:
             self._dropped += 1
             return
@@ -44,7 +44,7 @@ class ServerLog:
             self._there.set()
 
     def close(self) -> None:
-        """What there is has been written afterwards, if anybody reads it."""
+        """End the log, once the lines that are left have been written; waits ``END_SECONDS`` at most."""
         self._over = True
         self._there.set()
         self._thread.join(END_SECONDS)
@@ -70,7 +70,7 @@ _log: ServerLog | None = None
 
 
 def log(event: str, *, level: Literal["info", "warning", "error"] = "info", **about: Any) -> None:
-    """``event``: for people and for grep; the rest for programs."""
+    """Log an event. ``event``: a text for people and for grep; the rest is for programs."""
     global _log
     if _log is None:
         _log = ServerLog()

@@ -1,4 +1,4 @@
-"""What the server counts, for Prometheus."""
+"""The metrics of a server, for Prometheus."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 
 BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-"""Seconds."""
+"""The upper ends in seconds of the histogram's buckets."""
 
 
 class _Answered(Collector):
-    """What every answer counts: plain numbers, which are made into metrics when somebody asks for them."""
+    """The counts of all answers: plain numbers, which are made into metrics when they are collected."""
 
     def __init__(self) -> None:
         self.buckets: dict[str, list[int]] = {}
@@ -27,7 +27,7 @@ class _Answered(Collector):
         self.used: Counts[str] = Counts()
 
     def collect(self) -> Iterator[Metric]:
-        """Of prometheus_client."""
+        """Called by prometheus_client to collect the metrics."""
         latency = HistogramMetricFamily(
             "apportion_request_seconds", "from a request's head to its answer", labels=["model"]
         )
@@ -47,7 +47,7 @@ class _Answered(Collector):
 
 
 class Metrics:
-    """Of one server."""
+    """The metrics of one server."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -62,7 +62,7 @@ class Metrics:
         self._children: dict[tuple[int, tuple[str, ...]], Any] = {}
 
     def answered(self, model: str, status: int, seconds: float, used: Sequence[str], *, degraded: bool) -> None:
-        """A request for inference."""
+        """Count a request for inference that has been answered."""
         counted = self._answered
         buckets = counted.buckets.get(model)
         if buckets is None:
@@ -75,19 +75,19 @@ class Metrics:
         counted.degraded[model] += degraded
 
     def of(self, metric: Any, *labels: str) -> Any:
-        """A metric's child, looked up once."""
+        """Return the child of a metric for these labels, which is looked up once."""
         key = id(metric), labels
         if key not in self._children:
             self._children[key] = metric.labels(*labels)
         return self._children[key]
 
     def text(self) -> bytes:
-        """As Prometheus reads it."""
+        """Return the metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     def summary(self) -> dict[str, Any]:
-        """{"models": [{"model", "answers", "degraded", "p50_ms", "p99_ms", "statuses"}]}; the two are the upper ends of
-        the buckets that hold them."""
+        """Return {"models": [{"model", "answers", "degraded", "p50_ms", "p99_ms", "statuses"}]}; the two quantiles are
+        the upper ends of the buckets that hold them."""
         found: dict[str, dict[str, Any]] = {}
         buckets: dict[str, list[tuple[float, float]]] = {}
         for metric in self._registry.collect():
@@ -111,7 +111,7 @@ class Metrics:
 
 
 def _quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:
-    """The upper end of the bucket; the last finite one where it is beyond all."""
+    """Return the upper end of the bucket that holds the quantile; the last finite one where it is beyond all."""
     if not buckets or buckets[-1][1] == 0:
         return 0.0
     wanted = share * buckets[-1][1]

@@ -1,4 +1,4 @@
-"""A member that is ready to be served: prepare.py is asked, in a process of its own, and what it tried is logged."""
+"""The preparation of a member: prepare.py is run in a separate process, and what it tried is logged."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from apportion.serving.log import log
 from apportion.serving.runtimes.source import Source
 
 SECONDS = 300.0
-"""For one member to be loaded, exported and timed."""
+"""The seconds in which one member has to be loaded, exported and timed."""
 TOLD_SECONDS = 5.0
-"""Between two lines about a member that is not loaded and timed yet."""
+"""The seconds between two lines about a member that is not loaded and timed yet."""
 
 
 def prepared(name: str, place: str, folder: Path, serving: Serving, members: int) -> Source:
-    """``members``: how many there will be: they share the cores. ValueError where the place holds no net."""
+    """Load, export and time a member. ``members``: how many there will be, which share the cores. Raises ValueError
+    where the place holds no model, and ApportionError where it could not be loaded."""
     cores = usable_cores()
     threads = [serving.threads] if serving.threads else sorted({1, max(1, cores // members)})
     order: dict[str, Any] = {"name": name, "place": place, "folder": str(folder), "threads": threads}
@@ -49,7 +50,7 @@ def prepared(name: str, place: str, folder: Path, serving: Serving, members: int
 
 
 def _answer(process: subprocess.Popen[str], order: str | None, member: str) -> str:
-    """Returns what the process has written when it ends, and logs a line now and then while it takes long."""
+    """Return what the process has written when it ends, and log a line now and then while it takes long."""
     began = time.monotonic()
     while True:
         try:

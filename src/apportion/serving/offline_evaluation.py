@@ -1,4 +1,5 @@
-"""``apportion serve --evaluate``: the members on test data, and what it costs to answer without some of them."""
+"""The command ``apportion serve --evaluate``: the members on test data, and what it costs to answer without some of
+them."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ from apportion.serving.protocol.datatypes import DATATYPES
 from apportion.serving.runtimes.runtime import Runtime
 
 ROWS = 64
-"""That are computed at once."""
+"""The number of rows that are computed at once."""
 
 
 def evaluate(members: Mapping[str, str], data: str, serving: Serving) -> Statement:
-    """``data``: a workload's address (its evaluation's data), or a file (.npz) with ``targets`` and the nets' inputs:
-    ``input``, or several by their names. ValueError where it is neither, or the nets do not take it."""
+    """Compute the accuracy of all members, of each one and of subsets. ``data``: a workload's address (its evaluation's
+    data), or a file (.npz) with ``targets`` and the models' inputs: ``input``, or several by their names. Raises
+    ValueError where it is neither, or the models do not take it."""
     outputs: dict[str, Array] = {}
     targets: Array = np.empty(0)
     with tempfile.TemporaryDirectory(prefix="apportion-evaluate-") as folder:
@@ -39,7 +41,7 @@ def evaluate(members: Mapping[str, str], data: str, serving: Serving) -> Stateme
 
 
 def _computed(program: Runtime, data: str) -> tuple[Array, Array]:
-    """(the first output, the targets) of all examples."""
+    """Return (the first output, the targets) of all examples."""
     outputs, targets = [], []
     for inputs, wanted in _npz(program, data) if data.endswith(".npz") else _workload(data):
         if len(inputs) != len(program.inputs):
@@ -87,40 +89,41 @@ def _workload(data: str) -> Iterator[tuple[list[Array], Array]]:
 
 
 MOST_SUBSETS = 500
-"""Of one size: of more, so many that are spread over all of them."""
+"""The largest number of subsets of one size that are computed: where there are more, those that are computed are spread
+over all of them."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """All subsets of so many members."""
+    """The accuracies of all subsets of so many members."""
 
     members: int
     subsets: int
     least: float
     mean: float
     most: float
-    """Accuracies, 0 to 1."""
+    """The highest accuracy of a subset; ``least`` is the lowest and ``mean`` the average, all from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Statement:
-    """Accuracies, 0 to 1, on so many examples."""
+    """The accuracies, from 0 to 1, on so many examples."""
 
     examples: int
     whole: float
-    """With all members."""
+    """The accuracy with all members."""
     alone: Mapping[str, float]
-    """Each member by itself."""
+    """The accuracy of each member by itself."""
     without: Mapping[str, float]
-    """All but that one; nothing where there is but one."""
+    """The accuracy of all members but that one; empty where there is only one."""
     sizes: tuple[Size, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain."""
+        """Return the accuracies as plain dicts, lists and numbers."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For people, in percent."""
+        """Return lines of text for people, in percent."""
         said = [f"{self.examples:,} examples", f"{'all members':<24}{self.whole:8.2%}"]
         said += [f"{f'{name} alone':<24}{share:8.2%}" for name, share in self.alone.items()]
         said += [f"{f'without {n}':<24}{s:8.2%}  {100 * (s - self.whole):+.2f} points" for n, s in self.without.items()]
@@ -133,7 +136,8 @@ class Statement:
 def statement(
     outputs: Mapping[str, Array], targets: Array, how: Aggregation, weights: Mapping[str, float] | None = None
 ) -> Statement:
-    """``outputs``: of each member, [examples, classes], or labels [examples]. ``targets``: [examples], of integers."""
+    """Return the accuracies of an ensemble. ``outputs``: those of each member, [examples, classes], or labels
+    [examples]. ``targets``: [examples], of integers."""
     names = list(outputs)
 
     def share(some: Sequence[str]) -> float:
@@ -155,7 +159,7 @@ def statement(
 
 
 def accuracy(outputs: Array, targets: Array) -> float:
-    """The share of examples whose largest score, or label, is the target."""
+    """Return the share of examples whose largest score, or label, is the target."""
     labels = outputs.argmax(-1) if outputs.ndim > 1 else outputs
     if labels.shape != targets.shape:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""What is found out about a member before it is served: how its net is loaded, what runs it fastest, with how many
-threads. In a process of its own, so that the server never imports torch: ``python -m apportion.serving.prepare``, JSON
-in, JSON out."""
+"""The preparation of a member before it is served: how its model is loaded, which runtime is fastest, and with how many
+threads. It runs in a separate process, so that the server never imports torch: ``python -m apportion.serving.prepare``,
+with JSON as input and as output."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from apportion.serving.runtimes.runtime import Runtime
 from apportion.serving.runtimes.source import Source, save_rows
 
 TIMES, SECONDS = 30, 0.5
-"""Of one row, in turns with the other runtimes: so often, for so long in all."""
+"""The number of times that each runtime computes one row, in turns with the others, and the seconds that each of them
+has for it."""
 BETTER = 1.3
-"""More threads are given where they are so many times as fast as one."""
+"""The factor by which more threads must be faster than one to be given."""
 
 
 @dataclass(frozen=True)
 class TimedPreparation:
-    """A way to run a member."""
+    """A way to run a member, and how fast it is."""
 
     source: Source
     runtime: str
     seconds: float
-    """Of one row: a median."""
+    """The median of the seconds that one row takes."""
 
 
 def prepare(
@@ -48,9 +49,9 @@ def prepare(
     trust: bool = False,
     projects: Sequence[Path] | None = None,
 ) -> tuple[Source, list[str]]:
-    """The fastest way to run it, and a line for each that was tried. ``threads``: numbers to try. ``trust``: a run's
-    code may run whosever it is; otherwise where it is of these ``projects``. ValueError where the place holds no net,
-    or one of somebody else."""
+    """Return the fastest way to run the member, and a line for each that was tried. ``threads``: numbers to try.
+    ``trust``: a run's code may run even where it does not belong to the caller's ``projects``. Raises ValueError where
+    the place holds no model, or one of another owner."""
     if place.startswith(("http://", "https://")):
         check_address(place)
         return Source(name=name, runtime="remote", path=place), [f"{name}: {place}"]
@@ -70,7 +71,7 @@ def prepare(
 
 
 def pinned_for(run: Path, folder: Path, trust: bool, projects: Sequence[Path] | None) -> Path:
-    """The checkpoint that every process loads, whatever the run does meanwhile."""
+    """Pin the checkpoint that every process loads, whatever the run does meanwhile, and return its path."""
     from apportion.runtime.checkpoint.load import pinned
 
     return pinned(run, folder, trust=trust, projects=projects)
@@ -93,7 +94,7 @@ def _of_torch(name: str, path: Path, folder: Path, said: list[str]) -> list[Sour
 
 
 def _fastest(sources: Sequence[Source], said: list[str]) -> Source:
-    """One row each, in turns."""
+    """Return the fastest of these sources, timed with one row each, in turns."""
     programs = [source.open() for source in sources]
     taken: list[list[float]] = [[] for _ in sources]
     rows = [_rows(source, program) for source, program in zip(sources, programs, strict=True)]
@@ -118,7 +119,8 @@ def _fastest(sources: Sequence[Source], said: list[str]) -> Source:
 
 
 def chosen(found: Sequence[TimedPreparation]) -> TimedPreparation:
-    """The fastest with one thread, unless more are worth it."""
+    """Return the fastest with the least number of threads, unless more threads are so much faster that they are worth
+    it."""
     least = min(timed.source.threads for timed in found)
     alone = min((timed for timed in found if timed.source.threads == least), key=lambda timed: timed.seconds)
     best = min(found, key=lambda timed: timed.seconds)
@@ -130,8 +132,8 @@ def _rows(source: Source, program: Runtime) -> list[Array]:
 
 
 def main() -> None:
-    """Of the process: {"name", "place", "folder", "threads", "trust", "projects"} on standard input; as argument the
-    number of its parent."""
+    """Run the process that prepares a member: {"name", "place", "folder", "threads", "trust", "projects"} come on
+    standard input, and the number of its parent as argument."""
     die_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     order = json.loads(sys.stdin.read())

@@ -1,4 +1,4 @@
-"""The program that serves: it prepares the members, listens, answers until a signal, and ends in time."""
+"""The server's program: it prepares the members, listens, answers until a signal, and ends in time."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ from apportion.serving.replication.choose import Means, Staffed, replicated
 from apportion.serving.runtimes.source import Source
 
 PREFIX = "apportion-serve-"
-"""Of the folder that holds what was exported; the process's number follows."""
+"""The prefix of the folder that holds what was exported; the process's number follows."""
 LARGE_BYTES = 4 << 20
-"""Of an answer whose memory is not kept for the next one."""
+"""The size in bytes from which the memory of an answer is given back to the system, and not kept for the next one."""
 
 
 def answer(members: Mapping[str, str], serving: Serving) -> int:
-    """Until SIGTERM or Ctrl-C; the signal's number. ``members``: places by name. See ``apportion.serve``."""
+    """Serve until SIGTERM or Ctrl-C, and return the signal's number. ``members``: places by name. See
+    ``apportion.serve``."""
     before = signal.signal(signal.SIGTERM, _end)  # until the loop has its own
     try:
         _sweep()
@@ -55,14 +56,15 @@ def answer(members: Mapping[str, str], serving: Serving) -> int:
 
 
 def _told_of(what: dict[str, Any]) -> str:
-    """What asyncio says of an exception that nobody has caught."""
+    """Return what asyncio says of an exception that was not caught."""
     error = what.get("exception")
     where = "".join(traceback.format_exception(error)) if error is not None else ""
     return f"{what.get('message')}: {where}"[-2000:]
 
 
 class _Told(SystemExit):
-    """To end, before there is a loop that can be told: what there is already is removed on the way."""
+    """Raised by SIGTERM before there is an event loop that can be told to end: what exists already is removed on the
+    way."""
 
 
 def _end(number: int, frame: object) -> None:
@@ -70,7 +72,7 @@ def _end(number: int, frame: object) -> None:
 
 
 def _sweep() -> None:
-    """Remove what a server has left that was killed before it could."""
+    """Remove the folders of servers that were killed before they could remove them."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
             descriptor = os.open(path, os.O_RDONLY)
@@ -88,7 +90,8 @@ def _sweep() -> None:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """For what is exported. Locked as long as this server runs, for others that tidy up, of the system's as well."""
+    """Make a folder for what is exported, and remove it at the end. It is locked as long as this server runs, so that
+    others that tidy up leave it, those of the system as well."""
     name, descriptor = _locked()
     try:
         yield Path(name)
@@ -140,7 +143,8 @@ async def _serve(sources: Sequence[Source], serving: Serving, folder: Path, sock
 
 
 async def _answer(app: App, staffed: Staffed, sock: socket.socket) -> int:
-    """Until a signal; then what is in flight is answered, for a while."""
+    """Answer requests until a signal; then answer those in flight, for ``drain_seconds`` at most. Returns the signal's
+    number."""
     loop = asyncio.get_running_loop()
     told: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -66,7 +66,7 @@ class ConvParallel(Strategy):
     survives = True
 
     split: Literal["height", "width", "channel", "group"] = "height"
-    """What is divided: rows, columns, channels, or the groups of grouped convolutions."""
+    """The thing that is divided: rows, columns, channels, or the groups of grouped convolutions."""
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
@@ -78,7 +78,7 @@ class ConvParallel(Strategy):
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
-        """Rows of images that are high enough to be shared out; channels where the filters are many."""
+        """Yields rows of images that are high enough to be shared out; channels where the filters are many."""
         if layout.ranks == 1:
             return
         found = strips.images(profile, "height")
@@ -119,7 +119,7 @@ class ConvParallel(Strategy):
         return SplitStep(workload, world, self._part(world), again=self._part)
 
     def _part(self, world: World) -> MakePart:
-        """What makes a rank's part of the plain model, in this world."""
+        """Returns what makes a rank's part of the plain model, in this world."""
         group = world.group()
         return lambda model, sample: ReplicatedPart(model, cut_network(model, sample, group, self.split))
 

@@ -76,15 +76,17 @@ class DataParallel(Strategy):
     survives = True
 
     microbatches: int = 1
-    """Parts that a rank computes its share in, accumulating the gradient: less memory, the same result."""
+    """The number of parts that a rank computes its share in, accumulating the gradient: less memory, the same
+    result."""
     shares: str = "equal"
-    """"equal", or "measured": each rank's share of a batch is in proportion to its speed, measured as it goes."""
+    """The shares of the ranks: "equal", or "measured": each rank's share of a batch is in proportion to its speed,
+    measured as it goes."""
 
     of: Strategy | None = None
-    """What each replica is: a strategy that splits the network among some of the workers. None: one worker."""
+    """The kind of a replica: a strategy that splits the network among some of the workers. None: one worker."""
     replicas: int | None = None
-    """With ``of``: how many there are; the workers are shared out evenly. None: as ``of`` says by its number of stages,
-    or else the fewest."""
+    """The number of replicas with ``of``; the workers are shared out evenly. None: as ``of`` says by its number of
+    stages, or else the fewest."""
 
     def __post_init__(self) -> None:
         if self.of is not None:
@@ -166,7 +168,7 @@ class DataParallel(Strategy):
 
 @final
 class DataParallelStep(Step):
-    """This rank's share of each batch, and the update that all ranks make alike."""
+    """Computes this rank's share of each batch, and the update that is the same on all ranks."""
 
     def __init__(self, workload: Workload, world: World, microbatches: int, *, measured: bool = False) -> None:
         self.rank, self.device = world.rank, world.device
@@ -194,7 +196,7 @@ class DataParallelStep(Step):
         self._loss: tuple[Tensor, float] | None = None
         self._own_rows = 0
         self._whole = self._replica.state() if workload.update is not None and world.members is not None else None
-        """With several updates in a step: what to go back to, should another rank be lost between them."""
+        """The state to go back to with several updates in a step, should another rank be lost between them."""
         self._shared: SharedUpdate | None = None
         if world.seats > 1 and unsuited(self._replica, world) is None:
             self._shared = SharedUpdate(self._replica, world)
@@ -214,7 +216,7 @@ class DataParallelStep(Step):
         }
 
     def _scopes(self) -> list[str | None]:
-        """What is summed at once: all gradients, or with ``update`` one optimizer's at a time."""
+        """Returns what is summed at once: all gradients, or with ``update`` one optimizer's at a time."""
         return [None] if self._workload.update is None else list(self._replica.optimizers)
 
     def _prepare(self, model: nn.Module) -> None:
@@ -289,7 +291,7 @@ class DataParallelStep(Step):
             self._shared.begin(batch)
 
     def _loss_of(self, part: Batch, outputs: Any) -> tuple[Tensor, float]:
-        """The mean loss of these rows, and how many terms it is the mean of."""
+        """Returns the mean loss of these rows, and how many terms it is the mean of."""
         if self._workload.count is None:
             outputs, targets = self._gathered(outputs, len(part)), self._gathered(part.targets, len(part))
             return self._replica.loss(outputs, targets), 1.0
@@ -305,7 +307,7 @@ class DataParallelStep(Step):
         return tree.map_tensors(lambda t: gather_rows(t[:own], self._group), rows)
 
     def _total_count(self, batch: Batch) -> float:
-        """Loss terms in the global batch."""
+        """Returns the number of loss terms in the global batch."""
         if self._workload.count is None:
             return 1.0
         if self._workload.count is examples or self._group.size == 1:

@@ -61,9 +61,9 @@ if TYPE_CHECKING:
     from apportion.parallel.replica.fsdp import Sharded
 
 STEP_CALLS, UNIT_CALLS, LAYER_CALLS = 100.0, 30.0, 30.0
-"""Of torch's Python, in ``Device.call_seconds``: of a step; of a unit each time that it is gathered or summed; of a
-layer's update, whose weights are tensors in shards. Chosen so that the measured steps of a small MLP and of two CNNs
-come out, where a call took 8 us."""
+"""The time of torch's Python, in ``Device.call_seconds``: of a step; of a unit each time that it is gathered or summed;
+of a layer's update, whose weights are tensors in shards. Chosen so that the measured steps of a small MLP and of two
+CNNs come out, where a call took 8 us."""
 
 
 @final
@@ -72,9 +72,11 @@ class FullySharded(Strategy):
     """Each worker holds a share of the weights and computes a share of every batch."""
 
     min_num_params: int = 100_000
-    """Parameters that a layer has at least to be gathered by itself; smaller ones travel with what they are part of."""
+    """The number of parameters that a layer has at least to be gathered by itself; smaller ones travel with what they
+    are part of."""
     microbatches: int = 1
-    """Parts that a rank computes its share in, accumulating the gradient: less memory, the same result."""
+    """The number of parts that a rank computes its share in, accumulating the gradient: less memory, the same
+    result."""
 
     def __post_init__(self) -> None:
         for name in ("min_num_params", "microbatches"):
@@ -173,7 +175,7 @@ class FullySharded(Strategy):
 
 @final
 class FullyShardedStep(Step):
-    """This rank's share of each batch, and of the weights. A world of one has nothing to spread."""
+    """Computes this rank's share of each batch, with its share of the weights. A world of one has nothing to spread."""
 
     def __init__(self, workload: Workload, world: World, settings: FullySharded) -> None:
         self.rank, self.device = world.rank, world.device
@@ -216,7 +218,7 @@ class FullyShardedStep(Step):
             self._sharded = Sharded(model, self._world, self._settings.min_num_params, whole)
 
     def _functions(self, model: nn.Module) -> list[str]:
-        """The modules that take batch statistics by a function."""
+        """Returns the modules that take batch statistics by a function."""
         many, workload = self._settings.microbatches, self._workload
         if many > 1:
             refuse_coupling(model, workload, self.source.sample, strategy=f"fully_sharded(microbatches={many})")
@@ -257,7 +259,8 @@ class FullyShardedStep(Step):
         return self._loss / weight if len(batch) and weight else None
 
     def _parts(self, batch: Batch) -> Iterator[tuple[Batch, bool]]:
-        """As many on every rank, since each gathers every layer: this rank's own, and then borrowed ones."""
+        """Yields as many parts on every rank, since each gathers every layer: this rank's own, and then borrowed
+        ones."""
         many = min(self._settings.microbatches, -(-batch.size // self._group.size))
         own = batch.parts(many) if len(batch) else []
         yield from ((part, True) for part in own)
@@ -304,7 +307,8 @@ class FullyShardedStep(Step):
 
 @contextmanager
 def _layers_called() -> Iterator[None]:
-    """Say what to do where a layer's weights are used and the layer is not called, so that nobody has gathered them."""
+    """Raises a ValueError that says what to do where a layer's weights are used and the layer is not called, so that
+    they were not gathered."""
     try:
         yield
     except RuntimeError as error:

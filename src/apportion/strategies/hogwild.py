@@ -53,8 +53,8 @@ from apportion.parallel.parameter_store.worker_step import extent_of
 from apportion.parallel.replica.single_process import reference
 
 STEP_CALLS, LAYER_CALLS = 80.0, 3.0
-"""Of Python, in ``Device.call_seconds``: of a step, in which a batch is dealt and counted under a lock, and for each
-layer. Chosen so that the measured step of a small network comes out, where a call took 8 us."""
+"""The time of Python, in ``Device.call_seconds``: of a step, in which a batch is dealt and counted under a lock, and
+for each layer. Chosen so that the measured step of a small network comes out, where a call took 8 us."""
 
 
 @final
@@ -135,7 +135,7 @@ class HogwildStep(Step):
         self._world, self.rank, self._entered = world, world.rank, False
 
     def _enter(self) -> None:
-        """Before anything is asked of the store: it is filled in, and what the dead had taken is dealt again."""
+        """Fills the store in before anything is asked of it, and deals again what lost workers had taken."""
         if self._entered:
             return
         store, world = self._store, self._world
@@ -150,7 +150,7 @@ class HogwildStep(Step):
         self._entered = self._was_in = True
 
     def _share(self) -> None:
-        """The parameters and the optimizer's slots become those in shared memory."""
+        """Moves the parameters and the optimizer's slots into shared memory."""
         worker, memory = self._worker, self._store.memory
         layout = worker.layout
         worker.model.move(memory.weights)
@@ -212,7 +212,7 @@ class HogwildStep(Step):
         return self._store.memory.touched
 
     def _begin(self, first: list[int]) -> None:
-        """torch's first step with momentum is another one: it looks whether there is a buffer yet."""
+        """Prepares torch's first step with momentum, which is another one: it looks whether there is a buffer yet."""
         for number in first:
             slots = self._worker.optimizer.state[self._worker.layout.parameters[number]]
             if "momentum_buffer" in slots and not self._worker.layout.rule.keeps_step:

@@ -79,9 +79,11 @@ class HybridParallel(Strategy):
     """The name under which the sliced layers are, as ``classifier``; None: what comes after ``data``, or after the last
     convolution."""
     exchange: Literal["all", "rotate"] = "all"
-    """Of the activations between them: all ranks' at once, or one rank's after the other."""
+    """The exchange of the activations between the first and the last layers: all ranks' at once, or one rank's after
+    the other."""
     min_width: int = 32
-    """As tensor_parallel's."""
+    """A Linear or an embedding that is not part of a pair is sliced where both its sides are at least this wide, as
+    with tensor_parallel."""
 
     def __post_init__(self) -> None:
         if self.exchange not in ("all", "rotate"):
@@ -95,7 +97,8 @@ class HybridParallel(Strategy):
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
-        """As the names are found by themselves; and sliced from a later layer on, where that is cheaper."""
+        """Yields the strategy with the names as they are found by themselves, and sliced from a later layer on, where
+        that is cheaper."""
         usual = cls()._begins(profile)
         if layout.ranks == 1 or usual is None:
             return
@@ -130,11 +133,11 @@ class HybridParallel(Strategy):
 
     @property
     def _by_convolutions(self) -> bool:
-        """Do the network's convolutions say where it is cut, and no name?"""
+        """True where the network's convolutions say where it is cut, and no name does."""
         return self.data is None and self.tensor is None
 
     def _begins(self, profile: Profile) -> int | None:
-        """The first layer that is sliced; None: there is none."""
+        """Returns the number of the first layer that is sliced; None: there is none."""
         layers = list(enumerate(profile.layers))
         if self.tensor is not None:
             return next((i for i, layer in layers if _under(layer.name, [self.tensor])), None)
@@ -163,7 +166,8 @@ class HybridParallel(Strategy):
             return lambda model, inputs: self._part(workload, world, model, inputs)
 
         def look(model: nn.Module, source: BatchSource) -> None:
-            """Where the ranks' rows come one after the other, the last layers and the loss see parts of the batch."""
+            """Refuses what ties rows together where the ranks' rows come one after the other: the last layers and the
+            loss see parts of the batch."""
             if self.exchange == "rotate" and world.size > 1:
                 whole_batch_functions(model, workload, source.sample, strategy=str(self))
 
@@ -203,8 +207,8 @@ class HybridParallel(Strategy):
         return made
 
     def _functions(self, workload: Workload, world: World, front: nn.Module, inputs: Any) -> list[str]:
-        """The modules of the first layers that take batch statistics by a function; what else ties rows together there
-        is refused. The last layers see all rows."""
+        """Returns the modules of the first layers that take batch statistics by a function; what else ties rows
+        together there is refused. The last layers see all rows."""
 
         def rows(many: int) -> tuple[Any, Any]:
             few = tree.rows(inputs, slice(0, many))
@@ -214,7 +218,7 @@ class HybridParallel(Strategy):
         return whole_batch_functions(front, alone, rows, strategy="hybrid_parallel", again=world.generation > 0)
 
     def _sliced_names(self, model: nn.Module, graph: fx.Graph) -> list[str]:
-        """Names, each of a layer or of what many are under."""
+        """Returns names, each of a layer or of what many are under."""
         for field in ("data", "tensor"):
             name = getattr(self, field)
             if name is not None and name not in dict(model.named_modules()):
@@ -264,7 +268,7 @@ class HybridParallel(Strategy):
 
 
 def _squares(outputs: Any, targets: Any) -> Tensor:
-    """A number that every output of every row moves: a mean over rows."""
+    """Returns a number that every output of every row moves: a mean over rows."""
     return torch.stack([t.square().flatten(1).sum(1).mean() for t in outputs if t.is_floating_point()]).sum()
 
 
@@ -273,7 +277,7 @@ def _under(name: str, prefixes: Sequence[str]) -> bool:
 
 
 def _prefix(profile: Profile, at: int) -> str:
-    """The shortest name that no layer before this one is under."""
+    """Returns the shortest name that no layer before this one is under."""
     parts = profile.layers[at].name.split(".")
     names = [".".join(parts[: i + 1]) for i in range(len(parts))]
     return next(n for n in names if not any(_under(layer.name, [n]) for layer in profile.layers[:at]))

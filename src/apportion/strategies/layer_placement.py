@@ -51,7 +51,7 @@ class LayerPlacement(Strategy):
     survives = True
 
     cuts: tuple[str, ...] | None = None
-    """The layers that the workers after the first begin with, by their path; None: so that all take equally long."""
+    """The layers that the workers after the first begin with, by their path; None: such that all take equally long."""
 
     @property
     def exact(self) -> bool:

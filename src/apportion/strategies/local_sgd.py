@@ -61,13 +61,13 @@ class LocalSgd(Strategy):
     """Each worker trains a replica; their weights are averaged at intervals."""
 
     every: int = 16
-    """Steps of a replica between two averages."""
+    """The number of steps of a replica between two averages."""
     outer: Literal["average", "nesterov"] = "average"
-    """What is made of the mean: the new weights, or the direction of an outer step with momentum (DiLoCo)."""
+    """The use that is made of the mean: the new weights, or the direction of an outer step with momentum (DiLoCo)."""
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     slots: Literal["kept", "averaged"] = "kept"
-    """The optimizer's state: each replica's own, or averaged as the weights are."""
+    """The place of the optimizer's state: each replica's own, or averaged as the weights are."""
 
     survives: ClassVar[bool] = True
 
@@ -119,7 +119,7 @@ class LocalSgd(Strategy):
 
 @final
 class LocalSgdStep(Step):
-    """This rank's replica, and where it meets the others."""
+    """Trains this rank's replica, and averages it with the others."""
 
     lockstep = False
 
@@ -137,13 +137,13 @@ class LocalSgdStep(Step):
         kind = SharedAverage if can_share(world) else Together
         self._exchange: Exchange = kind(self._frame, world, every=strategy.every, total=self.source.total)
         self._average = self._frame.new()
-        """The one that this round began with; what is learnt is the change since then."""
+        """The average that this round began with; what is learnt is the change since then."""
         self._turning = Lock()
-        """Held while it is written, and by whoever copies it."""
+        """A lock that is held while the average is written, and by whatever copies it."""
         self._round: AveragingRound | None = None
         self._made = self._rows = self._examples = self._scheduled = 0
         self._met = False
-        """Is this round's contribution in an average?"""
+        """True once this round's contribution is in an average."""
         self._settings: dict[str, Any] = {}
         self._sit(world)
 
@@ -181,7 +181,7 @@ class LocalSgdStep(Step):
         return self.source.at(number)
 
     def _begin(self, optimizer: Mapping[str, Tensor]) -> None:
-        """All ranks together, from what each has."""
+        """Begins the first round on all ranks together, from what each has."""
         first = self._average
         _copy(self._frame.own(), (first.weights, first.counts))
         self._frame.write_slots(first)
@@ -195,7 +195,7 @@ class LocalSgdStep(Step):
         return f"outer/{self._replica.names[p]}/momentum_buffer"
 
     def _go_on(self) -> None:
-        """A new round, from the last average."""
+        """Begins a new round, from the last average."""
         joins = self._round is None
         with self._turning:
             self._round = self._exchange.take(self._average)
@@ -223,7 +223,7 @@ class LocalSgdStep(Step):
         self._met = True
 
     def _write(self, parts: Contribution) -> float:
-        """What this replica has learnt in this round."""
+        """Writes what this replica has learnt in this round."""
         _copy(self._frame.own(), (parts.weights, parts.counts))
         for change, average in zip(parts.weights, self._average.weights, strict=True):
             change.sub_(average)
@@ -231,7 +231,7 @@ class LocalSgdStep(Step):
         return float(self._examples)
 
     def _advance(self, batches: int) -> None:
-        """The schedules follow the batches that all replicas together have taken."""
+        """Advances the schedules to the batches that all replicas together have taken."""
         while self._scheduled < min(batches, self.source.total):
             for name, schedule in self._replica.schedules.items():
                 mark_stepped(self.optimizers[name])  # a schedule warns without
@@ -262,7 +262,7 @@ class LocalSgdStep(Step):
         return values
 
     def _count(self) -> None:
-        """One more step of this replica."""
+        """Counts one more step of this replica."""
         round = self._round
         assert round is not None, "step.take() gives the batches"
         self._made += 1
@@ -283,7 +283,7 @@ class LocalSgdStep(Step):
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        """The model has the weights of the average."""
+        """Gives the model the weights of the average, until the context is left."""
         if not self._made:  # it has them
             yield
             return
@@ -343,7 +343,7 @@ Tensors = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
 def _copy(source: Tensors, target: Tensors) -> None:
-    """Weights and counts."""
+    """Copies weights and counts."""
     for mine, theirs in zip(source, target, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             b.copy_(a)

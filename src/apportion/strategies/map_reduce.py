@@ -61,8 +61,9 @@ from apportion.parallel.replica.replica import Replica
 from apportion.parallel.replica.single_process import reference
 
 STEP_CALLS, PART_CALLS, LAYER_CALLS = 10.0, 5.0, 2.0
-"""Of Python, in ``Device.call_seconds``: of a step (the state is kept, and its tensors are found by name), of a part of
-the batch, and for each layer. Chosen so that the measured step of the digits comes out, where a call took 8 us."""
+"""The time of Python, in ``Device.call_seconds``: of a step (the state is kept, and its tensors are found by name), of
+a part of the batch, and for each layer. Chosen so that the measured step of the digits comes out, where a call took 8
+us."""
 
 
 @final
@@ -71,7 +72,7 @@ class MapReduce(Strategy):
     """Each worker goes through its share of the batch in parts; the gradient is the sum over all of them."""
 
     part: int = 1024
-    """Examples that a worker has in memory at once."""
+    """The number of examples that a worker has in memory at once."""
 
     survives: ClassVar[bool] = True
 
@@ -85,7 +86,8 @@ class MapReduce(Strategy):
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
-        """At any batch, since its step is exact: that a small one is better left to data_parallel, the prices say."""
+        """Yields the strategy at any batch, since its step is exact: that a small one is better left to data_parallel,
+        the prices say."""
         if layout.ranks > 1:
             yield cls()
 
@@ -145,7 +147,7 @@ class MapReduce(Strategy):
 
 @final
 class MapReduceStep(Step):
-    """This rank's parts of each batch, and the update that all ranks make alike."""
+    """Computes this rank's parts of each batch, and the update that is the same on all ranks."""
 
     def __init__(self, workload: Workload, world: World, part: int) -> None:
         self.device = world.device
@@ -172,7 +174,7 @@ class MapReduceStep(Step):
         self._batch: Batch | None = None
         self._loss: Tensor | None = None
         self._before: State | None = None
-        """While an optimizer searches: what it started from."""
+        """The state that an optimizer started from, while it searches."""
         self._kept = CommittedState(world) if world.members is not None else None
         self._sit(world)
 
@@ -182,7 +184,7 @@ class MapReduceStep(Step):
             refuse_coupling(model, self._workload, self.source.sample, strategy="map_reduce")
 
     def _sit(self, world: World) -> None:
-        """This process's place among the others."""
+        """Takes this process's place among the others."""
         self.rank, self._group = world.rank, world.group()
         self.data_shard = DataShard(world.rank, world.size)
         self._sum.rejoin(self._group)
@@ -198,8 +200,9 @@ class MapReduceStep(Step):
         self._replica.forward.put_back()
 
     def backward(self, batch: Batch) -> Tensor:
-        """One pass: ``p.grad`` becomes the gradient of the whole global batch, on every rank; its mean loss. Called by
-        all ranks. This is the closure of an optimizer that asks for one: ``optimizer.step(lambda: step.backward(b))``.
+        """Makes one pass: ``p.grad`` becomes the gradient of the whole global batch, on every rank; returns its mean
+        loss. Called by all ranks. This is the closure of an optimizer that asks for one: ``optimizer.step(lambda:
+        step.backward(b))``.
         """
         replica = self._replica
         replica.reseed(batch.step)
@@ -223,7 +226,7 @@ class MapReduceStep(Step):
         return self._loss
 
     def _loss_of(self, part: Batch) -> tuple[Tensor, float]:
-        """The mean loss of a part, and how many terms it is the mean of."""
+        """Returns the mean loss of a part, and how many terms it is the mean of."""
         outputs, count = self._replica.outputs(part), part.count
         if count:
             return self._replica.loss(outputs, part.targets), count
@@ -231,7 +234,7 @@ class MapReduceStep(Step):
         return torch.stack([(t * 0.0).sum() for t in tree.tensors(outputs) if t.is_floating_point()]).sum(), 0.0
 
     def _reduce(self, mean: Tensor, count: float, rows: int) -> Tensor:
-        """The sum over all ranks of gradients and losses, over the number of terms."""
+        """Sums gradients and losses over all ranks, and divides them by the number of terms."""
         loss = self._sum(mean, 1.0)
         if self._workload.count is examples:
             return loss
@@ -263,11 +266,12 @@ class MapReduceStep(Step):
         return self.backward(self._batch)
 
     def _forget(self) -> None:
-        """There is no pass under way, nor a search."""
+        """Forgets the pass under way, and the search."""
         self._batch = self._loss = self._before = None
 
     def _keep(self) -> None:
-        """This is the state to go on from. All ranks have the same: one writes it, and has it before it reports."""
+        """Keeps this state as the one to go on from. All ranks have the same: one writes it, and has it before it
+        reports."""
         if self._kept is not None and self.rank == 0:
             self._kept.write(self._replica.state())
 

@@ -59,7 +59,7 @@ from apportion.parallel.replica.single_process import reference
 
 
 def _in_order(found: Computed, once: PushPrice, workers: int) -> dict[str, float]:
-    """Of one update of a round: all compute at once, then they push one after the other."""
+    """Returns the times of one update of a round: all compute at once, then they push one after the other."""
     whole = {
         "computing": found.both,
         "updating": workers * once.push,
@@ -76,23 +76,24 @@ class ParameterServer(Strategy):
     """Workers that take batches as they come, and a store of weights that they share."""
 
     push_every: int = 1
-    """Batches whose gradients are summed before they are pushed (the paper's n_push)."""
+    """The number of batches whose gradients are summed before they are pushed (the paper's n_push)."""
     pull_every: int = 1
-    """Batches between two pulls; meanwhile the worker takes plain steps of its own (n_fetch)."""
+    """The number of batches between two pulls; meanwhile the worker takes plain steps of its own (n_fetch)."""
     servers: int = 0
-    """Processes that hold the shards; 0: they lie in memory that the workers share."""
+    """The number of processes that hold the shards; 0: they lie in memory that the workers share."""
     mode: Mode = "sharded"
-    """"sharded": a lock a shard. "hogwild": none. "ordered": in rank order, round by round."""
+    """The way in which the store is locked. "sharded": a lock a shard. "hogwild": none. "ordered": in rank order, round
+    by round."""
     rule: str | None = None
-    """Instead of the workload's optimizer: "adagrad(lr=0.01)", "sgd(...)", "momentum(...)", "rmsprop(...)",
-    "adam(...)"."""
+    """The rule that is used instead of the workload's optimizer: "adagrad(lr=0.01)", "sgd(...)", "momentum(...)",
+    "rmsprop(...)", "adam(...)"."""
     max_staleness: int | None = None
-    """A worker more than so many pushes ahead of the slowest waits for it. None: never."""
+    """A worker more than this many pushes ahead of the slowest waits for it. None: never."""
 
     of: Strategy | None = None
-    """What a worker is: a strategy that splits the network among some of the processes. None: one process."""
+    """The kind of a worker: a strategy that splits the network among some of the processes. None: one process."""
     replicas: int | None = None
-    """With ``of``: how many such workers; None: as ``of`` says by its number of stages, or else the fewest."""
+    """The number of such workers with ``of``; None: as ``of`` says by its number of stages, or else the fewest."""
 
     survives: ClassVar[bool] = True
 
@@ -173,7 +174,8 @@ class ParameterServer(Strategy):
         )
 
     def _apart(self, found: Computed, once: PushPrice, workers: int) -> dict[str, float]:
-        """Of a worker's way through one batch; where it waits, it is for the store, which is a queue."""
+        """Returns the times of a worker's way through one batch; where it waits, it is for the store, which is a
+        queue."""
         pulls_alone = self.pull_every % self.push_every != 0
         gathering = once.gather + (1.5 * once.gather if self.pull_every > 1 else 0.0)  # a step of its own
         pulling = once.pull / self.pull_every if pulls_alone or self.servers else 0.0
@@ -190,7 +192,7 @@ class ParameterServer(Strategy):
         }
 
     def _cost_of_groups(self, of: Strategy, profile: Profile, layout: Placement) -> Cost:
-        """A round, of one batch for each group."""
+        """Returns the cost of a round, of one batch for each group."""
         groups = how_many(of, self.replicas, layout.ranks)
         size = layout.ranks // groups
         inner = slowest_group(of, profile, layout, groups, profile.batch_size)

@@ -58,7 +58,7 @@ from apportion.parallel.pipeline.stage import refuse_stages, staged
 from apportion.parallel.replica.single_process import reference
 
 TRIED = (4, 8, 16, 32)
-"""Micro-batches that are worth a price; more than one is what this strategy is for."""
+"""The numbers of micro-batches that are worth a price; more than one is what this strategy is for."""
 
 
 @final
@@ -70,18 +70,19 @@ class PipelineParallel(Strategy):
     survives = True
 
     stages: int | None = None
-    """How many there are, one a worker; None: as many as workers."""
+    """The number of stages, one a worker; None: as many as workers."""
     microbatches: int = 8
-    """Parts of a batch that follow each other; a batch of fewer examples has as many parts as examples."""
+    """The number of parts of a batch that follow each other; a batch of fewer examples has as many parts as
+    examples."""
     schedule: str = "1f1b"
-    """"gpipe", or "1f1b": the same result with fewer activations kept."""
+    """The order of the passes: "gpipe", or "1f1b": the same result with fewer activations kept."""
     cuts: tuple[str, ...] | None = None
-    """The layers that the workers after the first begin with, by their path; None: so that all take equally long."""
+    """The layers that the workers after the first begin with, by their path; None: such that all take equally long."""
     recompute: bool = False
     """Compute the activations again in the backward pass, instead of keeping them: half as much again to compute."""
     batch_norm: str | None = None
-    """"whole": a stage with batch normalisation (or whatever else changes a buffer) waits for all micro-batches, and
-    computes the batch at once. None: what would see micro-batches is refused."""
+    """The treatment of batch normalisation. "whole": a stage with it (or whatever else changes a buffer) waits for all
+    micro-batches, and computes the batch at once. None: what would see micro-batches is refused."""
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -99,8 +100,8 @@ class PipelineParallel(Strategy):
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
-        """1f1b, which keeps less; gpipe where that is faster, as it hides what is under way between two stages.
-        ``recompute`` only for what does not fit without."""
+        """Yields 1f1b, which keeps less, and gpipe where that is faster, as it hides what is under way between two
+        stages. ``recompute`` is only for what does not fit without."""
         if layout.ranks == 1 or layout.ranks > len(profile.layers) or not profile.cut_by_rows:
             return
         for microbatches in TRIED:
@@ -126,13 +127,14 @@ class PipelineParallel(Strategy):
         return self._in_turns(self._stages(profile, layout), layout)
 
     def _in_turns(self, stages: Pipeline, layout: Placement) -> Cost:
-        """Of stages, in this one's schedule; where one waits for the whole batch there is one schedule only."""
+        """Returns the cost of the stages, in this strategy's schedule; where one waits for the whole batch there is one
+        schedule only."""
         schedule = "gpipe" if stages.waits else self.schedule
         orders = [turns(schedule, stage, layout.ranks, stages.microbatches) for stage in range(layout.ranks)]
         return stages.cost(orders)
 
     def _stages(self, profile: Profile, layout: Placement) -> Pipeline:
-        """Of any schedule. ValueError where they cannot be."""
+        """Returns the stages, for any schedule. Raises ValueError where they cannot be."""
         self._refuse(layout.ranks, not profile.cut_by_rows, profile.own_update, profile.carries)
         if layout.ranks > 1:
             refuse_stages(profile.own_update, profile.carries, layout.device(0).kind, profile.untraceable)
@@ -188,7 +190,8 @@ class PipelineParallel(Strategy):
             )  # fmt: skip
 
         def look(model: nn.Module, source: BatchSource) -> None:
-            """Layers that a stage computes of the whole batch are not divided; others and the loss are."""
+            """Refuses what couples rows: layers that a stage computes of the whole batch are not divided; others and
+            the loss are."""
             if self.microbatches > 1 and self.batch_norm is None:
                 refuse_coupling(model, workload, source.sample, strategy=str(self))
 

@@ -34,8 +34,8 @@ from apportion.parallel.optim.fused import with_fused_updates
 from apportion.parallel.replica.single_process import OneDeviceStep, reference
 
 STEP_CALLS = 20.0
-"""Of a step's own Python, in ``Device.call_seconds``: chosen so that the measured step of a small
-network comes out, where a call took 8 us."""
+"""The time of a step's own Python, in ``Device.call_seconds``: chosen so that the measured step of a small network
+comes out, where a call took 8 us."""
 
 
 @final
@@ -46,7 +46,7 @@ class SingleDevice(Strategy):
     one_process = True
 
     fused: bool = False
-    """The same update by torch's fused kernel, where its optimizer has one: it differs in the last bits."""
+    """True for the same update by torch's fused kernel, where its optimizer has one: it differs in the last bits."""
 
     @property
     def exact(self) -> bool:

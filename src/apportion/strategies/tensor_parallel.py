@@ -66,7 +66,7 @@ class TensorParallel(Strategy):
     survives = True
 
     min_width: int = 32
-    """A Linear or an embedding that is no part of a pair is sliced where both its sides are at least this wide: what
+    """A Linear or an embedding that is not part of a pair is sliced where both its sides are at least this wide: what
     is narrower costs more to gather than to compute."""
 
     def __post_init__(self) -> None:

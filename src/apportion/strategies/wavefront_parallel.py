@@ -60,7 +60,7 @@ class WavefrontParallel(Strategy):
     survives = True
 
     chunk: int | None = None
-    """Moments that go from layer to layer at once; None: by a rule (``recurrent_layer.chunk_length``)."""
+    """The number of moments that go from layer to layer at once; None: by a rule (``recurrent_layer.chunk_length``)."""
 
     def __post_init__(self) -> None:
         if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
@@ -152,16 +152,16 @@ def _too_few(name: str, layers: int, ranks: int) -> str:
 
 
 def _recurrent(profile: Profile) -> int | None:
-    """Which of the layers are recurrent ones that follow each other."""
+    """Returns the first layer of the recurrent ones that follow each other; None: there is none."""
     return next((i for i, layer in enumerate(profile.layers) if layer.kind in ("LSTM", "GRU", "RNN")), None)
 
 
 def _late(net: LayerProfile, layout: Placement) -> bool:
-    """Is a layer made of matrix products, here (``recurrent_layer.layer``)?"""
+    """Tells whether a layer is made of matrix products, here (``recurrent_layer.layer``)."""
     return net.kind == "LSTM" and "AMD" not in layout.device(0).model
 
 
 def _rule(net: LayerProfile, rows: int, layout: Placement) -> int:
-    """Moments of a chunk where nobody says how many."""
+    """Returns the moments of a chunk where the user does not say how many."""
     each = max(1, net.stack // layout.ranks)
     return chunk_length(net.length, rows, layout.ranks, each, short=_late(net, layout))

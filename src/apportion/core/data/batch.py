@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from apportion.core.data.loader import Ahead
 
 BLOCK_BYTES = 4 << 20
-"""Tensors are gathered for several batches at once, up to about this much: one gather then serves many short steps."""
+"""The approximate number of bytes up to which tensors are gathered for several batches at once: one gather then serves
+many short steps."""
 
 
 ALIGN = 64
-"""Bytes that the memory of a tensor begins on a multiple of."""
+"""The number of bytes that the address of a tensor's memory is a multiple of."""
 
 
 class Whole(NamedTuple):
@@ -37,11 +38,11 @@ class Whole(NamedTuple):
     step: int
     epoch: int
     size: int
-    """Examples in it."""
+    """The number of examples in the global batch."""
     start: bool
-    """Is it the first of its epoch?"""
+    """Is the batch the first of its epoch?"""
     lender: int
-    """An example of it, for ranks that have none."""
+    """The index of an example of the global batch, for ranks that have none."""
 
 
 class Batch:
@@ -77,15 +78,15 @@ class Batch:
         """The global step that this batch belongs to: the key of every draw made with it."""
         self.epoch = whole.epoch
         self.index = index
-        """Indices into the dataset, in row order."""
+        """The indices of the rows in the dataset, in row order."""
         self.rows = rows
-        """Which rows of the global batch these are."""
+        """The rows of the global batch that these are."""
         self.size = whole.size
-        """Examples in the whole global batch, over all ranks."""
+        """The number of examples in the whole global batch, over all ranks."""
         self.start = whole.start
         """True on the first batch of an epoch: a carried state starts anew."""
         self.first_lane = first_lane
-        """With carried state: the first row of any batch that this rank may take."""
+        """The first row of any batch that this rank may take, where a state is carried."""
 
     def __len__(self) -> int:
         return len(self.index)
@@ -95,17 +96,17 @@ class Batch:
 
     @property
     def inputs(self) -> Any:
-        """What the model is called with."""
+        """The inputs that the model is called with."""
         return self._load()[0]
 
     @property
     def targets(self) -> Any:
-        """What the loss compares the outputs with."""
+        """The targets that the loss compares the outputs with."""
         return self._load()[1]
 
     @property
     def count(self) -> float:
-        """Loss terms in these rows: the weight of their mean."""
+        """The number of loss terms in these rows: the weight of their mean."""
         if self.rows.start == self.rows.stop:  # empty, or borrowed
             return 0.0
         count = self._source.count
@@ -126,7 +127,7 @@ class Batch:
         return self._loaded
 
     def let_go(self) -> None:
-        """Load again when it is touched again."""
+        """Let go of inputs and targets, which are loaded again when they are touched again."""
         self._loaded = None
 
     def draws(self) -> Draws:
@@ -135,7 +136,7 @@ class Batch:
         return Draws(source.seed, self.epoch, self.index, device=source.device, dtype=source.dtype or torch.float32)
 
     def replace(self, *, inputs: Any = None, targets: Any = None) -> Batch:
-        """The same rows with other inputs or targets (what an ``augment`` returns)."""
+        """A batch of the same rows with other inputs or targets (what an ``augment`` returns)."""
         if inputs is None or targets is None:
             loaded = self._load()
             inputs, targets = loaded[0] if inputs is None else inputs, loaded[1] if targets is None else targets
@@ -206,8 +207,8 @@ class _Block:
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """In memory that begins as a batch's by itself would: products of matrices round by where their numbers lie, and a
-    block begins wherever a process has begun."""
+    """The rows in memory that begins as a batch's by itself would: products of matrices round by where their numbers
+    lie, and a block begins wherever a process has begun."""
     return rows if rows.data_ptr() % ALIGN == 0 else rows.clone()
 
 
@@ -264,14 +265,15 @@ class BatchSource:
         self.device = device or torch.device("cpu")
         self.dtype = dtype
         self.seconds = 0.0
-        """Spent loading, or waiting for what loads, in all."""
+        """The seconds spent loading, or waiting for what loads, in all."""
         self._block: _Block | None = None
         self._ahead: Ahead | None = None
 
     def load_ahead(self, processes: int) -> None:
-        """Have the coming batches loaded by so many processes of this one's (0: here, when they are touched): the same
-        batches. Each process opens the data for itself. Rows of a TensorDataset are only copied, which needs none.
-        On a GPU's batches augment runs here, where it would without them."""
+        """Have the coming batches loaded by so many child processes (0: by this process, when they are touched); the
+        batches are the same. Each process opens the data for itself. Rows of a TensorDataset are only copied, which
+        needs no such process. Where the batches go to a GPU, augment runs in this process, as it would without
+        loaders."""
         self.close()
         if processes and (self._tensors is None or self._augment is not None):
             from apportion.core.data.loader import Ahead
@@ -318,8 +320,8 @@ class BatchSource:
             self.seconds = seconds
 
     def _next_block(self, step: int, shard: DataShard) -> _Block:
-        """From this step on, within its epoch: as many batches as are worth gathering at once, or this one, which is
-        then loaded when it is touched."""
+        """The block that begins at this step, within its epoch: as many batches as are worth gathering at once, or this
+        one, which is then loaded when it is touched."""
         first = self._part(step, shard)
         if self._tensors is None or self._ahead is not None or shard.whole_batches or self._augment is not None:
             return _Block(shard, step, [first])
@@ -378,7 +380,8 @@ class BatchSource:
         return self._pair(tree.cast(collated, self.device, self.dtype))
 
     def _example(self, epoch: int, i: int) -> Any:
-        """One example, whose draws are its own: the same whichever rank fetches it, and beside whichever others."""
+        """One example, whose draws are its own: the same whichever rank fetches it, and beside whichever other
+        examples."""
         seed_host(mix(self.seed, epoch, i, 0xE7A1))
         return self.dataset[i]
 
@@ -391,18 +394,18 @@ class BatchSource:
         return tree.cast((changed.inputs, changed.targets), self.device, self.dtype)  # type: ignore[no-any-return]
 
     def _draws_of(self, batch: Batch, key: int) -> AbstractContextManager[None]:
-        """Data may draw from the global generators: its draws become a function of the step, and can be repeated."""
+        """Make what the data draws from the global generators a function of the step, which can be repeated."""
         place = (batch._offset,) if batch._offset else ()  # parts that are loaded apart draw apart
         return seeded_rng(mix(self.seed, batch.step, self._rank, key, *place))
 
     def sit(self, rank: int) -> None:
-        """This process has another rank."""
+        """Let this process have another rank."""
         self._rank = rank
 
     # With loading processes
 
     def _load_from(self, batch: Batch) -> tuple[Any, Any]:
-        """What a loader has made of the batch."""
+        """The inputs and targets that a loader has made of the batch."""
         from apportion.core.data.loader import LoadFailed
 
         if self._ahead is None:
@@ -415,7 +418,7 @@ class BatchSource:
         return pair if self.device.type == "cpu" else self._augmented(batch, pair)
 
     def _begin(self) -> None:
-        """In a loader: the data, opened for itself."""
+        """Open the data in a loading process, for itself."""
         self._ahead, self._loads_for = None, self.device
         self.device = torch.device("cpu")
         self._open(self._make)
@@ -426,7 +429,8 @@ class BatchSource:
         return self._augmented(batch, pair) if self._loads_for.type == "cpu" else pair
 
     def _following(self, request: tuple[int, DataShard]) -> Iterator[tuple[int, DataShard]]:
-        """This share of a step, and of those after it; not where it has no rows, which nobody loads."""
+        """The requests for this share of a step, and of those after it; steps where the share has no rows, which are
+        not loaded, are left out."""
         first, shard = request
         for number in range(first, max(self.total, first + 1)):
             _, rows = self.deal.shard(number, shard)

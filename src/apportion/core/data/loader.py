@@ -34,29 +34,29 @@ from apportion.errors import ApportionError
 from apportion.process import die_with_parent
 
 LOOK_SECONDS = 1.0
-"""Between two looks at whether the loaders live, while a step waits for them."""
+"""The seconds between two looks at whether the loaders live, while a step waits for them."""
 PREFETCH = 2
-"""Requests under way, for each process."""
+"""The number of requests under way for each process."""
 PLACE_BYTES = 256 << 20
-"""What one batch may take of the shared memory; a larger one goes through a pipe. Memory that is not touched costs
-nothing."""
+"""The bytes that one batch may take of the shared memory; a larger one goes through a pipe. Memory that is not touched
+costs nothing."""
 
 Request = Any
 
 
 @dataclass(frozen=True)
 class LoadFailed:
-    """What a loader raised instead of loading."""
+    """The error that a loader raised instead of loading."""
 
     summary: str
     traceback: str
 
 
 class Ahead:
-    """``load(request)``, for the requests to come, by so many processes.
+    """Processes that call ``load(request)`` for the requests to come.
 
-    ``following(request)``: that one and what will be asked for after it. ``begin()`` is called first in each process.
-    Started at the first request.
+    ``following(request)``: that request and those that will be asked for after it. ``begin()`` is called first in each
+    process. The processes are started at the first request.
     """
 
     def __init__(
@@ -87,7 +87,8 @@ class Ahead:
         self._processes: list[BaseProcess] = []
 
     def take(self, request: Request) -> Any:
-        """What was loaded for it, or ``LoadFailed``. Asking out of turn discards what was loaded for another place."""
+        """Return what was loaded for the request, or ``LoadFailed``. Asking out of turn discards what was loaded for
+        another place."""
         if request not in self._line.out:
             self._go_on_at(request)
         while self._line.out[0] != request:
@@ -137,7 +138,7 @@ class Ahead:
             raise error
 
     def close(self) -> None:
-        """End the processes."""
+        """End the loading processes."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -148,8 +149,8 @@ class Ahead:
 
 
 class _Line:
-    """The requests in the order in which they are handed out, each with its place in the shared memory; ``out``: handed
-    out and not taken yet."""
+    """The requests in the order in which they are handed out, each with its place in the shared memory; ``out``: those
+    that are handed out and not taken yet."""
 
     def __init__(self, following: Callable[[Request], Iterable[Request]], places: int) -> None:
         self._following, self._places = following, places
@@ -166,7 +167,7 @@ class _Line:
 
 
 class _Loads:
-    """In a loader: what it loads, packed."""
+    """The data set of a loading process, whose items are what it loads, packed."""
 
     def __init__(self, load: Callable[[Request], Any], shelf: _Shelf) -> None:
         self._load, self._shelf = load, shelf
@@ -185,9 +186,9 @@ class PackedBatch:
 
     head: bytes
     spans: tuple[slice, ...]
-    """Of the shared memory."""
+    """The stretches of the shared memory where the numbers are."""
     buffers: tuple[bytearray, ...] = ()
-    """Instead of it, where there is not room enough."""
+    """The numbers themselves, where there is not room enough in the shared memory."""
 
 
 class _Shelf:
@@ -202,7 +203,7 @@ class _Shelf:
             self._memory = memoryview(b"")
 
     def pack(self, value: Any, place: int) -> PackedBatch:
-        """The same numbers at the same strides, in this place."""
+        """Pack a value in this place: the same numbers at the same strides."""
         file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
         _Packer(file, protocol=5, buffer_callback=buffers.append).dump(value)
         raw = [buffer.raw() for buffer in buffers]
@@ -216,12 +217,12 @@ class _Shelf:
         return PackedBatch(file.getvalue(), spans)
 
     def unpack(self, packed: PackedBatch) -> Any:
-        """What was packed, in memory of its own."""
+        """Unpack what was packed, in memory of its own."""
         return pickle.loads(packed.head, buffers=packed.buffers or [_copy(self._memory[span]) for span in packed.spans])
 
 
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
-    """Tensors as plain memory; everything else as cloudpickle does, which knows what a notebook defines."""
+    """Packs tensors as plain memory, and everything else as cloudpickle does, which knows what a notebook defines."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is Tensor and value.layout is torch.strided and not value.requires_grad:
@@ -234,7 +235,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _copy(memory: memoryview) -> Any:
-    """In memory of torch's own alignment: kernels may add in another order where it is another."""
+    """A copy in memory of torch's own alignment: kernels may add in another order where the alignment is another."""
     copy = torch.empty(len(memory), dtype=torch.uint8).numpy()
     copy[:] = memory
     return copy
@@ -247,7 +248,7 @@ def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tup
 
 @contextmanager
 def _meant() -> Iterator[None]:
-    """No warning about more loaders than cores, nor about a fork beside threads: the user, and torch, know."""
+    """Silence the warnings about more loaders than cores and about a fork beside threads: the user, and torch, know."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

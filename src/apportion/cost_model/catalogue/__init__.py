@@ -13,12 +13,12 @@ from apportion.cost_model.cluster import Cluster
 
 
 def names() -> list[str]:
-    """Of all of them."""
+    """The names of all clusters in the catalogue."""
     return sorted(f.name.removesuffix(".json") for f in resources.files(__name__).iterdir() if f.name.endswith(".json"))
 
 
 def named(name: str) -> Cluster:
-    """The cluster in the catalogue that is called so."""
+    """The cluster in the catalogue that has this name."""
     known = names()
     if name not in known:
         near = difflib.get_close_matches(name.lower(), known, n=1)

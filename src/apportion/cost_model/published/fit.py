@@ -16,7 +16,7 @@ Constants = Mapping[str, float]
 Vector = NDArray[np.float64]
 
 USUAL_ERROR = 0.1
-"""Relative. What is further off than this is more and more of an outlier."""
+"""The usual relative error. A measurement that is further off than this is more and more of an outlier."""
 FIRST_GUESS_WEIGHT = 0.03
 """A constant e times its first guess costs as much as an error of 3 % in one measurement: it stays where it is if no
 measurement depends on it."""
@@ -46,7 +46,7 @@ def fitted(
 
 
 def _least(errors: Callable[[Vector], Vector], x: Vector) -> Vector:
-    """Where the errors are least."""
+    """The point where the errors are least, searched from ``x`` on."""
     damping, now = 1e-3, errors(x)
     for _ in range(ROUNDS):
         slopes = np.stack([(errors(x + step) - now) / STEP for step in STEP * np.eye(len(x))], axis=1)

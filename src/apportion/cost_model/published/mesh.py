@@ -1,4 +1,4 @@
-"""What a step costs on a mesh of three axes: layers sliced over ranks, stages of a pipeline, replicas of it all.
+"""The cost of a step on a mesh of three axes: layers sliced over ranks, stages of a pipeline, replicas of it all.
 
 Papers: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021.
 
@@ -31,27 +31,27 @@ from apportion.cost_model.profile import LayerProfile, Profile
 
 
 class _Work(NamedTuple):
-    """Layers that are alike."""
+    """Layers that are priced once because they have the same sizes and times."""
 
     layer: LayerProfile
     times: int
     share: float
-    """That each slice computes."""
+    """The share of a layer that each slice computes."""
 
 
 class _Content(NamedTuple):
-    """Of a stage; bytes are of the whole batch."""
+    """The layers and sums of a stage; bytes are of the whole batch."""
 
     works: tuple[_Work, ...]
     sums: Counter[int]
-    """How often so many bytes are summed over slices, forward and backward."""
+    """The number of sums over slices by their bytes, forward and backward."""
     parameter_bytes: float
-    """On each rank."""
+    """The bytes of weights on each rank."""
     kept_bytes: float
 
 
 class _Seconds(NamedTuple):
-    """Of one micro-batch in a stage."""
+    """The seconds of one micro-batch in a stage."""
 
     computing: float
     communicating: float
@@ -63,7 +63,7 @@ class _Seconds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """How a workload is laid out on ``slices * replicas * stages`` ranks."""
+    """The layout of a workload on ``slices * replicas * stages`` ranks."""
 
     profile: Profile
     slices: int = 1
@@ -71,7 +71,7 @@ class Mesh:
     begins: tuple[int, ...] = (0,)
     """The layers that the stages begin with."""
     microbatch: int
-    """Examples in each."""
+    """The number of examples in each micro-batch."""
 
     def __post_init__(self) -> None:
         each, over = divmod(self.profile.batch_size, self.replicas * self.microbatch)
@@ -85,25 +85,25 @@ class Mesh:
 
     @property
     def stages(self) -> int:
-        """Of the pipeline."""
+        """The number of stages of the pipeline."""
         return len(self.begins)
 
     @property
     def ranks(self) -> int:
-        """That it needs."""
+        """The number of ranks that the mesh needs."""
         return self.slices * self.replicas * self.stages
 
     @property
     def microbatches(self) -> int:
-        """That follow each other in a step."""
+        """The number of micro-batches that follow each other in a step."""
         return self.profile.batch_size // (self.replicas * self.microbatch)
 
     def rank(self, slice_: int = 0, replica: int = 0, stage: int = 0) -> int:
-        """By its place on the three axes: slices, who talk most, are neighbours."""
+        """The rank at a place on the three axes: slices, which talk most, are neighbours."""
         return slice_ + self.slices * (replica + self.replicas * stage)
 
     def cost(self, layout: Placement) -> Cost:
-        """Of one step. ValueError where the layout has another number of ranks."""
+        """The cost of one step. ValueError where the layout has another number of ranks."""
         if layout.ranks != self.ranks:
             raise ValueError(
                 f"{layout.ranks} ranks for {self.slices} slices x {self.replicas} replicas x {self.stages} stages: "
@@ -161,7 +161,7 @@ class Mesh:
 
     @cached_property
     def _memory(self) -> dict[str, int]:
-        """Of a rank of the heaviest stage. 1F1B keeps as many micro-batches as there are stages to go."""
+        """The memory of a rank of the heaviest stage. 1F1B keeps as many micro-batches as there are stages to go."""
         part = self.microbatch / self.profile.batch_size
         every = []
         for stage, content in enumerate(self._contents):
@@ -183,7 +183,7 @@ class Mesh:
         return tuple(self._content(begin, end) for begin, end in zip(self.begins, ends, strict=True))
 
     def _content(self, begin: int, end: int) -> _Content:
-        """Layers that are alike are priced once."""
+        """The content of a stage of these layers, in which layers with the same sizes and times are priced once."""
         alike: dict[tuple[object, ...], list[LayerProfile]] = {}
         sums: Counter[int] = Counter()
         for layer in self.profile.layers[begin:end]:
@@ -200,7 +200,7 @@ class Mesh:
         )
 
     def _sums(self, layer: LayerProfile) -> list[int]:
-        """What slices of this layer sum: its outputs, or the gradients of inputs that are not in slices."""
+        """The bytes that slices of this layer sum: its outputs, or the gradients of inputs that are not in slices."""
         if not layer.ways:
             return []
         if _gives_terms(layer):
@@ -214,6 +214,6 @@ class Mesh:
 
 
 def _gives_terms(layer: LayerProfile) -> bool:
-    """Does each slice make a term of all outputs? An embedding that is cut by vocabulary has zeros for the words of
-    the others."""
+    """Does each slice make a term of all outputs? An embedding that is cut by vocabulary has zeros for the words of the
+    other slices."""
     return "inputs" in layer.ways or layer.kind == "Embedding"

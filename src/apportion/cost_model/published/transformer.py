@@ -25,10 +25,10 @@ class Transformer:
     heads: int
     blocks: int
     length: int
-    """Of a sequence, in tokens: one example."""
+    """The length in tokens of a sequence, which is one example."""
     vocabulary: int
     number_bytes: int = 2
-    """Of a weight and of an activation: 2 is float16 or bfloat16."""
+    """The bytes of a weight and of an activation: 2 is float16 or bfloat16."""
 
     def __post_init__(self) -> None:
         for name in ("hidden", "heads", "blocks", "length", "vocabulary", "number_bytes"):
@@ -36,8 +36,8 @@ class Transformer:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
     def profile(self, batch_size: int) -> Profile:
-        """Of a step on so many sequences, updated by Adam. In 16 bits its slots are three numbers of 32: the exact
-        weight and two moments."""
+        """The profile of a step on so many sequences, updated by Adam. In 16 bits its slots are three numbers of 32:
+        the exact weight and two moments."""
         layers = tuple(_Layers(self, batch_size).all())
         return Profile(
             name=f"transformer of {self.blocks} x {self.hidden}",
@@ -48,7 +48,7 @@ class Transformer:
         )
 
     def stages(self, stages: int) -> tuple[int, ...]:
-        """Which layers of the profile the stages of a pipeline begin with: as many blocks for each as can be, those
+        """The layers of the profile that the stages of a pipeline begin with: as many blocks for each as can be, those
         left over to the first; the embedding goes with the first block, the output layer with the last."""
         if not 1 <= stages <= self.blocks:
             raise ValueError(f"stages={stages} of {self.blocks} blocks: use stages<={self.blocks}")
@@ -61,7 +61,7 @@ LAYERS_OF_A_BLOCK = 13
 
 
 class _Layers:
-    """Each made from the one before it."""
+    """The layers of a transformer, each made from the one before it."""
 
     def __init__(self, transformer: Transformer, batch_size: int) -> None:
         self.of = transformer
@@ -69,7 +69,7 @@ class _Layers:
         self.before = ""
 
     def all(self) -> Iterator[LayerProfile]:
-        """In order."""
+        """The layers of the whole transformer, in order."""
         t, tokens = self.of, self.tokens
         state = tokens * t.hidden * t.number_bytes
         weights = (t.vocabulary + t.length) * t.hidden * t.number_bytes
@@ -84,7 +84,7 @@ class _Layers:
             yield self.layer(f"loss.{name}", name, logits * FLOAT32_BYTES, way="units")
 
     def block(self, name: str, state: int) -> Iterator[LayerProfile]:
-        """Attention and MLP; ``state``: bytes of what goes from block to block."""
+        """The layers of a block, attention and MLP; ``state``: the bytes that go from block to block."""
         t = self.of
         scores = self.tokens * t.heads * t.length * t.number_bytes
         of_scores = 2.0 * self.tokens * t.length * t.hidden
@@ -103,7 +103,7 @@ class _Layers:
         yield self.layer(f"{name}.add2", "add", state)
 
     def linear(self, name: str, inputs: int, outputs: int, way: str) -> LayerProfile:
-        """From and to so many times the hidden size."""
+        """A Linear layer from ``inputs`` to ``outputs`` times the hidden size."""
         h, number = self.of.hidden, self.of.number_bytes
         return self.layer(
             name,

@@ -1,4 +1,4 @@
-"""What a synchronous step takes whose ranks have a copy of the weights each, and sum their gradients over a group."""
+"""The price of a synchronous step whose ranks each have a copy of the weights and sum their gradients over a group."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from apportion.cost_model.simulator import SimulatedTask, makespan, simulate
 from apportion.cost_model.strategies import data_parallel
 
 STEP_CALLS, LAYER_CALLS, NORM_CALLS = 15.0, 2.0, 10.0
-"""Of Python, in ``Device.call_seconds``: of a step; for each layer; for a batch normalisation that asks all ranks.
-Estimates by what the update in shared pages needs."""
+"""The overhead of Python, in ``Device.call_seconds``: of a step; of each layer; of a batch normalisation that asks all
+ranks. They are estimates by what the update in shared pages needs."""
 
 
 def cost(
     profile: Profile, layout: Placement, found: Computed, rows: float, sizes: tuple[int, int], *, parts: int = 1
 ) -> Cost:
-    """Of a step whose ranks have computed so, in so many parts; ``rows``: of a rank at a time; ``sizes``: bytes of a
-    gradient that travels by itself, and of those that leave together while the backward pass goes on."""
+    """The cost of a step whose ranks have computed ``found``, in ``parts`` parts; ``rows``: the rows of a rank at a
+    time; ``sizes``: the bytes of a gradient that travels by itself, and of those that leave together while the backward
+    pass goes on."""
     exposed, timeline = _summed(profile, layout, found, rows, sizes, parts)
     python = (STEP_CALLS + LAYER_CALLS * len(profile.layers)) * call_seconds(layout)
     return Cost(
@@ -43,8 +44,8 @@ def cost(
 def _summed(
     profile: Profile, layout: Placement, found: Computed, rows: float, sizes: tuple[int, int], parts: int
 ) -> tuple[float, tuple[Span, ...]]:
-    """Seconds beyond computing until the gradients are summed: those of the last part. And the step in a picture, where
-    the sum begins before the backward pass has ended: between hosts, and on GPUs."""
+    """The seconds beyond computing until the gradients are summed: those of the last part; and the timeline of the step
+    where the sum begins before the backward pass has ended: between hosts, and on GPUs."""
     weights, ranks, (large, early) = profile.parameter_bytes, range(layout.ranks), sizes
     if layout.ranks == 1:
         return 0.0, ()
@@ -86,11 +87,11 @@ class Bucket:
 
     nbytes: float
     first: int
-    """Their first layer, whose gradient is the last to be there."""
+    """The first layer of the bucket, whose gradient is the last to be there."""
 
 
 def buckets(profile: Profile, most: float) -> list[Bucket]:
-    """From the last layer on, together until there are so many bytes."""
+    """The buckets of gradients from the last layer on, each gathered until it has ``most`` bytes."""
     found: list[Bucket] = []
     gathered = 0.0
     for i in reversed(range(len(profile.layers))):
@@ -104,8 +105,8 @@ def buckets(profile: Profile, most: float) -> list[Bucket]:
 def during(
     layout: Placement, forward: float, backward: Sequence[float], sent: Sequence[Bucket]
 ) -> tuple[float, tuple[Span, ...]]:
-    """Seconds beyond forward and backward (of each layer) until all of these have been summed over all ranks; and when
-    what happened, on one device and on what joins it to the others."""
+    """The seconds beyond ``forward`` and ``backward`` (of each layer) until all buckets have been summed over all
+    ranks; and the timeline of one device and of the link that joins it to the others."""
     link = layout.cluster.joining(layout.devices)
     alone = sum(backward) + forward
     spans = _spans(layout, forward, backward, sent)

@@ -1,4 +1,5 @@
-"""What it takes to gather weights layer by layer, and to sum gradients into shards (``parallel/replica/fsdp.py``)."""
+"""The price of gathering weights layer by layer, and of summing gradients into shards
+(``parallel/replica/fsdp.py``)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Unit:
-    """Layers whose weights are gathered at once, and those up to the next one, which have few."""
+    """A layer whose weights are gathered at once, with the layers up to the next unit, which have few weights."""
 
     nbytes: int
     forward: float
@@ -25,8 +26,8 @@ class Unit:
 
 
 def units(profile: Profile, least: int, forward: Sequence[float], backward: Sequence[float]) -> tuple[int, list[Unit]]:
-    """(bytes that are gathered for the whole step, at its beginning; the units in order of execution). A unit begins
-    with a layer of so many parameters at least; seconds are those of each layer."""
+    """The bytes that are gathered for the whole step, at its beginning; and the units in order of execution. A unit
+    begins with a layer of ``least`` parameters or more; ``forward`` and ``backward`` are the seconds of each layer."""
     found, root = [Unit(0, 0.0, 0.0)], 0
     for layer, ahead, back in zip(profile.layers, forward, backward, strict=True):
         if layer.parameter_bytes >= least * FLOAT_BYTES:
@@ -58,8 +59,8 @@ def in_turn(layout: Placement, root: int, parts: Sequence[Unit]) -> float:
 
 
 def overlapped(layout: Placement, root: int, parts: Sequence[Unit]) -> tuple[float, tuple[Span, ...]]:
-    """(seconds beyond computing, when what happened): on GPUs the weights of the next layer come, and the gradients of
-    the last one go, meanwhile."""
+    """The seconds beyond computing, and the timeline: on GPUs the weights of the next layer come, and the gradients of
+    the last one go, while a layer is computed."""
     device, wire = (layout.devices[0],), (layout.cluster.joining(layout.devices).kind,)
     tasks = [SimulatedTask("gather the rest", "communicating", wire, gather(layout, root))]
     sizes = {unit.nbytes for unit in parts}

@@ -1,5 +1,5 @@
-"""What a network costs whose first layers each rank computes for some of the rows, and whose last ones it has slices
-of; and from which layer on slices are cheaper."""
+"""The price of a network whose first layers each rank computes for some of the rows, and whose last layers are sliced
+over the ranks; and the layer from which on slices are cheaper."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from apportion.cost_model.strategies.tensor import How, Slices
 
 
 def exchanging(profile: Profile, layout: Placement, at: int, how: dict[str, How], *, rotates: bool) -> Cost:
-    """The layers before ``at`` on a share of the rows, the others sliced as ``how`` says."""
+    """The cost of a step with the layers before ``at`` on a share of the rows, and the others sliced as ``how``
+    says."""
     n, batch = layout.ranks, profile.batch_size
     ranks = Collective.among(layout, range(n))
     own = _slowest(profile, layout)
@@ -52,8 +53,8 @@ def exchanging(profile: Profile, layout: Placement, at: int, how: dict[str, How]
 
 
 def begins(profile: Profile, layout: Placement, how: dict[str, How], *, least: int) -> int | None:
-    """The layer from which on all are best sliced, or computed alike, instead of each rank taking some of the rows: the
-    chain's cheapest choices, from ``least`` on. None: nowhere."""
+    """The layer from which on all are best sliced, or computed whole on every rank, instead of each rank taking some of
+    the rows: the chain's cheapest choices, from ``least`` on. None: there is none."""
     n, ranks, own = layout.ranks, Collective.among(layout, range(layout.ranks)), _slowest(profile, layout)
     slices, by_rows, costs = Slices(profile, layout, own, how), own.each(profile.batch_size / n), []
     for i, layer in enumerate(profile.layers):
@@ -72,7 +73,7 @@ def begins(profile: Profile, layout: Placement, how: dict[str, How], *, least: i
 
 
 def _slowest(profile: Profile, layout: Placement) -> LayerTimes:
-    """The rank that takes longest for the same work."""
+    """The layer times of the rank that takes longest for the same work."""
     return max(
         dict.fromkeys(times(profile, layout)),
         key=lambda own: sum(seconds.both for seconds in own.each(profile.batch_size)),

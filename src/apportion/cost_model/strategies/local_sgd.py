@@ -1,4 +1,5 @@
-"""What replicas cost that train on batches of their own and go on from the average of their weights (``local_sgd``)."""
+"""The price of replicas that train on batches of their own and go on from the average of their weights
+(``local_sgd``)."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 
 STEP_CALLS, ROUND_CALLS, TENSOR_CALLS = 20.0, 45.0, 3.0
-"""Of Python, in ``Device.call_seconds``: of a step, of a round, and of a round for each layer and slot and each
-contribution. Chosen so that measured rounds of five networks come out, where a call took 8 us."""
+"""The overhead of Python, in ``Device.call_seconds``: of a step, of a round, and of a round for each layer and slot and
+each contribution. They are chosen so that measured rounds of five networks come out, where a call took 8 us."""
 
 
 @dataclass(frozen=True)
 class AveragingKind:
-    """Of a round."""
+    """The kind of averaging that a round does."""
 
     outer: bool = False
     """Is the average the direction of an outer step?"""
@@ -28,7 +29,7 @@ class AveragingKind:
 
 
 def cost(profile: Profile, layout: Placement, kind: AveragingKind, *, every: int) -> Cost:
-    """Of a batch on every replica, with its part of a round of so many."""
+    """The cost of a batch on every replica, with its part of a round of ``every`` batches."""
     n = layout.ranks
     found = computed(profile, layout, [profile.batch_size] * n, between=every)
     exchange = _in_memory if len(layout.hosts) == 1 else _by_messages
@@ -57,7 +58,7 @@ def _in_memory(profile: Profile, layout: Placement, kind: AveragingKind) -> floa
 
 
 def _by_messages(profile: Profile, layout: Placement, kind: AveragingKind) -> float:
-    """The same where each replica's contribution goes to all others, one tensor after the other."""
+    """Seconds of a round in which each replica's contribution goes to all others, one tensor after the other."""
     n, tensors = layout.ranks, _tensors(profile)
     state = profile.parameter_bytes * (1 + profile.slots)
     sent = broadcast(layout, range(n), state / max(1, tensors)) * tensors
@@ -75,8 +76,8 @@ def _python(profile: Profile, layout: Placement) -> float:
 
 
 def _held(profile: Profile, layout: Placement, kind: AveragingKind) -> dict[str, int]:
-    """A replica, its contribution and the average that it began with; and two averages that all have in common, or on
-    several hosts each replica: with what it receives, four in all."""
+    """The memory of a replica, its contribution and the average that it began with; and of two averages that all
+    replicas have in common, or that on several hosts each replica has: with what it receives, four in all."""
     own, weights = Counter(of_replica(profile, profile.batch_size)), 2 if kind.outer else 1
     if len(layout.hosts) > 1:
         own.update(copies(profile, weights=5 * weights, slots=5, buffers=5))

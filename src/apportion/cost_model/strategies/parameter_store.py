@@ -1,4 +1,4 @@
-"""What it takes to push a gradient into a store that lies in the memory of a host, and to pull weights from it
+"""The price of pushing a gradient into a store that lies in the memory of a host, and of pulling weights from it
 (``parallel/parameter_store/push.py``)."""
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 
 SHARD_BYTES, RUN_BYTES, LEAST_SHARDS, LEAST_SHARD_BYTES = 512 << 10, 1 << 20, 8, 4 << 10
-"""Of a shard, of what is updated in one go, and how small a store's shards get: as
-``parallel/parameter_store/shard_layout.py`` cuts them."""
+"""The bytes of a shard, the bytes that are updated in one go, and the least number and least bytes of a store's shards,
+as ``parallel/parameter_store/shard_layout.py`` cuts them."""
 STEP_CALLS, RUN_CALLS, SHARD_CALLS, LAYER_CALLS = 130.0, 12.0, 1.0, 1.0
-"""Of Python, in ``Device.call_seconds``: of a batch that is dealt, written down and pushed; of shards that are updated
-in one go, of each shard's lock and version, and of each layer whose gradient is gathered. Chosen so that
-measured steps of five networks come out, where a call took 8 us."""
+"""The overhead of Python, in ``Device.call_seconds``: of a batch that is dealt, written down and pushed; of shards that
+are updated in one go, of each shard's lock and version, and of each layer whose gradient is gathered. They are chosen
+so that measured steps of five networks come out, where a call took 8 us."""
 
 
 @dataclass(frozen=True)
 class PushPrice:
-    """Seconds of what becomes of one batch's gradient."""
+    """The seconds of what becomes of one batch's gradient."""
 
     gather: float
-    """From the layers into the worker's place in memory."""
+    """The seconds of gathering the gradient from the layers into the worker's place in memory."""
     push: float
-    """Into the shards; without locks it pulls nothing."""
+    """The seconds of a push into the shards; without locks it pulls nothing."""
     pull: float
-    """By itself: a push brings the new weights along."""
+    """The seconds of a pull by itself: a push brings the new weights along."""
     shards: int
 
 
 def push(profile: Profile, layout: Placement, *, part: float = 1.0, locks: bool = True) -> PushPrice:
-    """Of such a part of the network. Under a lock the new weights and slots are drafted, which the worker has pulled
-    with that, and copied into their place."""
+    """The price of a push of ``part`` of the network. Under a lock the new weights and slots are drafted, which the
+    worker has pulled with that, and copied into their place."""
     weights, slots = profile.parameter_bytes * part, profile.parameter_bytes * part * profile.slots
     rate, call = memory_rate(layout), call_seconds(layout)
     shards = max(min(LEAST_SHARDS, int(weights // LEAST_SHARD_BYTES)), int(weights // SHARD_BYTES), 1)

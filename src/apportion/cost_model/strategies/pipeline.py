@@ -1,4 +1,4 @@
-"""What a network in stages costs, one a rank: micro-batches that follow each other, forward and backward."""
+"""The price of a network in stages, one a rank: micro-batches that follow each other, forward and backward."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies.pipeline_timeline import Order, TimedPasses, TimedStage, on_rank
 
 PASS_CALLS = 14.0
-"""What a forward or a backward pass of a micro-batch costs besides its layers, in calls: its rows, the call of the
+"""The overhead of a forward or a backward pass of a micro-batch besides its layers, in calls: its rows, the call of the
 stage's graph, the loss and its weight."""
 MESSAGE_CALLS = 14.0
-"""What a message costs each of its two ranks: the description, and a wait in Python. Both chosen so that
-measured steps of five networks at 4 to 32 micro-batches come out, where a call took 8 us."""
+"""The overhead of a message on each of its two ranks, in calls: the description, and a wait in Python. ``PASS_CALLS``
+and ``MESSAGE_CALLS`` are chosen so that measured steps of five networks at 4 to 32 micro-batches come out, where a call
+took 8 us."""
 MOST_TASKS = 3000
-"""That are simulated; longer pipelines are priced by their closed form, which forgets only how stages that differ
-hold each other up."""
+"""The largest number of tasks that is simulated; longer pipelines are priced by their closed form, which leaves out
+only how stages that differ hold each other up."""
 
 
 def cut(profile: Profile, layout: Placement, *, microbatches: int, cuts: Sequence[str] | None) -> list[int]:
-    """The layers that the stages begin with, the first one's 0 among them; as ``parallel/pipeline/cut_points.py`` finds
-    them: by the times on rank 0. ValueError where that many stages cannot be."""
+    """The layers that the stages begin with, the first one's 0 among them, as ``parallel/pipeline/cut_points.py`` finds
+    them: by the times on rank 0. ValueError where there cannot be that many stages."""
     if cuts is not None:
         return [0, *_named(profile, cuts, layout.ranks)]
     if layout.ranks == 1:
@@ -58,7 +59,8 @@ def _named(profile: Profile, cuts: Sequence[str], stages: int) -> list[int]:
 
 
 class Pipeline:
-    """A network in stages that begin with these layers: what does not depend on the order of the passes."""
+    """A network in stages that begin with these layers: the part of its price that does not depend on the order of the
+    passes."""
 
     def __init__(  # noqa: PLR0913 (what a pipeline has)
         self,
@@ -71,8 +73,8 @@ class Pipeline:
         at_once: Sequence[bool] = (),
         fused: bool = False,
     ) -> None:
-        """``at_once``: of each stage, does it compute the whole batch, which comes and goes in micro-batches?
-        ``fused``: are updates made by torch's fused kernels?"""
+        """Price the stages that begin with the layers ``begins``. ``at_once``: whether each stage computes the whole
+        batch, which comes and goes in micro-batches; ``fused``: whether updates are made by torch's fused kernels."""
         self._profile, self._layout, self._begins = profile, layout, begins
         self.microbatches, self._recompute = microbatches, recompute
         self._whole = at_once or [False] * layout.ranks
@@ -83,7 +85,7 @@ class Pipeline:
         self._links = [cut.under_way for cut in cuts]
 
     def cost(self, orders: Sequence[Order]) -> Cost:
-        """Of stages that compute in these orders."""
+        """The cost of a step whose stages make their passes in these orders."""
         profile, layout, parts = self._profile, self._layout, self._parts
         spans: tuple[Span, ...] = ()
         if 4 * layout.ranks * self.microbatches <= MOST_TASKS or self.waits:
@@ -107,13 +109,13 @@ class Pipeline:
 
 
 class _Cut(NamedTuple):
-    """Between two stages, for one micro-batch, in seconds."""
+    """The seconds of a transfer between two stages, for one micro-batch."""
 
     own: float
-    """That each of its two ranks spends itself in either direction: half of what of a transfer does not go on by
-    itself, and by what the rest of it slows computing down."""
+    """The seconds that each of the two ranks spends itself in either direction: half of the part of a transfer that
+    does not go on by itself, and the time by which the rest of it slows computing down."""
     under_way: float
-    """That a transfer goes on by itself."""
+    """The seconds that a transfer goes on by itself."""
 
 
 def _cuts(profile: Profile, layout: Placement, begins: Sequence[int], microbatches: int) -> list[_Cut]:
@@ -173,7 +175,8 @@ def _of_few(profile: Profile, own: LayerTimes, rows: float) -> tuple[list[float]
 
 
 def _found(passes: TimedPasses, parts: Sequence[TimedStage], microbatches: int) -> dict[str, float]:
-    """As the stage sees it that computes most; its own part of messages is counted with the others."""
+    """The terms of a step as the stage that computes most sees them; its own part of messages is counted as
+    communicating."""
     many = [1 if part.at_once else microbatches for part in parts]
     busiest = max(range(len(parts)), key=lambda i: (parts[i].forward + parts[i].backward) * many[i])
     found = passes.terms(busiest)
@@ -184,7 +187,8 @@ def _found(passes: TimedPasses, parts: Sequence[TimedStage], microbatches: int) 
 
 
 def _closed(parts: Sequence[TimedStage], links: Sequence[float], microbatches: int) -> dict[str, float]:
-    """The first micro-batch goes through all stages and back, the others follow at the pace of the slowest."""
+    """The terms of a step in which the first micro-batch goes through all stages and back and the others follow at the
+    pace of the slowest stage."""
     busiest = max(parts, key=lambda part: part.forward + part.backward)
     pace = busiest.forward + busiest.backward
     own = 2 * busiest.messages * microbatches
@@ -218,7 +222,7 @@ def _memories(
 
 
 def most_in_flight(order: Order) -> int:
-    """Micro-batches whose activations a stage keeps at once."""
+    """The largest number of micro-batches whose activations a stage keeps at once."""
     most = now = 0
     for kind, _ in order:
         now += 1 if kind == "forward" else -1

@@ -1,7 +1,8 @@
-"""When each pass of a pipeline begins and ends.
+"""The times at which each pass of a pipeline begins and ends.
 
-Every rank makes its passes in an order that is known, and every link carries what they give in that same order: so
-what begins when follows from what ends when, without a queue of events (``simulate.py``, which finds the same times).
+Every rank makes its passes in an order that is known, and every link carries what they give in that same order: the
+beginning of each pass follows from the ends of others, without a queue of events (``simulator.py``, which finds the
+same times).
 """
 
 from __future__ import annotations
@@ -15,24 +16,25 @@ from apportion.cost_model.simulator import spent
 
 Kind = Literal["forward", "backward"]
 Order = Sequence[tuple[Kind, int]]
-"""What a stage does with its micro-batches, one after the other."""
+"""The passes that a stage makes over its micro-batches, one after the other."""
 
 
 @dataclass(frozen=True)
 class TimedStage:
-    """Of one micro-batch, in seconds."""
+    """The seconds of a stage for one micro-batch."""
 
     forward: float
     backward: float
     messages: float
-    """Of that, in messages."""
+    """The seconds of each pass that are spent on messages."""
     update: float
     at_once: bool
-    """Does it compute the whole batch, which comes and goes in micro-batches?"""
+    """Does the stage compute the whole batch, which comes and goes in micro-batches?"""
 
 
 class TimedPasses:
-    """Of all stages, made in these orders. ``links``: seconds that what goes over each cut is under way.
+    """The timed passes of all stages, made in these orders. ``links``: seconds that what goes over each cut is under
+    way.
 
     An assertion fails where stages wait for each other in a circle.
     """
@@ -43,7 +45,7 @@ class TimedPasses:
         self._turns = [_turns(stage, order) for stage, order in zip(stages, orders, strict=True)]
         self._made: list[list[tuple[float, float]]] = [[] for _ in stages]
         self._sent: dict[tuple[Kind, int, int], tuple[float, float]] = {}
-        """To which stage, and which micro-batch of it."""
+        """The beginning and end of each message, by its kind, the stage that it goes to and the micro-batch."""
         come: list[list[float | None]] = [[None] * many for _ in range(2 * n)]
         self._come: dict[Kind, list[list[float | None]]] = {"forward": come[:n], "backward": come[n:]}
         self._come["forward"][0] = self._come["backward"][-1] = [0.0] * many
@@ -56,7 +58,7 @@ class TimedPasses:
         assert all(len(made) == len(turns) for made, turns in zip(self._made, self._turns, strict=True))
 
     def _advance(self, stage: int) -> bool:
-        """As far as it can go; False: it cannot."""
+        """Let a stage go on as far as it can; False: it could make no pass."""
         part, made, turns = self._stages[stage], self._made[stage], self._turns[stage]
         first = len(made)
         for kind, numbers in turns[first:]:
@@ -85,13 +87,14 @@ class TimedPasses:
                 come[number] = ready
 
     def terms(self, stage: int) -> dict[str, float]:
-        """The time as this stage spends it, see ``simulate.spent``."""
+        """The seconds of the step as this stage spends them, see ``simulator.spent``."""
         end = max(made[-1][1] for made in self._made)
         own = [(begin, until, "computing") for begin, until in self._made[stage]]
         return spent(own, list(self._sent.values()), end)
 
     def timeline(self) -> tuple[Span, ...]:
-        """A stage after the other; what comes to it stands behind the pass that waits for it."""
+        """The spans of one stage after the other; a message that comes to a stage stands behind the pass that waits for
+        it."""
         spans: list[Span] = []
         for stage, order in enumerate(self._orders):
             on, made, before = on_rank(stage), iter(self._made[stage]), None
@@ -110,12 +113,12 @@ class TimedPasses:
 
 
 def on_rank(stage: int) -> str:
-    """As a timeline calls it."""
+    """The name of a stage's rank in a timeline."""
     return f"rank {stage}"
 
 
 def _turns(stage: TimedStage, order: Order) -> list[tuple[Kind, tuple[int, ...]]]:
-    """Each with the micro-batches that it computes."""
+    """The passes of a stage, each with the micro-batches that it computes."""
     if not stage.at_once:
         return [(kind, (number,)) for kind, number in order]
     kinds: tuple[Kind, Kind] = "forward", "backward"

@@ -1,8 +1,9 @@
-"""What the synchronous update of one host takes, whose weights lie in shared pages
+"""The price of the synchronous update of one host whose weights lie in shared pages
 (``parallel/shared_weights/update.py``).
 
-Every rank writes its gradient once, reads everyone's of its own slice, and updates that. A Linear layer whose factors
-are smaller than its gradient has these exchanged instead; the product of them takes as long as in the backward pass.
+Every rank writes its gradient once, reads the gradients of all ranks for its own slice, and updates that. A Linear
+layer whose factors are smaller than its gradient has these exchanged instead; the product of them takes as long as in
+the backward pass.
 """
 
 from __future__ import annotations
@@ -16,36 +17,36 @@ from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile
 
 STEP_CALLS, LAYER_CALLS, LINEAR_CALLS, PIECE_CALLS = 15.0, 2.0, 5.0, 1.0
-"""Of a step's Python, in ``Device.call_seconds``: by itself; for each layer with weights (hooks take its gradients, and
-the live version is bound to it); for each Linear layer, whose products are made in Python; for each piece of a slice.
-Chosen so that measured steps of five networks come out, where a call took 8 us."""
+"""The overhead of a step's Python, in ``Device.call_seconds``: by itself; for each layer with weights (hooks take its
+gradients, and the live version is bound to it); for each Linear layer, whose products are made in Python; for each
+piece of a slice. They are chosen so that measured steps of five networks come out, where a call took 8 us."""
 PIECE_BYTES = 1 << 18
 MEETINGS = 2.0
-"""In which all ranks wait for each other, of a link's latency each."""
+"""The number of meetings in a step at which all ranks wait for each other, of a link's latency each."""
 
 
 def suits(profile: Profile, layout: Placement) -> bool:
-    """Can the weights of this lie in pages that all ranks share?"""
+    """Can the weights of this workload lie in pages that all ranks share?"""
     together = len(layout.hosts) == 1 and all(layout.device(rank).kind == "cpu" for rank in layout.kinds)
     return together and profile.element_wise and not profile.own_update and not profile.carries
 
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Bytes of one step."""
+    """The bytes that the ranks exchange in one step."""
 
     dense: float
-    """Gradients that each rank writes whole."""
+    """The bytes of gradients that each rank writes whole."""
     copied: float
-    """Of these, what the backward pass has made elsewhere: all but those of Linear layers."""
+    """The bytes of dense gradients that the backward pass has made elsewhere: all but those of Linear layers."""
     factored: float
-    """Gradients that nobody writes: weights whose factors are exchanged,"""
+    """The bytes of gradients that no rank writes, of weights whose factors are exchanged instead."""
     factors: float
-    """and these, of the whole batch."""
+    """The bytes of the factors that are exchanged, of the whole batch."""
 
 
 def exchanged(profile: Profile) -> Exchanged:
-    """What a step writes and reads."""
+    """The bytes that a step writes and reads."""
     linear = [(layer, *sizes) for layer in profile.layers if (sizes := _linear(layer, profile.batch_size))]
     rows = profile.batch_size
     small = [(i * o * 4.0, rows * (i + o) * 4.0) for _, i, o in linear if rows * (i + o) <= i * o]
@@ -60,7 +61,7 @@ def exchanged(profile: Profile) -> Exchanged:
 
 
 def _linear(layer: LayerProfile, rows: int) -> tuple[int, int] | None:
-    """(inputs, outputs) of a layer that is called once for each example."""
+    """The (inputs, outputs) of a Linear layer that is called once for each example; None for any other layer."""
     if layer.kind != "Linear" or not layer.parameter_bytes or not layer.activation_bytes:
         return None
     outputs = layer.activation_bytes / (4 * rows)
@@ -72,7 +73,7 @@ def _linear(layer: LayerProfile, rows: int) -> tuple[int, int] | None:
 
 
 def cost(profile: Profile, layout: Placement, found: Computed, rows: float) -> Cost:
-    """Of a step whose ranks have computed so; ``rows``: of a rank at a time."""
+    """The cost of a step whose ranks have computed ``found``; ``rows``: the rows of a rank at a time."""
     n, rate, moved = layout.ranks, memory_rate(layout), exchanged(profile)
     link = layout.cluster.joining(layout.devices)
     layers = [layer for layer in profile.layers if layer.parameter_bytes]
@@ -96,7 +97,7 @@ def cost(profile: Profile, layout: Placement, found: Computed, rows: float) -> C
 
 
 def _saved(profile: Profile, layout: Placement, found: Computed, rows: float) -> float:
-    """Seconds, of all parts of a step: by products of few rows."""
+    """The seconds that products of few rows save in all parts of a step."""
     times = layer_seconds(profile, layout, rows, found.forward, found.backward)
     return saved(profile.layers, *times, rows).both
 

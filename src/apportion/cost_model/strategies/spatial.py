@@ -1,4 +1,5 @@
-"""What a network costs whose images lie on the ranks in strips, or by channels: halos, sums, and the rest alike."""
+"""The price of a network whose images lie on the ranks in strips, or by channels: halos, sums, and the rest, which all
+ranks compute."""
 
 from __future__ import annotations
 
@@ -16,29 +17,29 @@ from apportion.cost_model.simulator import SimulatedTask, simulate, terms
 from apportion.cost_model.strategies.tensor import is_elementwise
 
 EDGE_CALLS = 60.0
-"""What a convolution on a strip costs each way besides its own rows, in calls: halos sent, received and added, and a
-small convolution at each edge. An estimate."""
+"""The overhead of a convolution on a strip each way besides its own rows, in calls: halos sent, received and added, and
+a small convolution at each edge. It is an estimate."""
 
 
 COPIES = 4.0
-"""How often each way what a convolution looks at is read or written besides: halos are laid beside a rank's own rows,
-and what its inside and its edges give is laid side by side; of channels, the sums are."""
+"""The number of times each way that the input of a convolution is read or written besides: halos are laid beside a
+rank's own rows, and what its inside and its edges give is laid side by side; of channels, the sums are."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """Which of the layers work on images."""
+    """The layers of a network that work on images."""
 
     cut: int
-    """So many, from the first."""
+    """The number of layers that work on images, from the first."""
     first: int
-    """The first that looks at neighbours."""
+    """The first layer that looks at neighbours."""
     joined: int | None
-    """The Linear layer that the image goes into, cut by its inputs; None: what is there is summed before."""
+    """The Linear layer that the image goes into, cut by its inputs; None: the image is summed before."""
 
 
 def images(profile: Profile, way: str) -> Images | None:
-    """None where no layer moves a window over an image."""
+    """The layers that work on images; None where no layer moves a window over an image that can be cut this way."""
     moving = [i for i, layer in enumerate(profile.layers) if layer.image is not None]
     if not any(way in profile.layers[i].ways for i in moving):
         return None
@@ -54,13 +55,13 @@ def images(profile: Profile, way: str) -> Images | None:
 
 
 def _stays(layer: LayerProfile) -> bool:
-    """Does it leave an image an image, or make a vector of it?"""
+    """Does the layer leave an image an image, or make a vector of it?"""
     return is_elementwise(layer) or any(word in layer.kind.lower() for word in ("pool", "norm", "flatten", "view"))
 
 
 @dataclass
 class Strips:
-    """Of one rank."""
+    """The price of one rank: its timeline, its terms, and the bytes of its weights and activations."""
 
     spans: tuple[Span, ...]
     terms: dict[str, float]
@@ -69,8 +70,8 @@ class Strips:
 
 
 def spatial(profile: Profile, layout: Placement, own: LayerTimes, found: Images, *, columns: bool = False) -> Strips:
-    """Of rows of every image, or ``columns``, which take as long to compute as a strip of as many rows. All ranks do
-    the same at the same time: the one with most rows is shown."""
+    """The price of dividing the rows of every image, or its ``columns``, which take as long to compute as a strip of as
+    many rows. All ranks do the same at the same time: the one with most rows is shown."""
     run = _LayerRun(profile, layout, own, columns=columns)
     n = layout.ranks
     for back in (False, True):
@@ -87,16 +88,16 @@ def spatial(profile: Profile, layout: Placement, own: LayerTimes, found: Images,
 
 
 How = Literal["column", "row", "towers", "gathered", "alike"]
-"""A convolution with some of the filters of each rank, looking at all channels; with all filters, looking at some of
-the channels; with some of the groups; as a column, of channels that have to be gathered first; whole on each rank, of
-channels that have to be gathered first."""
+"""The way in which a convolution is divided: with some of the filters on each rank, looking at all channels; with all
+filters, looking at some of the channels; with some of the groups; as a column, of channels that have to be gathered
+first; whole on each rank, of channels that have to be gathered first."""
 
 
 def channels(profile: Profile, layout: Placement, own: LayerTimes, found: Images, *, groups: bool = False) -> Strips:
-    """Of channels, as ``parallel/spatial/channels.py`` divides them: convolutions cut by their filters, then by what
-    they look at, in turn, with a sum after each two; with ``groups`` all by their filters, and gathered before the
-    next, but for those whose groups the ranks share, which send nothing. ValueError where there are none, or too
-    few."""
+    """The price of dividing the channels, as ``parallel/spatial/channels.py`` does: convolutions cut by their filters,
+    then by their input channels, in turn, with a sum after each two; with ``groups`` all by their filters, and gathered
+    before the next, but for those whose groups the ranks share, which send nothing. ValueError where there are no
+    groups, or too few."""
     if groups:
         _must_have_groups(profile, layout)
     run = _LayerRun(profile, layout, own)
@@ -129,7 +130,8 @@ def _way(how: How | None) -> str:
 
 
 def _whole_before(at: int, layer: LayerProfile, how: Mapping[int, How], in_slices: set[int], profile: Profile) -> bool:
-    """Does each rank make something of its own of what all have? Then its gradient is a sum."""
+    """Does each rank compute a result of its own from inputs that all ranks have? The gradient of these inputs is then
+    a sum."""
     if how.get(at) == "column":
         return True
     places = {other.name: i for i, other in enumerate(profile.layers)}
@@ -149,8 +151,8 @@ def _must_have_groups(profile: Profile, layout: Placement) -> None:
 
 
 def _channels(profile: Profile, found: Images, ranks: int, *, groups: bool) -> tuple[set[int], dict[int, How]]:
-    """(layers that work on channels of their own, how convolutions are cut). Where a convolution has fewer groups than
-    there are ranks, all compute it alike."""
+    """The layers that work on channels of their own, and how convolutions are cut. Where a convolution has fewer groups
+    than there are ranks, every rank computes all of it."""
     in_slices: set[int] = set()
     how: dict[int, How] = {}
     whole = True
@@ -186,26 +188,27 @@ class _LayerRun:
         self._norms = 0
 
     def side(self, layer: LayerProfile) -> tuple[int, int, int] | None:
-        """Of what is divided: how long it is in the image and in the window, and its stride."""
+        """The length in the image, the length in the window and the stride of the dimension that is divided."""
         return layer.across or layer.image if self._columns else layer.image
 
     def share(self, layer: LayerProfile) -> float:
-        """Of the rank with most rows."""
+        """The share of a layer that the rank with most rows has."""
         side = self.side(layer)
         return 1.0 / self._layout.ranks if side is None else math.ceil(side[0] / self._layout.ranks) / side[0]
 
     def given(self, layer: LayerProfile) -> float:
-        """Bytes of what a layer takes; of the network's arguments, none."""
+        """The bytes of a layer's inputs; the network's arguments count as none."""
         return sum(self._by_name[name].activation_bytes for name in layer.inputs if name in self._by_name)
 
     def add(self, name: str, kind: str, seconds: float, on: str = "rank 0") -> None:
-        """What all wait for."""
+        """Add a task that everything after it waits for."""
         if seconds > 0:
             self._tasks.append(SimulatedTask(name, kind, (on,), seconds, self._last))
             self._last = (len(self._tasks) - 1,)
 
     def layer(self, layer: LayerProfile, share: float, way: str, *, halo: bool, back: bool = False) -> None:
-        """One way through a layer; where its window needs them, with rows of the neighbours that arrive meanwhile."""
+        """Add one way through a layer; where its window needs them, with rows of the neighbours that arrive
+        meanwhile."""
         both = self._own.of(layer, self._profile.batch_size, way=way if share < 1.0 else "", share=share)
         seconds = both.backward if back else both.forward
         name = f"{layer.name}, backward" if back else layer.name
@@ -234,18 +237,18 @@ class _LayerRun:
             self.add(f"statistics of {name}", "communicating", all_reduce(self._layout, range(self._layout.ranks), 64))
 
     def copied(self, layer: LayerProfile, nbytes: float) -> None:
-        """What is laid together of what came and what was there."""
+        """Add the time of laying together what came and what was there."""
         self.add(f"copies of {layer.name}", "computing", COPIES * nbytes / memory_rate(self._layout))
 
     def joined(self, layer: LayerProfile) -> None:
-        """The outputs of a Linear layer that was given parts of its inputs."""
+        """Add the sum of the outputs of a Linear layer that was given parts of its inputs."""
         ranks = range(self._layout.ranks)
         self.add(
             f"sum of {layer.name}", "communicating", all_reduce(self._layout, ranks, layer.activation_bytes), "link"
         )
 
     def _halo(self, layer: LayerProfile, rows: float) -> float:
-        """Seconds of the rows that come from each neighbour: both come at once."""
+        """Seconds of the rows that come from each neighbour: those of both neighbours come at once."""
         side = self.side(layer)
         if rows <= 0 or side is None or self._layout.ranks < 2:
             return 0.0
@@ -256,7 +259,7 @@ class _LayerRun:
         )
 
     def done(self, found: Images, *, all_weights: bool, in_slices: Sequence[int] | set[int] = ()) -> Strips:
-        """Simulated."""
+        """Simulate the tasks, and return the price of the rank."""
         spans, n = simulate(self._tasks), self._layout.ranks
         weights = activations = 0.0
         for i, layer in enumerate(self._profile.layers):

@@ -1,9 +1,10 @@
-"""What a network costs whose layers are sliced over the ranks, each working on the same rows: sums and gathers.
+"""The price of a network whose layers are sliced over the ranks, each working on the same rows: sums and gathers.
 
 Which layers are sliced, and how, is worked out from the profile as ``parallel/tensor/sharding_plan.py`` does from the
 model: pairs of Linear layers with nothing but element-wise functions between them, what is wide enough alone,
 embeddings, attention by heads, recurrent layers by hidden units. The last layer is taken for logits under a
-cross-entropy, which stay in slices."""
+cross-entropy, which stay in slices.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile
 
 SLICE_CALLS = 40.0
-"""What a sliced layer costs each way besides its products and what travels, in calls: two autograd functions and a wait
-in Python. An estimate; the measured step of a small MLP comes out within 10 %."""
+"""The overhead of a sliced layer each way besides its products and what travels, in calls: two autograd functions and a
+wait in Python. It is an estimate; the measured step of a small MLP comes out within 10 %."""
 How = Literal["columns", "row", "alone", "output", "vocabulary", "heads", "units", "block"]
 _WAYS: dict[How, str] = {"row": "inputs"}
 _KINDS: dict[str, How] = {
@@ -37,17 +38,17 @@ ELEMENTWISE = frozenset((
     "softshrink", "identity", "dropout", "mul", "add", "sub", "truediv", "div", "neg", "square", "abs", "exp", "log",
     "sqrt", "rsqrt", "pow", "clamp", "sin", "cos", "erf", "clone", "contiguous", "imul", "iadd", "isub",
 ))
-"""Kinds that treat each number by itself, in small letters and without underscores."""
+"""The kinds of layers that treat each number by itself, in small letters and without underscores."""
 # fmt: on
 
 
 def is_elementwise(layer: LayerProfile) -> bool:
-    """Does it treat each number by itself?"""
+    """Does the layer treat each number by itself?"""
     return layer.kind.replace("_", "").lower() in ELEMENTWISE
 
 
 def width(profile: Profile, layer: LayerProfile) -> tuple[float, float]:
-    """(inputs, outputs) of a Linear layer or an embedding, from its FLOPs, bytes and weights."""
+    """The (inputs, outputs) of a Linear layer or an embedding, from its FLOPs, bytes and weights."""
     numbers = layer.activation_bytes / 4
     if layer.flops > 0:
         inputs = max(1.0, layer.flops / 2 / max(1.0, numbers))
@@ -57,8 +58,8 @@ def width(profile: Profile, layer: LayerProfile) -> tuple[float, float]:
 
 
 def sliced(profile: Profile, *, min_width: int, among: Sequence[LayerProfile] | None = None) -> dict[str, How]:
-    """How layers are sliced, by name; those that are not there stay whole. Where nothing is ``min_width`` wide, narrow
-    layers are sliced all the same."""
+    """The way in which each sliced layer is divided, by its name; layers that are not there stay whole. Where nothing
+    is ``min_width`` wide, narrow layers are sliced all the same."""
     layers = profile.layers if among is None else among
     found: dict[str, How] = {}
     for least in (min_width, 1):
@@ -127,7 +128,7 @@ def _columns(
 
 @dataclass
 class Sliced:
-    """Seconds and bytes of a rank."""
+    """The seconds and bytes of a rank that has slices of the layers."""
 
     computing: float = 0.0
     communicating: float = 0.0
@@ -145,7 +146,7 @@ class Slices:
         self._n, self._ranks = layout.ranks, Collective.among(layout, range(layout.ranks))
 
     def price(self, layers: Iterable[LayerProfile], *, rows: float) -> Sliced:
-        """Of some of the layers, on so many rows."""
+        """The price of some of the layers, on so many rows."""
         found = Sliced()
         for layer in layers:
             cut = self._how.get(layer.name)
@@ -161,7 +162,7 @@ class Slices:
 
 
 def _in_slices(profile: Profile, how: Mapping[str, How]) -> set[str]:
-    """Element-wise layers inside of pairs: they work on slices."""
+    """The element-wise layers inside of pairs, which work on slices."""
     found: set[str] = set()
     for layer in profile.layers:
         came = [name for name in layer.inputs if how.get(name) == "columns" or name in found]

@@ -1,4 +1,4 @@
-"""What recurrent layers on several ranks cost, each working one chunk of time behind the layer below."""
+"""The price of recurrent layers on several ranks, each working one chunk of time behind the layer below."""
 
 from __future__ import annotations
 
@@ -13,44 +13,46 @@ from apportion.cost_model.profile import LayerProfile, Profile, Seconds
 from apportion.cost_model.simulator import SimulatedTask, simulate, terms
 
 CHUNK_CALLS = 30.0
-"""What a chunk costs a layer besides its share of the whole time, each way, in calls: the loop around the kernel."""
+"""The overhead of a chunk on a layer besides its share of the whole time, each way, in calls: the loop around the
+kernel."""
 MESSAGE_CALLS = 15.0
-"""What a message of one tensor costs each of its two ranks. Both are estimates, and hold
-against the measured step of two layers of 256 units."""
+"""The overhead of a message of one tensor on each of its two ranks, in calls. ``CHUNK_CALLS`` and ``MESSAGE_CALLS`` are
+estimates, and hold against the measured step of two layers of 256 units."""
 WEIGHTS = 0.5
 """Share of the backward pass that makes the gradients of the weights: two of its four products."""
 MOST_TASKS = 3000
-"""That are simulated; longer waves are priced by their closed form, which forgets only how ranks that differ hold each
-other up."""
+"""The largest number of tasks that is simulated; longer waves are priced by their closed form, which leaves out only
+how ranks that differ hold each other up."""
 
 
 @dataclass(frozen=True)
 class Waves:
-    """How the recurrent layers are run."""
+    """The way in which the recurrent layers are run."""
 
     at: int
-    """Which of the profile's layers they are."""
+    """The place of the recurrent layers among the profile's layers."""
     chunks: int
     late: bool
-    """Are the gradients of the weights made at the end, when nobody waits for them?"""
+    """Are the gradients of the weights made at the end, when no rank waits for them?"""
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Of one layer on one rank, in seconds."""
+    """The seconds of a chunk of one layer on one rank."""
 
     forward: float
     backward: float
     weights: float
-    """Of the whole layer, at the end."""
+    """The seconds of the gradients of the whole layer's weights, made at the end."""
     message: float
-    """Of a transfer, what goes on by itself."""
+    """The seconds of a transfer that goes on by itself."""
     own: float
-    """Of a message, what its rank spends on it; that of the other end as well."""
+    """The seconds that a rank itself spends on a message; the rank at the other end spends as much."""
 
 
 def wavefront(profile: Profile, layout: Placement, waves: Waves) -> Cost:
-    """A step: layers before the recurrent ones on the first rank, those after on the last layer's."""
+    """The cost of a step with the layers before the recurrent ones on the first rank, and those after them on the last
+    layer's."""
     net = profile.layers[waves.at]
     each = times(profile, layout)
     last = (net.stack - 1) % layout.ranks
@@ -84,7 +86,8 @@ def _sum(own: LayerTimes, layers: Sequence[LayerProfile], rows: float) -> Second
 
 
 def _found(spans: Sequence[Span], stack: int, many: int, chunks: Sequence[_Chunk]) -> dict[str, float]:
-    """As the rank sees it that computes most; its own part of messages is counted with the others."""
+    """The terms of a step as the rank that computes most sees them; its own part of messages is counted as
+    communicating."""
     busy = dict.fromkeys((_on(rank) for rank in range(len(chunks))), 0.0)
     for span in spans:
         if span.on in busy:
@@ -98,7 +101,8 @@ def _found(spans: Sequence[Span], stack: int, many: int, chunks: Sequence[_Chunk
 
 
 def _closed(stack: int, many: int, chunks: Sequence[_Chunk], ends: float) -> dict[str, float]:
-    """Every rank's layers, one after the other, and a chunk of every other rank at either end."""
+    """The terms of a step as every rank's layers, one after the other, and a chunk of every other rank at either
+    end."""
     slowest = max(chunks, key=lambda chunk: chunk.forward + chunk.backward)
     layers = -(-stack // len(chunks))
     own = 4 * layers * many * slowest.own
@@ -135,8 +139,8 @@ def _chunk(profile: Profile, layout: Placement, own: LayerTimes, rank: int, wave
 def _tasks(
     stack: int, ranks: int, many: int, chunks: Sequence[_Chunk], before: Seconds, after: Seconds
 ) -> list[SimulatedTask]:
-    """A rank takes its layers one after the other, each through all chunks, forward from the first and backward from
-    the last."""
+    """The tasks of a step. A rank takes its layers one after the other, each through all chunks, forward from the first
+    and backward from the last."""
     tasks: list[SimulatedTask] = []
     ended: dict[int, int] = {}
 
@@ -174,7 +178,7 @@ def _tasks(
 
 
 def _weights(profile: Profile, layout: Placement, at: int) -> list[float]:
-    """Bytes on each rank."""
+    """The bytes of weights on each rank."""
     net = profile.layers[at]
     found = [net.parameter_bytes * len(range(r, net.stack, layout.ranks)) / net.stack for r in range(layout.ranks)]
     found[0] += sum(layer.parameter_bytes for layer in profile.layers[:at])

@@ -1,1 +1,1 @@
-"""The runtimes that a network is exported to: peers, one file each; the folder is the registry."""
+"""The runtimes that a model is exported to, with one file for each; the folder is the registry."""

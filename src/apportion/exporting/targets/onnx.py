@@ -1,12 +1,12 @@
-"""ONNX: for ONNX Runtime and whatever else reads the format, with any number of examples at once.
+"""The target ONNX, for ONNX Runtime and other programs that read the format, with any number of examples at once.
 
 ::
 
     nn.Module -- torch.export --> aten graph -- onnxscript, constants folded --> net.onnx (weights inside)
 
-It wins wherever a net is to run without Python or torch, and on CPUs at small batches: one program instead of a Python
-call a layer. It loses where the forward pass decides by the numbers in a tensor: torch.export follows one way only, and
-refuses it.
+It wins wherever a model is to run without Python or torch, and on CPUs at small batches: one program instead of a
+Python call a layer. It loses where the forward pass decides by the numbers in a tensor: torch.export follows one way
+only, and refuses it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from apportion.exporting.onnxruntime_session import BF16, run_bits, session
 from apportion.exporting.target import Inputs, Target
 
 MOST_BYTES = 2**31 - 2**20
-"""Of weights inside of the file: a protobuf message is smaller than 2 GiB."""
+"""The largest size in bytes of weights inside of the file: a protobuf message is smaller than 2 GiB."""
 
 
 @final
 @dataclass(frozen=True, repr=False)
 class Onnx(Target):
-    """``opset``: of ONNX's operators; None takes torch's own choice."""
+    """The ONNX format. ``opset``: the version of ONNX's operators; None takes torch's own choice."""
 
     opset: int | None = None
 
     suffix = ".onnx"
 
     def write(self, module: nn.Module, sample: Inputs, path: Path) -> Mapping[str, Any]:
-        """See ``Target``. Weights of more than 2 GiB lie in a file beside it."""
+        """Write the file as ``Target.write`` says. Weights of more than 2 GiB lie in a file beside it."""
         args, kwargs, names = _called(module, sample)
         any_number = torch.export.Dim.DYNAMIC
         shapes = pytree.tree_map(lambda x: {0: any_number} if isinstance(x, torch.Tensor) and x.ndim else None, sample)
@@ -74,7 +74,7 @@ class Onnx(Target):
             raise ValueError(why) from error
 
     def run(self, path: Path, batches: Sequence[Inputs]) -> list[list[Any]]:
-        """By ONNX Runtime."""
+        """Run the file with ONNX Runtime, as ``Target.run`` says."""
         made = session(path, threads=torch.get_num_threads())
         narrow = [value.type == BF16 for value in made.get_outputs()]
         return [
@@ -84,19 +84,19 @@ class Onnx(Target):
 
 
 def fed(session: Any, inputs: Inputs) -> dict[str, Any]:
-    """What ``run_bits`` takes; where none of it is bfloat16 also what ``session.run`` does."""
+    """Return the inputs as ``run_bits`` takes them; where none of them is bfloat16, ``session.run`` takes them too."""
     leaves = [x.detach() for x in pytree.tree_leaves(inputs)]
     arrays = [(x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy() for x in leaves]
     return dict(zip([x.name for x in session.get_inputs()], arrays, strict=True))
 
 
 def _widened(bits: Any) -> Any:
-    """bfloat16 as float32, exactly."""
+    """Convert the bits of bfloat16 to float32, exactly."""
     return torch.from_numpy(bits).view(torch.bfloat16).float().numpy()
 
 
 def described(path: Path) -> dict[str, Any]:
-    """{"opset", "inputs": [{"name", "shape", "type"}], "outputs"}: None in a shape is any number."""
+    """Return {"opset", "inputs": [{"name", "shape", "type"}], "outputs"}, where None in a shape is any number."""
     import onnx
 
     made = session(path, threads=torch.get_num_threads())
@@ -113,7 +113,7 @@ def described(path: Path) -> dict[str, Any]:
 
 
 def _called(module: nn.Module, sample: Inputs) -> tuple[tuple[Any, ...], dict[str, Any], list[str]]:
-    """(positional arguments, those by name, what the file's inputs are called)."""
+    """Return (the positional arguments, the keyword arguments, the names of the file's inputs)."""
     if isinstance(sample, dict):
         return (), dict(sample), [".".join(map(_key, path)) for path, _ in pytree.tree_leaves_with_path(sample)]
     args = sample if isinstance(sample, tuple) else (sample,)
@@ -138,7 +138,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter tells its steps, and warns of its own workings."""
+    """Silence the exporter, which prints its steps and warns of its own internals."""
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)

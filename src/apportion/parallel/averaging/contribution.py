@@ -1,7 +1,7 @@
-"""What replicas that train on their own tell each other, and the average of it.
+"""The contributions that replicas which train on their own exchange, and their average.
 
 A contribution is what a replica has changed since the average that it began with: the change of its weights and
-buffers, and its optimizer's slots as they are. The new average is the old one and the mean of the changes, weighted by
+buffers, and its optimizer's slots as they are. The new average is the old one plus the mean of the changes, weighted by
 the examples seen; or, with an outer optimizer, one of its steps along that mean (Douillard et al., "DiLoCo", 2023).
 """
 
@@ -20,7 +20,7 @@ from apportion.parallel.replica.forward_state import ForwardTensor, digest
 from apportion.parallel.replica.replica import Replica
 
 LINE = 64
-"""Bytes: every tensor begins at a multiple."""
+"""The bytes that every tensor begins at a multiple of."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,21 @@ class Contribution:
     """The tensors of a contribution, or of an average; the same order everywhere."""
 
     weights: list[Tensor]
-    """Parameters that are trained, then buffers of floating numbers: their changes, or they themselves."""
+    """The parameters that are trained, then buffers of floating numbers: their changes in a contribution, their values
+    in an average."""
     counts: list[Tensor]
-    """Buffers of whole numbers, as they are."""
+    """The buffers of whole numbers, as they are."""
     slots: list[Tensor]
-    """The optimizer's, as they are."""
+    """The optimizer's slots, as they are."""
     has: Tensor
-    """(slots): 1 where there is one; torch makes them at a parameter's first update."""
+    """The flags of the slots, (slots): 1 where there is one; torch makes them at a parameter's first update."""
     momentum: list[Tensor]
-    """The outer optimizer's, of an average; none without one."""
+    """The outer optimizer's momentum, in an average; empty without an outer optimizer."""
 
 
 class ReplicaTensors:
-    """Which tensors those are, for the replicas of one workload; and where they lie in a stretch of memory. ``moved``:
-    what else a forward pass changes."""
+    """The tensors that replicas of one workload average, and their places in a stretch of memory. ``moved``: what else
+    a forward pass changes."""
 
     def __init__(self, replica: Replica, outer: Outer | None, moved: Sequence[ForwardTensor] = ()) -> None:
         self.replica, self.outer = replica, outer
@@ -74,7 +75,7 @@ class ReplicaTensors:
         self.slots = _slots_to_come(replica)
 
     def own(self) -> tuple[list[Tensor], list[Tensor]]:
-        """This replica's weights and counts, as they are now."""
+        """Return this replica's weights and counts, as they are now."""
         floating = [t for owner, name in self._floating if (t := owner[name]) is not None]
         whole = [t for owner, name in self._whole if (t := owner[name]) is not None]
         return [*(p.detach() for p in self.parameters), *floating], whole
@@ -88,11 +89,11 @@ class ReplicaTensors:
 
     @property
     def nbytes(self) -> int:
-        """Of the memory of one ``Contribution``."""
+        """The bytes that one ``Contribution`` takes in memory."""
         return sum(_rounded(t) for t in self._like())
 
     def parts(self, memory: memoryview | bytearray, offset: int = 0) -> Contribution:
-        """The tensors that lie there."""
+        """Return the contribution whose tensors lie in this memory from ``offset`` on."""
         views = []
         for like in self._like():
             flat = torch.frombuffer(memory, dtype=like.dtype, count=max(1, like.numel()), offset=offset)
@@ -104,11 +105,11 @@ class ReplicaTensors:
         return Contribution(views[:a], views[a:b], views[b:c], views[c], views[c + 1 :])
 
     def new(self) -> Contribution:
-        """Parts in memory of their own, zeros."""
+        """Return a contribution of zeros in memory of its own."""
         return self.parts(bytearray(self.nbytes))
 
     def write_slots(self, parts: Contribution) -> None:
-        """This replica's slots, as they are now."""
+        """Write this replica's slots, as they are now, into a contribution."""
         slots = dict(self.replica.slots())
         for i, name in enumerate(self.slots):
             parts.has[i] = name in slots
@@ -116,23 +117,24 @@ class ReplicaTensors:
                 parts.slots[i].copy_(slots[name])
 
     def named_slots(self, parts: Contribution) -> dict[str, Tensor]:
-        """Those that are there, by name."""
+        """Return the slots that are there, by name."""
         return {n: t for n, t, has in zip(self.slots, parts.slots, parts.has.tolist(), strict=False) if has}
 
     def _averaged(self, parts: Contribution) -> dict[int, Tensor]:
-        """Of an average, by the identity of this replica's tensors."""
+        """Return the tensors of an average, by the identity of this replica's tensors."""
         weights, counts = self.own()
         own = (*self.parameters, *weights[len(self.parameters) :], *counts)
         return {id(t): a for t, a in zip(own, (*parts.weights, *parts.counts), strict=True)}
 
     def beside(self, parts: Contribution) -> dict[str, Tensor]:
-        """Of an average, the buffers that ``state_dict()`` leaves out, where training has changed them."""
+        """Return the buffers of an average that ``state_dict()`` leaves out, where training has changed them."""
         averaged = self._averaged(parts)
         found = {p.name: averaged[id(p.tensor)] for p in self._moved if not p.parameter and id(p.tensor) in averaged}
         return {p.name: found[p.name] for p in self._moved if p.name in found and digest(found[p.name]) != p.built}
 
     def model_state(self, parts: Contribution) -> dict[str, Tensor]:
-        """An average as the model's ``state_dict``; what is not averaged (frozen parameters) is this replica's."""
+        """Return an average as the model's ``state_dict``; what is not averaged (frozen parameters) is this
+        replica's."""
         model, averaged = self.replica.model, self._averaged(parts)
         now: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
         now |= dict(model.named_buffers(remove_duplicate=False))
@@ -146,7 +148,7 @@ def average(
     given: Iterable[tuple[float, Contribution]],
     total: float,
 ) -> None:
-    """The next average, into ``new``, from weighted contributions; ``total``: the sum of the weights. The same
+    """Write the next average into ``new``, from weighted contributions; ``total``: the sum of the weights. The same
     contributions in the same order give the same bits."""
     if not total:
         copy_parts(old, new)
@@ -172,7 +174,8 @@ def average(
 
 
 def _add(parts: Contribution, weight: float, total: float, into: Contribution, seen: list[float]) -> None:
-    """One contribution to the sum of the changes, and to the means of the slots; ``seen``: the weight in each mean."""
+    """Add one contribution to the sum of the changes, and to the means of the slots; ``seen``: the weight in each
+    mean."""
     for change, own in zip(into.weights, parts.weights, strict=True):
         change.add_(own, alpha=weight / total)
     for most, count in zip(into.counts, parts.counts, strict=True):
@@ -188,7 +191,7 @@ def _add(parts: Contribution, weight: float, total: float, into: Contribution, s
 
 
 def copy_parts(source: Contribution, target: Contribution) -> None:
-    """Every tensor."""
+    """Copy every tensor of one contribution into another."""
     for mine, theirs in (
         (source.weights, target.weights),
         (source.counts, target.counts),
@@ -205,7 +208,7 @@ def _rounded(t: Tensor) -> int:
 
 
 def _slots_to_come(replica: Replica) -> Mapping[str, Tensor]:
-    """What the optimizers will keep, by name: found by an update of a copy."""
+    """Return the slots that the optimizers will keep, by name: found by an update of a copy."""
     if replica.searching:
         kind = type(replica.optimizers[min(replica.searching)]).__name__
         raise ValueError(f"{kind} searches along the loss of one batch, which replicas do not share: use map_reduce")

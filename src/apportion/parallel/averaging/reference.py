@@ -1,4 +1,5 @@
-"""Replicas that are averaged at intervals, one after the other in one process: what local_sgd must compute."""
+"""A simulation, one after the other in one process, of replicas that are averaged at intervals: what local_sgd must
+compute."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from apportion.parallel.replica.single_process import OneDeviceStep
 def simulated(
     workload: Workload, replicas: int, every: int, outer: Outer | None, *, averaged_slots: bool
 ) -> Iterator[State]:
-    """The last average, after each step that every replica has made."""
+    """Yield the last average, after each step that every replica has made."""
     steps = [OneDeviceStep(workload, torch.device("cpu"), rank=rank) for rank in range(replicas)]
     total, seen = steps[0].source.total, [0] * replicas
     average = steps[0].state_dict()
@@ -63,7 +64,7 @@ def simulated(
 
 
 def _mean(tensors: Sequence[dict[str, Tensor]], seen: Sequence[int]) -> dict[str, Tensor]:
-    """By name, weighted by the examples; of whole numbers the largest."""
+    """Return the mean of tensors by name, weighted by the examples; of whole numbers the largest."""
     mean = {}
     for name in dict.fromkeys(name for each in tensors for name in each):
         given = [(n, each[name]) for n, each in zip(seen, tensors, strict=True) if n and name in each]

@@ -1,6 +1,7 @@
-"""Replicas that train on their own meet every so many steps and go on from the average: who does what in a round.
+"""The rounds of replicas that train on their own, meet every so many steps and go on from the average: which replica
+does what in a round.
 
-Batches are dealt out whole and in turn. A round deals ``every`` of them to each replica; the last one may fall short.
+Batches are handed out whole and in turn. A round gives ``every`` of them to each replica; the last one may fall short.
 """
 
 from __future__ import annotations
@@ -17,61 +18,63 @@ from apportion.comm.world import World
 from apportion.parallel.averaging.contribution import Contribution, ReplicaTensors, average, copy_parts
 
 LATE_ROUNDS = 3.0
-"""A replica is late that takes so many times the median round,"""
+"""The multiple of the median round that a late replica's round takes at least."""
 LATE_SECONDS = 0.5
-"""and at least this: what is shorter is the machine's, not the replica's."""
+"""The least seconds that a late replica's round takes: what is shorter is due to the machine, not to the replica."""
 
 
 @dataclass(frozen=True)
 class AveragingRound:
-    """What a replica does until it next meets the others."""
+    """The batches of a replica until it next meets the others."""
 
     done: int
-    """Batches dealt out before the average that it begins with."""
+    """The number of batches handed out before the average that it begins with."""
     first: int
-    """Its own batches: this one,"""
+    """The number of the replica's first batch in this round."""
     stride: int
-    """and every so many-th after it,"""
+    """The distance between the numbers of the replica's batches."""
     many: int
-    """so many in all."""
+    """The number of batches of the replica in this round."""
 
     def batch(self, number: int) -> int:
-        """The number of one of its batches."""
+        """Return the number of one of the replica's batches."""
         return self.first + number * self.stride
 
     def place(self, made: int) -> int:
-        """Batches that all replicas together have behind them when this one has made so many: where the learning-rate
-        schedules are. Those of a replica that is late are where its own batches are."""
+        """Return how many batches all replicas together have behind them when this one has made so many: the
+        learning-rate schedules are there. The schedules of a replica that is late are where its own batches are."""
         return (self.first if self.stride == 1 else min(self.done, self.first)) + made * self.stride
 
 
 def dealt(done: int, index: int, of: int, every: int, total: int) -> AveragingRound:
-    """The round of the index-th of so many replicas, when so many of the total have been dealt."""
+    """Return the round of the index-th of so many replicas, when so many of the total have been handed out."""
     first = done + index
     left = max(0, -(-(total - first) // of))
     return AveragingRound(done, first, of, min(every, left))
 
 
 def is_late(seconds: float, rounds: Sequence[float]) -> bool:
-    """Has a replica taken too long for its round? ``rounds``: what each of the replicas took for its last."""
+    """Return whether a replica has taken too long for its round. ``rounds``: the seconds that each of the replicas took
+    for its last."""
     return bool(rounds) and seconds > max(LATE_SECONDS, LATE_ROUNDS * float(np.median(rounds)))
 
 
 Write = Callable[[Contribution], float]
-"""Write the contribution; the examples it is from."""
+"""A function that writes the contribution, and returns the number of examples that it is from."""
 
 
 class Exchange(ABC):
-    """Where replicas meet."""
+    """The place where replicas exchange contributions for an average."""
 
     @abstractmethod
     def begin(self, first: Contribution, done: int) -> None:
-        """The average before the first: the same on every rank. Called by all."""
+        """Set the average before the first round: the same on every rank. Called by all."""
 
     @abstractmethod
     def take(self, into: Contribution) -> AveragingRound:
-        """What this replica does next; the average that it begins with, into ``into``. Called again before it has given
-        its contribution, by this process or the next one in its place: the same batches."""
+        """Return this replica's next round; the average that it begins with is written into ``into``. Called again
+        before it has given its contribution, by this process or the next one in its place, it returns the same
+        batches."""
 
     @abstractmethod
     def meet(self, write: Write) -> None:
@@ -80,15 +83,15 @@ class Exchange(ABC):
     @property
     @abstractmethod
     def waited(self) -> float:
-        """Seconds in all."""
+        """The seconds spent waiting in all."""
 
     def leave(self) -> None:  # noqa: B027 (nobody waits)
-        """This replica has nothing more to do."""
+        """Declare that this replica has nothing more to do."""
 
 
 @final
 class Together(Exchange):
-    """By a collective: nobody is late, everyone is waited for."""
+    """An exchange by a collective, which waits for every rank."""
 
     def __init__(self, frame: ReplicaTensors, world: World, *, every: int, total: int) -> None:
         self._frame, self._group, self._device = frame, world.group(), world.device
@@ -112,7 +115,7 @@ class Together(Exchange):
         self._done = min(self._total, self._done + self._every * self._group.size)
 
     def _given(self, weights: Sequence[float]) -> Iterator[tuple[float, Contribution]]:
-        """Every rank's, one after the other."""
+        """Yield the contribution of every rank, one after the other, with its weight."""
         for rank, weight in enumerate(weights):
             if not weight:
                 continue

@@ -1,4 +1,5 @@
-"""The average of replicas in memory that outlives each of them: none is waited for in vain, and no death loses it.
+"""The average of replicas in memory that outlives each of them: a replica that died or is late does not hold up the
+others, and no death loses the average.
 
 ::
 
@@ -6,14 +7,14 @@
     version 0, 1      weights, slots | which contributions it holds | which batches it deals to whom
     a seat each       its batches | its contribution, written by itself
 
-Whoever has arrived and finds that all the others have too, or that the rest are late, takes the lock, computes the next
-version from the contributions that are there, and turns the word. Who dies in the middle leaves the last average,
-whole, and the contributions; the lock passes on.
+A replica that has arrived and finds that all the others have too, or that the rest are late, takes the lock, computes
+the next version from the contributions that are there, and turns the word. A replica that dies in the middle leaves the
+last average, whole, and the contributions; the lock passes on.
 
 A contribution is a change, so it may be added to any later average, and it is added to one: each version says up to
 which contribution of each seat it holds them. A seat's slot is written again once an average holds what is in it.
-Batches belong to a seat from when it takes them to when it has given what it learnt from them: whoever sits there next
-does them again.
+Batches belong to a seat from when it takes them to when it has given what it learnt from them: the next process on that
+seat does them again.
 """
 
 from __future__ import annotations
@@ -33,34 +34,35 @@ from apportion.parallel.averaging.contribution import Contribution, ReplicaTenso
 from apportion.parallel.averaging.rounds import AveragingRound, Exchange, Write, dealt, is_late
 
 SLEEP_SECONDS = 0.01
-"""Between two looks at what may have ended the wait."""
+"""The seconds between two looks at what may have ended the wait."""
 LINE = 192
 _WORDS = 12
 _COMMIT, _READY, _LOCK, _HEAD = 0, 4, 64, 64 + LOCK_BYTES
 _WRITTEN, _ARRIVED, _ASSIGNED, _SOURCE, _TOOK, _FIRST, _STRIDE, _MANY = range(8)
-"""A seat's words: contributions written; the average it waits for; ``_WRITTEN`` when it was given its batches (while
-they are equal, it has them still to do); the version whose deal they are of; the last such that it has; which they
-are."""
+"""Words of a seat: contributions written; the average it waits for; ``_WRITTEN`` when it was given its batches (while
+they are equal, it has them still to do); the version that handed them out; the last such version whose average it has
+taken; and the batches: first, stride and number."""
 _BEGAN, _SECONDS, _EXAMPLES = range(3)
-"""And numbers: when it began its round; what the last one took; of how many examples its contribution is."""
+"""Numbers of a seat: when it began its round; the seconds that the last one took; the examples that its contribution is
+from."""
 _DONE, _DEALT, _TURNED = range(3)
-"""A version's words: batches dealt before it; dealt by now; when it was made (a floating number)."""
+"""Words of a version: batches handed out before it; handed out by now; when it was made (a floating number)."""
 _MERGED, _FRESH, _ROW_FIRST, _ROW_STRIDE, _ROW_MANY = range(5)
-"""And of each seat: the contributions in it; were batches dealt to it now, or before; which, ``_NONE`` where it has to
-ask."""
+"""Words of a version for each seat: the contributions in it; whether batches were given to the seat in this
+version (1) or before (0); and the batches: first, stride and number, ``_NONE`` where it has to ask."""
 _NONE = -1
 _LEFT = 1 << 40
-"""Waits for nothing any more."""
+"""The value of ``_ARRIVED`` for a seat that waits for nothing any more."""
 
 
 def can_share(world: World) -> bool:
-    """Is there a supervisor that holds memory for all of them?"""
+    """Return whether a supervisor holds memory for all replicas."""
     return world.channel is not None and world.seats > 1 and world.local_size == world.size and sys.platform == "linux"
 
 
 @final
 class SharedAverage(Exchange):
-    """The replicas of one host."""
+    """An exchange among the replicas of one host."""
 
     def __init__(self, frame: ReplicaTensors, world: World, *, every: int, total: int) -> None:
         seats, nbytes = world.seats, frame.nbytes
@@ -85,13 +87,13 @@ class SharedAverage(Exchange):
             self._numbers[self._seat, _SECONDS] = 0.0
 
     def sit(self, world: World) -> None:
-        """This process's place among the others."""
+        """Take this process's place among the others."""
         self._world, self._seat, self._group = world, world.seat, world.group()
         self._table = world.members.seated() if world.members is not None else list(range(world.size))
 
     @property
     def begun(self) -> bool:
-        """Is there an average?"""
+        """Tells whether there is an average."""
         return self._ready.value != 0
 
     @property
@@ -119,7 +121,8 @@ class SharedAverage(Exchange):
         self._group.barrier()
 
     def _deal(self, version: int, done: int, present: list[int]) -> None:
-        """To those who are there, in the order of their ranks; the others ask when they come."""
+        """Hand out the next batches to the seats that are present, in the order of their ranks; the others ask when
+        they come."""
         head, rows = self._heads[version % 2], self._rows[version % 2]
         rows[_ROW_MANY], rows[_FRESH] = _NONE, 0
         for index, seat in enumerate(present):
@@ -130,7 +133,7 @@ class SharedAverage(Exchange):
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
-        """The last version, which stays the last one meanwhile."""
+        """Hold the lock, and yield the number of the last version, which stays the last one meanwhile."""
         if self._lock is None:
             self._lock = Lock(self._memory, _LOCK)
         failed = self._lock.wait(self._world.check)
@@ -143,8 +146,8 @@ class SharedAverage(Exchange):
             self._lock.release()
 
     def _repair(self) -> None:
-        """The lock's holder died. What counts is the word that says which version is whole; but it may have been given
-        batches that are not yet counted as dealt."""
+        """Repair the counts after the lock's holder died. The commit word says which version is whole; but batches of
+        that version may have been given to a seat and not yet counted as handed out."""
         head = self._heads[self._commit.value % 2]
         for line in self._words:
             if line[_ASSIGNED] == line[_WRITTEN] and line[_FIRST] == head[_DEALT]:
@@ -164,7 +167,8 @@ class SharedAverage(Exchange):
         return AveragingRound(done, int(line[_FIRST]), int(line[_STRIDE]), int(line[_MANY]))
 
     def _assign(self, version: int) -> None:
-        """What this version deals to the seat; where it has had that, or nothing was, the next that nobody has."""
+        """Give the seat the batches of this version; where it has had them, or none were meant for it, the next that
+        are not handed out."""
         line, rows, head = self._words[self._seat], self._rows[version % 2], self._heads[version % 2]
         first, stride, many = rows[_ROW_FIRST:, self._seat]
         asks = many == _NONE or line[_TOOK] == version
@@ -198,7 +202,7 @@ class SharedAverage(Exchange):
         self._words[self._seat, _ARRIVED] = _LEFT
 
     def _wait(self, version: int) -> None:
-        """Until there is a newer average; or make it."""
+        """Wait until there is a newer average; make it where that is possible."""
         began, waiting = time.perf_counter(), self._group.waiting
         try:
             while self._commit.value == version:
@@ -219,7 +223,7 @@ class SharedAverage(Exchange):
     # The next average
 
     def _may_average(self, version: int) -> bool:
-        """Has everyone come that the next average waits for?"""
+        """Return whether all replicas have come that the next average waits for."""
         is_last = self._heads[version % 2, _DEALT] >= self._total
         # The last one is everybody's. Who was late for the one before, and has not come since, is not waited for again.
         awaited = [s for s in self._table if is_last or self._rows[version % 2, _FRESH, s]]
@@ -239,7 +243,7 @@ class SharedAverage(Exchange):
         wake(self._commit)
 
     def _average(self, version: int) -> None:
-        """The next version, from every contribution that is there."""
+        """Make the next version, from every contribution that is there."""
         live, new = version % 2, (version + 1) % 2
         written, merged = self._words[:, _WRITTEN].copy(), self._rows[live, _MERGED]
         full = np.flatnonzero(written > merged).tolist()

@@ -1,4 +1,5 @@
-"""Does a network tie the rows of a batch together, so that its parts, computed apart, would make another network?
+"""The analysis of whether a network ties the rows of a batch together, so that its parts, computed apart, would make
+another network.
 
 A strategy that divides the batch asks once, when it is built, with a few rows of the real data: the rows in two parts
 must give the loss and the gradients of all of them, and leave the buffers as all of them would. Where they do not, the
@@ -28,19 +29,20 @@ from apportion.parallel.batch_coupling.sync_batch_functions import by_class, own
 from apportion.parallel.tracing.uncompiled import uncompiled
 
 ROWS = 4
-"""So many are looked at."""
+"""The number of rows that are looked at."""
 MOST_SECONDS = 0.25
-"""A forward and a backward pass of them that take longer are not made again."""
+"""The most seconds that a forward and a backward pass of these rows may take to be made again."""
 BOUND = {True: 1e-3, False: 1e-7}
-"""The largest difference that is rounding, of the largest number of its kind; where a part is computed in float32?"""
+"""The largest difference that is rounding, relative to the largest number of its kind: True where a part is computed in
+float32."""
 CHAOS = 1e3
-"""What is no rounding is so many times what becomes of rounding."""
+"""The factor by which a difference that is not rounding exceeds what becomes of rounding."""
 NUDGE = 1e-13
-"""That is put into every weight to see it."""
+"""The relative change that is put into every weight to see what becomes of rounding."""
 Rows = Callable[[int], Part]
-"""Inputs and targets of so many rows: ``Batches.sample``."""
+"""A function of a number of rows, which gives inputs and targets of so many: ``Batches.sample``."""
 _LEAST = 1e-4
-"""Of the largest gradient of all: below it, what is beside zero is rounding."""
+"""The part of the largest gradient of all below which what is not zero is rounding."""
 _CURE = "use single_device, or a strategy that gives every worker whole batches (tensor_parallel, layer_placement)"
 
 
@@ -48,13 +50,13 @@ def whole_batch_functions(
     model: nn.Module, workload: Workload, rows: Rows, *, strategy: str, again: bool = False
 ) -> list[str]:
     """The modules whose forward takes batch statistics by a function, which has to ask all ranks. ValueError, by name,
-    for what ties rows together in any other way. ``again``: that has been found out before."""
+    for what ties rows together in any other way. ``again``: that has been checked before."""
     found = [name for name in _look(model, workload, rows, strategy, judges=not again)]
     return sorted({*found, *own_forwards(model)})
 
 
 def refuse_coupling(model: nn.Module, workload: Workload, rows: Rows, *, strategy: str) -> None:
-    """ValueError, by name, for all that ties rows together, where parts of the batch are computed one by one."""
+    """Raise ValueError, by name, for all that ties rows together, where parts of the batch are computed one by one."""
     layers: dict[str, Any] = dict(model.named_modules())
     known = [n for n in own_forwards(model) if layers[n].training or layers[n].running_mean is None]
     own = [*known, *_look(model, workload, rows, strategy, judges=True)]
@@ -77,7 +79,7 @@ def _look(model: nn.Module, workload: Workload, rows: Rows, strategy: str, *, ju
 
 
 def _looked(model: nn.Module, workload: Workload, rows: Rows, *, judges: bool) -> tuple[Copied | None, str | None]:
-    """What was looked at, if it could be copied, and what is wrong with it, if that can be told."""
+    """The copy that was looked at, if there could be one, and what is wrong with the network, if that can be told."""
     copied = None
     for double in (True, False):  # where it wants float32, that is what it gets
         try:
@@ -97,7 +99,7 @@ def _named(model: nn.Module, name: str) -> str:
 
 
 class _Looked:
-    """A network, a few rows, and what they say."""
+    """A network, a few rows of data, and what they show."""
 
     def __init__(self, model: nn.Module, workload: Workload, rows: Part, copied: Copied) -> None:
         self._model, self._workload, self.copied = model, workload, copied
@@ -108,7 +110,7 @@ class _Looked:
         self.copied.forward(self._rows[0])
 
     def problem(self) -> str | None:
-        """What ties the rows together, in the beginning of a sentence; None: nothing that can be told."""
+        """The thing that ties the rows together, as the beginning of a sentence; None: nothing that can be told."""
         if self._many < 2:
             return None
         if self._workload.update is not None:
@@ -156,8 +158,8 @@ class _Looked:
         return self._apart(found, expected) > factor * self._bound()
 
     def _apart(self, found: Ran, expected: Ran) -> float:
-        """The largest difference of the loss, and of a parameter's gradient, of the largest that are there; infinite
-        where they are no numbers."""
+        """The largest difference of the loss, and of a parameter's gradient, relative to the largest that are there;
+        infinite where they are not finite numbers."""
         assert found.loss is not None
         assert expected.loss is not None
         scale = max(float(expected.loss.abs()), 1e-30)
@@ -179,7 +181,7 @@ class _Looked:
         return apart
 
     def _buffer(self, whole: Ran) -> str | None:
-        """A buffer that a part of the rows leaves as all of them would not."""
+        """The message for a buffer that a part of the rows leaves as all of them would not; None: there is none."""
         before = self.copied.buffers
         changed = [n for n, b in whole.buffers.items() if not _same(before.get(n), b, 0.0)]
         for inputs, _ in self._parts[0] if changed else ():
@@ -192,7 +194,8 @@ class _Looked:
     # Why
 
     def _explained(self, whole: Ran, apart: Ran) -> str | None:
-        """What is to blame; None where the difference may be rounding that grows, or comes and goes."""
+        """The message that names the cause of a difference; None where this may be rounding that grows, or comes and
+        goes."""
         again = self.copied.run([self._rows], [1.0])
         if self._apart(again, whole) > 0.0 or not self._apart(apart, whole) < float("inf"):
             return None
@@ -245,7 +248,8 @@ class _Looked:
         return None
 
     def _taped(self) -> list[Ran]:
-        """Of all rows; of the first half, and it again in the second's place; and the other way round."""
+        """The runs of all rows, of the first half with itself in the second's place, and of the second half with itself
+        in the first's place."""
         half = self._many // 2
         first, second = list(range(half)), list(range(half, self._many))
         chosen = (
@@ -257,8 +261,9 @@ class _Looked:
         return [self.copied.run([part], [1.0], tape=True) for part in parts]
 
     def _loss_of_rows(self, whole: Ran) -> tuple[bool, str | None]:
-        """Is it the loss that differs, of outputs that are as they are; and does it couple them? Where every half's
-        gradient is only weighted in another way, as a sum or a wrong count does, it does not: a proof tells that."""
+        """A pair: whether it is the loss that differs, for outputs that are as they are, and the message if it couples
+        them. Where every half's gradient is only weighted in another way, as by a sum or a wrong count, it does not: a
+        proof tells that."""
         outputs, targets = whole.outputs, self._rows[1]
         leaves = tree.tensors(outputs)
         if self._workload.count is None or not leaves or any(t.dim() == 0 or len(t) != self._many for t in leaves):
@@ -295,7 +300,8 @@ class _Looked:
         return loss.detach(), [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
 
     def _of_draws(self, whole: Ran) -> str | None:
-        """Of a network that draws numbers of its own: those are the same where the shapes are."""
+        """The message for a network that draws numbers of its own, which are the same where the shapes are; None:
+        nothing is found."""
         again = self.copied.run([self._rows], [1.0])
         runs = self._taped()
         if self._apart(again, whole) > 0.0 or len({tuple(c.name for c in run.calls) for run in runs}) != 1:
@@ -312,7 +318,7 @@ class _Looked:
 
 
 class _Named:
-    """The call that is to blame."""
+    """The call that is the cause, and the message for it."""
 
     def __init__(self, model: nn.Module, called: Called) -> None:
         self.name = called.name
@@ -339,8 +345,8 @@ def _same(found: Tensor | None, expected: Tensor | None, bound: float) -> bool:
 
 
 def _depend_on_both(runs: Sequence[list[Tensor]], bound: float, *, scalars: bool) -> bool | None:
-    """Of the tensors of three runs: does a number change with either half of the rows? None where it cannot be told,
-    as their shapes differ."""
+    """Return whether a number in the tensors of three runs changes with either half of the rows; None where it cannot
+    be told, as their shapes differ."""
     plain, first, second = runs
     if not [t.shape for t in plain] == [t.shape for t in first] == [t.shape for t in second]:
         return None

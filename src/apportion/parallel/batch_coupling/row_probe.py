@@ -1,4 +1,4 @@
-"""One look at a network: what a few rows give, each time from the same state and the same draws, on a copy.
+"""One look at a network: the results of a few rows, each time from the same state and the same draws, on a copy.
 
 Nothing that is looked at here is kept: the network is copied, in float64 where it is small, its dropout drops nothing,
 and what it normalises by the batch it normalises by numbers that no row changes. What still ties rows together then is
@@ -25,7 +25,7 @@ from apportion.parallel.batch_coupling.sync_batch_functions import normalisation
 from apportion.parallel.tracing.side_effects import Before, draws
 
 SMALL = 20_000_000
-"""Parameters of a network that is copied in float64; the weights of a larger one are looked at as they are."""
+"""The most parameters of a network that is copied in float64; the weights of a larger one are looked at as they are."""
 _DROPOUTS = {
     getattr(functional, name)
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -35,7 +35,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 @dataclass
 class Called:
-    """A call of a module: which, with what, and what came of it."""
+    """A call of a module: the module's name, the tensors it was given, and those it gave."""
 
     name: str
     inputs: list[Tensor]
@@ -44,20 +44,20 @@ class Called:
 
 @dataclass
 class Ran:
-    """What some rows gave."""
+    """The results of a run of some rows."""
 
     loss: Tensor | None
-    """Of all of them, as the workload says; None without a loss."""
+    """The loss of all these rows, as the workload says; None without a loss."""
     outputs: Any
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
     drew: bool
-    """Did the forward draw numbers of its own?"""
+    """True if the forward drew numbers of its own."""
     calls: list[Called] = field(default_factory=list)
 
 
 Part = tuple[Any, Any]
-"""Inputs and targets of some rows."""
+"""The inputs and targets of some rows."""
 
 
 class Copied:
@@ -86,7 +86,7 @@ class Copied:
             module.register_forward_pre_hook(self._opens(name), with_kwargs=True)
             module.register_forward_hook(self._ends())
         self.buffers = self._buffers_now()
-        """As every run finds them."""
+        """The buffers as every run finds them."""
         self._before = Before(self.model)
         self._kept = [(b, b.detach().clone()) for b in self.model.buffers()]
 
@@ -97,19 +97,19 @@ class Copied:
 
     @property
     def single(self) -> bool:
-        """Is a part of it computed in float32?"""
+        """True if a part of the network is computed in float32."""
         return self._mode.single or not self.double
 
     @property
     def low(self) -> bool:
-        """In less than that?"""
+        """True if a part of the network is computed in less than float32."""
         return self._mode.low
 
     def run(
         self, parts: Sequence[Part], weights: Sequence[float], *, together: bool = False, tape: bool = False
     ) -> Ran:
-        """Forward and backward of one part after the other, each loss with its weight (0: it has no terms);
-        ``together``: of the outputs of all parts one loss."""
+        """Run the forward and backward pass of one part after the other, each loss with its weight (0: it has no
+        terms). ``together``: one loss is taken of the outputs of all parts."""
         self._start(tape)
         found: list[Any] = []
         drawn, drew = draws(), False
@@ -136,12 +136,12 @@ class Copied:
         return self._ended(Ran(torch.stack(told).sum() if told else None, outputs, {}, {}, drew))
 
     def _buffers_now(self) -> dict[str, Tensor]:
-        """But for the counters of normalisations, which count a batch once, whatever the rows."""
+        """The buffers now, but for the counters of normalisations, which count a batch once, whatever the rows."""
         names = dict(self.model.named_buffers())
         return {name: b.detach().clone() for name, b in names.items() if not name.endswith("num_batches_tracked")}
 
     def forward(self, inputs: Any) -> dict[str, Tensor]:
-        """The forward alone, to see what it calls, and what it makes of the buffers."""
+        """Run the forward alone, to see what it calls, and what it makes of the buffers."""
         self._start(tape=False)
         with self._mode, torch.no_grad():
             seed_everything(self._workload.seed)
@@ -149,7 +149,7 @@ class Copied:
         return self._ended(Ran(None, None, {}, {}, False)).buffers
 
     def loss_of(self, outputs: Any, targets: Any) -> Tensor:
-        """Of outputs that are there."""
+        """The loss of outputs that have been computed."""
         assert self._loss is not None
         return self._loss(outputs, targets).reshape(())
 
@@ -165,7 +165,7 @@ class Copied:
         return first.device if first is not None else torch.device("cpu"), torch.float64 if self.double else None
 
     def cast(self, rows: Any) -> Any:
-        """As this network computes."""
+        """Cast rows to the device and the dtype in which this network computes."""
         return tree.cast(rows, *self._place())
 
     def _start(self, tape: bool) -> None:
@@ -184,8 +184,8 @@ class Copied:
         return ran
 
     def _take_gradients(self) -> None:
-        """Add up what a pass gave. Autograd may put the gradients of two parameters into one memory, so that a second
-        pass cannot add to them where they are."""
+        """Add up the gradients that a pass gave. Autograd may put the gradients of two parameters into one memory, so
+        that a second pass cannot add to them where they are."""
         for name, p in self.model.named_parameters():
             if p.grad is not None:
                 gradient = (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach()
@@ -194,7 +194,7 @@ class Copied:
                 p.grad = None
 
     def _restore(self) -> None:
-        """What a forward has changed is as it was."""
+        """Restore what a forward has changed to what it was."""
         self._before.put_back()
         with torch.no_grad():
             for buffer, value in self._kept:
@@ -217,7 +217,8 @@ class Copied:
 
 
 class _Steady(TorchFunctionMode):
-    """Dropout drops nothing; statistics of the batch are those that were first seen there, whatever the rows."""
+    """A mode in which dropout drops nothing, and statistics of the batch are those that were first seen there, whatever
+    the rows."""
 
     def __init__(self) -> None:
         super().__init__()

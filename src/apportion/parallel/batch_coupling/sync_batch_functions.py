@@ -1,9 +1,9 @@
-"""Batch statistics that a forward of somebody's own takes by a function, over the whole global batch.
+"""Batch statistics that a user's own forward takes by a function, over the whole global batch.
 
-``batch_norm.py`` changes layers whose forward is torch's. A subclass with a forward of its own, as timm's
+``sync_batch_norm.py`` changes layers whose forward is torch's. A subclass with a forward of its own, as timm's
 BatchNormAct2d, and a network that calls ``functional.batch_norm`` cannot be changed by class: inside their forward the
 function itself is another one, which computes what torch's would, with the statistics of all ranks' rows. The running
-statistics of instance normalisation are means over examples, and are taken over all ranks likewise.
+statistics of instance normalisation are means over examples, and are taken over all ranks as well.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Normalisation:
     """A call of a function that takes statistics from the batch, or moves running ones by it."""
 
     kind: str
-    """"batch", or "instance"."""
+    """The kind of normalisation, "batch" or "instance"."""
     x: Tensor
-    """(N, C, ...)"""
+    """The input (N, C, ...)."""
     running_mean: Tensor | None
     running_var: Tensor | None
     weight: Tensor | None
@@ -48,7 +48,7 @@ class Normalisation:
 
 
 def normalisation(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Normalisation | None:
-    """What such a call asks for; None of any other call, also of one that normalises by given statistics."""
+    """The arguments of such a call; None for any other call, also for one that normalises by given statistics."""
     if function not in _NAMES:
         return None
     kind, names = _NAMES[function]
@@ -68,7 +68,7 @@ def normalisation(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def use_whole_functions(model: nn.Module, names: Iterable[str], attendance: NonEmptyRanks) -> None:
-    """The functions that these modules call in their forward take their statistics over all ranks of the group. In
+    """Make the functions that these modules call in their forward take their statistics over all ranks of the group. In
     place, by class: names, parameters, buffers and hooks stay."""
     disable: Callable[[Any], Any] = torch.compiler.disable  # here: as a decorator it would import the compiler
     for name in names:
@@ -92,7 +92,7 @@ def own_forwards(model: nn.Module) -> list[str]:
 
 
 def by_class(layer: nn.Module) -> bool:
-    """Is it a batch normalisation of torch's own forward, which ``use_whole_batch`` changes?"""
+    """Return whether a layer is a batch normalisation with torch's own forward, which ``use_whole_batch`` changes."""
     own = (
         isinstance(layer, BatchNormBase)
         and type(layer).forward is BatchNormBase.forward
@@ -133,7 +133,7 @@ def _batch_norm(asked: Normalisation, who: NonEmptyRanks) -> Tensor:
 
 
 def _instance_norm(asked: Normalisation, who: NonEmptyRanks) -> Tensor:
-    """Each example is normalised by itself; what the running statistics become is a mean over examples."""
+    """Normalise each example by itself; the running statistics become means over the examples of all ranks."""
     x = asked.x
     with torch.no_grad():
         variances, means = torch.var_mean(x, dim=list(range(2, x.dim())))

@@ -17,7 +17,7 @@ from apportion.parallel.tracing.network import undisturbed
 
 
 def channels_last(inputs: Any) -> Any:
-    """The same, images (n, c, h, w) with the channels last in memory."""
+    """Return the inputs with images (n, c, h, w) laid out with the channels last in memory."""
 
     def laid_out(t: Tensor) -> Tensor:
         return t.contiguous(memory_format=torch.channels_last) if _is_images(t) else t
@@ -26,8 +26,8 @@ def channels_last(inputs: Any) -> Any:
 
 
 def takes_channels_last(model: nn.Module, calls: Sequence[Callable[..., Any]], inputs: Any) -> bool:
-    """Do these calls of a model's layers give the same on such images? Not where a forward calls ``view`` on what its
-    last convolution gives, for one; and only a plain convolution gains."""
+    """Return whether these calls of a model's layers give the same on images with the channels last. They do not where
+    a forward pass calls ``view`` on what its last convolution gives, for one; and only a plain convolution gains."""
     if not any(_is_images(t) and t.device.type == "cpu" for t in tree.tensors(inputs)) or not _convolves(model):
         return False
     few = tree.rows(inputs, slice(0, 2))

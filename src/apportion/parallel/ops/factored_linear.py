@@ -1,4 +1,4 @@
-"""Linear layers that put the gradient of their weight where it is needed, themselves.
+"""Linear layers that put the gradient of their weight directly where it is needed.
 
 The gradient of a weight (outputs x inputs) is a product of what each example gave: at a small batch these factors are
 much smaller than their product. Exchanging them, each rank forms the whole batch's gradient of its own rows only: the
@@ -28,21 +28,22 @@ from apportion.parallel.ops.matmul import add_weight_gradient, input_gradient, o
 
 
 class Sink(Protocol):
-    """Where a layer's share of its weight's gradient goes."""
+    """A receiver for a layer's share of its weight's gradient."""
 
     def __call__(self, inputs: Tensor, gradient: Tensor) -> None:
-        """inputs (rows, in), gradient of the outputs (rows, out): their product is to be added."""
+        """Add the product of the inputs (rows, in) and the gradient of the outputs (rows, out) to the weight's
+        gradient."""
 
 
 def factored(weight: Tensor, rows: int) -> bool:
-    """Are the factors of so many rows, over all ranks, smaller than the gradient?"""
+    """Return whether the factors of so many rows, over all ranks, are smaller than the gradient."""
     outputs, inputs = weight.shape
     return rows * (inputs + outputs) <= inputs * outputs
 
 
 def plain_layers(model: nn.Module) -> list[nn.Linear]:
-    """The layers whose weight is used by nothing but an ordinary Linear, as far as the model's structure tells; none
-    where the plain path is asked for."""
+    """Return the layers whose weight is used by nothing but an ordinary Linear, as far as the model's structure tells;
+    none where the plain path is asked for."""
     if fast_paths.is_plain("linear") or not torch_private.can_ask_the_engine:
         return []
     owners: dict[int, int] = {}
@@ -79,7 +80,7 @@ class Products:
 
     @torch.no_grad()
     def add_up(self) -> None:
-        """Of the backward passes since the last time."""
+        """Add up the gradients of the backward passes since the last call into ``weight.grad``."""
         for weight, inputs, gradient in self._factors:
             if weight.grad is None:
                 weight.grad = weight_gradient(gradient, inputs)
@@ -89,7 +90,7 @@ class Products:
 
 
 def redirect(layer: nn.Linear, sink: Sink) -> None:
-    """From now on the gradient of this layer's weight goes there. In place, by class: names, parameters and hooks
+    """Send the gradient of this layer's weight to the sink from now on. In place, by class: names, parameters and hooks
     stay."""
     layer.__class__ = _Redirected
     layer._sink = layer.weight, sink  # type: ignore[assignment]
@@ -97,7 +98,7 @@ def redirect(layer: nn.Linear, sink: Sink) -> None:
 
 class _Redirected(nn.Linear):
     _sink: tuple[Tensor, Sink]
-    """And the weight that it is for: another may stand in its place (``torch.func.functional_call``)."""
+    """The sink, and the weight that it is for: another may stand in its place (``torch.func.functional_call``)."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight, own = self.weight, self._sink
@@ -117,7 +118,7 @@ class _Redirected(nn.Linear):
         return y
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is an ordinary layer: its weight is another one, whose gradient goes nowhere else."""
+        """Reduce the layer to an ordinary one: a copy's weight is another one, whose gradient goes nowhere else."""
         state = {name: value for name, value in self.__dict__.items() if name != "_sink"}
         return copyreg.__newobj__, (nn.Linear,), state  # type: ignore[attr-defined]
 
@@ -146,8 +147,8 @@ class _Product(Function):
 
 
 def _redirected(ctx: Any, given: Tensor, rows: Tensor) -> Tensor | None:
-    """The gradient of the weight goes to the sink where this pass would add it to ``.grad``; the gradient itself where
-    autograd has to have it."""
+    """Give the gradient of the weight to the sink, where this pass would add it to ``.grad``; return the gradient
+    itself where autograd has to have it."""
     weight, sink = ctx.own
     accumulates = _pass_accumulates(ctx.next_functions[1][0])
     if accumulates is None or (accumulates and torch_private.backward_hooked(weight)):

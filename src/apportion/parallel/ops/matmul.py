@@ -27,24 +27,25 @@ from torch.nn import functional
 from apportion.core import fast_paths, torch_private
 
 SMALL = 1 << 16
-"""Elements of a weight: below, the usual form is as fast."""
+"""The number of elements of a weight below which the usual form is as fast."""
 LARGE = 1 << 21
-"""Elements of a weight from which its gradient is written in pieces."""
+"""The number of elements of a weight from which its gradient is written in pieces."""
 FEW = 96
-"""Rows up to which the weight goes on the left."""
+"""The number of rows up to which the weight goes on the left."""
 MIDDLING = range(48, 192)
-"""Rows for which products with the gradient of the outputs go in pieces."""
+"""The numbers of rows for which products with the gradient of the outputs go in pieces."""
 OUTPUTS, ROWS = 512, 128
-"""Outputs that a piece of the gradient of the inputs sums over; of the weight's gradient, those in a piece."""
+"""The number of outputs that a piece of the gradient of the inputs sums over; and of those in a piece of the weight's
+gradient."""
 
 
 def linear_form() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """``linear``, or torch's own where the plain path is asked for."""
+    """Return ``linear``, or torch's own function where the plain path is asked for."""
     return functional.linear if fast_paths.is_plain("linear") else linear
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``functional.linear``, its gradients too."""
+    """Compute ``functional.linear``, and its gradients too, in the fastest form."""
     if not _suits(x, weight) or torch_private.in_a_transform() or torch_private.in_forward_mode():
         return functional.linear(x, weight, bias)
     y: Tensor = _LinearFunction.apply(x, weight, bias)
@@ -52,7 +53,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def outputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (..., in), weight (out, in), bias (out) -> (..., out)."""
+    """Return the outputs of a linear layer: x (..., in), weight (out, in), bias (out) -> (..., out)."""
     rows = x.reshape(-1, x.shape[-1])
     if len(rows) > FEW or not _suits(x, weight):
         return _no_view(functional.linear(x, weight, bias))
@@ -64,15 +65,15 @@ def outputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _no_view(y: Tensor) -> Tensor:
-    """The same memory, of a tensor that is no view: what a function of autograd's gives as a view may not be written to
-    in place. torch computes other than two dimensions as two, and gives a view of these."""
+    """Return a tensor on the same memory that is not a view: what a function of autograd's gives as a view may not be
+    written to in place. torch computes other than two dimensions as two, and gives a view of these."""
     if y.dim() == 2:
         return y
     return y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
 
 
 def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
-    """dy (rows, out), weight (out, in) -> (rows, in)."""
+    """Return the gradient of the inputs: dy (rows, out), weight (out, in) -> (rows, in)."""
     if len(dy) not in MIDDLING or len(weight) <= OUTPUTS or not _suits(dy, weight):
         return dy @ weight
     dx = dy[:, :OUTPUTS] @ weight[:OUTPUTS]
@@ -83,7 +84,7 @@ def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """dy (rows, out), x (rows, in) -> (out, in)."""
+    """Return the gradient of the weight: dy (rows, out), x (rows, in) -> (out, in)."""
     gradient = dy.new_empty(dy.shape[1], x.shape[1])
     for piece in _pieces(dy, gradient):
         torch.mm(dy[:, piece].t(), x, out=gradient[piece])
@@ -91,7 +92,7 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def add_weight_gradient(gradient: Tensor, dy: Tensor, x: Tensor) -> None:
-    """The same, added to what is there."""
+    """Add the gradient of the weight, of dy (rows, out) and x (rows, in), to ``gradient`` (out, in)."""
     for piece in _pieces(dy, gradient):
         gradient[piece].addmm_(dy[:, piece].t(), x)
 

@@ -23,15 +23,15 @@ from apportion.core.torch_private import BatchNormBase
 
 @dataclass
 class NonEmptyRanks:
-    """Who takes part in the statistics."""
+    """The group of ranks over which statistics are taken, and whether this rank takes part with its rows."""
 
     group: Group
     present: bool = True
-    """Are this rank's rows its own? A rank without any computes a borrowed one, which must not count."""
+    """Tells whether this rank's rows are its own. A rank without any computes a borrowed one, which must not count."""
 
 
 def use_whole_batch(model: nn.Module, attendance: NonEmptyRanks) -> list[str]:
-    """Make every batch normalisation of the model take its statistics over all ranks of the group; their names.
+    """Make every batch normalisation of the model take its statistics over all ranks of the group; returns their names.
 
     In place, by class: names, parameters, buffers and hooks stay. A layer with a ``forward`` of its own is left alone:
     see ``batch_functions.py``.
@@ -78,8 +78,8 @@ class _WholeBatchNorm(BatchNormBase):
 
 
 class Normalize(Function):
-    """x (N, C, ...) -> normalised over all ranks' rows; also the mean (C), the sum of squared deviations (C) and the
-    number of values a channel (1)."""
+    """Normalisation over all ranks' rows: x (N, C, ...) -> normalised; also the mean (C), the sum of squared deviations
+    (C) and the number of values a channel (1)."""
 
     @staticmethod
     def forward(  # noqa: PLR0913 (what the layer has)
@@ -123,7 +123,7 @@ class Normalize(Function):
 
 
 def _local_statistics(x: Tensor, dtype: torch.dtype, present: bool) -> Tensor:
-    """(2C + 1): this rank's mean, sum of squared deviations, and number of values a channel."""
+    """Return (2C + 1): this rank's mean, sum of squared deviations, and number of values a channel."""
     channels = x.shape[1]
     if not present:
         return x.new_zeros(2 * channels + 1, dtype=dtype)
@@ -136,7 +136,8 @@ def _local_statistics(x: Tensor, dtype: torch.dtype, present: bool) -> Tensor:
 
 
 def _combine(gathered: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Chan's formula over ranks, in rank order: mean (C), sum of squared deviations (C), number of values (1)."""
+    """Combine statistics over ranks by Chan's formula, in rank order: mean (C), sum of squared deviations (C), number
+    of values (1)."""
     means, squares, counts = gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
     n = counts.sum(0)
     if n.item() <= 1:

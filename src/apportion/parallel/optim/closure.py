@@ -17,13 +17,15 @@ _TENSOR = "tensor"
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Must its ``step`` be given a function that evaluates the loss and the gradient anew?"""
+    """Return whether the optimizer's ``step`` must be given a function that evaluates the loss and the gradient
+    anew."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 class Closure:
-    """The loss, with its gradient in ``p.grad``: at first the one that was just computed, then computed again."""
+    """A closure that returns the loss, with its gradient in ``p.grad``: at first the one that was just computed, then
+    computed again."""
 
     def __init__(self, loss: Tensor, parameters: list[Any], again: Callable[[], Tensor]) -> None:
         self._loss: Tensor | None = loss
@@ -39,14 +41,14 @@ class Closure:
 
 
 def can_be_kept(value: Any) -> bool:
-    """Tensors, numbers, and lists of them."""
+    """Return whether a value consists of tensors, numbers, None, and lists of them."""
     if isinstance(value, list):
         return all(map(can_be_kept, value))
     return value is None or isinstance(value, Tensor | bool | int | float)
 
 
 def tensors(slot: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a slot, by name."""
+    """Yield the tensors of a slot, by name."""
     if isinstance(value, Tensor):
         yield slot, value
     elif isinstance(value, list):
@@ -55,7 +57,7 @@ def tensors(slot: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def rest(slots: Mapping[str, Any]) -> dict[str, Any]:
-    """What is no tensor of one parameter's slots: plain, with a mark where a tensor belongs."""
+    """Return what one parameter's slots hold beside plain tensors, with a mark where a tensor belongs in a list."""
     # In one order: an optimizer adds slots as it goes, and those that were loaded lie in another one.
     return {
         slot: _marked(value) for slot, value in sorted(slots.items()) if value is not None and not _is_tensor(value)
@@ -73,7 +75,7 @@ def _marked(value: Any) -> Any:
 
 
 def put_together(named: Mapping[str, Tensor], plain: Mapping[str, Any]) -> dict[str, Any]:
-    """One parameter's slots, from its tensors by name and the rest."""
+    """Return one parameter's slots, from its tensors by name and the rest."""
     whole: dict[str, Any] = {name: t for name, t in named.items() if name.partition(".")[0] not in plain}
     return whole | {slot: _unmarked(slot, value, named) for slot, value in plain.items()}
 

@@ -1,7 +1,7 @@
 """Element-wise update rules of torch's optimizers, on pieces of the flat vector of weights.
 
-Each reads one version of the weights and slots and writes the other. The arithmetic is torch's own; what torch has as
-one fused kernel is called as that, on a copy of the old piece.
+Each reads one version of the weights and slots and writes the other. The arithmetic is torch's own; where torch has one
+fused kernel for it, that is called, on a copy of the old piece.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Group = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class FlatPiece:
-    """One version of some consecutive elements."""
+    """A version of some consecutive elements: weights and slots."""
 
     weights: Tensor
     slots: tuple[Tensor, ...]
@@ -59,17 +59,18 @@ class Update(Protocol):
 
 @dataclass(frozen=True)
 class ElementwiseRule:
-    """How one parameter group is updated."""
+    """The rule by which one parameter group is updated."""
 
     slots: tuple[str, ...]
-    """Names of the slots that have the weights' shape, as the optimizer names them."""
+    """The names of the slots that have the weights' shape, as the optimizer names them."""
     update: Update
     counted: bool
-    """Does the optimizer keep the number of updates, as ``step``?"""
+    """Tells whether the optimizer keeps the number of updates, as ``step``."""
 
 
 def rule_of(optimizer: Optimizer, group: Group) -> ElementwiseRule | None:
-    """The rule of a group; None where it is not known to be element-wise: such an optimizer gets whole parameters."""
+    """Return the rule of a group; None where it is not known to be element-wise: such an optimizer gets whole
+    parameters."""
     make = _RULES.get(type(optimizer))
     if make is None or torch_private.step_hooked(optimizer) or group.get("capturable") or group.get("differentiable"):
         return None
@@ -166,7 +167,8 @@ def _rmsprop(group: Group) -> ElementwiseRule:
 
 
 def _number(count: int, kernel: Callable[..., None] | None = None) -> Tensor:
-    """The number of the update as torch takes it: its own function counts on by itself, a fused kernel does not."""
+    """Return the number of the update as torch takes it: its own function counts on by itself, a fused kernel does
+    not."""
     return torch.tensor(float(count - 1 if isinstance(kernel, partial) else count))
 
 

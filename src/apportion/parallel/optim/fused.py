@@ -19,11 +19,11 @@ from apportion.core.workload import Parameters, Workload
 
 _KINDS = (SGD, Adam, AdamW, Adagrad)
 _WHOLE = (SGD, Adagrad)
-"""Whose fused kernels torch knows no shards of (DTensor), as it does of the others'."""
+"""The optimizers whose fused kernels do not accept DTensor shards in torch; the others' do."""
 
 
 def with_fused_updates(workload: Workload) -> Workload:
-    """The same, its optimizers run fused; as it is where the plain path is asked for."""
+    """Return the workload with its optimizers run fused; unchanged where the plain path is asked for."""
     if fast_paths.is_plain("fused"):
         return workload
 
@@ -37,13 +37,13 @@ def with_fused_updates(workload: Workload) -> Workload:
 
 
 def needs_whole_weights(optimizer: Optimizer) -> bool:
-    """Does it ask, itself, for a fused kernel that goes through whole tensors alone?"""
+    """Return whether the optimizer itself asks for a fused kernel that goes through whole tensors alone."""
     return type(optimizer) in _WHOLE and any(group.get("fused") for group in optimizer.param_groups)
 
 
 def _run_fused(optimizer: Optimizer) -> None:
-    """From now on its steps are fused, where it has a kernel and its groups do not ask for another one. Between steps
-    the groups are as they were written: how a step is computed is no part of a state."""
+    """Run the optimizer's steps fused from now on, where it has a kernel and its groups do not ask for another one.
+    Between steps the groups are as they were written: how a step is computed does not belong to a state."""
     if type(optimizer) in _KINDS:
         chosen: list[dict[str, Any]] = []
         optimizer.register_step_pre_hook(lambda *_: _choose(optimizer, chosen))
@@ -62,8 +62,9 @@ def _choose(optimizer: Optimizer, chosen: list[dict[str, Any]]) -> None:
 
 
 def _suited(optimizer: Optimizer, parameters: list[Any]) -> bool:
-    """The kernels go through memory in its order, whatever the strides say; and SGD's wants momentum for all or none of
-    the weights, which one that is used for the first time does not have."""
+    """Return whether a fused kernel gives the right result for these parameters. The kernels go through memory in its
+    order, whatever the strides say; and SGD's wants momentum for all or none of the weights, which one that is used for
+    the first time does not have."""
     used = [p for p in parameters if p.grad is not None]
     begun = {bool(optimizer.state.get(p)) for p in used}
     return len(begun) < 2 and all(
@@ -72,9 +73,10 @@ def _suited(optimizer: Optimizer, parameters: list[Any]) -> bool:
 
 
 def _bring_steps(optimizer: Optimizer, parameters: list[Any]) -> None:
-    """Away from the CPU the kernels read the number of updates where the weights are, as 32 bits. Whatever was made
-    unfused has it on the CPU, and maybe as 64: a state that was loaded (with ``fused=None`` in its group torch leaves
-    it as it comes), an update that was not suited, and Adagrad's from the start."""
+    """Move the numbers of updates to where the kernels read them: away from the CPU, beside the weights, as 32 bits. An
+    update that was made unfused has its number on the CPU, and maybe as 64 bits. That is so in a state that was loaded
+    (with ``fused=None`` in its group torch leaves it as it comes), after an update that was not suited, and for Adagrad
+    from the start."""
     for p in parameters:
         step = optimizer.state.get(p, {}).get("step")
         if isinstance(step, Tensor) and p.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""How an update changes a stretch of flat weights: the arithmetic of torch's optimizers, element by element.
+"""The arithmetic by which torch's optimizers change a stretch of flat weights, element by element.
 
 A rule reads the live copy and writes the other one (or the same one: every operation may work in place). The operations
 and their order are those of torch.optim's plain loop, so the numbers are torch's to the last bit.
@@ -22,23 +22,23 @@ Hyper = Sequence[float]
 
 
 class StoreRule(ABC):
-    """One optimizer's arithmetic. ``slots``: what it keeps beside each weight, by torch's names, in order."""
+    """The arithmetic of one optimizer. ``slots``: what it keeps beside each weight, by torch's names, in order."""
 
     optimizer: ClassVar[type[Optimizer]]
     hyper: ClassVar[tuple[str, ...]]
     slots: tuple[str, ...] = ()
     counted: bool = True
-    """Does it keep how many updates a weight has behind it?"""
+    """Tells whether the rule keeps how many updates a weight has behind it."""
     keeps_step: bool = True
-    """Does torch keep that number as a slot of its own, called step?"""
+    """Tells whether torch keeps the number of updates as a slot of its own, called step."""
     at_once: bool = False
-    """Do its slots exist before the first update?"""
+    """Tells whether the slots exist before the first update."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027 (most do not look at them)
-        """For an optimizer with these parameter groups."""
+        """Make the rule for an optimizer with these parameter groups."""
 
     def hyper_of(self, group: Mapping[str, Any]) -> list[float]:
-        """A group's hyperparameters as numbers."""
+        """Return a group's hyperparameters as numbers."""
         values: list[float] = []
         for name in self.hyper:
             value = group[name]
@@ -46,21 +46,21 @@ class StoreRule(ABC):
         return values
 
     def numbers(self, group: Mapping[str, Any]) -> int:
-        """How many that gives."""
+        """Return how many numbers a group's hyperparameters are."""
         return len(self.hyper_of(group))
 
     def kept(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """The slots that torch keeps for this group."""
+        """Return the slots that torch keeps for this group."""
         return self.slots
 
     def first(self, slot: str, group: Mapping[str, Any]) -> float:
-        """A slot's value before the first update."""
+        """Return a slot's value before the first update."""
         return 0.0
 
     @abstractmethod
     def apply(self, new: Sequence[Tensor], old: Sequence[Tensor], gradient: Tensor, hyper: Hyper, count: float) -> None:
-        """One update: weights and slots, from the old ones; ``count`` updates came before it. The gradient is left as
-        it is: an update that is cut off is made again."""
+        """Make one update: weights and slots, from the old ones; ``count`` updates came before it. The gradient is left
+        as it is: an update that is cut off is made again."""
 
 
 def _decayed(gradient: Tensor, weights: Tensor, decay: float, maximize: float) -> Tensor:
@@ -71,7 +71,7 @@ def _decayed(gradient: Tensor, weights: Tensor, decay: float, maximize: float) -
 
 @final
 class SGDRule(StoreRule):
-    """w -= lr * g; with momentum b = momentum * b + (1 - dampening) * g, w -= lr * b."""
+    """SGD: w -= lr * g; with momentum b = momentum * b + (1 - dampening) * g, w -= lr * b."""
 
     optimizer = torch.optim.SGD
     hyper = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
@@ -100,7 +100,7 @@ class SGDRule(StoreRule):
 
 @final
 class AdagradRule(StoreRule):
-    """s += g * g; w -= lr * g / (sqrt(s) + eps). Duchi, Hazan and Singer, 2011."""
+    """Adagrad: s += g * g; w -= lr * g / (sqrt(s) + eps). Duchi, Hazan and Singer, 2011."""
 
     optimizer = torch.optim.Adagrad
     hyper = ("lr", "lr_decay", "weight_decay", "eps", "maximize")
@@ -120,8 +120,8 @@ class AdagradRule(StoreRule):
 
 @final
 class RMSpropRule(StoreRule):
-    """s = alpha * s + (1 - alpha) * g * g; w -= lr * g / (sqrt(s) + eps). The statistics lie in the store: they are
-    shared by all workers, as in A3C (Mnih et al., 2016)."""
+    """RMSprop: s = alpha * s + (1 - alpha) * g * g; w -= lr * g / (sqrt(s) + eps). The statistics lie in the store:
+    they are shared by all workers, as in A3C (Mnih et al., 2016)."""
 
     optimizer = torch.optim.RMSprop
     hyper = ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize")
@@ -153,7 +153,7 @@ class RMSpropRule(StoreRule):
 
 
 class AdamRule(StoreRule):
-    """Kingma and Ba, 2015; with ``amsgrad`` Reddi et al., 2018."""
+    """Adam of Kingma and Ba, 2015; with ``amsgrad`` that of Reddi et al., 2018."""
 
     optimizer: ClassVar[type[Optimizer]] = torch.optim.Adam
     hyper = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
@@ -184,7 +184,7 @@ class AdamRule(StoreRule):
 
 @final
 class AdamWRule(AdamRule):
-    """With the weights decayed beside the gradient. Loshchilov and Hutter, 2019."""
+    """AdamW: Adam with the weights decayed beside the gradient. Loshchilov and Hutter, 2019."""
 
     optimizer = torch.optim.AdamW
 
@@ -193,7 +193,7 @@ RULES: tuple[type[StoreRule], ...] = (SGDRule, AdagradRule, RMSpropRule, AdamRul
 
 
 def rule_of(optimizer: Optimizer) -> StoreRule:
-    """The rule of a torch optimizer; ValueError, by name, where the store has none."""
+    """Return the rule of a torch optimizer; ValueError, by name, where the store has none."""
     for rule in RULES:
         if rule.optimizer is type(optimizer):
             for group in optimizer.param_groups:
@@ -211,11 +211,11 @@ def rule_of(optimizer: Optimizer) -> StoreRule:
 
 
 class NamedRule(Value, ABC):
-    """A rule as it is written: ``adagrad(lr=0.01)``. What it leaves open is torch's default."""
+    """A rule as it is written: ``adagrad(lr=0.01)``. An option that it leaves open has torch's default."""
 
     @abstractmethod
     def optimizer(self, parameters: Any) -> Optimizer:
-        """torch's optimizer of this rule."""
+        """Return torch's optimizer of this rule."""
 
 
 @final
@@ -244,7 +244,7 @@ class Momentum(NamedRule):
 @final
 @dataclass(frozen=True, repr=False)
 class Adagrad(NamedRule):
-    """What Downpour SGD was found to need: a learning rate of its own for each weight."""
+    """Adagrad, which Downpour SGD was found to need: a learning rate of its own for each weight."""
 
     lr: float
     eps: float = 1e-10
@@ -258,7 +258,7 @@ class Adagrad(NamedRule):
 @final
 @dataclass(frozen=True, repr=False)
 class Rmsprop(NamedRule):
-    """With shared statistics."""
+    """RMSprop with statistics that all workers share."""
 
     lr: float
     alpha: float = 0.99
@@ -271,7 +271,7 @@ class Rmsprop(NamedRule):
 @final
 @dataclass(frozen=True, repr=False)
 class Adam(NamedRule):
-    """With shared moments."""
+    """Adam with moments that all workers share."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
@@ -292,7 +292,7 @@ sgd, momentum, adagrad, rmsprop, adam = Sgd, Momentum, Adagrad, Rmsprop, Adam
 
 
 def named(text: str | NamedRule) -> NamedRule:
-    """The rule that ``text`` writes, for example ``adagrad(lr=0.01)``."""
+    """Return the rule that ``text`` writes, for example ``adagrad(lr=0.01)``."""
     if isinstance(text, NamedRule):
         return text
     name = text.partition("(")[0].strip()

@@ -1,8 +1,9 @@
-"""Who computes which batch: each is dealt once, and comes back where its worker dies before its gradient is pushed.
+"""The queue that hands out batches to workers: each batch is handed out once, and comes back where its worker dies
+before its gradient is pushed.
 
-A seat's line says how many batches it has taken and how many of them are in the weights; what it has taken is written
-into its log before the deal goes on. Everything is changed under one lock that survives its holder's death, or by the
-seat alone.
+A seat's line says how many batches it has taken and how many of them are in the weights; a batch that it takes is
+written into its log before the next one is handed out. Everything is changed under one lock that survives its holder's
+death, or by the seat alone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LOOK_SECONDS = 0.01
 
 @final
 class BatchQueue:
-    """One seat's view of the deal. ``check()`` raises where waiting has become pointless."""
+    """One seat's view of the queue of batches. ``check()`` raises where waiting has become pointless."""
 
     def __init__(self, memory: Memory, seat: int, check: Callable[[], None]) -> None:
         self._memory, self._seat, self._check = memory, seat, check
@@ -42,13 +43,14 @@ class BatchQueue:
         self._capacity = memory.extent.capacity
         self.waited = 0.0
         self.waiting: Callable[[], Any] = lambda: None
-        """Gives one word of memory that is 1 while this seat waits for others, for who watches from outside and finds
-        who is late; None where nobody does."""
+        """Returns one word of memory that is 1 while this seat waits for others, so that a supervisor can find the
+        worker that is late; None where nothing watches."""
 
     # Batches
 
     def take(self, total: int) -> int | None:
-        """The next batch that nobody has taken, or that came back from the dead; None: all are dealt."""
+        """Take the next batch that no worker has taken, or one that came back from a dead worker; None: all are handed
+        out."""
         m = self._memory
         with self.held():
             back = m.head[RETURNED]
@@ -64,7 +66,7 @@ class BatchQueue:
             return ticket
 
     def open(self, ticket: int) -> None:
-        """This seat has taken a batch."""
+        """Write down that this seat has taken a batch."""
         line = self._line
         entry = self._memory.entries[self._seat, line[TAKEN] % self._capacity]
         entry[TICKET], entry[PUSH] = ticket, line[PUSHES] + 1
@@ -73,7 +75,8 @@ class BatchQueue:
         line[ENDED] = 0
 
     def note(self, pulled: Sequence[int] | None) -> None:
-        """The gradient of the batch taken last is computed on these versions; None: on what the one before left."""
+        """Write down the versions that the gradient of the batch taken last is computed on; None: on the weights that
+        the batch before it left."""
         entry = self._memory.entries[self._seat, (self._line[TAKEN] - 1) % self._capacity]
         if pulled is None:
             entry[VERSIONS] = -1
@@ -81,24 +84,25 @@ class BatchQueue:
             entry[VERSIONS:] = pulled
 
     def count(self) -> None:
-        """The batches that this seat has taken are in the weights: it has seen to that itself."""
+        """Count the batches that this seat has taken as being in the weights, where the seat has put them there
+        itself."""
         line = self._line
         line[ENTRIES] = line[TAKEN]
         line[PUSHES] += 1
 
     def leave(self) -> None:
-        """This seat takes no more batches, for now: nobody waits for it."""
+        """Declare that this seat takes no more batches for now, so that no worker waits for it."""
         self._line[ENDED] = 1
         self.tell()
 
     def opened(self, seat: int) -> list[int]:
-        """Batches that a seat has taken and not pushed."""
+        """Return the batches that a seat has taken and not pushed."""
         m, line = self._memory, self._memory.lines[seat]
         return [int(m.entries[seat, entry % self._capacity, TICKET]) for entry in range(line[ENTRIES], line[TAKEN])]
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Nobody takes a batch or begins a push meanwhile."""
+        """Hold the queue: no worker takes a batch or begins a push meanwhile."""
         self._lock()
         try:
             yield
@@ -106,13 +110,14 @@ class BatchQueue:
             self._memory.deal.release()
 
     def standing(self) -> tuple[int, list[int]]:
-        """How many batches are in the weights, and those that were dealt and are not. While the deal is held."""
+        """Return how many batches are in the weights, and the batches that were handed out and are not. Called while
+        the queue is held."""
         m = self._memory
         unpushed = sorted({*m.returned[: m.head[RETURNED]].tolist(), *self._all_opened()})
         return m.head[DEALT] - len(unpushed), unpushed
 
     def unpushed(self) -> list[int]:
-        """Batches dealt that are not in the weights."""
+        """Return the batches that were handed out and are not in the weights."""
         with self.held():
             return self.standing()[1]
 
@@ -122,7 +127,7 @@ class BatchQueue:
     # After a death
 
     def give_back(self, seat: int) -> None:
-        """What a seat has taken and not pushed is dealt again."""
+        """Put the batches that a seat has taken and not pushed back into the queue."""
         m, line = self._memory, self._memory.lines[seat]
         with self.held():
             back, tickets = m.head[RETURNED], self.opened(seat)
@@ -138,7 +143,8 @@ class BatchQueue:
             self._repair()
 
     def _repair(self) -> None:
-        """Someone died dealing: a batch that a seat has taken is not there to be dealt."""
+        """Repair the queue after a worker died while it took a batch: a batch that a seat has taken is not to be handed
+        out again."""
         m, taken = self._memory, self._all_opened()
         left = [t for t in m.returned[: m.head[RETURNED]].tolist() if t not in taken]
         m.returned[: len(left)] = left
@@ -149,7 +155,8 @@ class BatchQueue:
     # Waiting for others
 
     def wait(self, until: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Until it is so; ``what()`` says what is waited for."""
+        """Wait until ``until()`` is true; ``what()`` says what is waited for. PeerLost where that takes too long and no
+        supervisor watches."""
         if until():
             return
         turn, began = self._memory.turn, time.perf_counter()
@@ -171,33 +178,35 @@ class BatchQueue:
         self.waited += time.perf_counter() - began
 
     def look(self) -> None:
-        """Sleep until someone tells, or for a moment; raises where waiting has become pointless."""
+        """Sleep until another process calls ``tell``, or for a moment; raises where waiting has become pointless."""
         self._check()
         sleep_on(self._memory.turn, self._memory.turn.value, LOOK_SECONDS)
 
     def tell(self) -> None:
-        """Whoever waits looks again."""
+        """Wake every process that waits, so that it looks again."""
         turn = self._memory.turn
         fence()
         turn.value = (turn.value + 1) & 0x7FFFFFFF
         wake(turn)
 
     def ahead(self, seats: Sequence[int]) -> int:
-        """By how many pushes this seat is ahead of the slowest of those that still take batches."""
+        """Return by how many pushes this seat is ahead of the slowest of those that still take batches."""
         lines = self._memory.lines
         going = [lines[seat][PUSHES] for seat in seats if not lines[seat][ENDED]]
         return self._line[PUSHES] - min(going, default=self._line[PUSHES])
 
     def begin_rounds(self) -> None:
-        """Ordered: this seat has pulled for no round yet."""
+        """Write down, in ordered mode, that this seat has pulled for no round yet."""
         self._line[ROUND] = 0
 
     def enter_round(self, number: int) -> None:
-        """Ordered: this seat has pulled what the round that begins with this batch is computed on."""
+        """Write down, in ordered mode, that this seat has pulled the weights that the round beginning with this batch
+        is computed on."""
         self._line[ROUND] = number + 1
         self.tell()
 
     def all_entered(self, seats: Sequence[int]) -> bool:
-        """Have all of these, the round that this one is in? A push before that would change what they pull."""
+        """Return whether all of these seats have pulled for the round that this one is in. A push before that would
+        change the weights that they pull."""
         own = self._line[ROUND]
         return all(self._memory.lines[seat][ROUND] >= own for seat in seats)

@@ -16,8 +16,9 @@ from apportion.parallel.replica.forward_state import ForwardTensor, digest
 
 
 class FlatModel:
-    """``weights`` become the parameters' memory; the values that the parameters have are kept. ``moved``: what a
-    forward pass changes beside the buffers that a state holds; it goes with these."""
+    """A model whose parameters lie in one flat vector. ``weights`` become the parameters' memory; the values that the
+    parameters have are kept. ``moved``: the tensors that a forward pass changes beside the buffers that a state holds;
+    they are read and written with the buffers."""
 
     def __init__(
         self, model: nn.Module, layout: StoreLayout, weights: Tensor, moved: Sequence[ForwardTensor] = ()
@@ -32,14 +33,14 @@ class FlatModel:
 
     @torch.no_grad()
     def values(self) -> Tensor:
-        """What the parameters are now, in a flat vector of its own."""
+        """Return the parameters' values now, in a flat vector of its own."""
         flat = torch.zeros(self.layout.total, dtype=self.layout.dtype)
         for p, view in zip(self.layout.parameters, self.layout.views(flat), strict=True):
             view.copy_(p)
         return flat
 
     def move(self, weights: Tensor) -> None:
-        """The parameters lie in this memory from now on: what is there is their value."""
+        """Make the parameters lie in this memory from now on: their values are what it contains."""
         for p, view in zip(self.layout.parameters, self.layout.views(weights), strict=True):
             p.data = view
 
@@ -47,8 +48,8 @@ class FlatModel:
 
     @torch.no_grad()
     def gather(self, views: list[Tensor], *, first: bool) -> list[bool]:
-        """Every ``p.grad`` into these views of a flat gradient (the ``first``), or added to what is there; then there
-        are none. Which parameters had one."""
+        """Gather every ``p.grad`` into these views of a flat gradient (where this is the ``first``), or add it to what
+        they contain; then set it to None. Returns which parameters had one."""
         had = [p.grad is not None for p in self.layout.parameters]
         into, gradients = [], []
         for p, view, has in zip(self.layout.parameters, views, had, strict=True):
@@ -68,17 +69,17 @@ class FlatModel:
 
     @property
     def buffer_numbers(self) -> int:
-        """How many numbers the buffers that a state holds have."""
+        """The number of elements of the buffers that a state holds."""
         return sum(b.numel() for _, b in self._buffers())
 
     def _buffers(self) -> list[tuple[str, Tensor]]:
-        """By name, asked anew: a model may put another tensor under the name."""
+        """Return the buffers by name, looked up anew: a model may put another tensor under the name."""
         kept = self.model.state_dict(keep_vars=True)
         found = [(name, b) for name, b in kept.items() if isinstance(b, Tensor) and not isinstance(b, nn.Parameter)]
         return found + [(place.name, place.tensor) for place in self._moved]
 
     def read_buffers(self, into: Tensor) -> Tensor:
-        """The buffers as they are, flat."""
+        """Copy the buffers as they are into a flat vector."""
         at = 0
         for _, b in self._buffers():
             into[at : at + b.numel()] = b.detach().reshape(-1)
@@ -87,15 +88,15 @@ class FlatModel:
 
     @torch.no_grad()
     def write_buffers(self, flat: Tensor) -> None:
-        """Make the buffers these."""
+        """Set the buffers to the values of a flat vector."""
         at = 0
         for _, b in self._buffers():
             b.copy_(flat[at : at + b.numel()].view(b.shape))
             at += b.numel()
 
     def state(self, weights: Tensor, buffers: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The model's state with these weights and buffers instead of its own, copies; and the buffers beside it that
-        training has changed."""
+        """Return copies of the model's state with these weights and buffers instead of its own; and of the buffers
+        beside it that training has changed."""
         views = dict(zip(map(id, self.layout.parameters), self.layout.views(weights), strict=True))
         state: dict[str, Tensor] = {}
         beside: dict[str, Tensor] = {}
@@ -135,7 +136,7 @@ class HyperTable:
         self._first, self._rows = step, [self._read()]
 
     def at(self, batch: int) -> list[list[float]]:
-        """Of each group, for the update with this batch."""
+        """Return the hyperparameters of each group for the update with this batch."""
         if self._schedule is None:
             return self._rows[0]
         while batch >= self._first + len(self._rows):

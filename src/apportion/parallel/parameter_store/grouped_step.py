@@ -9,8 +9,8 @@
     group 1     rank 2 [part 0] -- rank 3 [part 1]     batch 1
 
 Every rank keeps to the store of its place, with those of the same place in other groups: a worker pulls and pushes the
-pieces that it holds. Between two pushes no group waits for another. Batches are dealt in turn, a round of one batch a
-group; ranks meet where the network is evaluated or saved.
+pieces that it holds. Between two pushes no group waits for another. Batches are handed out in turn, a round of one
+batch a group; ranks meet where the network is evaluated or saved.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from apportion.parallel.partition.replicated_step import build_split, predict
 
 @final
 class GroupsStep(Step):
-    """One rank of one group, and its place's store."""
+    """One rank of one group, and the store of its place in the group."""
 
     whole = True
 
@@ -62,17 +62,18 @@ class GroupsStep(Step):
         self._gradients = worker.layout.views(store.gradient)
         self._done = self._base = 0
         self._pulled = False
-        """Are the weights here as they were pulled, and nobody has asked for others since?"""
+        """Tells whether the weights here are as they were pulled, and are not to be pulled again before the next
+        batch."""
         self._own: tuple[Tensor, list[bool]] | None = None
-        """Loss of the batch that is computed and not pushed, and which parameters have a gradient."""
+        """The loss of the batch that is computed and not pushed, and which parameters have a gradient."""
 
     @property
     def done(self) -> int:
         return self._done
 
     def take(self) -> Batch | None:
-        """This group's batch of the round, which counts as the whole round; empty where there is none for it. Ordered:
-        the batch whose turn it is, empty for other groups."""
+        """Return this group's batch of the round, which counts as the whole round; empty where there is none for it. In
+        ordered mode: the batch whose turn it is, empty for other groups."""
         first, total = self._done, self.source.total
         if first >= total:
             return None
@@ -86,7 +87,7 @@ class GroupsStep(Step):
         return Batch(self.source, whole, index=batch.index[:many], rows=slice(0, many))
 
     def _turn(self) -> int:
-        """Ordered: whose gradient is next."""
+        """Return, in ordered mode, the group whose gradient is next."""
         return (self._done - self._base) % self._place.replicas
 
     def _round(self) -> range:
@@ -131,7 +132,7 @@ class GroupsStep(Step):
         return {"loss": loss, "staleness": stale}
 
     def _push(self, number: int) -> Tensor:
-        """With the hyperparameters of so many updates."""
+        """Push the gradient with the hyperparameters that belong to this number of updates."""
         assert self._own is not None
         used = None if all(self._own[1]) else self._own[1]
         stale = self._store.push(self._worker.hyper.at(number), used=used, pull=not self._ordered)

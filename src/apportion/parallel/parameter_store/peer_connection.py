@@ -25,21 +25,23 @@ from torch import Tensor
 from apportion.errors import PeerLost
 
 CONNECT = timedelta(seconds=10)
-"""For a server that lives to answer; one that is dead refuses, or breaks off, at once."""
+"""The time to connect to a server that is alive; a dead one refuses the connection, or breaks it off, at once."""
 TRY = timedelta(seconds=1)
-"""Of a store to connect: it goes on trying for twice as long where the server has died since it was asked for."""
+"""The timeout of a TCPStore's connection: it goes on trying for twice as long where the server has died since it was
+asked for."""
 SILENCE = timedelta(days=1)
-"""Between two messages: a peer that dies is noticed at once, one that is slow is not lost."""
+"""The longest time between two messages: a peer that dies is noticed at once, one that is slow is not taken for
+lost."""
 _WORKER, _SERVER = 0, 1
 _QUEUE = "asked"
 _numbers = count()
 _dist: Any = torch.distributed
-"""Its stores and groups are not in its type declarations."""
+"""The module torch.distributed as ``Any``: its stores and groups are not in its type declarations."""
 
 
 @final
 class PeerListener:
-    """Where a server is to be found, and who wants to talk to it."""
+    """The address of a server, and its queue of workers that want to talk to it."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -55,20 +57,20 @@ class PeerListener:
             )
 
     def asked(self) -> str | None:
-        """Who wants to talk, as soon as someone does; None: it is closed."""
+        """Return the name of a worker that wants to talk, as soon as there is one; None: the listener is closed."""
         return bytes(self._store.queue_pop(_QUEUE)).decode() or None
 
     def meet(self, name: str) -> PeerPair:
-        """Talk to the one of that name."""
+        """Form a pair with the worker of that name."""
         return _pair(_client(self.host, self.port), self.host, name, _SERVER)
 
     def close(self) -> None:
-        """Nobody is waited for any more."""
+        """Stop waiting for workers: ``asked`` returns None."""
         _client(self.host, self.port).queue_push(_QUEUE, "")
 
 
 def connect(host: str, port: int, seat: int) -> PeerPair:
-    """Talk to the server that listens there; it learns the seat, which is what the name begins with."""
+    """Connect to the server that listens there; it learns the seat, which is what the connection's name begins with."""
     store, name = _client(host, port), f"{seat}/{os.getpid()}/{next(_numbers)}"
     store.queue_push(_QUEUE, name)
     return _pair(store, host, name, _WORKER)
@@ -101,7 +103,7 @@ def _pair(store: Any, host: str, name: str, rank: int) -> PeerPair:
 
 @final
 class PeerPair:
-    """One end. Messages arrive in the order in which they were sent."""
+    """One end of a connection of two processes. Messages arrive in the order in which they were sent."""
 
     def __init__(self, group: Any, peer: int, store: Any) -> None:
         group.set_timeout(SILENCE)
@@ -110,11 +112,11 @@ class PeerPair:
         self._order = torch.zeros(2, dtype=torch.int64)
 
     def send(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Begin to; to be waited for."""
+        """Begin to send these tensors; returns the operations to ``wait`` for."""
         return [self._start(self._group.send, tensor) for tensor in tensors if tensor.numel()]
 
     def receive(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The same for what comes into these."""
+        """Begin to receive into these tensors; returns the operations to ``wait`` for."""
         return [self._start(self._group.recv, tensor) for tensor in tensors if tensor.numel()]
 
     def _start(self, move: Any, tensor: Tensor) -> Any:
@@ -124,22 +126,22 @@ class PeerPair:
             raise _lost(error) from error
 
     def ask(self, what: int, how: int = 0) -> None:
-        """A short message."""
+        """Send a short message of two numbers."""
         wait(self.send([torch.tensor([what, how])]))
 
     def asked(self) -> tuple[int, int]:
-        """The next short message."""
+        """Wait for the next short message, and return its two numbers."""
         wait(self.receive([self._order]))
         what, how = self._order.tolist()
         return what, how
 
     def close(self) -> None:
-        """The other end finds that nobody is there."""
+        """Abort the group: the other end finds this one gone."""
         self._group.abort()
 
 
 def wait(works: Sequence[Any]) -> None:
-    """Until all have come or gone. PeerLost where the other end is dead."""
+    """Wait until these operations are complete. PeerLost where the other end is dead."""
     try:
         for work in works:
             work.wait()

@@ -1,4 +1,4 @@
-"""What a worker and a parameter server say to each other, when the shards are divided among servers.
+"""The messages between a worker and a parameter server, when the shards are divided among servers.
 
 ::
 
@@ -16,10 +16,10 @@
                         <-----------   "these are done"; the worker copies them out meanwhile
 
 A push is begun once all of its gradient is at the servers, whose memory outlives them: from then on it gets into every
-shard, once, whoever dies. Gradients and weights travel by a group of two; the deal of batches, the log and what says
-how far each seat is lie in the memory of the host. On one host nothing else need travel either: a gradient is brought
-where it is made, in its place in memory, and a worker copies the weights out there, part by part, while the server is
-at the next one.
+shard, once, whichever process dies. Gradients and weights travel by a group of two; the queue of batches, the log and
+what says how far each seat is lie in the memory of the host. On one host nothing else need travel either: a gradient is
+computed in its place in memory, and a worker copies the weights out there, part by part, while the server is at the
+next one.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ from apportion.parallel.parameter_store.store_memory import Array, StoreSpec
 
 HOST = "127.0.0.1"
 CHUNK_BYTES = 4 << 20
-"""Of weights that travel, or are copied out, while the next ones are updated."""
+"""The bytes of weights that travel, or are copied out, while the next ones are updated."""
 MEET_SECONDS = 60.0
 BRING, APPLY, TELL, PULL = 1, 2, 3, 4
-"""A gradient; update, and send the weights; update, and tell how far that is; send the weights."""
+"""The kinds of message: bring a gradient; update, and send the weights; update, and tell how far that is; send the
+weights."""
 
 
 @final
@@ -60,11 +61,11 @@ class Range:
         self._step = max(1, CHUNK_BYTES // (extent.layout.dtype.itemsize * (self._bounds[1] - self._bounds[0])))
 
     def of(self, flat: Tensor) -> Tensor:
-        """Its part."""
+        """Return the server's part of a flat vector."""
         return self._part(flat, self.first, self.last)
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """Shards (first, last) that travel together; those of the buffers alone."""
+        """Yield the shards (first, last) that travel together; the shard of the buffers is a chunk by itself."""
         end = min(self.last, self._most)
         for first in range(self.first, end, self._step):
             yield first, min(end, first + self._step)
@@ -72,7 +73,7 @@ class Range:
             yield self._most, self._most + 1
 
     def chunk(self, at: tuple[int, int], weights: Tensor, buffers: Tensor) -> Tensor:
-        """The part of one of these."""
+        """Return the part of the weights, or the buffers, that one of these chunks consists of."""
         return buffers if at[0] >= self._most else self._part(weights, *at)
 
     def _part(self, flat: Tensor, first: int, last: int) -> Tensor:
@@ -81,8 +82,8 @@ class Range:
 
 @final
 class Sessions:
-    """A worker's conversations, one with each server. ``seats``: where the servers sit. ``near``: they are on this
-    host, and gradients and weights stay in its memory."""
+    """A worker's connections, one with each server. ``seats``: the servers' seats. ``near``: they are on this host, and
+    gradients and weights stay in its memory."""
 
     def __init__(self, store: Store, world: World, seats: Sequence[int], *, near: bool) -> None:
         memory, self._store, self._near = store.memory, store, near
@@ -93,7 +94,8 @@ class Sessions:
             self._pairs.append(self._connect(memory.ports[number], number, seat, world.seat))
 
     def _connect(self, port: Array, number: int, seat: int, own: int) -> PeerPair:
-        """Each try is short: a server may die before it has answered, and another one take its place."""
+        """Connect to a server. Each try is short: a server may die before it has answered, and another one take its
+        place."""
         deadline = time.monotonic() + MEET_SECONDS
         while True:
             self._deal.wait(lambda: self._listens(port, seat), lambda: f"parameter server {number} to listen")
@@ -105,14 +107,15 @@ class Sessions:
                 self._deal.look()
 
     def _listens(self, port: Array, seat: int) -> bool:
-        """Has the process that sits there now, not one before it, said where?"""
+        """Return whether the process that holds the seat now, not one before it, has published its port."""
         return int(port[1]) == self._members.pid(seat) if self._members is not None else int(port[1]) > 0
 
     def _each(self) -> Iterator[tuple[PeerPair, Range]]:
         return zip(self._pairs, self._ranges, strict=True)
 
     def bring(self, gradient: Tensor, change: Tensor) -> None:
-        """See ``Servers``."""
+        """Send the gradient and the buffers' change to every server's memory; with ``near`` they are put into this
+        host's memory."""
         if self._near:
             return self._store.line_up()
         with self._watched():
@@ -125,7 +128,8 @@ class Sessions:
                 pair.asked()
 
     def apply(self, push: StagedPush, weights: Tensor, buffers: Tensor) -> list[int] | None:
-        """See ``Servers``."""
+        """Have the servers apply a push. Where it pulls, the new weights and buffers come back; returns their versions,
+        or None where they are the ones that this push has made."""
         with self._watched():
             for pair, _ in self._each():
                 pair.ask(TELL if self._near else APPLY, 2 * push.number + push.pull)
@@ -135,7 +139,8 @@ class Sessions:
             return None
 
     def _copy_out(self, *, pull: bool) -> list[int] | None:
-        """What every server has told to be updated; the versions that were found there."""
+        """Copy out the shards that each server reports as updated, as it reports them; returns the versions that were
+        found there, None without ``pull``."""
         found: list[int] = []
         for pair, part in self._each():
             for at in part.chunks():
@@ -146,7 +151,8 @@ class Sessions:
         return found if pull else None
 
     def pull(self, weights: Tensor, buffers: Tensor) -> list[int]:
-        """See ``Servers``."""
+        """Fetch the last versions of weights and buffers from the servers into these tensors; returns the version of
+        each shard."""
         if self._near:
             return self._store.copy_out(0, self._store.extent.shards)
         with self._watched():
@@ -162,7 +168,8 @@ class Sessions:
             return versions
 
     def _take(self, weights: Tensor, buffers: Tensor, *, whole: bool) -> None:
-        """What every server sends back: all chunks at once are waited for."""
+        """Receive the new weights and buffers that every server sends, all chunks at once, where ``whole`` asks for
+        them; then each server's answer."""
         works: list[Any] = []
         for pair, part in self._each():
             if whole:
@@ -173,8 +180,8 @@ class Sessions:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """A server that is lost is the supervisor's to replace: until it says that it is dead, nobody may end what it
-        may still be at."""
+        """Wait, where a server is lost, until the supervisor that is to replace it reports it as dead, and raise
+        PeerLost: before that, no other process may finish what the server may still be applying."""
         try:
             yield
         except PeerLost:
@@ -183,7 +190,7 @@ class Sessions:
             raise
 
     def close(self) -> None:
-        """Say no more."""
+        """Close all connections to the servers."""
         for pair in self._pairs:
             pair.close()
         self._pairs.clear()
@@ -200,7 +207,7 @@ class StoreServer:
         self._stores: dict[int, Store] = {}
         self._threads: dict[int, threading.Thread] = {}
         self.error: BaseException | None = None
-        """What a thread has died of."""
+        """The exception that a thread has died of."""
         self._accept = threading.Thread(target=self._listen, name="parameter server", daemon=True)
         self._accept.start()
 
@@ -213,8 +220,8 @@ class StoreServer:
             thread.start()
 
     def _talk(self, seat: int, name: str, before: threading.Thread | None) -> None:
-        """With one worker, until it is gone. Nobody else writes into its place: who sat there before has been heard
-        to the end."""
+        """Talk with one worker, until it is gone. No other thread writes into that worker's place in memory: the
+        connection of the process that had the seat before has ended by then."""
         try:
             pair = self._listener.meet(name)
         except PeerLost:  # it died on its way in
@@ -256,7 +263,7 @@ class StoreServer:
         pair.ask(what)
 
     def _send(self, pair: PeerPair, store: Store, make: Callable[[int, int], None], *, whole: bool) -> None:
-        """Chunk by chunk: the one before travels meanwhile."""
+        """Send the shards chunk by chunk: one chunk travels while the next one is made."""
         works: list[Any] = []
         for at in self._range.chunks():
             make(*at)
@@ -265,6 +272,6 @@ class StoreServer:
         wait(works)
 
     def close(self) -> None:
-        """Listen no more; what is being said is said to the end."""
+        """Stop listening; connections that are open go on to their end."""
         self._listener.close()
         self._accept.join()

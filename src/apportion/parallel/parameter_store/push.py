@@ -1,4 +1,4 @@
-"""How a push gets into its shards.
+"""The steps by which a push gets into its shards.
 
 ::
 
@@ -8,9 +8,9 @@
       weights = drafts
       version v+1; release
 
-What a worker drafts into is, where its push pulls, its own weights: they are then what it has pulled, and a push moves
-no more memory than the same update without locks. A worker that dies while it drafts has changed nothing; one that dies
-later has left everything behind that others need to end it, and its lock goes to the next who asks.
+A worker drafts into its own weights where its push pulls: they are then what it has pulled, and a push moves no more
+memory than the same update without locks. A worker that dies while it drafts has changed nothing; one that dies later
+has left everything behind that others need to end its push, and its lock goes to the next worker that asks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from apportion.parallel.parameter_store.store_memory import (
 )
 
 SPIN_SECONDS = 0.00005
-"""How long a worker looks for a free shard before it sleeps: a shard is held for less."""
+"""The seconds for which a worker looks for a free shard before it sleeps: a shard is held for less."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,14 @@ class StagedPush:
     seat: int
     number: int
     hyper: Sequence[Sequence[float]]
-    """Of each group."""
+    """The hyperparameters of each parameter group."""
     used: Sequence[bool] | None = None
-    """Which parameters have a gradient; None: all."""
+    """Flags that say which parameters have a gradient; None: all."""
     pull: bool = False
-    """Is what comes out pulled on the way?"""
+    """Tells whether the updated weights are pulled in the course of the push."""
     unsure: bool = False
-    """May another process be at the same push? Then each shard is asked whether it has it, once it is locked."""
+    """Tells whether another process may be applying the same push. Then each shard is asked whether it has the push,
+    once it is locked."""
 
 
 class _ShardStretch(NamedTuple):
@@ -68,15 +69,15 @@ class _ShardStretch(NamedTuple):
 
 @final
 class ShardApplier:
-    """One process's hands on the shards, for the worker of a seat or as it. ``server``: the number of the server that
-    this is. ``check()`` raises where waiting has become pointless."""
+    """One process's access to the shards, in its own name or for the worker of a seat. ``server``: the number of the
+    server that this is. ``check()`` raises where waiting has become pointless."""
 
     def __init__(self, memory: Memory, seat: int, server: int | None, check: Callable[[], None]) -> None:
         self.memory, self.seat, self._check = memory, seat, check
         self._hands = seat + memory.extent.seats * (0 if server is None else 1 + server)
         self.layout, self.rule = memory.extent.layout, memory.extent.layout.rule
         self.waited = 0.0
-        """Seconds, for shards."""
+        """The seconds spent waiting for shards."""
         self._line = memory.drafts[self._hands]
         self._simple = not self.rule.counted and self.layout.many_groups == 1
         self._stretches: dict[tuple[bool, int, int, int], _ShardStretch] = {}
@@ -84,26 +85,26 @@ class ShardApplier:
 
     @property
     def opened(self) -> bool:
-        """Are there locks to take?"""
+        """Tells whether the locks are open and can be taken."""
         return bool(self._locks)
 
     def open(self) -> None:
-        """The locks are made."""
+        """Open the locks, once they are made."""
         self.memory.open_locks()
         self._locks = self.memory.locks
         self._take = [lock.attempt for lock in self._locks]
         self._release = [lock.release for lock in self._locks]
 
     def apply(self, push: StagedPush, left: list[int], buffers: Tensor) -> None:
-        """To these shards; ``buffers`` are what is pulled of them."""
+        """Apply a push to these shards; ``buffers`` receives the new buffers where the push pulls."""
         if self.memory.copies == 1:
             self._apply_free(push, left, buffers)
         else:
             self._apply_locked(push, left, buffers)
 
     def _apply_free(self, push: StagedPush, left: list[int], buffers: Tensor) -> None:
-        """All at once, with nobody asked. Whoever dies in between has made it: nobody can tell how far it came, and it
-        is not made twice."""
+        """Apply a push to all shards at once, without locks. A process that dies in between counts as having made the
+        push: there is no way to tell how far it came, and the push is not made twice."""
         m, row, shards = self.memory, self.memory.row(push.seat, push.number), self.layout.shards
         if not left:
             return
@@ -138,7 +139,8 @@ class ShardApplier:
                 at = 0
 
     def _apply_run(self, push: StagedPush, first: int, seen: Sequence[int], buffers: Tensor) -> None:
-        """To the shards from the first on, whose versions these are and whose locks are held; they are released."""
+        """Apply a push to consecutive shards beginning with ``first``, whose versions are ``seen`` and whose locks are
+        held; the locks are released."""
         m, line, versions = self.memory, self._line, self.memory.versions
         made, row, copy = m.made, m.row(push.seat, push.number) + first, seen[0] & 1
         if first == self.layout.shards:
@@ -165,8 +167,9 @@ class ShardApplier:
             self._release[shard]()
 
     def _take_run(self, push: StagedPush, left: Sequence[int], at: int) -> list[int]:
-        """One shard's lock is held: those of the next ones too, as long as they are free, and their live slots are in
-        the same copy: they are updated in one go. Their versions."""
+        """Extend a run of shards that begins with one whose lock is held: take the locks of the next ones, as long as
+        they are free, and their live slots are in the same copy, so that all are updated in one go. Returns their
+        versions."""
         versions, first = self.memory.versions, left[at]
         seen = [versions[first].value]
         shards = left[at + 1 : at + self.memory.run]
@@ -181,20 +184,20 @@ class ShardApplier:
         return seen
 
     def has(self, shard: int, push: StagedPush) -> bool:
-        """Is that push in this shard already? Holding its lock, or with nobody who could push it meanwhile."""
+        """Return whether a shard has that push already. Called with its lock held, or while no process can push it."""
         m = self.memory
         return 0 < m.made[m.row(push.seat, push.number) + shard] <= m.versions[shard].value
 
     # Locks
 
     def take(self, shard: int) -> None:
-        """Wait for a shard."""
+        """Wait for a shard's lock, and take it."""
         if failed := self._locks[shard].wait(self._check):
             self._inherit(shard, failed)
 
     def take_some(self, first: int, last: int) -> int:
-        """Wait for the first of these shards, and take those after it that are free, as far as is done in one go: how
-        many."""
+        """Wait for the first of these shards, and take those after it that are free, up to the number that is updated
+        in one go; returns how many are taken."""
         self.take(first)
         end = first + 1
         while end < min(last, first + self.memory.run) and self._try(end):
@@ -202,17 +205,18 @@ class ShardApplier:
         return end - first
 
     def release(self, first: int, many: int = 1) -> None:
-        """These shards."""
+        """Release the locks of these shards."""
         for shard in range(first, first + many):
             self._release[shard]()
 
     def _try(self, shard: int) -> bool:
-        """Take a lock that nobody who lives holds."""
+        """Try to take a shard's lock, and return whether that went well; the lock of a dead holder is inherited."""
         failed = self._take[shard]()
         return not failed or self._inherit(shard, failed)
 
     def _take_any(self, left: Sequence[int]) -> int:
-        """The lock of one of these shards, all of which were taken a moment ago: looked for, and then slept for."""
+        """Take the lock of one of these shards, all of which were taken a moment ago: spin for it first, then sleep.
+        Returns the shard."""
         began = time.perf_counter()
         until = began + SPIN_SECONDS
         while time.perf_counter() < until:
@@ -224,8 +228,8 @@ class ShardApplier:
         return left[0]
 
     def _inherit(self, shard: int, failed: int) -> bool:
-        """Is a dead worker's lock this one's? Its good drafts come into the shard; what else it was about to make of it
-        has not been made."""
+        """Inherit a dead worker's lock, and return whether that is what this lock was. Good drafts of the dead worker
+        are copied into the shard; records of updates to it that were not completed are deleted."""
         if not self._locks[shard].is_orphan(failed):
             return False
         m = self.memory
@@ -241,7 +245,7 @@ class ShardApplier:
         return True
 
     def _copy_drafts(self, hands: int, shard: int) -> None:
-        """These, unless they have come in, or are of a push that is over."""
+        """Copy one process's drafts into a shard, unless the shard has them, or they belong to a push that is over."""
         m, line = self.memory, self.memory.drafts[hands]
         version, pusher = m.versions[shard], line[PUSHER]
         if m.lines[pusher][STATE] != line[NUMBER] or m.made[m.row(pusher, line[NUMBER]) + shard] != version.value + 1:
@@ -253,8 +257,8 @@ class ShardApplier:
         version.value += 1
 
     def resolve(self, seat: int) -> None:
-        """See to it that nobody needs the drafts any more that who applied that seat's pushes has left. The record
-        stays: it may be a server's that lives."""
+        """Make sure that the drafts left by the processes that applied that seat's pushes are no longer needed. The
+        record stays: it may belong to a server that lives."""
         for line in self.memory.drafts[seat :: self.memory.extent.seats]:
             if line[DRAFTS]:
                 for shard in range(line[FIRST], line[FIRST] + line[SHARDS]):
@@ -267,8 +271,8 @@ class ShardApplier:
         return push.pull and push.seat == self.seat
 
     def update(self, push: StagedPush, first: int, many: int, copy: int) -> _ShardStretch:
-        """So many shards, whose live slots are in this copy: drafts of their weights, and the slots in the other copy.
-        Without locks the drafts are the weights."""
+        """Compute the update of consecutive shards whose live slots are in this copy: drafts of their weights, and the
+        slots in the other copy. Without locks the drafts are the weights."""
         key = self._into_own(push), copy, first, many
         stretch = self._stretches.get(key) if push.seat == self.seat else None
         if stretch is None:
@@ -291,7 +295,8 @@ class ShardApplier:
         return _ShardStretch(weights, drafts, [weights, *old], [drafts, *new], m.gradients[push.seat, a:b])
 
     def _update_pieces(self, push: StagedPush, stretch: _ShardStretch, shards: range, copy: int) -> None:
-        """Piece by piece: groups, counts, and parameters without a gradient."""
+        """Update the shards piece by piece, which takes account of groups, counts, and parameters without a
+        gradient."""
         m, other = self.memory, self.memory.copies - 1 - copy
         begin = self.layout.bounds[shards.start]
         if other != copy:

@@ -1,4 +1,5 @@
-"""Which batch was computed on which weights, and which update it made of them: enough to do it all again."""
+"""The log of which batch was computed on which weights, and which update it made of them: enough to repeat the whole
+run."""
 
 from __future__ import annotations
 
@@ -32,15 +33,15 @@ class PushLog:
     """All pushes since the store was filled in."""
 
     first: int
-    """Updates behind the weights that the log begins with."""
+    """The number of updates behind the weights that the log begins with."""
     entries: tuple[Array, ...]
-    """By seat, (batches, 2 + shards): batch, number of the push, versions."""
+    """The log of each seat, (batches, 2 + shards): batch, number of the push, versions of the shards."""
     made: tuple[Array, ...]
-    """By seat, (pushes, shards)."""
+    """The version of each shard that each push of a seat has made, (pushes, shards), one array a seat."""
 
     @classmethod
     def of(cls, store: Store) -> PushLog:
-        """What a store has written down. While nobody pushes. ValueError where its beginning was overwritten."""
+        """Read the log out of a store, while no worker pushes. ValueError where its beginning was overwritten."""
         m, entries, made = store.memory, [], []
         for seat, line in enumerate(m.lines):
             many, capacity = max(line[ENTRIES], line[PUSHES]), store.extent.capacity
@@ -51,7 +52,7 @@ class PushLog:
         return cls(m.head[BASE], tuple(entries), tuple(made))
 
     def pushes(self) -> Iterator[Pushed]:
-        """Seat by seat. ValueError where a push has no batches, or no versions."""
+        """Yield the pushes seat by seat. ValueError where a push has no batches, or no versions."""
         for seat, (entries, made) in enumerate(zip(self.entries, self.made, strict=True)):
             batches: dict[int, list[tuple[int, tuple[int, ...] | None]]] = {}
             for row in entries:
@@ -65,7 +66,7 @@ class PushLog:
                 yield Pushed(seat, number, tuple(of), tuple(made[number - 1].tolist()))
 
     def save(self, path: str | Path) -> None:
-        """As a safetensors file."""
+        """Write the log as a safetensors file."""
         tensors: dict[str, Any] = {}
         for name, arrays in (("entries", self.entries), ("made", self.made)):
             tensors |= {f"{name}/{seat}": torch.from_numpy(array) for seat, array in enumerate(arrays)}
@@ -73,7 +74,7 @@ class PushLog:
 
     @classmethod
     def load(cls, path: str | Path) -> PushLog:
-        """What ``save`` wrote."""
+        """Read the log from a file that ``save`` wrote."""
         with safe_open(path, "np") as file:
             told: Mapping[str, str] = file.metadata()
             seats = range(int(told["seats"]))

@@ -1,4 +1,4 @@
-"""The same run once more, in one process: what an asynchronous run must have computed."""
+"""The replay of a run in one process: what an asynchronous run must have computed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ CPU = torch.device("cpu")
 
 
 def ordered_reference(workload: Workload, workers: int) -> Iterator[State]:
-    """``mode="ordered"``, after each update, by torch's own optimizer: of each round of as many batches as there are
-    workers, every gradient is that of the weights the round begins with; they are applied one after the other, in rank
-    order. Buffers take the change of each forward pass. One worker: the one-device step."""
+    """Yield the state after each update of ``mode="ordered"``, computed by torch's own optimizer: of each round of as
+    many batches as there are workers, every gradient is that of the weights the round begins with; they are applied one
+    after the other, in rank order. Buffers take the change of each forward pass. One worker: the one-device step."""
     refuse(workload)
     replica = Replica(replace(workload, clip_grad_norm=None), rank=0, device=CPU)
     seed_everything(workload.seed)
@@ -49,7 +49,7 @@ def ordered_reference(workload: Workload, workers: int) -> Iterator[State]:
 def _gradient(
     replica: Replica, source: BatchSource, number: int, clip: float | None
 ) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Of one batch, and what its forward pass changes of the buffers, which are then as before."""
+    """Compute the gradients of one batch, and what its forward pass changes of the buffers, which are then set back."""
     batch = source.at(number, WHOLE)
     before = [b.clone() for b in _buffers(replica)]
     replica.reseed(batch.step)
@@ -70,19 +70,20 @@ def _gradient(
 
 
 def _buffers(replica: Replica) -> list[Tensor]:
-    """What a forward pass may change."""
+    """Return the tensors that a forward pass may change."""
     return [place.tensor.detach() for place in replica.forward.places]
 
 
 EVERY_BATCH = PushPullSchedule()
-"""Push after every batch, and pull before it."""
+"""The schedule that pushes after every batch, and pulls before it."""
 
 
 def replay(
     workload: Workload, log: PushLog, rhythm: PushPullSchedule = EVERY_BATCH, *, start: State | None = None
 ) -> State:
-    """The state that the pushes of a log lead to, from the beginning or from ``start``: to the last bit that of the
-    run, where its workers had as many threads as this process."""
+    """Return the state that the pushes of a log lead to, from the beginning or from ``start``. It equals that of the
+    run to the last bit, where the run's workers had as many threads as this process. ValueError for ``mode="hogwild"``,
+    and where the log is not whole or not one run's."""
     if rhythm.mode == "hogwild":
         raise ValueError('mode="hogwild" cannot be replayed: nothing says which numbers a push has seen; use "sharded"')
     return _Replay(workload, log, rhythm, start).run()
@@ -101,23 +102,23 @@ class _Computed:
 
 @dataclass
 class _Shard:
-    """Its last version, and older ones that someone has yet to compute on."""
+    """A shard's last version, and older ones on which a batch has yet to be computed."""
 
     order: list[tuple[int, int]]
-    """(seat, number) of the push that made version 1, 2, ..."""
+    """The (seat, number) of the push that made version 1, 2, ..."""
     version: int = 0
     kept: dict[int, Tensor] = field(default_factory=dict)
     needed: Counter[int] = field(default_factory=Counter)
 
     def use(self, version: int) -> Tensor:
-        """One of those who need it has come."""
+        """Return a version for one of the batches that need it; the version is dropped after the last of them."""
         found = self.kept[version]
         self.needed[version] -= 1
         self._drop(version)
         return found
 
     def put(self, values: Tensor) -> None:
-        """The next version."""
+        """Set the next version of the shard."""
         self.version += 1
         self.kept[self.version] = values
         self._drop(self.version - 1)
@@ -167,7 +168,8 @@ class _Replay:
         return self._now.data[0][self._layout.bounds[shard] : self._layout.bounds[shard + 1]]
 
     def run(self) -> State:
-        """What can be computed is; what is computed goes into the shards whose turn it is."""
+        """Compute every gradient that can be computed, and apply it to the shards whose turn it is, until the log is
+        used up. ValueError where the log is not whole."""
         while any(self._waiting.values()) or self._computed:
             moved = self._compute_next()
             for number in range(len(self._shards)):
@@ -221,7 +223,7 @@ class _Replay:
                 self._worker.weights[self._layout.bounds[number] : self._layout.bounds[number + 1]] = values
 
     def _apply_next(self, number: int) -> bool:
-        """Every push that is computed and whose turn it is, into one shard."""
+        """Apply every push that is computed and whose turn it is to one shard; returns whether there was one."""
         shard, before = self._shards[number], self._shards[number].version
         while shard.version < len(shard.order) and shard.order[shard.version] in self._computed:
             computed = self._computed[shard.order[shard.version]]
@@ -241,7 +243,7 @@ class _Replay:
                 self._now.counts[number][at] += 1
 
     def _forget(self) -> None:
-        """Gradients that every shard has."""
+        """Drop the gradients of pushes that every shard has."""
         for key, computed in list(self._computed.items()):
             if all(shard.version >= computed.pushed.made[n] for n, shard in enumerate(self._shards)):
                 del self._computed[key]

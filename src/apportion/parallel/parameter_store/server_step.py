@@ -92,7 +92,7 @@ class ServerStep(Step):
         self._world.group().barrier()  # rank 0 fills the store in
 
     def log(self) -> tuple[PushLog]:
-        """What every push was made of. While nobody pushes."""
+        """Return the log of all pushes, while no worker pushes."""
         return (PushLog.of(self._store),)
 
     def held(self) -> Held:
@@ -106,7 +106,8 @@ class ServerStep(Step):
 
 
 def _of_seat(store: Store) -> Store:
-    """For the thread that calls; whoever sits there talks, so the store is filled in, or soon will be."""
+    """Prepare a seat's store for the thread that calls. The worker of the seat is connected, so the store is filled in,
+    or soon will be."""
     torch.set_num_threads(1)  # each thread has its own number: there is one for each worker already
     store.settle(lambda: None, first=False)
     return store

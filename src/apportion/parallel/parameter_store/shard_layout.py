@@ -1,4 +1,4 @@
-"""Where each weight lies: parameters in one flat vector, the vector in shards, the shards in memory."""
+"""The places of the weights: parameters in one flat vector, the vector in shards, the shards in memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from apportion.parallel.optim.hyperparameters import StoreRule, rule_of
 
 LINE = 64
-"""Bytes: parameters and shards begin at a multiple, so that no two processes write to one cache line."""
+"""The bytes of a cache line: parameters and shards begin at a multiple, so that no two processes write to one line."""
 SHARD_BYTES = 512 << 10
-"""Of a large shard: with its other copy and its gradient it fits a core's cache."""
+"""The bytes of a large shard: with its other copy and its gradient it fits a core's cache."""
 LEAST_SHARDS, MOST_SHARDS = 8, 1024
 LEAST_SHARD_BYTES = 4 << 10
-"""Below this a shard is not worth a lock of its own."""
+"""The bytes below which a shard is not worth a lock of its own."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class StoreLayout:
             raise ValueError(f"parameters of type {self.dtype}: a parameter store's are float32 or float64")
         self.many_groups = len(groups)
         self.hyper = self.rule.numbers(groups[0])
-        """Hyperparameters of a group."""
+        """The number of hyperparameters of a group."""
         align = LINE // self.dtype.itemsize
         self.starts, end = [], 0
         for p in self.parameters:
@@ -70,7 +70,7 @@ class StoreLayout:
                 yield StorePiece(number, self.groups[number], max(first, start), min(last, stop))
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter's place in a flat vector, in its own shape and strides."""
+        """Return each parameter's place in a flat vector, in its own shape and strides."""
         views = []
         for p, start in zip(self.parameters, self.starts, strict=True):
             part = flat[start : start + p.numel()]
@@ -106,13 +106,13 @@ class StoreRegion:
 
 
 class Regions:
-    """Arrays one after the other, each on a line of its own."""
+    """A sequence of arrays in memory, one after the other, each on cache lines of its own."""
 
     def __init__(self) -> None:
         self.nbytes = 0
 
     def add(self, dtype: torch.dtype, *shape: int) -> StoreRegion:
-        """The next one."""
+        """Add the next array."""
         offset, count = self.nbytes, 1
         for n in shape:
             count *= n

@@ -7,7 +7,7 @@
 
 A push visits the shards one by one, or a few free ones at a time, and holds their locks while it computes; a pull holds
 them while it copies. What a push is made of lies in shared memory before it begins, so another process ends what a dead
-one has begun: every push gets into all shards, exactly once (``applying.py``).
+one has begun: every push gets into all shards, exactly once (``push.py``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from apportion.parallel.parameter_store.store_memory import (
 ALL_USED = 2
 READY_SECONDS = 120.0
 STILL_SECONDS = 0.0002
-"""Between two looks at whether a push that was begun has come to its end."""
+"""The seconds between two looks at whether a push that was begun has come to its end."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,18 @@ class Contents:
     """Everything that a store holds at one moment."""
 
     data: list[Tensor]
-    """Flat: the weights, and each of the rule's slots."""
+    """Flat vectors: the weights, and each of the rule's slots."""
     counts: list[Array]
-    """By shard: updates behind each of its pieces, where the rule keeps that."""
+    """The number of updates behind each piece of a shard, one array a shard, where the rule keeps it."""
     touched: Array
-    """Which parameters have had an update."""
+    """Flags that say which parameters have had an update."""
     buffers: Tensor
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """``done`` updates are in the contents; the batches ``unpushed`` were dealt and are not."""
+    """A store's contents at one moment. ``done`` updates are in them; the batches ``unpushed`` were handed out and are
+    not."""
 
     done: int
     unpushed: list[int]
@@ -69,20 +70,20 @@ class Snapshot:
 
 
 class Servers(Protocol):
-    """Processes that hold the shards, as a worker sees them (``parallel/parameter_store/protocol.py``)."""
+    """The processes that hold the shards, as a worker sees them (``parallel/parameter_store/protocol.py``)."""
 
     def bring(self, gradient: Tensor, change: Tensor) -> None:
-        """Into this seat's place, all of it."""
+        """Bring the whole gradient, and the buffers' change, into this seat's place at the servers."""
 
     def apply(self, push: StagedPush, weights: Tensor, buffers: Tensor) -> list[int] | None:
-        """The push to every shard; what comes out into ``weights`` and ``buffers`` where the push pulls, and which
-        versions these are (None: the ones that this push has made)."""
+        """Apply the push to every shard. Where it pulls, the new weights and buffers come into ``weights`` and
+        ``buffers``; returns their versions (None: the ones that this push has made)."""
 
     def pull(self, weights: Tensor, buffers: Tensor) -> list[int]:
-        """The last versions into these; which they are."""
+        """Pull the last versions into ``weights`` and ``buffers``; returns the version of each shard."""
 
     def close(self) -> None:
-        """Say no more."""
+        """Close all connections to the servers."""
 
 
 class Store:
@@ -105,16 +106,16 @@ class Store:
         self.deal = BatchQueue(m, seat, check)
         self._line = m.lines[seat]
         self.gradient = m.gradients[seat]
-        """What the next push brings: flat, filled by the caller."""
+        """The gradient that the next push brings: flat, filled by the caller."""
         self.change = m.changes[seat]
-        """The same for the buffers: how much each has changed."""
+        """The change of each buffer that the next push brings: flat, filled by the caller."""
         self.weights = self._own = m.own[seat]
-        """What was pulled: flat."""
+        """The weights that were pulled, as a flat vector."""
         self.buffers = torch.zeros(extent.buffers, dtype=torch.float64)
         self.pulled: Sequence[int] = [0] * extent.shards
         """The version of each shard in ``weights``."""
         self.servers: Servers | None = None
-        """Whom everything is asked of; None: this process does it itself."""
+        """The servers that apply pushes and send weights; None: this process does it itself."""
         self.applying = ShardApplier(m, seat, server, check)
         first = seat * self.layout.shards // extent.seats
         every = list(range(self.layout.shards))
@@ -123,13 +124,14 @@ class Store:
 
     @property
     def waited(self) -> float:
-        """Seconds, for shards and for others."""
+        """The seconds spent waiting for shards and for other workers."""
         return self.applying.waited + self.deal.waited
 
     # The beginning
 
     def settle(self, start: Callable[[], None], *, first: bool) -> None:
-        """Make the locks and fill the store in, as the first; or wait until that is done."""
+        """Make the locks and fill the store in by ``start()``, where this is the ``first``; or wait until that is done.
+        PeerLost where it takes too long."""
         m = self.memory
         if first and not m.head[READY]:
             m.make_locks()
@@ -148,7 +150,8 @@ class Store:
             self.applying.open()
 
     def put(self, contents: Contents, *, done: int) -> None:
-        """Begin with these, which have so many updates behind them. While nobody pushes."""
+        """Replace what the store holds by these contents, which have ``done`` updates behind them. Called while no
+        worker pushes."""
         m = self.memory
         for shard in range(self.extent.shards):
             copy = m.live(shard)
@@ -165,7 +168,7 @@ class Store:
         m.head[RETURNED] = 0
 
     def resume(self, unpushed: Sequence[int]) -> None:
-        """These batches were dealt in an earlier run and are not in the weights: they come first."""
+        """Put back batches that were handed out in an earlier run and are not in the weights: they come first."""
         m = self.memory
         m.head[DEALT] = m.head[BASE] + self._pushed() + len(unpushed)
         m.returned[: len(unpushed)] = unpushed
@@ -175,7 +178,7 @@ class Store:
 
     @property
     def done(self) -> int:
-        """Batches whose gradient is in the weights."""
+        """The number of batches whose gradient is in the weights."""
         return self.memory.head[BASE] + self._pushed()
 
     def _pushed(self) -> int:
@@ -183,18 +186,19 @@ class Store:
 
     @property
     def pushes(self) -> int:
-        """By all seats."""
+        """The number of pushes made by all seats."""
         return sum(line[PUSHES] for line in self.memory.lines)
 
     def pull(self) -> None:
-        """The last version of every shard into ``weights`` (and of the buffers into ``buffers``)."""
+        """Copy the last version of every shard into ``weights`` (and of the buffers into ``buffers``)."""
         if self.servers is not None:
             self.pulled = self.servers.pull(self.weights, self.buffers)
             return
         self.pulled = self.copy_out(0, self.extent.shards)
 
     def copy_out(self, first: int, last: int) -> list[int]:
-        """The same of these shards; their versions."""
+        """Copy the last version of these shards into ``weights`` (and of the buffers into ``buffers``); returns their
+        versions."""
         m, at, found = self.memory, first, list[int]()
         end = min(last, self.layout.shards)
         while at < end:
@@ -220,8 +224,8 @@ class Store:
 
     def push(self, hyper: Sequence[Sequence[float]], *, used: Sequence[bool] | None = None, pull: bool = True) -> float:
         """Update every shard with ``gradient`` (and the buffers with ``change``), by these hyperparameters of each
-        group; ``used``: which parameters have a gradient (None: all). ``pull``: what comes out is pulled on the way.
-        Its staleness: pushes of others to a shard since it was pulled, the mean over the shards."""
+        group; ``used``: which parameters have a gradient (None: all). ``pull``: the updated weights are pulled on the
+        way. Returns the staleness: pushes of others to a shard since it was pulled, the mean over the shards."""
         if self.servers is not None:
             self.servers.bring(self.gradient, self.change)
         elif self.extent.servers:
@@ -242,13 +246,15 @@ class Store:
         return stale / shards
 
     def line_up(self) -> None:
-        """What was to be sent comes into this seat's place in memory, where it was not made there."""
+        """Copy the gradient and the buffers' change into this seat's place in memory, where they were not computed
+        there."""
         for place, own in ((self.memory.gradients, self.gradient), (self.memory.changes, self.change)):
             if own.data_ptr() != place[self.seat].data_ptr():
                 place[self.seat].copy_(own)
 
     def _begin(self, hyper: Sequence[Sequence[float]], used: Sequence[bool] | None, pull: bool) -> StagedPush:
-        """Everything that the push is made of lies in memory: from here on it gets into all shards, whoever dies."""
+        """Write down in memory everything that the push is made of: from here on it gets into all shards, even where a
+        process dies."""
         m, line = self.memory, self._line
         if hyper is not self._hyper:
             self._hyper = hyper
@@ -273,7 +279,7 @@ class Store:
             m.touched[np.asarray(used, dtype=bool)] = 1
 
     def _end(self, seat: int) -> None:
-        """Every shard has it."""
+        """Record that every shard has the push that the seat had begun."""
         line = self.memory.lines[seat]
         line[ENTRIES] = line[THEN]
         line[PUSHES] = line[STATE]
@@ -281,24 +287,24 @@ class Store:
         line[STATE] = 0
 
     def apply(self, push: StagedPush, left: list[int]) -> None:
-        """To these shards."""
+        """Apply a push to these shards."""
         self.applying.apply(push, left, self.buffers)
 
     @property
     def still(self) -> bool:
-        """Is nobody in the middle of a push?"""
+        """Tells whether no worker is in the middle of a push."""
         return not any(line[STATE] for line in self.memory.lines)
 
     # After a death
 
     def finish(self, seat: int) -> None:
         """End what the process on that seat had begun and cannot end: its push gets into the rest of the shards; the
-        batches that it had taken and not pushed are dealt again."""
+        batches that it had taken and not pushed go back into the queue."""
         self.finish_push(seat)
         self.deal.give_back(seat)
 
     def finish_push(self, seat: int) -> bool:
-        """The first half of that; was there a push under way?"""
+        """End the push that the process on that seat had begun; returns whether there was one."""
         self.applying.resolve(seat)
         push = self.under_way(seat)
         if push is None:
@@ -310,7 +316,7 @@ class Store:
         return True
 
     def under_way(self, seat: int, *, pull: bool = False) -> StagedPush | None:
-        """The push that a seat has begun, as it is written down."""
+        """Return the push that a seat has begun, as it is written down; None where there is none."""
         m, number = self.memory, self.memory.lines[seat][STATE]
         if not number:
             return None
@@ -321,12 +327,12 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Of the weights, slots and buffers that all have in common."""
+        """The bytes of the weights, slots and buffers that all workers have in common."""
         m = self.memory
         return m.weights.nbytes + m.slots.nbytes + m.buffers.nbytes
 
     def snapshot(self, check: Callable[[], None], seconds: float) -> Snapshot:
-        """Read the store as it is at one moment: every batch is in the weights whole, or said to be unpushed.
+        """Read the store as it is at one moment: every batch is in the weights whole, or listed as unpushed.
         ``check()`` raises where waiting has become pointless; PeerLost is raised where a push that was begun does not
         come to its end within so many seconds."""
         deadline = time.monotonic() + seconds
@@ -339,7 +345,7 @@ class Store:
             return Snapshot(self.done, self.deal.standing()[1], self.read())
 
     def read(self) -> Contents:
-        """Copies; each shard as one push has left it."""
+        """Return copies of everything that the store holds; each shard as one push has left it."""
         m = self.memory
         data = m.weights.new_empty(1 + m.slots.shape[1], self.layout.total)
         counts: list[Array] = []

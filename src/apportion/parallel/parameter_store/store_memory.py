@@ -1,4 +1,4 @@
-"""What a store keeps in shared memory, and where.
+"""The contents and the layout of a store's shared memory.
 
 A shard has a lock, a version, its weights, and two copies of everything else: those of version v lie in copy v mod 2.
 Each worker has a seat of its own: its weights as it has pulled them, a gradient, the hyperparameters that go with it,
@@ -22,51 +22,52 @@ from apportion.parallel.parameter_store.shard_layout import Regions, StoreLayout
 LOG_BYTES = 256 << 20
 """The most that the log may fill; a longer run keeps its end."""
 READY, DEALT, RETURNED, BASE = range(4)
-"""Words of the head: is all of this filled in; batches dealt; how many came back; updates before the first."""
+"""Words of the head: whether all of this is filled in; batches handed out; how many came back; updates before the
+first."""
 _TURN_BYTES = 64
 STATE, PUSHES, ENTRIES, TAKEN, THEN, ENDED, ROUND = range(7)
 """Words of a seat: the number of the push under way (0: none); pushes made; batches in them; batches taken; ``ENTRIES``
-after the push under way; has it taken its last batch? the round it has pulled for."""
+after the push under way; whether it has taken its last batch; the round it has pulled for."""
 DRAFTS, PUSHER, NUMBER, FIRST, SHARDS = range(5)
-"""Words of who applies pushes: where the weights lie that are about to be those of some shards (0: nowhere), of which
-seat's push, its number, the first shard, and how many."""
+"""Words of a process that applies pushes: the place of the drafts that are about to become the weights of some shards
+(0: none), the seat of their push, its number, the first shard, and how many."""
 OWN, SCRATCH = 1, 2
-"""Where the drafts lie: in the weights that the seat pulls, or, where it pulls none, in a place for a few shards."""
+"""The place of the drafts: in the weights that the seat pulls, or, where it pulls none, in a place for a few shards."""
 RUN_SHARDS = 8
-"""At most so many shards are updated in one go,"""
+"""The largest number of shards that are updated in one go."""
 RUN_BYTES = 1 << 20
-"""and no more than a cache holds: what has been drafted is read there."""
+"""The most bytes of weights that are updated in one go, no more than a cache holds: the drafts are read there."""
 _WORDS = 16
 TICKET, PUSH, VERSIONS = range(3)
 """Columns of a seat's log: which batch; in which push; from here on the version of each shard that its gradient was
-computed on (the first is -1: on what the batch before it had left)."""
+computed on (the first is -1: on the weights that the batch before it had left)."""
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreSpec:
-    """How large a store is."""
+    """The size of a store."""
 
     layout: StoreLayout
     seats: int
     buffers: int = 0
-    """Numbers in the model's buffers."""
+    """The number of elements of the model's buffers."""
     lock_free: bool = False
-    """One copy, without locks."""
+    """Tells whether the store has one copy, without locks."""
     batches: int = 0
-    """That the log should have room for."""
+    """The number of batches that the log should have room for."""
     servers: int = 0
-    """Processes that the shards are divided among."""
+    """The number of processes that the shards are divided among."""
 
     @property
     def shards(self) -> int:
-        """With that of the buffers."""
+        """The number of shards, with that of the buffers."""
         return self.layout.shards + (self.buffers > 0)
 
     @property
     def capacity(self) -> int:
-        """Entries of each log."""
+        """The number of entries of each log."""
         each = 8 * self.seats * (VERSIONS + 2 * self.shards)
         return max(64, min(self.batches + 64, LOG_BYTES // each))
 
@@ -81,7 +82,7 @@ class Memory:
         self.copies = 1 if extent.lock_free else 2
         largest = max(b - a for a, b in pairwise(layout.bounds))
         self.run = max(1, min(RUN_SHARDS, -(-layout.shards // seats), RUN_BYTES // (largest * layout.dtype.itemsize)))
-        """Shards that are updated in one go."""
+        """The largest number of shards that are updated in one go."""
         regions = Regions()
         i64, f64 = torch.int64, torch.float64
         self._head = regions.add(i64, 8)
@@ -111,7 +112,7 @@ class Memory:
         self.nbytes = regions.nbytes
 
     def map(self, memory: memoryview) -> None:
-        """See these bytes as the arrays."""
+        """Map these bytes as the arrays."""
         shards = self.extent.shards
         self.bytes = memory
         self.head = (ctypes.c_int64 * 8).from_buffer(memory, self._head.offset)
@@ -121,19 +122,20 @@ class Memory:
             [(ctypes.c_int64 * _WORDS).from_buffer(memory, at.offset + 8 * _WORDS * n) for n in range(at.shape[0])]
             for at in (self._lines, self._drafts)
         )
-        """Of each seat; and of each who applies its pushes: the worker itself, for every seat, then each server."""
+        """The line of each seat; and the draft record of each process that applies pushes: the workers', one a seat,
+        then each server's, one a seat."""
         self.hyper = self._hyper.of(memory).numpy()
         self.told = self._told.of(memory)
-        """What a seat tells the others about its last batch."""
+        """The numbers that a seat tells the others about its last batch: its loss and its staleness."""
         self.used = self._used.of(memory).numpy()
         self.touched = self._touched.of(memory).numpy()
         self.ports: Array = self._ports.of(memory).numpy()
-        """Of each server: the port where it listens, and its process, written last."""
+        """The port where each server listens, and its process id, which is written last."""
         self.returned = self._returned.of(memory).numpy()
         self.made_rows: Array = self._made.of(memory).numpy()
-        """(seats, pushes, shards): which version of each shard a push has made; 0: none yet."""
+        """The version of each shard that a push has made, (seats, pushes, shards); 0: none yet."""
         self.made = (ctypes.c_int64 * self.made_rows.size).from_buffer(memory, self._made.offset)
-        """The same, flat: quicker to write one by one."""
+        """The flat form of ``made_rows``: quicker to write one by one."""
         self.entries: Array = self._entries.of(memory).numpy()
         counts = self._counts.of(memory)
         sizes = [len(pieces) for pieces in self.extent.layout.pieces]
@@ -142,25 +144,25 @@ class Memory:
         self.changes = self._changes.of(memory)
         self.weights = self._weights.of(memory)
         self.slots = self._slots.of(memory)
-        """(copies, slots, numbers)."""
+        """The optimizer's slots, (copies, slots, numbers)."""
         self.own = self._own.of(memory)
         self.scratch = self._scratch.of(memory)
         self.gradients = self._gradients.of(memory)
 
     def open_locks(self) -> None:
-        """Every lock, once they are made."""
+        """Open every lock, once they are made."""
         places = [self._locks.offset + LOCK_BYTES * i for i in range(self.extent.shards + 1)]
         *self.locks, self.deal = [Lock(self.bytes, at) for at in places]
 
     def make_locks(self) -> None:
-        """By one process, before any other looks."""
+        """Make the locks, in one process, before any other looks at them."""
         for i in range(self.extent.shards + 1):
             initialize(self.bytes, self._locks.offset + LOCK_BYTES * i)
 
     def row(self, seat: int, push: int) -> int:
-        """Where in ``made`` a seat's push has its line."""
+        """Return where in ``made`` the line of a seat's push begins."""
         return (seat * self.capacity + push % self.capacity) * self.shards
 
     def live(self, shard: int) -> int:
-        """Which copy is of a shard's last version."""
+        """Return the copy that holds a shard's last version."""
         return self.versions[shard].value & (self.copies - 1)

@@ -1,6 +1,7 @@
-"""What becomes of one batch in a worker of the store: the network on flat weights, and its gradient.
+"""The computation of one batch in a worker of the store: the network on flat weights, and its gradient.
 
-The run and its replay share it. The step adds the store, the deal, and the order in which workers are let in.
+The run and its replay share it. The step adds the store, the queue of batches, and the order in which workers are let
+in.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ WHOLE = DataShard(whole_batches=True)
 
 
 def refuse(workload: Workload) -> None:
-    """What whole batches, computed one by one on whatever worker, cannot do. ValueError, by name."""
+    """Refuse, with a ValueError that names it, what whole batches that are computed one by one on any worker cannot
+    do."""
     for what, given, cure in (
         ("update=", workload.update is not None, "give a loss, or use data_parallel"),
         ("carry=", workload.carry is not None, "a state follows its rows from batch to batch: use data_parallel"),
@@ -43,7 +45,7 @@ def refuse(workload: Workload) -> None:
 
 
 class StoreWorker:
-    """The network of one worker, its weights in one flat vector, and what becomes of a batch."""
+    """The network of one worker, its weights in one flat vector, and the computation of a batch."""
 
     def __init__(
         self,
@@ -53,7 +55,8 @@ class StoreWorker:
         shards: int | None = None,
         split: SplitStep | None = None,
     ) -> None:
-        """``split``: the network in parts, of which this rank has one: all of its group compute a batch together."""
+        """Prepare the network on flat weights. ``split``: the network in parts, of which this rank has one: all ranks
+        of its group compute a batch together."""
         refuse(workload)
         if device.type != "cpu":
             raise ValueError(f'device="{device.type}": a parameter store is memory of the host; use device="cpu"')
@@ -88,27 +91,28 @@ class StoreWorker:
 
     @property
     def buffer_numbers(self) -> int:
-        """How many numbers the buffers have."""
+        """The number of elements of the buffers."""
         return len(self._before)
 
     def move(self, weights: Tensor) -> None:
-        """The network's weights lie in this memory from now on, and have the values that they had."""
+        """Move the network's weights into this memory; they keep their values."""
         if weights.data_ptr() != self.weights.data_ptr():
             weights.copy_(self.weights)
             self.weights = weights
             self.model.move(weights)
 
     def set_buffers(self, buffers: Tensor) -> None:
-        """The buffers that were pulled."""
+        """Set the buffers to those that were pulled."""
         if len(buffers):
             self.model.write_buffers(buffers)
 
     def compute(
         self, batch: Batch, into: Sequence[Tensor], change: Tensor, *, first: bool, alone: bool
     ) -> tuple[Tensor, list[bool]]:
-        """Forward and backward on the weights as they are: the gradient into these views, or added to them; what the
-        forward pass has changed of the buffers likewise. ``alone``: the weights then take a step of their own, for
-        until the next pull. The loss, and which parameters have a gradient."""
+        """Run forward and backward on the weights as they are. The gradient is written into the views ``into``, and the
+        change of the buffers by the forward pass into ``change``; unless this is the ``first`` batch, both are added
+        to what is there. ``alone``: the weights then take a step of their own, which lasts until the next pull.
+        Returns the loss, and which parameters have a gradient."""
         replica = self.replica
         if len(change):
             self.model.read_buffers(self._before)
@@ -131,7 +135,7 @@ class StoreWorker:
 
     @torch.no_grad()
     def _step_alone(self, batch: int) -> None:
-        """By plain descent (algorithm 7.1)."""
+        """Update the worker's own weights by plain gradient descent (algorithm 7.1)."""
         hyper = self.hyper.at(batch)
         for p, group in zip(self.layout.parameters, self.layout.groups, strict=True):
             if p.grad is not None:
@@ -140,7 +144,7 @@ class StoreWorker:
     # States
 
     def initial(self) -> Contents:
-        """Before the first update."""
+        """Return the contents that a store has before the first update."""
         slots = [self.model.values()]
         for slot in self.layout.rule.slots:
             flat = torch.zeros_like(self.weights)
@@ -152,7 +156,7 @@ class StoreWorker:
         return Contents(slots, counts, touched, self.model.read_buffers(self._before.clone()))
 
     def state(self, done: int, found: Contents) -> State:
-        """As every strategy tells it."""
+        """Return a store's contents as a state of the form that every strategy has."""
         layout, groups = self.layout, self.optimizer.param_groups
         steps = [0.0] * len(layout.parameters)
         for pieces, of in zip(layout.pieces, found.counts, strict=True):
@@ -184,7 +188,7 @@ class StoreWorker:
         )
 
     def load(self, state: State) -> Contents:
-        """Go on from a state; what the store begins with."""
+        """Go on from a state; returns the contents that the store begins with."""
         self.replica.forward.make_room(state.model)
         self.replica.model.load_state_dict(state.model)
         self.replica.forward.loaded(state.buffers)
@@ -215,7 +219,7 @@ class StoreWorker:
 
 
 def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Its groups as they were made, for a schedule to change."""
+    """Return a copy of an optimizer with its groups as they were made, without parameters, for a schedule to change."""
     other = copy.copy(optimizer)
     other.param_groups = []
     for group in optimizer.param_groups:

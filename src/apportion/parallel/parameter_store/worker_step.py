@@ -1,4 +1,4 @@
-"""A worker of Downpour SGD: pulls weights, computes the gradient of a batch that it was dealt, and pushes it."""
+"""A worker of Downpour SGD: pulls weights, computes the gradient of a batch that it was given, and pushes it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker
 
 Mode = Literal["sharded", "hogwild", "ordered"]
 SNAPSHOT_SECONDS, COMMITTED_SECONDS = 120.0, 1.0
-"""How long a checkpoint, and one of a run that ends, waits for a moment between two pushes."""
+"""The seconds for which a checkpoint, and one of a run that ends, waits for a moment between two pushes."""
 
 
 @dataclass(frozen=True)
 class PushPullSchedule:
-    """How often a worker pushes and pulls, in batches, and by how many pushes it may be ahead of the slowest."""
+    """The number of batches after which a worker pushes and pulls, and the number of pushes by which it may be ahead of
+    the slowest."""
 
     mode: Mode = "sharded"
     push_every: int = 1
@@ -38,7 +39,7 @@ class PushPullSchedule:
 
 
 def extent_of(worker: StoreWorker, world: World, *, lock_free: bool = False, servers: int = 0) -> StoreSpec:
-    """Of the store that this world shares."""
+    """Return the specification of the store that this world shares."""
     return StoreSpec(
         layout=worker.layout,
         seats=world.seats,
@@ -51,7 +52,7 @@ def extent_of(worker: StoreWorker, world: World, *, lock_free: bool = False, ser
 
 @final
 class DownpourStep(Step):
-    """One worker's way through its batches."""
+    """The training step of one worker, which pulls, computes and pushes batch by batch."""
 
     def __init__(self, workload: Workload, world: World, rhythm: PushPullSchedule, *, servers: int = 0) -> None:
         self._worker = worker = StoreWorker(workload, world.device)
@@ -71,7 +72,7 @@ class DownpourStep(Step):
         self._gradients = worker.layout.views(self.store.gradient)
         self._survivor = self._was_in = False
         self._base = self._number = 0
-        """In lockstep: the update that the first round begins with, and the next one."""
+        """The update that the first round begins with, and the next one, in lockstep."""
         self._sit(world)
         self._begin()
         self._loss: Tensor | None = None
@@ -91,18 +92,18 @@ class DownpourStep(Step):
             self.store.servers = None
 
     def _begin(self) -> None:
-        """Nothing is taken, pulled, or on its way."""
+        """Reset the step: no batch is taken, and no gradient waits to be pushed."""
         self._taken: Batch | None = None
-        """Dealt, and its step not done."""
+        """The batch that was handed out to this worker, and whose step is not done."""
         self._computed = False
-        """Is its gradient among what has accrued?"""
+        """Tells whether the gradient of the taken batch is among what has accrued."""
         self._accrued: list[bool] | None = None
-        """Which parameters have a gradient that is not pushed yet; None: there is none at all."""
+        """Flags that say which parameters have a gradient that is not pushed yet; None: there is none at all."""
         self._since_push = self._since_pull = 0
         self._fresh = False
-        """Are the weights as they were pulled?"""
+        """Tells whether the weights are as they were pulled."""
         self._own: Tensor | None = None
-        """Ordered: the loss of this rank's batch of the round, whose gradient waits for its turn."""
+        """The loss, in ordered mode, of this rank's batch of the round, whose gradient waits for its turn."""
 
     def rejoin(self, world: World) -> None:
         # Nothing is waited for here: what the dead have begun is ended by who comes next, on its way in.
@@ -110,7 +111,8 @@ class DownpourStep(Step):
         self._survivor = self._was_in
 
     def _enter(self) -> None:
-        """Before anything is asked of the store: it is filled in, and nobody dead has left anything half done."""
+        """Prepare the store before anything is asked of it: it is filled in, and no dead process has left anything half
+        done."""
         if self._entered:
             return
         store, world = self.store, self._world
@@ -130,14 +132,14 @@ class DownpourStep(Step):
         self._entered = self._was_in = True
 
     def _talk(self, complete: bool) -> None:
-        """With the servers; where one is lost for good, workers do its work, in the same memory."""
+        """Connect to the servers; where one is lost for good, workers do its work, in the same memory."""
         store = self.store
         store.servers = None
         if complete and len(self._servers):
             store.servers = Sessions(store, self._world, self._servers, near=self._near)
 
     def _see_to(self, empty: set[int]) -> None:
-        """After a death: the seats that nobody has, and one's own."""
+        """End, after a death, what was begun on the seats that no process has, and on one's own."""
         store = self.store
         if self._survivor and not self.lockstep:
             if store.finish_push(self._world.seat):
@@ -162,7 +164,8 @@ class DownpourStep(Step):
         return self._taken
 
     def _turn(self) -> Batch | None:
-        """Ordered: every rank takes part in every batch; only its owner has rows of it."""
+        """Return the next batch in ordered mode: every rank takes part in every batch; only its owner has rows of
+        it."""
         number = self.done
         if number >= self.source.total:
             return None
@@ -323,7 +326,7 @@ class DownpourStep(Step):
         self._base = self._number = state.step
 
     def log(self) -> tuple[PushLog]:
-        """What every push was made of. While nobody pushes."""
+        """Return the log of all pushes, while no worker pushes."""
         return (PushLog.of(self.store),)
 
     def held(self) -> Held:

@@ -1,5 +1,5 @@
-"""What a forward asks of autograd while it runs, which a network in parts cannot always give: looked at once, when the
-parts are made."""
+"""A record of what a forward pass asks of autograd while it runs, which a network in parts cannot always give: it is
+made once, when the parts are made."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _FREEZING = (Tensor.requires_grad_, _FLAG.__set__)
 
 
 class AutogradUse(TorchFunctionMode):
-    """What has been asked so far."""
+    """A mode that records what a forward pass has asked of autograd so far."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gradients = False
-        """A gradient, inside of the forward."""
+        """Tells whether the forward pass has asked for a gradient."""
         self.of_gradients = False
-        """A gradient that is itself differentiated."""
+        """Tells whether the forward pass has asked for a gradient that is itself differentiated."""
         self.freezes = False
-        """That a weight has no gradient in a part of the forward."""
+        """Tells whether a weight has been frozen or unfrozen in a part of the forward pass."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
@@ -43,8 +43,8 @@ class AutogradUse(TorchFunctionMode):
 
 
 def asked(model: nn.Module, inputs: Any) -> AutogradUse:
-    """What a forward pass of the first rows asks for; it leaves no trace. A model that cannot be called so asks nothing
-    here: whoever cuts it has more to say about that."""
+    """Return what a forward pass of the first rows asks of autograd; it leaves no trace. A model that cannot be called
+    in this way asks for nothing here: the strategy that cuts it reports more about that."""
     seen = AutogradUse()
     flags = [(p, p.requires_grad) for p in model.parameters()]
     with suppress(Exception), undisturbed(model), torch.enable_grad(), seen:
@@ -55,7 +55,7 @@ def asked(model: nn.Module, inputs: Any) -> AutogradUse:
 
 
 def refuse_gradients_of_gradients(seen: AutogradUse, model: nn.Module) -> None:
-    """ValueError where the forward differentiates what it has differentiated: messages between ranks have no second
+    """Raise ValueError where the forward pass differentiates a gradient: messages between ranks have no second
     derivative."""
     if seen.of_gradients:
         raise ValueError(
@@ -65,7 +65,7 @@ def refuse_gradients_of_gradients(seen: AutogradUse, model: nn.Module) -> None:
 
 
 def refuse_untraceable(seen: AutogradUse, model: nn.Module) -> None:
-    """ValueError where the forward does to gradients what no stage of it could."""
+    """Raise ValueError where the forward pass does to gradients what no stage of it could do."""
     what = "asks for a gradient (torch.autograd.grad)" if seen.gradients else "freezes a weight for a part of itself"
     if seen.gradients or seen.freezes:
         raise ValueError(

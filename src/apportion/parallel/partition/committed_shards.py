@@ -5,11 +5,11 @@
     seat 0   version 0: generation 2, step 7   version 1: generation 2, step 8
     seat 1   version 0: generation 2, step 7   version 1: being written          step 7 is whole
 
-A rank writes its part after each update, over the older of its two versions, which says first that it is no longer
-there: all of it, since nothing tells what an update has left as it was (torch counts the changes of a tensor, but not
-those of a fused update, of batch statistics, or through ``.data``). An update needs every rank, so nobody writes step 9
-before all have written step 8: whoever is lost, some step is whole. All ranks then read all parts, and go on with it,
-however many they are and however they cut it now.
+A rank writes its part after each update, over the older of its two versions, which is first marked as not there. It
+writes all of it, since nothing tells what an update has left as it was (torch counts the changes of a tensor, but not
+those of a fused update, of batch statistics, or through ``.data``). An update needs every rank, so no rank writes step
+9 before all have written step 8: whichever rank is lost, some step is whole. All ranks then read all parts, and go on
+with it, however many they are and however they cut it now.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from apportion.parallel.replica.committed_state import StateLayout, unpacked
 
 _HEAD_BYTES = 128
 _STEP, _GENERATION, _RANK, _SIZE, _NBYTES, _WORDS = 0, 1, 2, 3, 4, 5
-"""Of a version: the step it is after, plus one (0: there is none), and whose it is."""
+"""Words of a version: the step it is after, plus one (0: there is none), its generation, its rank, the number of ranks,
+its bytes; and the number of words."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """One that is there."""
+    """A version of one seat's part that is complete in memory."""
 
     seat: int
     slot: int
@@ -45,7 +46,8 @@ class Version:
 
 
 def whole(versions: Sequence[Version]) -> list[Version] | None:
-    """Of the latest step that all ranks of a generation have written: theirs, in rank order; None: there is none."""
+    """Return the versions of the latest step that all ranks of a generation have written, in rank order; None: there is
+    none."""
     written: dict[tuple[int, int, int], dict[int, Version]] = {}
     for v in versions:
         written.setdefault((v.step, v.generation, v.size), {})[v.rank] = v
@@ -57,22 +59,23 @@ def whole(versions: Sequence[Version]) -> list[Version] | None:
 
 @final
 class KeptParts:
-    """The parts of the workers of a host."""
+    """The parts of the state that the workers of a host keep in shared memory."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._heads = [self._words(seat) for seat in range(world.seats)]
         self._slot = 0
-        """Of this seat's version that is to stay."""
+        """The number of this seat's version that is to stay."""
         self._packed: StateLayout | None = None
         self._views: dict[int, list[Tensor]] = {}
-        """Where the tensors go, in those of this seat's versions where what lies where is written."""
+        """Views of the tensors in memory, by version, for those of this seat's versions whose layout is already
+        written."""
 
     def _words(self, seat: int) -> Any:
         return (ctypes.c_int64 * (2 * _WORDS)).from_buffer(self._world.shared(f"parts/{seat}", _HEAD_BYTES))
 
     def write(self, state: State, pieces: Mapping[str, Any]) -> None:
-        """This rank's part of the state; the one before stays."""
+        """Write this rank's part of the state; the version before it stays."""
         world, slot = self._world, 1 - self._slot
         head, at = self._heads[world.seat], slot * _WORDS
         head[at + _STEP] = 0
@@ -84,8 +87,8 @@ class KeptParts:
         self._slot = slot
 
     def _pack(self, slot: int, state: State, pieces: Mapping[str, Any]) -> int:
-        """The bytes of the memory where it lies then. What lies where is as it was, from update to update, and there
-        already: this process alone writes here."""
+        """Write the state into memory and return its bytes. The layout is written only where it has changed since the
+        last update: this process alone writes here."""
         packed = self._packed
         if packed is None or not packed.is_of(state, pieces):
             packed, self._views = StateLayout(state, pieces), {}
@@ -97,7 +100,7 @@ class KeptParts:
         return packed.nbytes
 
     def versions(self) -> list[Version]:
-        """What is there, of all seats."""
+        """Return the versions that are there, of all seats."""
         found = []
         for seat, head in enumerate(self._heads):
             for slot in range(2):
@@ -108,7 +111,8 @@ class KeptParts:
         return found
 
     def read(self, versions: Sequence[Version]) -> list[tuple[State, Any]]:
-        """Copies of them, each with its pieces. This seat's next one is written over what is not among them."""
+        """Return copies of these versions, each with its pieces. This seat's next version is written over one that is
+        not among them."""
         found = []
         for v in versions:
             if v.seat == self._world.seat:

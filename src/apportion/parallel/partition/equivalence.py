@@ -1,4 +1,4 @@
-"""A network in parts, held against the plain one before any training.
+"""A comparison of a network in parts with the plain one, before any training.
 
 A graph that was traced leaves out what the trace could not see: a hook, a branch, a change in place that nobody reads,
 a weight that is used outside of its layer. Most such mistakes do not crash. So one batch goes through both, evaluated,
@@ -19,14 +19,14 @@ from apportion.core import tree
 from apportion.parallel.tracing.network import evaluating, undisturbed
 
 FACTOR = 1.0625
-"""What parameters are multiplied by."""
+"""The factor that parameters are multiplied by for the comparison."""
 BOUND = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1}
-"""The largest difference that is rounding, of the largest output."""
+"""The largest difference that counts as rounding, relative to the largest output, by precision."""
 
 
 def outputs_of(model: nn.Module, call: Callable[[], Any]) -> list[Tensor] | None:
-    """What the plain model gives, evaluated; None where it draws as it does so, and gives something else each time, or
-    where it cannot be called: then whoever cuts it has more to say about that."""
+    """Return what the plain model gives in evaluation mode; None where it draws random numbers, and gives something
+    else each time, or where it cannot be called: the strategy that cuts it reports more about that."""
     try:
         with evaluating(model.modules()), undisturbed(model), _multiplied(model):
             first, second = (_cloned(call()) for _ in range(2))
@@ -38,8 +38,8 @@ def outputs_of(model: nn.Module, call: Callable[[], Any]) -> list[Tensor] | None
 def refuse_others(
     model: nn.Module, call: Callable[[], Any], expected: Sequence[Tensor] | None, precision: str, group: Group
 ) -> None:
-    """ValueError, on every rank, where the parts give anything else: ``call`` gives their outputs on those ranks that
-    have them. Called by all ranks."""
+    """Raise ValueError, on every rank, where the parts give other outputs than ``expected``: ``call`` gives their
+    outputs on those ranks that have them. Called by all ranks."""
     if expected is None:
         return
     with undisturbed(model), _multiplied(model):
@@ -75,7 +75,8 @@ def _cloned(outputs: Any) -> list[Tensor]:
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest, of the largest number that is expected; infinite where they are not of one shape."""
+    """Return the largest difference, relative to the largest number that is expected; infinite where the shapes
+    differ."""
     if [t.shape for t in found] != [t.shape for t in expected]:
         return float("inf")
     worst = 0.0

@@ -1,4 +1,4 @@
-"""What is remembered of the plain model once it is cut, and how its optimizers become a part's."""
+"""The facts about the plain model that are kept once it is cut, and the change of its optimizers into a part's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from apportion.parallel.partition.tensor_shards import TensorShard
 
 
 class FullModel:
-    """What is remembered of the plain model, once it is cut."""
+    """The facts about the plain model that are kept once it is cut."""
 
     def __init__(self, model: nn.Module, workload: Workload, examples: int) -> None:
         names = dict(model.named_parameters(remove_duplicate=False))
@@ -29,7 +29,7 @@ class FullModel:
             key: firsts[names[key]] if key in names else buffers[id(layers.get(path, key)), own]
             for key, (path, _, own) in ((key, key.rpartition(".")) for key in state)
         }
-        """Every key of the state, and the name that its parameter goes by first, or the buffer of its layer."""
+        """The first name of each key of the state: that of its parameter, or of its layer's buffer."""
         self.shapes = {key: tuple(t.shape) for key, t in state.items()}
         self.dtypes = {key: t.dtype for key, t in state.items()}
         self.parameters: int = sum(p.numel() for p in firsts)
@@ -39,14 +39,15 @@ class FullModel:
             if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse and m.weight in firsts
         }
         self.trained: dict[str, str] = {}
-        """The parameters that an optimizer has, and its name."""
+        """The name of the optimizer that each trained parameter belongs to."""
         self._names = firsts
         self._workload, self._examples = workload, examples
         self._mark = fingerprint(workload, model, {}, examples)
         self._groups: dict[str, list[int]] = {}
 
     def pieces(self, model: nn.Module, given: Mapping[str, TensorShard]) -> dict[str, Any]:
-        """A part's pieces as JSON, by the plain names that parameters go by first; what none is given of is whole."""
+        """Return a part's pieces as JSON, by the plain names that parameters go by first; a tensor without a piece is
+        whole."""
         told: dict[str, Any] = {}
         for key, tensor in model.state_dict().items():
             assert key in self.first, f"{key} is no tensor of the plain model"
@@ -83,11 +84,11 @@ class FullModel:
                 optimizer.state[mine] = cut
 
     def forget(self) -> None:
-        """The tensors."""
+        """Drop the references to the plain model's tensors."""
         self._names = {}
 
     def fingerprint(self, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
-        """Of the plain model and the optimizers as they were made for it."""
+        """Return the fingerprint of the plain model and of the optimizers as they were made for it."""
         found = fingerprint(self._workload, nn.Module(), optimizers, self._examples)
         for owner, lengths in self._groups.items():
             for i, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""One rank's part of a network: what each way to cut one gives to the step that trains it."""
+"""One rank's part of a network, in the form that each way to cut one gives it to the step that trains it."""
 
 from __future__ import annotations
 
@@ -19,29 +19,32 @@ class Part(ABC):
     """One rank's part of a network, and how it is run."""
 
     model: nn.Module
-    """Its parameters and buffers, under their plain names."""
+    """The module with this rank's parameters and buffers, under their plain names."""
     pieces: Mapping[str, TensorShard]
-    """By plain name; a name that is missing: whole, held by every rank that has it, its gradient alike everywhere."""
+    """The piece that this rank holds of each tensor, by plain name. A tensor whose name is missing is whole, and every
+    rank that has it holds all of it, with equal gradients."""
     cuts: tuple[str, ...] | None = None
-    """See ``Step``."""
+    """The names of the layers that stages begin with, or None; see ``Step``."""
     alike: ClassVar[bool] = False
-    """Do all ranks compute the same outputs and the same loss? Then they draw the same random numbers, too."""
+    """Tells whether all ranks compute the same outputs and the same loss. Then they draw the same random numbers,
+    too."""
 
     @abstractmethod
     def backward(self, replica: Replica, batch: Batch) -> Tensor | None:
-        """Of a whole global batch: sets ``p.grad`` of its own parameters; the batch's mean loss (detached), None where
-        only another rank knows it. What is not needed of the batch is not to be touched: it loads when it is."""
+        """Run the backward pass of a whole global batch: sets ``p.grad`` of this part's own parameters. Returns the
+        batch's mean loss (detached), None where only another rank knows it. An unneeded part of the batch must not be
+        touched: it loads when it is."""
 
     @abstractmethod
     def predict(self, replica: Replica, batch: Batch) -> Any | None:
-        """Outputs of the whole batch in evaluation mode; None where another rank has them."""
+        """Return the outputs of the whole batch in evaluation mode; None where another rank has them."""
 
     def close(self) -> None:  # noqa: B027 (nothing to let go of is the common case)
-        """Let go of what it holds."""
+        """Release the resources that the part holds."""
 
 
 class ReplicatedPart(Part):
-    """Every rank calls ``model`` on the whole batch and computes the loss alike: its layers do the dividing."""
+    """A part whose layers do the dividing: every rank calls ``model`` on the whole batch and computes the same loss."""
 
     alike = True
 

@@ -54,9 +54,10 @@ from apportion.process import give_back
 class SplitStep(Step):
     """One update of a network that the ranks hold in parts.
 
-    ``part``: given the plain model, seeded, and the inputs of a batch, this rank's part; it may take the model's own
-    tensors, and change it. ``again(world)``: the same in another world, where the loss of a worker is survived.
-    ``look``: given the plain model and the batches before it is taken apart, it may refuse them.
+    ``part``: given the plain model, seeded, and the inputs of a batch, returns this rank's part; it may take the
+    model's own tensors, and change it. ``again(world)``: returns such a function for another world, where the loss of a
+    worker is survived. ``look``: given the plain model and the batches before the model is taken apart, it may refuse
+    them.
     """
 
     whole = True
@@ -77,16 +78,17 @@ class SplitStep(Step):
         self.source = BatchSource(workload, device=world.device, dtype=dtype, rank=0)
         self.data_shard = DataShard()
         self.rows = slice(0, workload.batch_size)
-        """Of a carried state, those that are here; fewer where this is one of several replicas."""
+        """The rows of a carried state that are here; fewer than the batch where this is one of several replicas."""
         self.joined: Callable[[Tensor | None], Tensor | None] = lambda loss: loss
-        """Adds up the gradients, and the loss, with those of other replicas; before this one's are summed."""
+        """Adds up the gradients, and the loss, with those of other replicas; it is called before the sums over this
+        replica's ranks."""
         self._sample: Batch | None = self.source.at(0, self.data_shard)
         self._build(world, part)
         if world.members is None:
             self._sample = None
 
     def _build(self, world: World, part: MakePart) -> None:
-        """Everything that depends on who else there is, as it is before the first update. Called by all ranks."""
+        """Build everything that depends on the other ranks, as it is before the first update. Called by all ranks."""
         workload = self._workload
         self.rank, self.device = world.rank, world.device
         self._group, self._built = world.group(), world.generation
@@ -133,7 +135,7 @@ class SplitStep(Step):
                     "use data_parallel, which calls it with the whole gradient"
                 )
         self._others: list[nn.Parameter] = []
-        """What other ranks sum, of which there is nothing here."""
+        """The parameters whose gradients other ranks sum, and of which nothing is held here."""
         self._sums = self._make_sums()
         if compares:
             equivalence.refuse_others(
@@ -152,7 +154,8 @@ class SplitStep(Step):
         give_back()  # the plain model
 
     def _settle(self, plain: nn.Module) -> None:
-        """Hooks that its forward installs when it is first called are there from the beginning."""
+        """Call the model once, so that hooks that its forward pass installs when it is first called are there from the
+        beginning."""
         if self._sample is None or self._workload.update is not None or self._workload.carry is not None:
             return
         few = tree.rows(self._sample.inputs, slice(0, 2))
@@ -160,7 +163,8 @@ class SplitStep(Step):
             settle(plain, partial(tree.call, plain, few))
 
     def _refused(self, plain: nn.Module) -> ValueError | None:
-        """What a look at the plain model says against dividing its batches, if it is asked."""
+        """Return the error by which ``look`` refuses to divide the plain model's batches; None where it accepts them,
+        or was not given."""
         try:
             if self._look is not None:
                 self._look(plain, self.source)
@@ -169,7 +173,7 @@ class SplitStep(Step):
         return None
 
     def _called(self, plain: nn.Module, batch: Batch) -> Any:
-        """The outputs of the plain model."""
+        """Return the outputs of the plain model."""
         workload = self._workload
         kind = {"bfloat16": torch.bfloat16}.get(workload.precision)
         with torch.autocast(self.device.type, dtype=kind, enabled=kind is not None):
@@ -179,7 +183,7 @@ class SplitStep(Step):
             return tree.call(plain, batch.inputs, state)[0]
 
     def _own_workload(self, made: Optimizer | Mapping[str, Optimizer]) -> Workload:
-        """The workload of this rank's part. Clipping is between the sums and the update."""
+        """Return the workload of this rank's part. It does not clip: that is done between the sums and the update."""
         for owner, optimizer in ({"": made} if isinstance(made, Optimizer) else made).items():
             self._plain.move(owner, optimizer, self._part.model, self._part.pieces)
         self._plain.forget()
@@ -187,7 +191,7 @@ class SplitStep(Step):
         return replace(self._workload, model=lambda: model, optimizer=lambda _: made, clip_grad_norm=None)
 
     def _make_sums(self) -> dict[str | None, GradientSum]:
-        """Of the partial gradients: of all, or with ``update`` of one optimizer's at a time."""
+        """Make the sums of the partial gradients: one of all, or with ``update`` one of each optimizer's."""
         plain, own = self._plain, {name: p for p, name in self._replica.names.items()}
         found: dict[str | None, GradientSum] = {}
         for scope in [None] if self._workload.update is None else list(self.optimizers):
@@ -228,7 +232,8 @@ class SplitStep(Step):
         return {"loss": loss}
 
     def finish(self) -> Tensor:
-        """What ``update`` does first: whole gradients in ``p.grad``, clipped; the loss."""
+        """Complete the gradients, as ``update`` does first: whole gradients in ``p.grad``, clipped. Returns the
+        loss."""
         loss, self._loss = self._loss, None
         loss = self._finish(None, self.joined(loss))
         assert loss is not None, "update() follows backward()"
@@ -256,8 +261,8 @@ class SplitStep(Step):
 
     @torch.no_grad()
     def _finish(self, scope: str | None, loss: Tensor | None) -> Tensor | None:
-        """Whole gradients in ``p.grad`` of one optimizer's parameters or of all, clipped; the loss, on every rank.
-        All that an update waits for."""
+        """Complete the gradients in ``p.grad`` of one optimizer's parameters or of all, clipped; returns the loss, on
+        every rank. This is all that an update waits for."""
         if scope in self._sums:
             self._sums[scope](None, 0.0)
             for p in self._others:
@@ -291,7 +296,7 @@ class SplitStep(Step):
         return self.gathered(self._replica.state())
 
     def gathered(self, own: State) -> State:
-        """The whole state, of this rank's part and the others'. Called by all ranks."""
+        """Return the whole state, gathered from this rank's part and the others'. Called by all ranks."""
         return self._spread.gathered(own, self._group, self.device)
 
     def replicated(self) -> Iterable[Replicated]:
@@ -299,7 +304,7 @@ class SplitStep(Step):
         yield Replicated(self._group, self._spread.replicated(own))
 
     def own(self, state: State) -> State:
-        """This rank's part of a whole state."""
+        """Return this rank's part of a whole state."""
         named = replace(state, model={key: state.model[key] for key in self.model.state_dict()})
         return self._spread.own(named)
 
@@ -308,12 +313,12 @@ class SplitStep(Step):
         self._keep()
 
     def _keep(self) -> None:
-        """The state as it is now outlives this process."""
+        """Keep the state as it is now in memory that outlives this process."""
         if self._kept is not None:
             self._kept.write(*self.held_here())
 
     def held_here(self) -> tuple[State, Mapping[str, Any]]:
-        """This rank's part of the state, no copies, and which pieces it is of."""
+        """Return this rank's part of the state, without copies, and which pieces it consists of."""
         replica = self._replica
         model = {self._plain.first[k]: t.detach() for k, t in self.model.state_dict().items()}
         own = State(
@@ -326,21 +331,21 @@ class SplitStep(Step):
         return own, self._spread.pieces
 
     def together(self, parts: Sequence[tuple[State, Any]]) -> State:
-        """The whole state, of what all ranks held."""
+        """Return the whole state, put together from what all ranks held."""
         return self._spread.together(parts)
 
     @property
     def replica(self) -> Replica:
-        """What this rank trains."""
+        """The replica that this rank trains."""
         return self._replica
 
     @property
     def sparse(self) -> list[nn.Parameter]:
-        """Of what this rank trains, the weights whose gradients are sparse."""
+        """The weights that this rank trains whose gradients are sparse."""
         return [p for p in self._replica.trainable() if self._replica.names[p] in self._plain.sparse]
 
     def move(self, world: World) -> None:
-        """Into another world, as it is before the first update. Called by all ranks."""
+        """Move into another world, in the condition before the first update. Called by all ranks."""
         assert self._again is not None
         self._part.close()
         self._build(world, self._again(world))
@@ -379,5 +384,5 @@ class SplitStep(Step):
 
 
 def _nothing(piece: TensorShard, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """A parameter that takes no memory."""
+    """Return a parameter of a piece's shape that takes no memory."""
     return nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(piece.held))

@@ -16,13 +16,13 @@ from apportion.cost_model.profile import Profile
 from apportion.parallel.partition.replica_groups import how_many
 
 STEP_CALLS = 10.0
-"""Of a step's own Python, in ``Device.call_seconds``: the sum, and the state that is kept. An
-estimate by what ``data_parallel`` needs."""
+"""The cost of a step's own Python, in ``Device.call_seconds``: the sum, and the state that is kept. An estimate by what
+``data_parallel`` needs."""
 
 
 def in_groups(kinds: Iterable[type[Strategy]], profile: Profile, layout: Placement) -> Iterator[tuple[Strategy, int]]:
-    """(strategy of a replica, number of replicas): of each of these kinds its own candidates, on groups of two ranks
-    and more, two groups and more, that share the ranks evenly."""
+    """Yield (strategy of a replica, number of replicas): each kind's own candidates, on groups of two ranks and more,
+    two groups and more, that share the ranks evenly."""
     n = layout.ranks
     for replicas in range(2, n // 2 + 1):
         if n % replicas or profile.batch_size < replicas:
@@ -34,7 +34,7 @@ def in_groups(kinds: Iterable[type[Strategy]], profile: Profile, layout: Placeme
 
 
 def slowest_group(of: Strategy, profile: Profile, layout: Placement, replicas: int, rows: float) -> Cost:
-    """Of the replicas, each with so many rows at a time, the one that takes longest."""
+    """Return the cost of the slowest of the replicas, each with so many rows at a time."""
     size, share = layout.ranks // replicas, of_rows(profile, rows)
     seen: dict[tuple[str, ...], Cost] = {}
     for first in range(0, layout.ranks, size):
@@ -46,7 +46,7 @@ def slowest_group(of: Strategy, profile: Profile, layout: Placement, replicas: i
 
 
 def _kind(part: Placement) -> tuple[str, ...]:
-    """The same for groups that take the same time: their ranks sit alike."""
+    """Return a key that is equal for groups that take the same time, since their ranks are placed in the same way."""
     hosts = {host: str(number) for number, host in enumerate(part.hosts)}
     names = {name: str(number) for number, name in enumerate(dict.fromkeys(part.devices))}
     return tuple(
@@ -57,7 +57,7 @@ def _kind(part: Placement) -> tuple[str, ...]:
 
 
 def cost(of: Strategy, asked: int | None, profile: Profile, layout: Placement) -> Cost:
-    """Of a step of data_parallel whose replicas are groups."""
+    """Return the cost of a step of data_parallel whose replicas are groups."""
     if profile.own_update:
         raise ValueError(f"update= sees the loss of its own rows, and replicas of {of} share one: use data_parallel")
     n, replicas = layout.ranks, how_many(of, asked, layout.ranks)
@@ -88,7 +88,8 @@ def cost(of: Strategy, asked: int | None, profile: Profile, layout: Placement) -
 
 
 def across(layout: Placement, replicas: int, nbytes: float) -> float:
-    """The sum over replicas of what each rank of one holds: so many rings at once, which share what joins them."""
+    """Return the seconds of the sum over replicas of what each rank of one holds: one ring for each place in a replica,
+    all at once, which share the links that join them."""
     size = layout.ranks // replicas
     places = [range(place, layout.ranks, size) for place in range(size)]
     longest = 0.0
@@ -100,7 +101,7 @@ def across(layout: Placement, replicas: int, nbytes: float) -> float:
 
 
 def _sharing(layout: Placement, ranks: range, size: int, *, by_host: bool) -> int:
-    """Of the rings, those that go through the same port as this one."""
+    """Return how many of the rings go through the same port as this one."""
 
     def port(rank: int) -> str:
         return layout.device(rank).host if by_host else layout.devices[rank]

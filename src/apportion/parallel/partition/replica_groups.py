@@ -1,4 +1,4 @@
-"""How many replicas of a group there are, and where a rank is among them: decisions, and the parts of the world."""
+"""The number of replicas of a group, and a rank's place among them: decisions, and the parts of the world."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from apportion.core.value import find, names
 
 
 def check_of(of: object) -> None:
-    """ValueError where this is nothing that replicas can be made of."""
+    """Raise ValueError where replicas cannot be made of this value."""
     if not isinstance(of, Strategy):
         raise ValueError(f"of={of!r} must be a strategy, as of=pipeline_parallel(microbatches=4)")
     if not of.splits:
@@ -18,21 +18,22 @@ def check_of(of: object) -> None:
 
 
 def whole_network(of: Strategy) -> ValueError:
-    """What is said of such an ``of``."""
+    """Return the error that says that ``of`` does not split a network."""
     package = "apportion.strategies"
     suited = [name for name in names(package) if getattr(find(name, package), "splits", False)]
     return ValueError(f"of={of} does not split a network: replicas are made of {', '.join(suited)}")
 
 
 def check_replicas(replicas: object) -> None:
-    """ValueError where this is no number of them."""
+    """Raise ValueError where this value is not a number of replicas."""
     if replicas is not None and (not isinstance(replicas, int) or replicas < 1):
         raise ValueError(f"replicas={replicas!r} must be a whole number of at least 1, or None")
 
 
 def how_many(of: Strategy, replicas: int | None, ranks: int) -> int:
-    """Replicas on so many ranks. None given: groups of as many ranks as ``of`` says that it needs, or else the fewest
-    replicas that there can be, and at least two where there can be."""
+    """Return the number of replicas on so many ranks. None given: groups of as many ranks as ``of`` says that it needs,
+    or else the fewest replicas that there can be, and at least two where there can be. ValueError where the ranks
+    cannot be shared evenly."""
     given = "" if replicas is None else f"replicas={replicas} of "
     if replicas is None:
         stages, cuts = getattr(of, "stages", None), getattr(of, "cuts", None)
@@ -52,7 +53,8 @@ def how_many(of: Strategy, replicas: int | None, ranks: int) -> int:
 
 
 def how_many_are_left(of: Strategy, replicas: int | None, ranks: int) -> int:
-    """The same once workers were lost that nobody replaces: where it does not fit any more, fewer and larger ones."""
+    """Return the number of replicas once workers were lost that are not replaced: that of ``how_many``, or where it
+    does not fit any more, of fewer and larger replicas."""
     try:
         return how_many(of, replicas, ranks)
     except ValueError:
@@ -61,18 +63,18 @@ def how_many_are_left(of: Strategy, replicas: int | None, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class ReplicaGroup:
-    """Where a rank is among replicas."""
+    """The place of a rank among replicas."""
 
     replica: int
     replicas: int
     within: World
-    """The ranks of its replica."""
+    """The world of the ranks of its replica."""
     across: World
-    """The ranks of all replicas that hold what it holds."""
+    """The world of the ranks, one in each replica, that hold the same pieces as this one."""
 
     @classmethod
     def of(cls, world: World, replicas: int) -> ReplicaGroup:
-        """In a world that is divided into so many. Called by all ranks."""
+        """Return this rank's place in a world that is divided into so many replicas. Called by all ranks."""
         size = world.size // replicas
         groups = [list(range(first, first + size)) for first in range(0, world.size, size)]
         within = world.split("replica", groups)

@@ -44,14 +44,14 @@ from apportion.parallel.replica.initial_model import refuse_renormalising
 
 
 class _SharedLoss:
-    """A workload's loss of one replica's rows, as a part of the whole batch's."""
+    """The loss of one replica's rows, as a part of the whole batch's."""
 
     def __init__(self, workload: Workload) -> None:
         assert workload.loss is not None
         self._loss, self._couples = workload.loss, workload.count is None
         self.group: Group = Alone()
         self.rows = 0
-        """This replica's own."""
+        """The number of this replica's own rows."""
         self.terms = 1.0
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
@@ -65,8 +65,8 @@ class _SharedLoss:
 
 
 class _Both(NonEmptyRanks):
-    """In statistics that are taken over the ranks of every replica: who takes part in its own replica's, where that
-    has rows."""
+    """The ranks that take part in statistics over every replica: those that take part in their own replica's, where
+    that has rows."""
 
     def __init__(self, within: NonEmptyRanks, replica: NonEmptyRanks, group: Group) -> None:
         self._within, self._replica = within, replica
@@ -102,7 +102,7 @@ class ReplicatedStep(Step):
         return ReplicaGroup.of(world, number(self._of, self._asked, world.size))
 
     def _settle(self, world: World, place: ReplicaGroup) -> None:
-        """What depends on who else there is, now that this rank's part is built. Called by all ranks."""
+        """Set up what depends on the other ranks, now that this rank's part is built. Called by all ranks."""
         inner, self._place, self._world = self._inner, place, world
         self.rank, self.device = world.rank, world.device
         self.model, self.optimizers = inner.model, inner.optimizers
@@ -124,8 +124,8 @@ class ReplicatedStep(Step):
         self._kept = KeptParts(world) if survives else None
 
     def _use_whole_batch(self) -> None:
-        """Batch normalisation takes its statistics over all replicas; where it asks the ranks of its replica already,
-        over those of all of them."""
+        """Make batch normalisation take its statistics over all replicas; where it takes them over the ranks of its
+        replica already, over the ranks of all of them."""
         everyone = self._world.group()
         ours = set(use_whole_batch(self.model, self._attendance))
         for name, layer in self.model.named_modules():
@@ -145,7 +145,8 @@ class ReplicatedStep(Step):
         return self._inner.done
 
     def predict(self, batch: Batch) -> Any | None:
-        """Every replica computes a share, where each gets one; those of a carried state do not move."""
+        """Compute a share of the outputs in every replica, where each gets one; the rows of a carried state do not
+        move."""
         return predict(self._inner, self._place, batch, divides=self._workload.carry is None)
 
     def looked(self) -> None:
@@ -159,7 +160,8 @@ class ReplicatedStep(Step):
         return self._inner.backward((batch if len(batch) else batch.borrowed()).by_itself())
 
     def _shares(self, batch: Batch) -> tuple[float, float, float]:
-        """Loss terms of these rows; the weight of their gradient, and of the loss in the one that is told."""
+        """Return the loss terms of these rows; the weight of their gradient; and the weight of their loss in the
+        reported one."""
         if self._workload.count is None:
             return 1.0, 1.0, 1.0 / self._place.replicas
         if self._workload.count is examples:
@@ -172,7 +174,7 @@ class ReplicatedStep(Step):
 
     @torch.no_grad()
     def _joined(self, loss: Tensor | None) -> Tensor | None:
-        """The gradients of all replicas, and the loss where it is known."""
+        """Sum the gradients of all replicas; returns the loss where it is known."""
         told = self._sums(loss if self._told else None, self._told)
         if self._kept is not None:  # nobody is two updates ahead of another
             self._world.group().barrier()
@@ -238,7 +240,7 @@ class ReplicatedStep(Step):
 
 
 def predict(inner: SplitStep, place: ReplicaGroup, batch: Batch, *, divides: bool = True) -> Any | None:
-    """The outputs of a whole batch on one rank of the first replica, None on the others. Called by all ranks."""
+    """Return the outputs of a whole batch on one rank of the first replica, None on the others. Called by all ranks."""
     replicas = place.replicas
     if replicas == 1 or not divides or len(batch) < replicas:
         outputs = inner.predict(batch)
@@ -251,7 +253,7 @@ def predict(inner: SplitStep, place: ReplicaGroup, batch: Batch, *, divides: boo
 
 
 def build_split(of: Strategy, workload: Workload, world: World) -> SplitStep:
-    """What ``of`` builds; refused where that is no network in parts."""
+    """Build the step of ``of``; ValueError where that is not a network in parts."""
     built = of.build(workload, world)
     if not isinstance(built, SplitStep):
         raise whole_network(of)
@@ -259,7 +261,8 @@ def build_split(of: Strategy, workload: Workload, world: World) -> SplitStep:
 
 
 def _refuse_coupling(workload: Workload, world: World) -> None:
-    """What ties the rows of a batch together, but for batch normalisation: of a model that is made for this alone."""
+    """Refuse, with ValueError, layers that couple the rows of a batch, except batch normalisation. They are looked for
+    in a model that is made for this alone."""
     seed_everything(workload.seed)
     model = workload.model().to(device=world.device)
     source = BatchSource(workload, device=world.device)

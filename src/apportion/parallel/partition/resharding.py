@@ -1,4 +1,4 @@
-"""A state of whole tensors, and the parts of it that the ranks hold: gathered from their owners, and spread again."""
+"""The gathering of a state of whole tensors from the ranks that own its parts, and its division among ranks again."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from apportion.parallel.partition.tensor_shards import ShardLayout
 
 @final
 class Resharder:
-    """Between this rank's part of a state and the whole one. ``pieces``: this rank's, as JSON; ``optimizers``: their
-    names."""
+    """A converter between this rank's part of a state and the whole one. ``pieces``: this rank's, as JSON;
+    ``optimizers``: their names."""
 
     def __init__(
         self, plain: FullModel, layout: ShardLayout, pieces: Mapping[str, Any], rank: int, optimizers: Sequence[str]
@@ -30,7 +30,7 @@ class Resharder:
         self.pieces = pieces
 
     def gathered(self, own: State, group: Group, device: torch.device) -> State:
-        """The whole state, on every rank. Called by all of them, with what each holds."""
+        """Return the whole state, on every rank. Called by all of them, with what each holds."""
         if group.size == 1:
             return own
         mine = {"model": {self._plain.first[k]: t for k, t in own.model.items()}, "optimizer": own.optimizer}
@@ -51,7 +51,8 @@ class Resharder:
         )
 
     def together(self, parts: Sequence[tuple[State, Any]]) -> State:
-        """The same from all ranks' parts, in rank order, each with its pieces, as it was divided then."""
+        """Return the whole state, put together from all ranks' parts in rank order, each with its pieces, as it was
+        divided then."""
         layout = ShardLayout.of([pieces for _, pieces in parts])
         found = {
             part: self._joined(layout, ((rank, getattr(state, part)) for rank, (state, _) in enumerate(parts)))
@@ -63,13 +64,14 @@ class Resharder:
         return replace(first, **self._named(found), settings=_with_slots(first.settings, slots), buffers=buffers)
 
     def own(self, state: State) -> State:
-        """This rank's part of a whole state; of the model's names those that it goes by here."""
+        """Return this rank's part of a whole state, with those of the model's names that are in the state given."""
         model = {key: self._own(self._plain.first[key], t) for key, t in state.model.items()}
         optimizer = {key: self._own(self._parameter(self._layout, key), t) for key, t in state.optimizer.items()}
         return replace(state, model=_held(model), optimizer=_held(optimizer))
 
     def replicated(self, own: State) -> dict[str, Tensor]:
-        """Of this rank's part, what others hold too: the same elements in the same order, under the same name."""
+        """Return the tensors of this rank's part that others hold too: the same elements in the same order, under the
+        same name."""
         found = {}
         for part in ("model", "optimizer"):
             for key, tensor in getattr(own, part).items():
@@ -88,14 +90,14 @@ class Resharder:
         return piece.of(tensor) if tensor.shape == piece.shape else tensor
 
     def _named(self, found: Mapping[str, dict[str, Tensor]]) -> dict[str, Any]:
-        """By all names that a tensor goes by."""
+        """Return the state's tensors by all names that they go by."""
         model: dict[str, Tensor] = {}
         for key, first in self._plain.first.items():
             model[key] = found["model"][first] if key == first else found["model"][first].clone()
         return {"model": model, "optimizer": found["optimizer"]}
 
     def _joined(self, layout: ShardLayout, parts: Iterable[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
-        """Whole tensors by name, of every rank's pieces."""
+        """Join every rank's pieces to whole tensors, by name."""
         joined: dict[str, Tensor] = {}
         for rank, tensors in parts:
             for key, tensor in tensors.items():
@@ -111,7 +113,8 @@ class Resharder:
         return joined
 
     def _parameter(self, layout: ShardLayout, key: str) -> str:
-        """Whose tensor it is: a name of the model's, or a slot's."""
+        """Return the name of the parameter or buffer that a tensor belongs to: the key itself, or that of the slot's
+        parameter."""
         if key in layout.holders:
             return key
         name = key.rpartition("/")[0]
@@ -124,7 +127,7 @@ def _held(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 def _with_slots(settings: Mapping[str, Any], told: Sequence[Any]) -> dict[str, Any]:
-    """With what the ranks' optimizers keep that is no tensor, by optimizer and parameter."""
+    """Return the settings together with what the ranks' optimizers keep beside tensors, by optimizer and parameter."""
     merged: dict[str, dict[str, Any]] = {}
     for owners in (from_plain(part) for part in told if part):
         for owner, slots in owners.items():

@@ -1,4 +1,4 @@
-"""Which workloads and optimizers a network in parts can be trained with."""
+"""The workloads and optimizers that a network in parts can be trained with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from apportion.parallel.partition.tensor_shards import ShardLayout
 
 
 def refuse_workload(workload: Workload) -> None:
-    """ValueError where it asks for what no part can give."""
+    """Raise ValueError where a workload asks for what no part can give."""
     for given, why in (
         (workload.compile, "compile=True would compile a network that waits for other ranks: use compile=False, or"),
         (
@@ -27,8 +27,8 @@ def refuse_workload(workload: Workload) -> None:
 def refuse_optimizers(
     optimizers: Mapping[str, Optimizer], searching: Collection[str], layout: ShardLayout, ranks: int
 ) -> None:
-    """ValueError where one needs to see what other ranks hold. ``searching``: names of those that evaluate the loss
-    themselves."""
+    """Raise ValueError where an optimizer needs to see what other ranks hold. ``searching``: names of those that
+    evaluate the loss themselves."""
     holders = layout.holders.values()
     cut = any(piece.index is not None for held in holders for _, piece in held)
     spread = cut or any(len(held) < ranks for held in holders)

@@ -1,4 +1,5 @@
-"""Which elements of the plain model's tensors each rank holds, and how whole ones are put together from them."""
+"""The elements of the plain model's tensors that each rank holds, and the way that whole tensors are put together from
+them."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ Index = tuple[Sequence[int] | range, ...]
 
 @dataclass(frozen=True)
 class TensorShard:
-    """What a rank holds of a whole tensor of the plain model."""
+    """The part that a rank holds of a whole tensor of the plain model."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     index: Index | None = None
-    """Per dimension the positions held, in any order (dimensions after the last one given: all); None: all of it."""
+    """The positions held, in any order, one sequence for each dimension (dimensions after the last one given: all);
+    None: the whole tensor."""
     partial: bool = False
-    """Is its gradient here one term of a sum over all ranks that hold it?"""
+    """Tells whether its gradient here is one term of a sum over all ranks that hold it."""
 
     def __post_init__(self) -> None:
         if self.index is None:
@@ -40,11 +42,11 @@ class TensorShard:
 
     @property
     def numel(self) -> int:
-        """Elements held."""
+        """The number of elements held."""
         return math.prod(self.held)
 
     def of(self, whole: Tensor) -> Tensor:
-        """This piece of a whole tensor: a view where its positions are evenly spaced, else a copy."""
+        """Return this piece of a whole tensor: a view where its positions are evenly spaced, else a copy."""
         for dim, held in enumerate(self.index or ()):
             found = _evenly(held)
             if found is not None:
@@ -54,7 +56,7 @@ class TensorShard:
         return whole
 
     def put(self, piece: Tensor, whole: Tensor) -> None:
-        """Write it where it belongs."""
+        """Write the piece into the whole tensor where it belongs."""
         slices = [_evenly(held) for held in self.index or ()]
         if None not in slices:
             whole[tuple(slices)].copy_(piece)
@@ -67,19 +69,20 @@ class TensorShard:
         whole[tuple(positions)] = piece
 
     def places(self) -> tuple[tuple[int, ...], ...] | None:
-        """The positions alone, the same for the same elements in the same order; None: all of it."""
+        """Return the positions in a form that is equal for the same elements in the same order; None: the whole
+        tensor."""
         if self.index is None:
             return None
         return tuple(_run(held) for held in (*self.index, *map(range, self.shape[len(self.index) :])))
 
     def plain(self) -> list[Any]:
-        """As JSON."""
+        """Return the shard as JSON."""
         index = None if self.index is None else [_run(held) for held in self.index]
         return [list(self.shape), index, self.partial]
 
     @classmethod
     def from_plain(cls, told: list[Any]) -> TensorShard:
-        """What ``plain`` gave."""
+        """Return the shard that ``plain`` gave as JSON."""
         shape, index, partial = told
         held = None if index is None else tuple(range(*p[1:]) if p[0] == _RUN else p[1:] for p in index)
         return cls(tuple(shape), held, partial)
@@ -89,13 +92,13 @@ _RUN, _LIST = -1, -2
 
 
 def _run(held: Sequence[int]) -> tuple[int, ...]:
-    """Positions in few numbers, where they are evenly spaced."""
+    """Return positions in few numbers, where they are evenly spaced."""
     found = _evenly(held)
     return (_LIST, *held) if found is None else (_RUN, found.start, found.stop, found.step)
 
 
 def _evenly(held: Sequence[int]) -> slice | None:
-    """Ascending positions at equal distances, as a slice."""
+    """Return ascending positions at equal distances as a slice; None where they are not."""
     if not len(held):
         return slice(0, 0, 1)
     first, last = held[0], held[-1]
@@ -106,18 +109,18 @@ def _evenly(held: Sequence[int]) -> slice | None:
 
 
 Holders = Sequence[tuple[int, TensorShard]]
-"""(rank, what it holds), of one tensor, in rank order."""
+"""Pairs (rank, what it holds) of one tensor, in rank order."""
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Which ranks hold what of each tensor, by name."""
+    """The shards of each tensor that the ranks hold, by name."""
 
     holders: Mapping[str, Holders]
 
     @classmethod
     def of(cls, told: Iterable[Mapping[str, list[Any]]]) -> ShardLayout:
-        """From what each rank tells, in rank order: its pieces by name, as JSON."""
+        """Build the layout from what each rank tells, in rank order: its pieces by name, as JSON."""
         holders: dict[str, list[tuple[int, TensorShard]]] = {}
         for rank, pieces in enumerate(told):
             for name, piece in pieces.items():
@@ -125,7 +128,8 @@ class ShardLayout:
         return cls(holders)
 
     def owners(self, name: str) -> Holders:
-        """The fewest holders whose pieces are the whole tensor, each element once; the lowest ranks that will do."""
+        """Return the fewest holders whose pieces are the whole tensor, each element once; the lowest ranks that will
+        do."""
         holders = self.holders.get(name, ())
         for rank, piece in holders:
             if piece.index is None:
@@ -139,12 +143,12 @@ class ShardLayout:
         return sorted(found.values(), key=lambda owner: owner[0])
 
     def owned(self, rank: int) -> set[str]:
-        """The names of what this rank is an owner of."""
+        """Return the names of the tensors that this rank owns or owns a piece of."""
         return {name for name in self.holders if any(rank == owner for owner, _ in self.owners(name))}
 
     def sums(self) -> list[tuple[str, TensorShard, list[int]]]:
-        """What is summed: (name, what of it, the ranks whose gradients are its terms), in the same order on every
-        rank."""
+        """Return the gradients to sum: (name, piece, the ranks whose gradients are its terms), in the same order on
+        every rank."""
         found: dict[tuple[str, Any], tuple[str, TensorShard, list[int]]] = {}
         for name, holders in self.holders.items():
             for rank, piece in holders:

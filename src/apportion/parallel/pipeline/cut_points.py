@@ -1,4 +1,4 @@
-"""Where a network is cut into stages: between layers, so that the slowest stage is as fast as can be."""
+"""The places where a network is cut into stages: between layers, so that the slowest stage is as fast as can be."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from apportion.parallel.tracing.network import undisturbed
 from apportion.parallel.tracing.tracer import arguments, names
 
 RUNS = 3
-"""That a layer's time is the shortest of; one more comes before them."""
+"""The number of runs of which the shortest counts as a layer's time; one more comes before them."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class Places:
     """The calls of a network in order, and what a cut before each of them costs."""
 
     names: tuple[str, ...]
-    """Of the calls."""
+    """The names of the calls."""
     seconds: tuple[float, ...]
-    """Forward and backward, of a micro-batch."""
+    """The seconds that each call takes for a micro-batch, forward and backward."""
     crossing: tuple[float | None, ...]
-    """Seconds that a micro-batch takes from one stage to the next, where the next begins with this call; None: no cut
-    can be there. The first is 0."""
+    """The seconds that a micro-batch takes from one stage to the next, where the next begins with this call; None: no
+    cut can be there. The first is 0."""
     because: Mapping[int, str] = field(default_factory=dict)
-    """Why no cut can be there, by call."""
+    """The reason why no cut can be before a call, by call."""
 
     def without(self, because: Mapping[int, str]) -> Places:
-        """The same where no cut can be before these calls either."""
+        """The places where in addition no cut can be before these calls."""
         crossing = tuple(None if i in because and i else cost for i, cost in enumerate(self.crossing))
         return replace(self, crossing=crossing, because={**because, **self.because})
 
@@ -72,12 +72,12 @@ def calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def crossing_values(graph: fx.Graph, at: int) -> list[fx.Node]:
-    """What calls before this one have computed and calls from it on, or the caller, use."""
+    """The values that calls before this one have computed and that calls from it on, or the caller, use."""
     return [node for i, (node, last) in enumerate(_last_uses(graph).items()) if i < at <= last]
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Of each call in order, the last that uses what it gives; the caller comes after all."""
+    """The last call that uses what a call gives, by call in order; the caller comes after all calls."""
     order = {node: i for i, node in enumerate(calls(graph))}
     return {node: max((order.get(user, len(order)) for user in node.users), default=i) for node, i in order.items()}
 
@@ -166,7 +166,7 @@ class _Timer(fx.Interpreter):
         super().__init__(model, graph=graph)
         self.seconds: dict[fx.Node, float] = {}
         self.bytes: dict[fx.Node, int | None] = {}
-        """Of what a call gives; None: not a tree of tensors and numbers."""
+        """The bytes of what a call gives; None: it is not a tree of tensors and numbers."""
         self._runs = 0
 
     def again(self) -> None:
@@ -189,7 +189,7 @@ class _Timer(fx.Interpreter):
 
 
 def _cut_off(tensor: Tensor) -> Tensor:
-    """A tensor that has a gradient where it had one, and no history."""
+    """The tensor without its history, with a gradient where it had one."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -200,7 +200,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def can_travel(value: Any) -> bool:
-    """Is it a tree of dense tensors and plain numbers?"""
+    """Return whether a value is a tree of dense tensors and plain numbers."""
     value = tuple(value) if isinstance(value, torch.Size) else value
     try:  # the types that torch can write down: no named tuples
         pytree.treespec_dumps(pytree.tree_structure(value))

@@ -34,37 +34,39 @@ END = 1 << 30
 
 
 class _Reached(BaseException):
-    """The end of a rank's stretch. No exception of the usual kind, which a forward might catch."""
+    """Signals the end of a rank's stretch; it is a BaseException, since a forward might catch an Exception."""
 
 
 class OtherWay(ValueError):
-    """For this batch a forward calls other modules or functions."""
+    """A forward that calls other modules or functions for this batch than in the forward that was recorded."""
 
 
 @dataclass
 class Recorded:
-    """What one forward of the whole network showed."""
+    """The record of one forward of the whole network."""
 
     calls: list[str] = field(default_factory=list)
     """The modules that were called, in order; ``#2`` at a second call."""
     modules: list[nn.Module] = field(default_factory=list)
     like: list[Any] = field(default_factory=list)
-    """What each call gave, by what it was given; None where that says too little."""
+    """The result of each call, its tensors described by the tensors that the call was given; None where that says too
+    little."""
     nbytes: list[int] = field(default_factory=list)
-    """Of each numbered tensor."""
+    """The bytes of each numbered tensor."""
     made: list[int] = field(default_factory=list)
-    """How many calls had begun when it was made."""
+    """The number of calls that had begun when each numbered tensor was made."""
     used: list[int] = field(default_factory=list)
-    """And when it was used last."""
+    """The number of calls that had begun when each numbered tensor was used last."""
     parameters: dict[int, set[int]] = field(default_factory=dict)
-    """Parameters (by id) that functions between the modules use: after how many calls."""
+    """The parameters (by id) that functions between the modules use, each with the numbers of calls after which it is
+    used."""
 
     def crossing(self, at: int) -> list[int]:
         """The numbers of the tensors that are made before a call and used from it on."""
         return [n for n, (made, used) in enumerate(zip(self.made, self.used, strict=True)) if made <= at < used]
 
     def before(self, at: int) -> int:
-        """How many tensors are made before a call."""
+        """The number of tensors that are made before a call."""
         return sum(made <= at for made in self.made)
 
 
@@ -96,15 +98,15 @@ class OwnForward:
             return self._walk.call(module, run, args, kwargs)
 
     def record(self, inputs: Any) -> Recorded:
-        """One forward of the whole network."""
+        """Run one forward of the whole network, and record it."""
         walk = _Recording(self)
         outputs = self._walked(walk, inputs)
         walk.use(leaves(outputs), END)
         return walk.found
 
     def stretch(self, inputs: Any, recorded: Recorded, begin: int, end: int, received: Sequence[Any]) -> Any:
-        """The calls from ``begin`` to ``end`` with what lies between them; ``received``: of the stretch before. Gives
-        what the next one receives; the last gives the network's outputs."""
+        """Run the calls from ``begin`` to ``end`` with what lies between them. ``received``: what the stretch before
+        gave. Returns what the next stretch receives; the last one returns the network's outputs."""
         walk = _Stretch(self, recorded, begin, end, received)
         try:
             outputs = self._walked(walk, inputs)
@@ -127,7 +129,7 @@ class OwnForward:
 
 
 def _intercepted(kind: type, call: Callable[..., Any]) -> type:
-    """The class of a module, whose calls go elsewhere first."""
+    """A subclass of a module's class, whose calls go to ``call`` first."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         return call(self, lambda *a, **k: kind.__call__(self, *a, **k), args, kwargs)
@@ -138,7 +140,7 @@ def _intercepted(kind: type, call: Callable[..., Any]) -> type:
 
 @final
 class _Recording(Walk):
-    """Of the whole network."""
+    """A walk through the whole network that records it."""
 
     def __init__(self, own: OwnForward) -> None:
         super().__init__()
@@ -189,7 +191,7 @@ class _Recording(Walk):
 
 @final
 class _Stretch(Walk):
-    """Of one rank."""
+    """A walk in which one rank computes its stretch of the network."""
 
     def __init__(self, own: OwnForward, recorded: Recorded, begin: int, end: int, received: Sequence[Any]) -> None:
         super().__init__()
@@ -231,7 +233,7 @@ class _Stretch(Walk):
         return result
 
     def _begins(self) -> None:
-        """What was received is what the forward goes on with."""
+        """Put what was received in the place of the tensors that the forward goes on with."""
         count, *tensors = self._received
         if count != self.values or any(n not in self._kept for n in self._arrive):
             raise self.other_way()

@@ -1,4 +1,4 @@
-"""What a stage that runs the network's own forward holds of it."""
+"""The parameters and buffers that a stage which runs the network's own forward holds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from apportion.parallel.pipeline.eager_forward import Recorded
 def held(
     model: nn.Module, records: Sequence[Recorded], bounds: Sequence[int], rank: int
 ) -> tuple[nn.Module, Mapping[str, TensorShard]]:
-    """A module of what a stage uses, under the plain names; of what several use, here is one term of the gradient. The
-    parameters that it does not hold have no numbers in the network from now on."""
+    """A module with the parameters and buffers that a stage uses, under the plain names, and the shards of those
+    parameters that several stages use, of whose gradient each has one term. The parameters that the stage does not hold
+    have no numbers in the network from now on."""
     uses = [_used(model, records, begin, end) for begin, end in itertools.pairwise(bounds)]
     everything = set[int]().union(*uses)
     own = uses[rank] | ({id(t) for t in model.parameters()} - everything if rank == 0 else set())
@@ -53,7 +54,7 @@ def _owner(holder: nn.Module, path: str) -> nn.Module:
 
 
 def _used(model: nn.Module, records: Sequence[Recorded], begin: int, end: int) -> set[int]:
-    """The parameters and buffers that the calls of a stage use, and what lies between them."""
+    """The parameters and buffers that the calls of a stage, and the functions between these, use."""
     found: set[int] = set()
     for record in records:
         for module in record.modules[begin:end]:

@@ -30,7 +30,8 @@ from apportion.parallel.replica.replica import Replica
 from apportion.parallel.tracing.network import evaluating, undisturbed
 
 Cut = Callable[[Sequence[str], Callable[[], Places]], Sequence[int]]
-"""(the calls, what measures them) -> where the stages after the first begin, the same on all ranks."""
+"""A function (the calls, a function that measures them) -> the calls that the stages after the first begin with, the
+same on all ranks."""
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -96,7 +97,7 @@ class OwnStages(Part):
         return passes.loss
 
     def run(self, received: Sequence[Any], batch: Batch) -> Any:
-        """The stretch: what it hands on, or the outputs of the network."""
+        """Run the stretch; returns what it hands on, or the outputs of the network."""
 
         def stretch(*received: Any) -> Any:
             return self._own.stretch(batch.inputs, self._trains, *self._bounds, received)
@@ -175,7 +176,8 @@ def _called(model: nn.Module, inputs: Any) -> set[nn.Module]:
 
 
 def has_lists(module: nn.Module) -> bool:
-    """Are there layers of a list, dict or sequence in it? Of torch's own modules only a sequence is looked into."""
+    """Return whether a module holds layers in a list, dict or sequence. Of torch's own modules only these containers
+    are looked into."""
     if type(module).__module__.startswith("torch.nn") and not isinstance(module, _LISTS):
         return False
     return any(isinstance(m, _LISTS) and next(m.parameters(), None) is not None for m in module.modules())
@@ -188,7 +190,7 @@ def _has_layers(module: nn.Module) -> bool:
 
 
 def _units(model: nn.Module, called: set[nn.Module], opens: Callable[[nn.Module], bool]) -> Mapping[str, nn.Module]:
-    """The called modules that are in no other one but those that are looked into."""
+    """The called modules, by path, that are in no other module than those that are looked into."""
 
     def within(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for name, child in module.named_children():
@@ -260,7 +262,8 @@ def _measured(own: OwnForward, recorded: Recorded, inputs: Any, because: Mapping
 
 
 def _refuse_moved(model: nn.Module, changed: Sequence[str]) -> None:
-    """A stage keeps the buffers of its own layers; what else a forward changes, nobody would keep alike."""
+    """Refuse a forward that moves a parameter: a stage keeps the buffers of its own layers, and what else a forward
+    changes would not be kept the same by all stages."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     moved = [name for name in changed if name in parameters]
     if moved:
@@ -271,7 +274,8 @@ def _refuse_moved(model: nn.Module, changed: Sequence[str]) -> None:
 
 
 def prove(own: OwnForward, recorded: Recorded, bounds: Sequence[int], inputs: Any) -> None:
-    """The stretches one after the other, each on copies, give what the network gives; or a ValueError."""
+    """Check that the stretches one after the other, each on copies, give what the network gives; a ValueError where
+    they do not."""
     model = own.model
     draws = torch.default_generator.get_state()
     with undisturbed(model):

@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from apportion.parallel.pipeline.meta_shapes import fresh, leaves, mapped
 
 NUMBER = "_apportion_number"
-"""The attribute of a tensor that depends on a module or a parameter."""
+"""The attribute that holds the number of a tensor which depends on a module or a parameter."""
 WITHIN = "_apportion_within"
-"""Of a tensor that was made within a module, in a recording: which one."""
+"""The attribute that holds, in a recording, the name of the module within which a tensor was made."""
 _DEVICE: Any = Tensor.device.__get__
 _LOOKS = frozenset(
     getattr(Tensor, name).__get__
@@ -25,13 +25,13 @@ _ASKS = frozenset((
     "size", "dim", "numel", "ndimension", "stride", "is_contiguous", "is_floating_point", "is_complex", "__len__",
     "element_size", "get_device", "__hash__", "__format__",
 ))  # fmt: skip
-"""What tells of a tensor, and nothing of what is in it."""
+"""The functions that tell something of a tensor, and nothing of the numbers in it."""
 _DRAWS = frozenset((
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
     "multinomial", "poisson", "bernoulli_", "uniform_", "normal_", "exponential_", "log_normal_", "geometric_",
     "cauchy_", "random_", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
 ))  # fmt: skip
-"""What is drawn is drawn by one rank alone."""
+"""The functions that draw random numbers, which one rank alone computes."""
 
 
 class Walk(TorchFunctionMode):
@@ -40,13 +40,13 @@ class Walk(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.inside = False
-        """Is one of the modules being called?"""
+        """True while one of the modules is being called."""
         self._counts = False
-        """Is it this object itself that computes?"""
+        """True while this object itself computes."""
         self.calls = 0
-        """That have begun."""
+        """The number of calls that have begun."""
         self.values = 0
-        """Numbers that were given."""
+        """The number of tensors that have been numbered."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,7 +90,7 @@ class Walk(TorchFunctionMode):
         return tensor.device
 
     def free(self, name: str, given: Sequence[Tensor]) -> None:
-        """A function of the inputs alone is about to be computed."""
+        """Handle a function of the inputs alone that is about to be computed."""
 
     def within(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
@@ -99,10 +99,10 @@ class Walk(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def use(self, given: Any, at: int) -> None:
-        """These tensors are used, after so many calls."""
+        """Handle the use of these tensors, after ``at`` calls."""
 
     def named(self, tensor: Tensor) -> None:
-        """This tensor has the next number."""
+        """Handle a tensor that is given the next number."""
 
     def call(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.calls += 1
@@ -131,8 +131,9 @@ class Walk(TorchFunctionMode):
 
 
 def another(result: Any, given: Sequence[Tensor]) -> Any:
-    """The result, with another tensor of the same elements for one that was given: whether ``contiguous`` gives what it
-    is given depends on strides, which are others for other rows and on the meta device, and numbers may not."""
+    """The result, in which another tensor of the same elements stands for each one that was given: whether
+    ``contiguous`` gives what it is given depends on strides, which differ for other rows and on the meta device, and
+    numbers may not."""
 
     def one(t: Any) -> Any:
         if not hasattr(t, NUMBER) or t.layout != torch.strided or not any(t is g for g in given):
@@ -148,5 +149,5 @@ def writes(name: str, kwargs: Any) -> bool:
 
 
 def into(args: Any, kwargs: Any) -> list[Tensor]:
-    """What a function writes to."""
+    """The tensors that a function writes to."""
     return [*leaves(args[:1]), *leaves(kwargs.get("out"))]

@@ -1,4 +1,5 @@
-"""What modules and functions give, without computing it: tensors of the meta device, with shapes and no numbers."""
+"""The results of modules and functions without their computation: tensors of the meta device, with shapes and no
+numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class CannotRun(ValueError):
 
 
 def leaves(value: Any) -> Iterator[Tensor]:
-    """The tensors of tuples, lists, dicts and dataclasses in each other."""
+    """The tensors in nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -33,14 +34,14 @@ def leaves(value: Any) -> Iterator[Tensor]:
 
 
 def _meta(value: Any) -> Any:
-    """The same on the meta device."""
+    """A tensor or a device, exchanged for one of the meta device; any other value as it is."""
     if isinstance(value, Tensor):
         return value if value.is_meta and not isinstance(value, nn.Parameter) else value.detach().to("meta")
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """The same tuples, lists and dicts in each other, of what the function makes of the rest."""
+    """Nested tuples, lists and dicts like the given ones, of what the function makes of the values in them."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(mapped(v, function) for v in value))
     if type(value) in (tuple, list):
@@ -60,7 +61,7 @@ def on_meta(func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
 
 
 def fresh(result: Any, given: Sequence[Tensor]) -> Any:
-    """Tensors that share nothing with others."""
+    """The result with new tensors of the meta device, which share nothing with others, for all that were not given."""
     known = {id(t) for t in given}
 
     def one(t: Any) -> Any:
@@ -75,13 +76,14 @@ def fresh(result: Any, given: Sequence[Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class Alike:
-    """A tensor of the shape and type that one of these has, of the tensors that its module is given."""
+    """A tensor of the shape and type of some of the tensors that its module is given, by their numbers."""
 
     given: tuple[int, ...]
 
 
 def alike(result: Any, given: Sequence[Tensor]) -> Any | None:
-    """What a module gave, with an ``Alike`` in the place of each tensor; None where that says less than there is."""
+    """The result of a module, with an ``Alike`` in the place of each tensor; None where that says less than there
+    is."""
     plain = True
 
     def one(value: Any) -> Any:
@@ -101,7 +103,8 @@ def alike(result: Any, given: Sequence[Tensor]) -> Any | None:
 
 
 def _as_given(like: Any, given: Sequence[Tensor]) -> Any | None:
-    """New tensors of the meta device; None where those that had one shape no longer have."""
+    """New tensors of the meta device, shaped like the given ones; None where those that had one shape no longer
+    have."""
     one_shape = True
 
     def one(value: Any) -> Any:
@@ -117,9 +120,9 @@ def _as_given(like: Any, given: Sequence[Tensor]) -> Any | None:
 
 
 def shapes_of(module: nn.Module, name: str, args: Any, kwargs: Any, like: Any | None = None) -> Any:
-    """What a module gives, of the meta device. ``like``: what it gave when it was seen, for a module that decides by
-    the numbers it is given, as one that sends rows to experts. Its forward hooks see what is given here: they may keep
-    it, and the forward may take it from them."""
+    """The result of a module, in tensors of the meta device. ``like``: the result that it gave when it was recorded,
+    for a module that decides by the numbers it is given, as one that sends rows to experts. Its forward hooks see the
+    result that is made here: they may keep it, and the forward may take it from them."""
     hooks = torch_private.forward_hooks_of(module)
     kept = dict(hooks)
     hooks.clear()
@@ -167,7 +170,7 @@ def _opaque(value: Any, copies: Mapping[int, Any]) -> list[Any]:
 
 
 def _fresh_structure(found: Any, back: Mapping[int, Any], given: Sequence[Tensor], originals: Sequence[Tensor]) -> Any:
-    """What was found, with the caller's own objects and tensors where it is these that are given back."""
+    """The result that was found, with the caller's own objects and tensors where these are given back."""
     same = {id(g): o for g, o in zip(given, originals, strict=False)}
 
     def one(value: Any) -> Any:

@@ -22,23 +22,24 @@ from apportion.parallel.pipeline.whole_batch import BatchRows, joined, taken_apa
 from apportion.parallel.replica.replica import Replica
 
 Run = Callable[[Sequence[Any], Batch], Any]
-"""(what has come in, micro-batch) -> what is handed on; of the last stage the network's outputs."""
+"""A function (what has come in, micro-batch) -> what is handed on; for the last stage the network's outputs."""
 
 
 @dataclass(frozen=True)
 class StageLinks:
-    """Between a stage and the ones before and after it: values forward, their gradients back. None: there is none."""
+    """The connections between a stage and the ones before and after it: values go forward, their gradients back. None:
+    the stage has no such neighbour."""
 
     before: StageReceiver | None
     after: StageSender | None
     gradients_in: StageReceiver | None
     gradients_out: StageSender | None
     lane: Group | None = None
-    """That is theirs alone."""
+    """The group whose connection carries these messages alone; None where they go through the group of the stages."""
 
     @classmethod
     def of(cls, group: Group, device: torch.device) -> StageLinks:
-        """Of the stage that a rank is. Called by all ranks of the group."""
+        """The links of the stage that a rank is. Called by all ranks of the group."""
         first, last = group.rank == 0, group.rank == group.size - 1
         ahead = group.beside and device.type == "cpu"  # NCCL's next message would stand in the way of all others
         lane = group.lane() if ahead else group
@@ -51,13 +52,13 @@ class StageLinks:
         )
 
     def finish(self) -> None:
-        """Until what was sent needs nobody's help any more."""
+        """Wait until what was sent needs no further work of this rank."""
         for outlet in (self.after, self.gradients_out):
             if outlet is not None:
                 outlet.finish()
 
     def close(self) -> None:
-        """Leave the connection that is theirs alone."""
+        """Close the connection that carries these messages alone."""
         if self.lane is not None:
             self.lane.close()
 
@@ -102,8 +103,8 @@ class MicrobatchPasses:
         self._products.add_up()  # by now the stage before is at work again
 
     def at_once(self, before: Sequence[BatchRows], after: Sequence[BatchRows]) -> None:
-        """The passes of the whole batch, of which all that comes and goes does so in micro-batches, as gpipe has them.
-        ``before``, ``after``: how what comes, and what goes, depends on the rows."""
+        """Compute the passes of the whole batch at once, while all that comes and goes does so in micro-batches, as in
+        gpipe. ``before``, ``after``: how what comes, and what goes, depends on the rows."""
         ends, count = self._ends, len(self._parts)
         received = [self._received() for _ in range(count)]
         values = joined([values for values, _ in received], before) if ends.before is not None else []
@@ -130,14 +131,15 @@ class MicrobatchPasses:
         self._products.add_up()
 
     def _received(self) -> tuple[list[Any], list[_Arrival]]:
-        """What comes from the stage before: tensors that require gradients, and where these are to be found."""
+        """The values that come from the stage before, with tensors that require gradients, and the objects in which
+        these gradients are to be found."""
         arrivals: list[_Arrival] = []
         received = self._ends.before.receive() if self._ends.before is not None else []
         return [tree.map_tensors(lambda t: _arrived(t, arrivals), value) for value in received], arrivals
 
     @cached_property
     def _total(self) -> float:
-        """Loss terms of the batch."""
+        """The number of loss terms of the batch."""
         return float(self._batch.size) if self._replica.workload.count is examples else self._batch.count
 
     def _weighted_loss(self, outputs: Any, part: Batch) -> tuple[Tensor, float]:
@@ -157,7 +159,8 @@ class MicrobatchPasses:
 
 
 def _origins(values: Any) -> list[Any]:
-    """Of the tensors of a tree that have gradients: where these go on, without what was computed."""
+    """The gradient edges of the tensors of a tree that have gradients: the backward pass goes on there, without what
+    was computed."""
     return [get_gradient_edge(t) for t in tree.tensors(values) if t.requires_grad]
 
 
@@ -176,7 +179,7 @@ class _Arrival:
 
 
 class _Arrive(Function):
-    """What has arrived, as the result of a function: unlike a leaf it may be written to in place."""
+    """A tensor that has arrived, as the result of a function: unlike a leaf it may be written to in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, arrival: _Arrival) -> Tensor:

@@ -1,4 +1,4 @@
-"""In which order a stage computes its micro-batches: pure decisions.
+"""The order in which a stage computes its micro-batches: pure decisions.
 
 ::
 
@@ -20,7 +20,7 @@ SCHEDULES = ("gpipe", "1f1b")
 
 
 def turns(schedule: str, stage: int, stages: int, microbatches: int) -> list[Turn]:
-    """What a stage does, in order: which pass of which micro-batch."""
+    """The passes that a stage makes, in order: which pass of which micro-batch."""
     if schedule == "gpipe":
         forward: list[Turn] = [("forward", m) for m in range(microbatches)]
         return [*forward, *(("backward", m) for m in reversed(range(microbatches)))]

@@ -1,4 +1,5 @@
-"""A network as one stage, of one micro-batch after the other; and what no stage can do with a part of a batch."""
+"""A network as one stage, which computes one micro-batch after the other; and the refusal of what no stage can do with
+a part of a batch."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from apportion.parallel.replica.replica import Replica
 
 @final
 class InParts(Part):
-    """The only stage: the whole model, of one micro-batch after the other."""
+    """The only stage: the whole model, which computes one micro-batch after the other."""
 
     alike = True
 
@@ -63,8 +64,8 @@ class InParts(Part):
 
 
 def checkpointed(run: Callable[..., Any], *values: Any, **named: Any) -> Any:
-    """What it gives, computed again in the backward pass: on copies, since what is written to in place is not what it
-    begins with again; with the draws of the first time."""
+    """The result of ``run``, computed again in the backward pass: on copies, since a tensor that was written to in
+    place is no longer what the pass began with, and with the draws of the first time."""
 
     def again(*values: Any, **named: Any) -> Any:
         values, named = tree.map_tensors(Tensor.clone, (values, named))
@@ -75,7 +76,7 @@ def checkpointed(run: Callable[..., Any], *values: Any, **named: Any) -> Any:
 
 
 def _recompute(model: nn.Module) -> None:
-    """From now on its forward passes in training are computed again."""
+    """Make the forward passes of a model in training be computed again in the backward pass, from now on."""
     run = model.forward
 
     def forward(*values: Any, **named: Any) -> Any:
@@ -87,7 +88,8 @@ def _recompute(model: nn.Module) -> None:
 def refuse_state(
     model: nn.Module, stateful: Sequence[str], microbatches: int, *, recompute: bool, whole_batch_norm: bool
 ) -> None:
-    """What a forward pass over parts of the batch, or a second one, would make another network of."""
+    """Refuse layers and buffers of which a forward pass over parts of the batch, or a second one, would make another
+    network."""
     if whole_batch_norm:
         if not recompute:
             return

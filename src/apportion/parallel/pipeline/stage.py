@@ -74,7 +74,7 @@ def staged(  # noqa: PLR0913 (what a pipeline has)
     recompute: bool = False,
     whole_batch_norm: bool = False,
 ) -> Callable[[nn.Module, Any], Part]:
-    """What makes this rank's part of a model: a stage of it, or where there is one rank all of it."""
+    """A function that makes this rank's part of a model: a stage of it, or all of it where there is one rank."""
     if cuts is not None and len(cuts) != world.size - 1:
         raise ValueError(
             f"cuts={tuple(cuts)} make {len(cuts) + 1} stages, and there are {world.size} workers: use "
@@ -109,7 +109,7 @@ def staged(  # noqa: PLR0913 (what a pipeline has)
 
 
 def refuse_stages(own_update: bool, carries: bool, device: str, untraceable: str | None = None) -> None:
-    """ValueError where a workload cannot be computed by several stages, or not on such devices."""
+    """Raise ValueError where a workload cannot be computed by several stages, or not on such devices."""
     if own_update:
         raise ValueError("update= asks for the gradient of a loss that only the last stage has: use data_parallel")
     if carries:
@@ -146,9 +146,10 @@ class Stages(Part):
         self._world, self._rank, self._size, self._group = world, world.rank, world.size, world.group()
         self._microbatches, self._schedule, self._recompute = microbatches, schedule, recompute
         self.most_in_flight = 0
-        """Micro-batches whose activations this stage has kept at once."""
+        """The most micro-batches whose activations this stage has kept at once."""
         self._at_once: tuple[Sequence[BatchRows], Sequence[BatchRows]] | None = None
-        """Of a stage that computes a batch at once: how what comes, and what goes, depends on the rows."""
+        """The way in which what comes, and what goes, depends on the rows, for a stage that computes a batch at once;
+        None for others."""
         refuse_untraceable(asked(model, inputs), model)
         stateful = changing_buffers(model, tree.rows(inputs, slice(0, 2)))
         if microbatches > 1 or recompute:
@@ -199,7 +200,7 @@ class Stages(Part):
         return _agreed(self._world, cuts, "", [names(graph)[node] for node in calls(graph)], places)
 
     def _sample(self, inputs: Any) -> Any:
-        """A micro-batch of them, of two rows at least: one alone cannot be normalised."""
+        """A micro-batch of the inputs, of two rows at least: one alone cannot be normalised."""
         return tree.rows(inputs, slice(0, max(2, -(-tree.length(inputs) // self._microbatches))))
 
     def _rows(
@@ -212,7 +213,8 @@ class Stages(Part):
         )
 
     def _for_evaluation(self, model: nn.Module, evaluated: fx.Graph, graph: fx.Graph, at: Sequence[int]) -> StageGraph:
-        """The same stage of the network as it is evaluated: its own graph, where the forward asks ``self.training``."""
+        """The stage of the network as it is evaluated, which has a graph of its own where the forward asks
+        ``self.training``."""
         if str(evaluated) == str(graph):
             return self._training
         found = [node.name for node in calls(evaluated)]
@@ -237,7 +239,7 @@ class Stages(Part):
         return passes.loss
 
     def run(self, received: Sequence[Any], batch: Batch) -> Any:
-        """The stage's forward pass: what it hands on, or the outputs of the network."""
+        """Run the stage's forward pass; returns what it hands on, or the outputs of the network."""
         given = self._training.takes(self._arguments, batch)
         return checkpointed(self.model, *given, *received) if self._recompute else self.model(*given, *received)
 
@@ -261,8 +263,8 @@ class Stages(Part):
 def _agreed(
     world: World, cuts: Sequence[str] | None, kind: str, own: Sequence[str], measure: Callable[[], Places]
 ) -> list[int]:
-    """Where these calls are cut. Measured by rank 0 alone: all ranks cut at the same places, those of other replicas
-    too; ValueError, on every rank, where rank 0 refuses."""
+    """The calls that the stages after the first begin with. Rank 0 alone measures, so that all ranks cut at the same
+    places, those of other replicas too; ValueError, on every rank, where rank 0 refuses."""
     told: Any = None
     everyone = world.outer or world
     if everyone.rank == 0:
@@ -284,7 +286,7 @@ def _agreed(
 
 
 class Known:
-    """Where a run has cut the network: whoever comes in a lost worker's place cuts it there, too."""
+    """The places where a run has cut the network: a worker that replaces a lost one cuts it there, too."""
 
     def __init__(self, world: World, kind: str = "") -> None:
         self._memory = None
@@ -306,7 +308,7 @@ class Known:
 
 
 def _traced(model: nn.Module, inputs: Any) -> fx.Graph | Unfollowed:
-    """The network's graph, or why there is none."""
+    """The network's graph, or the error that says why it has none."""
     try:
         return follow(model, inputs)
     except Unfollowed as error:
@@ -314,13 +316,14 @@ def _traced(model: nn.Module, inputs: Any) -> fx.Graph | Unfollowed:
 
 
 def _hides_layers(model: nn.Module, graph: fx.Graph) -> bool:
-    """Is a module that has a list of layers one call of the graph, in which it cannot be cut?"""
+    """Return whether a module that has a list of layers is one call of the graph, within which it cannot be cut."""
     modules = {str(node.target) for node in graph.nodes if node.op == "call_module"}
     return any(has_lists(model.get_submodule(path)) for path in modules)
 
 
 def _hides_hooks(model: nn.Module, graph: fx.Graph) -> bool:
-    """Has what is one call of the graph a hook, which may hand what a layer gives to the forward? No trace runs it."""
+    """Return whether a module that is one call of the graph has a hook, which may hand what a layer gives to the
+    forward. A trace does not run it."""
     calls = {str(node.target) for node in graph.nodes if node.op == "call_module"}
     return any(torch_private.forward_hooks_of(m) for path in calls for m in model.get_submodule(path).modules())
 

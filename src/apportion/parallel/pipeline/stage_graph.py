@@ -46,7 +46,7 @@ class StageGraph:
         _keep_what_persists(self.module, set(model.state_dict()))
 
     def takes(self, graph: fx.Graph, batch: Batch) -> list[Any]:
-        """The arguments of the network that it uses; where it uses none, nothing is loaded."""
+        """The arguments of the network that the stage uses; where it uses none, nothing is loaded."""
         return self.of(graph, batch.inputs) if self._takes else []
 
     def of(self, graph: fx.Graph, inputs: Any) -> list[Any]:
@@ -55,7 +55,7 @@ class StageGraph:
 
 
 def _keep_what_persists(module: nn.Module, keys: set[str]) -> None:
-    """A graph's module would have constants, and buffers that are not saved, in its state."""
+    """Take constants, and buffers that are not saved, out of the state of a graph's module."""
     for path, owner in module.named_modules():
         for name in buffers_of(owner):
             if (f"{path}.{name}" if path else name) not in keys:
@@ -68,7 +68,7 @@ def used(model: nn.Module, nodes: Iterable[fx.Node]) -> set[int]:
 
 
 def refuse_elsewhere(model: nn.Module, graph: fx.Graph, evaluated: fx.Graph) -> None:
-    """ValueError where the network as it is evaluated uses what no stage would have."""
+    """Raise ValueError where the network as it is evaluated uses parameters or buffers that no stage would have."""
     if used(model, calls(evaluated)) - used(model, calls(graph)):
         raise ValueError(
             f"{type(model).__name__} calls other layers in evaluation than in training, which no stage has: let it "
@@ -91,14 +91,14 @@ def trained_alone(model: nn.Module, graph: fx.Graph, evaluated: fx.Graph) -> dic
 
 
 def _before_and_after(uses: Sequence[set[int]]) -> list[tuple[frozenset[int], frozenset[int]]]:
-    """What calls before each one use, and what it and those after it use."""
+    """The parameters and buffers that the calls before each one use, and those that it and the calls after it use."""
     first = list(itertools.accumulate(uses, frozenset[int].union, initial=frozenset[int]()))
     last = list(itertools.accumulate(reversed(uses), frozenset[int].union, initial=frozenset[int]()))
     return list(zip(first[:-1], reversed(last[1:]), strict=True))
 
 
 def terms(model: nn.Module, graph: fx.Graph, bounds: Sequence[int], module: nn.Module) -> dict[str, TensorShard]:
-    """The stage's parameters that other stages use, too: here is one term of their gradient."""
+    """The shards of the stage's parameters that other stages use, too: each stage has one term of their gradient."""
     order = calls(graph)
     stages = [used(model, order[begin:end]) for begin, end in itertools.pairwise(bounds)]
     return {
@@ -109,7 +109,7 @@ def terms(model: nn.Module, graph: fx.Graph, bounds: Sequence[int], module: nn.M
 
 
 def adopt_the_rest(module: nn.Module, model: nn.Module, graph: fx.Graph) -> None:
-    """Weights and buffers that no call uses are somebody's, too."""
+    """Register the weights and buffers that no call uses in the module of a stage, so that they are held by one."""
     held = used(model, calls(graph))
     tensors: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
@@ -128,8 +128,8 @@ def adopt_the_rest(module: nn.Module, model: nn.Module, graph: fx.Graph) -> None
 
 
 def prove(model: nn.Module, graph: fx.Graph, bounds: Sequence[int], inputs: Any) -> None:
-    """The stages one after the other, each on copies, give what the model gives; or a ValueError: so it is with writing
-    in place to what another stage uses."""
+    """Check that the stages one after the other, each on copies, give what the model gives; a ValueError where they do
+    not, as with writing in place to what another stage uses."""
     with undisturbed(model):
         expected = tree.tensors(tree.call(model, _copied(inputs)))
     with undisturbed(model):

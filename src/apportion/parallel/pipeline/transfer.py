@@ -7,9 +7,9 @@
 A description is sent where it differs from the one before: of a training step's micro-batches, once or twice.
 
 ``ahead``, on both sides: the receiver asks for the next message as soon as it has one, so that it travels while the
-receiver computes; a network brings nothing to who has not asked. It asks for one that is like the last: where the next
-is another, as many bytes as were asked for come first, which nobody reads. The messages of others between the same two
-ranks would be taken for it: these need a connection of their own.
+receiver computes; a message does not travel to a rank that has not asked for it. The receiver asks for one that is like
+the last: where the next is another, as many bytes as were asked for come first, and are not read. Other messages
+between the same two ranks would be taken for it: those need a connection of their own.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from apportion.comm.group import DONE, Group, Work, bytes_of
 from apportion.core.torch_private import pytree
 
 UNDER_WAY = 8
-"""Messages that a rank leaves to themselves before it waits for the oldest: their tensors are kept until then."""
+"""The number of messages that a rank leaves under way before it waits for the oldest: their tensors are kept until
+then."""
 
 
 @final
 class StageSender:
-    """Messages to another rank."""
+    """A sender of messages to another rank."""
 
     def __init__(self, group: Group, to: int, *, ahead: bool = False) -> None:
         self._group, self._to, self._ahead = group, to, ahead
         self._last: Any = None
         self._asked: list[int] = []
-        """Bytes of each tensor that the other side waits for."""
+        """The bytes of each tensor that the other side waits for."""
         self._under_way: deque[list[tuple[Work, Tensor]]] = deque()
 
     def send(self, values: Sequence[Any]) -> None:
-        """A list of trees; what is in them is not to be changed before ``finish``."""
+        """Send a list of trees; what is in them is not to be changed before ``finish``."""
         values = [tuple(value) if isinstance(value, torch.Size) else value for value in values]
         leaves, spec = pytree.tree_flatten(values)
         plain = [_described(leaf) for leaf in leaves]
@@ -75,23 +76,23 @@ class StageSender:
             work.wait()
 
     def finish(self) -> None:
-        """Until all has been received, or is where it needs nobody's help."""
+        """Wait until all messages have been received, or need no further work of this rank."""
         while self._under_way:
             self._wait()
 
 
 @final
 class StageReceiver:
-    """Messages from another rank."""
+    """A receiver of messages from another rank."""
 
     def __init__(self, group: Group, source: int, device: torch.device, *, ahead: bool = False) -> None:
         self._group, self._source, self._device, self._ahead = group, source, device, ahead
         self._last: tuple[Any, list[Any]] | None = None
         self._coming: tuple[_Coming, list[_Coming]] | None = None
-        """Length and tensors of the next message."""
+        """The length and the tensors of the next message, where they were asked for ahead."""
 
     def receive(self) -> list[Any]:
-        """What was sent; a tensor that requires a gradient there does so here, as a leaf. Blocks."""
+        """Receive what was sent; a tensor that requires a gradient there does so here, as a leaf. Blocks."""
         first, tensors = self._coming or (self._ask(torch.int64, [1]), [])
         if length := int(first.come()):
             for tensor in tensors:

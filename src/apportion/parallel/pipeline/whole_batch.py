@@ -1,5 +1,5 @@
-"""What passes between stages, put together from micro-batches and taken apart again: a stage that computes a batch at
-once, as batch normalisation asks for, receives and sends in micro-batches like any other.
+"""The values that pass between stages, put together from micro-batches and taken apart again: a stage that computes a
+batch at once, as batch normalisation asks for, receives and sends in micro-batches like any other.
 
 ::
 
@@ -28,23 +28,25 @@ from apportion.parallel.pipeline.stage_graph import StageGraph
 from apportion.parallel.tracing.network import evaluating, undisturbed
 
 SAMPLE = 2, 3
-"""Rows that are computed apart and together, to see what becomes of them."""
+"""The numbers of rows that are computed apart and together, to see what becomes of them."""
 ROUNDING = 1e-3
-"""Of the largest number: what the same row may differ by among others."""
+"""The part of the largest number by which the same row may differ when it is computed among others."""
 
 
 @dataclass(frozen=True)
 class BatchRows:
-    """How a tensor or number that passes a cut depends on the rows."""
+    """The way in which a tensor or number that passes a cut depends on the rows."""
 
     each: int = 0
-    """So many places of the dimension are a row, or the number is so much a row; 0: it is the same for any rows."""
+    """The number of places of the dimension that are one row, or the part of the number that is one row's; 0: it is the
+    same for any rows."""
     dim: int | None = None
-    """The dimension of a tensor that has them."""
+    """The dimension of a tensor that has the rows; None where no dimension does."""
 
 
 def needs_whole_batch(model: nn.Module, nodes: Sequence[fx.Node], stateful: Sequence[str]) -> bool:
-    """Does one of these calls normalise by the batch's statistics, or change a buffer or number of its own?"""
+    """Return whether one of these calls normalises by the batch's statistics, or changes a buffer or number of its
+    own."""
     for node in nodes:
         if node.op == "call_module":
             path = str(node.target)
@@ -58,12 +60,12 @@ def needs_whole_batch(model: nn.Module, nodes: Sequence[fx.Node], stateful: Sequ
 
 
 def normalises(layer: nn.Module) -> bool:
-    """Is it a batch normalisation that takes its statistics from the batch?"""
+    """Return whether a layer is a batch normalisation that takes its statistics from the batch."""
     return isinstance(layer, BatchNormBase) and (layer.training or layer.running_mean is None)
 
 
 def rows_at(model: nn.Module, graph: fx.Graph, at: int, inputs: Any) -> list[BatchRows]:
-    """Of each tensor and number that passes a cut before this call."""
+    """The dependence on the rows of each tensor and number that passes a cut before this call."""
     stage = StageGraph(model, graph, [0, at, len(calls(graph))], 0)
     with evaluating(model.modules()), undisturbed(model):
         found = [_leaves(stage.module(*stage.of(graph, sample)))[0] for sample in _samples(inputs)]
@@ -71,15 +73,16 @@ def rows_at(model: nn.Module, graph: fx.Graph, at: int, inputs: Any) -> list[Bat
 
 
 def _samples(inputs: Any) -> list[Any]:
-    """Few rows of them, more, and all of these together."""
+    """Few rows of the inputs, more of them, and all of these together."""
     few, more = SAMPLE
     ranges = range(few), range(few, few + more), range(few + more)
     return [tree.map_tensors(lambda t, rows=rows: t[[i % len(t) for i in rows]], inputs) for rows in ranges]  # type: ignore[misc]
 
 
 def refuse_coupled(model: nn.Module, inputs: Any, microbatches: int) -> None:
-    """ValueError where what a network gives for a row depends on the rows beside it, as a normalisation of its own
-    makes it: unlike ``normalises`` it is seen by what is computed. Not where it draws as it computes."""
+    """Raise ValueError where what a network gives for a row depends on the rows beside it, as a normalisation of its
+    own makes it: unlike with ``normalises`` this is seen by what is computed. A network that draws as it computes is
+    not refused."""
     dropout = [layer for layer in model.modules() if isinstance(layer, DropoutBase)]
     with evaluating(dropout), undisturbed(model):
         try:
@@ -96,7 +99,8 @@ def refuse_coupled(model: nn.Module, inputs: Any, microbatches: int) -> None:
 def refuse_coupled_stage(
     model: nn.Module, graph: fx.Graph, bounds: Sequence[int], number: int, inputs: Any, microbatches: int
 ) -> None:
-    """The same of one stage, where another one is to see the whole batch."""
+    """Raise ValueError where what one stage gives for a row depends on the rows beside it, and another stage is to see
+    the whole batch."""
     n, begin, end = len(calls(graph)), bounds[number], bounds[number + 1]
     try:
         before, after = rows_at(model, graph, begin, inputs) if number else [], rows_at(model, graph, end, inputs)
@@ -155,7 +159,7 @@ def _rows(few: Any, more: Any, together: Any) -> BatchRows:
 
 
 def joined(parts: Sequence[Any], rows: Sequence[BatchRows]) -> Any:
-    """The batch's values of its micro-batches', in order."""
+    """The values of a batch, joined from those of its micro-batches in order."""
     leaves = [_leaves(part)[0] for part in parts]
     whole = [_joined(own, how) for own, how in zip(zip(*leaves, strict=True), rows, strict=True)]
     return pytree.tree_unflatten(whole, _leaves(parts[0])[1])

@@ -1,5 +1,5 @@
 """A network cut around its recurrent layers: its graph has the nn.LSTM, nn.GRU or nn.RNN as one node, and each rank
-runs the parts of it (``recurrent_graph``) that it needs. What cannot be cut is refused by name.
+runs the parts of it (``recurrent/graph.py``) that it needs. What cannot be cut is refused by name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Cut:
 
     model: nn.Module
     path: str
-    """Of the recurrent module in it."""
+    """The path of the recurrent module in the model."""
     training: Graphs
     evaluation: Graphs
     bind: Callable[..., dict[str, Any]]
@@ -43,11 +43,11 @@ class Cut:
         return net
 
     def arguments(self, inputs: Any, *state: Any) -> dict[str, Any]:
-        """What the forward pass was given, by parameter. An input that nobody needs may be anything."""
+        """The arguments that the forward pass was given, by parameter. An input that is not needed may be anything."""
         return self.bind(inputs, *state)
 
     def evaluate(self, nodes: list[Node], wanted: Any, graphs: Graphs, known: Mapping[str, Any], ran: Any) -> Any:
-        """Run these nodes; ``ran``: what the recurrent layers gave."""
+        """Run these nodes. ``ran``: what the recurrent layers gave."""
         values: dict[Node, Any] = {graphs.node: ran}
 
         def given(node: Node) -> Any:
@@ -76,7 +76,7 @@ class Cut:
 
 
 def cut(model: nn.Module, inputs: Any, *, carries: bool) -> Cut:
-    """A model for these inputs (``carries``: and a recurrent state) around its one recurrent module."""
+    """Cut a model for these inputs (``carries``: and a recurrent state) around its one recurrent module."""
     path = _recurrent(model)
     net = model.get_submodule(path)
     where = path or type(net).__name__
@@ -97,7 +97,8 @@ def cut(model: nn.Module, inputs: Any, *, carries: bool) -> Cut:
 
 
 def _refuse_changing(made: Cut, inputs: Any, where: str, *, carries: bool) -> None:
-    """What a forward changes is on one side of the recurrent layers: each side is on a rank of its own."""
+    """Refuse a forward that changes a tensor which is used before and after the recurrent layers: each side is on a
+    rank of its own."""
     model = made.model
     with undisturbed(model) as changed:
         tree.call(model, tree.rows(inputs, slice(0, 2)), *((None,) if carries else ()))
@@ -115,7 +116,7 @@ def _refuse_changing(made: Cut, inputs: Any, where: str, *, carries: bool) -> No
 
 
 def _recurrent(model: nn.Module) -> str:
-    """Where the one recurrent module is."""
+    """The path of the one recurrent module; ValueError where there is none, or several."""
     found: dict[str, nn.RNNBase] = {name: m for name, m in model.named_modules() if isinstance(m, nn.RNNBase)}
     if not found:
         cells = [name for name, m in model.named_modules() if isinstance(m, nn.RNNCellBase)]
@@ -149,7 +150,8 @@ def _refuse_net(net: nn.Module, where: str) -> None:
 
 
 def _refuse_sharing(model: nn.Module, net: nn.Module, where: str) -> None:
-    """Layers that are on several ranks have their weights to themselves, and nobody looks over their shoulders."""
+    """Refuse a recurrent module that shares a weight with other layers, since its layers are on several ranks, and
+    hooks on it or on the model, since no rank has all that they would see."""
     names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
@@ -162,7 +164,7 @@ def _refuse_sharing(model: nn.Module, net: nn.Module, where: str) -> None:
 
 
 def _binding(model: nn.Module, sample: Any, carries: bool) -> Callable[..., dict[str, Any]]:
-    """How the forward's parameters are bound to a batch's inputs, as ``tree.call`` passes them."""
+    """A function that binds the forward's parameters to a batch's inputs, as ``tree.call`` passes them."""
     signature = inspect.signature(model.forward)
 
     def bind(inputs: Any, *state: Any) -> dict[str, Any]:
@@ -212,7 +214,7 @@ def _traced(model: nn.Module, path: str, known: dict[str, Any]) -> Graph:
 
 
 def _by_hand(model: nn.Module, carries: bool) -> Graph:
-    """Of a model that is the recurrent module itself."""
+    """The graph of a model that is the recurrent module itself."""
     graph = Graph()
     x = graph.placeholder("input")
     arguments = (x, graph.placeholder("hx")) if carries else (x,)

@@ -28,28 +28,28 @@ class Graphs:
     names: Mapping[str, str]
     """The parameters of the model's forward by the name of their node."""
     node: Node
-    """The recurrent layers."""
+    """The node of the recurrent layers."""
     before: list[Node]
     x: Any
     begun: list[Node]
     hx: Any
-    """The state that they begin in."""
+    """The state that the recurrent layers begin in."""
     after: list[Node]
     outputs: Any
     ended: list[Node]
     state: Any
-    """What the model gives back to be carried on; None where nothing is."""
+    """The state that the model gives back to be carried on; None where none is."""
     uses_state: bool
-    """Does what comes after take the state that they end in?"""
+    """True if what comes after takes the state that the recurrent layers end in."""
 
     @property
     def state_is_computed(self) -> bool:
-        """Is the state that the model gives back made of more than the recurrent layers' own?"""
+        """True if the state that the model gives back is made of more than the recurrent layers' own."""
         return any(node.op == "placeholder" for own in self.ended for node in own.all_input_nodes)
 
 
 def packed(where: str) -> ValueError:
-    """The refusal of sequences of different lengths."""
+    """The error that refuses sequences of different lengths."""
     return ValueError(
         f"{where} gets sequences of different lengths (a PackedSequence), whose rows end at different chunks: pad them "
         f"and leave the padding out of the loss (count=), or {INSTEAD}"
@@ -57,7 +57,7 @@ def packed(where: str) -> ValueError:
 
 
 def _above(wanted: Any, stop: Node) -> set[Node]:
-    """All nodes that these need, but for the recurrent one and what it needs."""
+    """All nodes that the wanted ones need, but for the recurrent one and what it needs."""
     seen: set[Node] = set()
     waiting: list[Node] = []
     map_arg(wanted, waiting.append)
@@ -70,7 +70,7 @@ def _above(wanted: Any, stop: Node) -> set[Node]:
 
 
 def parts(graph: Graph, model: nn.Module, path: str, carries: bool) -> Graphs:
-    """Of the graph of a model with recurrent layers under this path."""
+    """The parts of the graph of a model with recurrent layers under this path."""
     where = path or type(model).__name__
     for node in graph.nodes:
         if node.op == "call_function" and getattr(node.target, "__name__", "") in PACKING:
@@ -106,7 +106,7 @@ def parts(graph: Graph, model: nn.Module, path: str, carries: bool) -> Graphs:
 
 
 def _item(node: Node) -> Any:
-    """Which of what a node gives another one takes; None: not one by its number."""
+    """The number of the item that a node takes of what another gives; None: it does not take one by its number."""
     is_item = node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
     return node.args[1] if is_item else None
 
@@ -154,7 +154,8 @@ def _refuse_graph(needs: Mapping[str, set[Node]], net: Node, model: nn.Module, w
 
 
 def _refuse_unread(graph: Graph, known: set[Node], net: Node) -> None:
-    """What is done to a tensor in place, and not by its result, is in none of the parts."""
+    """Refuse a tensor that is changed in place where the result of that is not used: the change would be in none of the
+    parts."""
     for node in graph.nodes:
         if node in known or node is net or not node.op.startswith("call_"):
             continue
@@ -174,7 +175,7 @@ _DRAWING = ("dropout", "rand", "normal", "bernoulli", "multinomial", "poisson", 
 
 
 def _is_free(node: Node, model: nn.Module) -> bool:
-    """Has it no weights, and draws nothing, so that any rank may compute it?"""
+    """Return whether a node has no weights and draws nothing, so that any rank may compute it."""
     if held(model, [node]):
         return False
     name = str(node.target) if node.op != "call_function" else getattr(node.target, "__name__", "")

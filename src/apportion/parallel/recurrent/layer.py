@@ -17,12 +17,12 @@ from torch import Tensor, nn
 _sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
 _tanh_backward = torch.ops.aten.tanh_backward.grad_input
 State = tuple[Tensor, ...]
-"""Of one layer, (B, width) each: (h, c) of an LSTM, (h,) of the others."""
+"""The state of one layer, (B, width) each: (h, c) of an LSTM, (h,) of the others."""
 
 
 class RecurrentLayer(ABC):
-    """``begin``, ``forward`` for every chunk in order; then ``begin_backward``, ``backward`` for every chunk in the
-    reverse order, ``finish``. One pass at a time."""
+    """A layer that is run in pieces of time: ``begin``, ``forward`` for every chunk in order; then ``begin_backward``,
+    ``backward`` for every chunk in the reverse order, ``finish``. One pass at a time."""
 
     def __init__(self, net: nn.RNNBase, number: int) -> None:
         names = [f"weight_ih_l{number}", f"weight_hh_l{number}"]
@@ -33,27 +33,28 @@ class RecurrentLayer(ABC):
         self.inputs = net.input_size if number == 0 else net.proj_size or net.hidden_size
         self.outputs = net.proj_size or net.hidden_size
         self.state: State = ()
-        """That the chunks so far end in."""
+        """The state that the chunks so far end in."""
 
     @abstractmethod
     def begin(self, x_TBI: Tensor, y_TBO: Tensor, state: State, *, training: bool) -> None:
-        """Memory of the inputs, of which each chunk is there when it is run, and of the outputs, both contiguous; and
-        the state that the first chunk begins with, to which no gradient flows."""
+        """Begin a pass with the memory of the inputs, of which each chunk is there when it is run, and of the outputs,
+        both contiguous; and with the state that the first chunk begins with, to which no gradient flows."""
 
     @abstractmethod
     def forward(self, chunk: slice) -> None:
-        """Outputs and state of a chunk."""
+        """Compute the outputs and the state of a chunk."""
 
     def ahead(self, chunk: slice) -> None:  # noqa: B027 (nothing is the common case)
-        """What of a chunk's backward pass needs no gradient yet, for whoever waits anyway."""
+        """Compute what of a chunk's backward pass needs no gradient yet, while the rank waits anyway."""
 
     @abstractmethod
     def begin_backward(self, gradients: Sequence[Tensor | None]) -> None:
-        """The gradients of the state that the last chunk ended in."""
+        """Begin the backward pass with the gradients of the state that the last chunk ended in."""
 
     @abstractmethod
     def backward(self, chunk: slice, dy_TBO: Tensor, dx_TBI: Tensor | None) -> None:
-        """The chunk's gradients: of its outputs, given; of its inputs, written into ``dx_TBI`` where asked for."""
+        """Compute a chunk's backward pass: the gradients of its outputs are given, those of its inputs are written into
+        ``dx_TBI`` where asked for."""
 
     def finish(self) -> None:  # noqa: B027 (a layer whose chunks have done it has nothing left)
         """Leave the gradients of the weights in ``p.grad``."""
@@ -61,8 +62,9 @@ class RecurrentLayer(ABC):
 
 @final
 class TorchLayer(RecurrentLayer):
-    """torch's own kernel on each chunk, and autograd through it: for every kind of layer. Each call of oneDNN's LSTM
-    puts all weights into an order of its own and makes a gradient of all of them, so chunks should be long."""
+    """A layer that runs torch's own kernel on each chunk, and autograd through it: for every kind of layer. Each call
+    of oneDNN's LSTM puts all weights into an order of its own and makes a gradient of all of them, so chunks should be
+    long."""
 
     def __init__(self, net: nn.RNNBase, number: int) -> None:
         super().__init__(net, number)
@@ -109,7 +111,7 @@ class LSTMLayer(RecurrentLayer):
 
     Two of the six products of a step are on the way of the state from one moment to the next; one each way hands the
     inputs and their gradient to the other layers, a chunk at a time; the gradients of the weights, a third of the work,
-    keep nobody waiting and are two products over the whole time at the end.
+    delay no other rank and are two products over the whole time at the end.
     """
 
     def __init__(self, net: nn.RNNBase, number: int) -> None:
@@ -121,7 +123,7 @@ class LSTMLayer(RecurrentLayer):
         self._memory = self._w_hh.new_empty(0)
         self._kept: dict[nn.Parameter, Tensor] = {}
         self._more: list[tuple[nn.Parameter, Tensor]] = []
-        """What is to be added to gradients that are there already."""
+        """The parameters that have a gradient already, with what is to be added to it."""
 
     def begin(self, x_TBI: Tensor, y_TBO: Tensor, state: State, *, training: bool) -> None:
         self._x, self._y, self._first = x_TBI, y_TBO, state[0]
@@ -133,7 +135,7 @@ class LSTMLayer(RecurrentLayer):
         self._readied = self._time
 
     def _allot(self, time: int, rows: int) -> None:
-        """Memory for so many moments and rows. Fresh pages at every step would cost as much as the arithmetic on
+        """Allot memory for so many moments and rows. Fresh pages at every step would cost as much as the arithmetic on
         them."""
         H = self._hidden
         sizes = [*(time * rows * n for n in (4 * H, 4 * H, H)), (time + 1) * rows * H, H * 4 * H]
@@ -177,8 +179,8 @@ class LSTMLayer(RecurrentLayer):
 
     @torch.no_grad()
     def ahead(self, chunk: slice) -> None:
-        """What dc (of the output gate: dh) is multiplied with to give the gradients of the gates, into their memory;
-        into that of tanh(c) what dh is to give dc."""
+        """Write the factors of dc (of the output gate: of dh) in the gradients of the gates into the memory of these,
+        and the factor of dh in dc into that of tanh(c)."""
         start, stop = chunk.start, min(chunk.stop, self._readied)
         if start >= stop:
             return
@@ -241,8 +243,8 @@ class LSTMLayer(RecurrentLayer):
             p.grad.add_(gradient)
 
     def _gradient(self, p: nn.Parameter) -> Tensor:
-        """Memory that is ``p.grad`` from now on, the same at every step; where there is a gradient already, what is to
-        be added to it."""
+        """The memory that is ``p.grad`` from now on, the same at every step; where there is a gradient already, memory
+        for what is to be added to it."""
         if p.grad is not None:
             self._more.append((p, torch.empty_like(p, memory_format=torch.contiguous_format)))
             return self._more[-1][1]
@@ -253,7 +255,7 @@ class LSTMLayer(RecurrentLayer):
 
 
 def layer(net: nn.RNNBase, number: int) -> RecurrentLayer:
-    """As the kernels of this machine make it fastest."""
+    """The layer of this number, of the class that is fastest with the kernels of this machine."""
     weight: Any = getattr(net, f"weight_hh_l{number}")
     if isinstance(net, nn.LSTM) and not net.proj_size and weight.device.type == "cpu" and products_are_fast():
         return LSTMLayer(net, number)
@@ -261,8 +263,8 @@ def layer(net: nn.RNNBase, number: int) -> RecurrentLayer:
 
 
 def products_are_fast() -> bool:
-    """Are matrix products as fast as oneDNN's LSTM? MKL's are on Intel's processors; on AMD's they reach two thirds of
-    what oneDNN does."""
+    """Return whether matrix products are as fast as oneDNN's LSTM. MKL's are on Intel's processors; on AMD's they reach
+    two thirds of what oneDNN does."""
     try:
         with open("/proc/cpuinfo") as file:
             return "AuthenticAMD" not in file.read(4096)
@@ -271,9 +273,9 @@ def products_are_fast() -> bool:
 
 
 def chunk_length(time: int, rows: int, ranks: int, layers: int, *, short: bool) -> int:
-    """Moments of a chunk. The ranks wait for each other for as long as a chunk takes at either end, out of ``layers``
-    (of each rank) times the whole time: an eighth of a rank's part of that is enough, and at least 128 rows in a
-    product keep it fast. A kernel that is slow to begin (not ``short``) gets a quarter."""
+    """The number of moments of a chunk. The ranks wait for each other for as long as a chunk takes at either end, out
+    of ``layers`` (of each rank) times the whole time: an eighth of a rank's part of that is enough, and at least 128
+    rows in a product keep it fast. A kernel that is slow to begin (not ``short``) gets a quarter."""
     part = min(layers, 4) if short else 2 * min(layers, 2)
     return min(time, max(math.ceil(time * part / (8 * ranks)), math.ceil(128 / rows)))
 

@@ -37,25 +37,27 @@ from apportion.parallel.tracing.network import evaluating
 
 @dataclass
 class ChunkRun:
-    """A forward pass, as the backward pass needs it."""
+    """The record of a forward pass, as the backward pass needs it."""
 
     pieces: list[slice]
     x: Tensor | None
-    """Of the first layer, as the model has made it, time-major; None on the other ranks."""
+    """The input of the first layer, as the model has made it, time-major; None on the other ranks."""
     top: Tensor | None = None
     """The last layer's outputs; None on the other ranks."""
     ended: tuple[Tensor, ...] = ()
     """The states of all layers, where they were asked for."""
     masks: dict[int, Tensor] = field(default_factory=dict)
-    """What dropout has made of ones, by layer."""
+    """The results of dropout on ones, by layer."""
 
 
 @final
 class WavefrontPart(Part):
-    """This rank's layers; on the first one's rank what comes before them, on the last one's what comes after."""
+    """This rank's layers; on the rank of the first one what comes before them, on the rank of the last one what comes
+    after."""
 
     def __init__(self, cut: Cut, group: Group, chunk: int | None, seen: Carry | None) -> None:
-        """``seen``: the state that follows the rows of an evaluation set, where one is carried."""
+        """Build this rank's part. ``seen``: the state that follows the rows of an evaluation set, where one is
+        carried."""
         net = cut.net
         self._cut, self._group, self._chunk, self._seen = cut, group, chunk, seen
         self._ranks, self._rank, self._many = group.size, group.rank, net.num_layers
@@ -71,7 +73,8 @@ class WavefrontPart(Part):
         self._training = [m for m in self.model.modules() if m.training]
 
     def _keep_own(self) -> dict[str, TensorShard]:
-        """Let go of the tensors that other ranks hold; pieces of those whose gradients come from two ranks."""
+        """Let go of the tensors that other ranks hold; returns the shards of those whose gradients come from two
+        ranks."""
         cut, path = self._cut, self._cut.path
         before = cut.held(cut.training.before) | cut.held(cut.evaluation.before)
         after = cut.held(cut.training.after) | cut.held(cut.evaluation.after)
@@ -100,7 +103,8 @@ class WavefrontPart(Part):
     def _forward(
         self, graphs: Graphs, batch: Batch, state: Sequence[Any], *, training: bool
     ) -> tuple[Any, Any, ChunkRun]:
-        """Outputs (on the last layer's rank), the state to carry on (where one is), and what backward needs."""
+        """Run the forward pass; returns the outputs (on the last layer's rank), the state to carry on (where one is),
+        and what backward needs."""
         cut, rows_first = self._cut, self._net.batch_first
         loads = self._rank in (0, self._last) or graphs.hx is not None or graphs.state_is_computed
         known = cut.arguments(batch.inputs if loads else None, *state)
@@ -146,11 +150,11 @@ class WavefrontPart(Part):
         return tuple(weight.new_zeros(self._many, rows, width) for width in self._widths)
 
     def _as_state(self, leaves: tuple[Tensor, ...]) -> Any:
-        """As the recurrent module gives it."""
+        """The state in the form in which the recurrent module gives it."""
         return leaves if isinstance(self._net, nn.LSTM) or not leaves else leaves[0]
 
     def _kept(self, what: str, number: int, shape: tuple[int, ...]) -> Tensor:
-        """Memory of a layer, the same from step to step: fresh pages cost time."""
+        """The memory of a layer, the same from step to step: fresh pages cost time."""
         weight, kept = self._layers[number].weights[0], self._memory.get((what, number))
         if kept is None or kept.shape != shape:
             kept = self._memory[what, number] = weight.new_empty(shape)
@@ -159,7 +163,7 @@ class WavefrontPart(Part):
     def _run_layer(
         self, number: int, shape: list[int], begun: tuple[Tensor, ...], ran: ChunkRun, *, training: bool
     ) -> Tensor:
-        """The layer's outputs, sent on chunk by chunk."""
+        """Run a layer; returns its outputs, which are sent on chunk by chunk."""
         own, is_last = self._layers[number], number == self._many - 1
         inputs = self._kept("x", number, (*shape, own.inputs))
         works = [self._group.receive(inputs[p], (number - 1) % self._ranks) for p in ran.pieces if number > 0]
@@ -180,7 +184,7 @@ class WavefrontPart(Part):
         return y
 
     def _dropped(self, y: Tensor, number: int, piece: slice, masks: dict[int, Tensor]) -> Tensor:
-        """What the next layer gets of a chunk: dropout is between the layers."""
+        """The values of a chunk that the next layer gets: dropout is between the layers."""
         if not self._net.dropout:
             return y[piece]
         if number not in masks:
@@ -188,12 +192,12 @@ class WavefrontPart(Part):
         return y[piece] * masks[number][piece]
 
     def _send(self, tensor: Tensor, number: int) -> None:
-        """To the rank of that layer."""
+        """Send a tensor to the rank of a layer."""
         self._sent.append(self._group.send(tensor, number % self._ranks))
         self._group.all_waits.move_on()
 
     def _ended(self, rows: int, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The states of all layers, on every rank. Waits for the slowest, as the backward pass does anyway."""
+        """The states of all layers, on every rank. It waits for the slowest rank, as the backward pass does anyway."""
         most = -(-self._many // self._ranks)
         whole = []
         for i, leaf in enumerate(like):
@@ -239,14 +243,14 @@ class WavefrontPart(Part):
             own.finish()
 
     def _gradients_of(self, ran: ChunkRun) -> tuple[Tensor, ...]:
-        """Of the states that all layers ended in."""
+        """The gradients of the states that all layers ended in."""
         gradients = [torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in ran.ended]
         for gradient in gradients:
             self._group.broadcast(gradient, source=self._last)
         return tuple(gradients)
 
     def _back_layer(self, number: int, ran: ChunkRun, dstate: tuple[Tensor, ...]) -> Tensor | None:
-        """The gradient of the layer's inputs, sent on chunk by chunk."""
+        """Run a layer's backward pass; returns the gradient of its inputs, which is sent on chunk by chunk."""
         own, (time, rows) = self._layers[number], self._memory["x", number].shape[:2]
         works: list[Work] = []
         if number == self._many - 1:
@@ -287,7 +291,7 @@ class WavefrontPart(Part):
 
 
 def _forget(model: nn.Module, name: str) -> None:
-    """The tensor of this name."""
+    """Remove the tensor of this name from the model."""
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
     parameters_of(module).pop(own, None)

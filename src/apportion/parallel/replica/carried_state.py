@@ -40,11 +40,11 @@ class Carry:
         return self._slice(self._state, batch.rows.start - batch.first_lane, len(batch))
 
     def put(self, state: Any) -> None:
-        """The state that the next rows (in order) end with; it counts from ``commit`` on."""
+        """Keep the state that the next rows (in order) end with; it counts from ``commit`` on."""
         self._next.append(tree.map_tensors(Tensor.detach, state))
 
     def commit(self) -> None:
-        """The step is made: the next one starts from here."""
+        """End the step: the next one starts from the states that were put."""
         if len(self._next) == 1:
             self._state = self._next[0]
         elif self._next:
@@ -55,7 +55,7 @@ class Carry:
 
     @property
     def held(self) -> int:
-        """Rows that the state is of."""
+        """The number of rows that the state is of."""
         return 0 if self._state is None else int(pytree.tree_leaves(self._state)[0].shape[self._dims[0]])
 
     def _slice(self, state: Any, start: int, n: int) -> Any:
@@ -65,9 +65,8 @@ class Carry:
         )
 
     def gather(self, group: Group, rows: int | None) -> dict[str, Tensor]:
-        """All ranks' rows of each leaf, whole; ``rows``: how many of them are this rank's (a borrowed one is not; None:
-        all).
-        Empty before the first step. Called by all ranks."""
+        """Gather all ranks' rows of each leaf, whole. ``rows``: how many of the rows here are this rank's (a borrowed
+        one is not; None: all). Empty before the first step. Called by all ranks."""
         if self._state is None:
             return {}
         gathered = {}

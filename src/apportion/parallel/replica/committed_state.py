@@ -6,8 +6,8 @@
     version 0, 1      what lies where (JSON) | tensor | tensor | ... | step, settings (JSON)
 
 One rank writes the version that is not live, then the word: a death in the middle leaves the last whole one behind, and
-so does the death of all ranks at once. For updates that every rank makes alike, whatever the optimizer keeps; weights
-that lie in shared pages need no copy (``shared_update.py``).
+so does the death of all ranks at once. It serves updates that every rank makes in the same way, whatever the optimizer
+keeps; weights that lie in shared pages need no copy (``shared_weights/update.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from apportion.comm.world import World
 from apportion.core.strategy import State
 
 ALIGN = 64
-"""Bytes that every tensor starts on a multiple of."""
+"""The number of bytes on a multiple of which every tensor starts."""
 _HEAD_BYTES = 64
 _COMMIT, _NBYTES = 0, 1
 """Words of the head: the version that is whole (0: none yet), and how large the memory of each of the two is."""
@@ -35,14 +35,14 @@ _PARTS = ("model", "optimizer", "buffers")
 
 @final
 class CommittedState:
-    """Where the workers of a host keep their state. One rank writes; nobody reads meanwhile."""
+    """The memory in which the workers of a host keep their state. One rank writes, and no rank reads meanwhile."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._head = (ctypes.c_int64 * 3).from_buffer(world.shared("kept", _HEAD_BYTES))
 
     def write(self, state: State) -> None:
-        """From now on this is the state."""
+        """Write a state, which is the current one from now on."""
         assert not state.carry, "the rows of a recurrent state are a rank's own"
         number = self._head[_COMMIT] + 1
         packed = StateLayout(state)
@@ -53,7 +53,7 @@ class CommittedState:
         self._head[_COMMIT] = number
 
     def read(self) -> State | None:
-        """A copy of it; None where there was none yet."""
+        """A copy of the state; None where none has been written yet."""
         number = self._head[_COMMIT]
         if not number:
             return None
@@ -65,8 +65,7 @@ class CommittedState:
 
 
 class StateLayout:
-    """How states lie in memory that differ in their numbers alone; with them goes whatever plain JSON is to be found
-    there.
+    """The layout in memory of states that differ in their numbers alone; any plain JSON may lie beside them.
 
     ::
 
@@ -90,19 +89,20 @@ class StateLayout:
         self.nbytes = 1 << (self._end + len(_told(state))).bit_length()
 
     def is_of(self, state: State, beside: Any) -> bool:
-        """Does this state lie so, too? What is beside it is told apart by its identity."""
+        """Return whether a state has this layout, too. What is beside it is compared by its identity."""
         fits = self._end + len(_told(state)) <= self.nbytes
         return fits and beside is self._beside and self._kinds == _kinds(state)
 
     def begin(self, memory: memoryview) -> list[Tensor]:
-        """Write what is alike in all of them into so many bytes; where their tensors go there."""
+        """Write what all states of this layout have in common into memory of ``nbytes`` bytes; returns views of the
+        places where their tensors go."""
         _lengths(memory)[0] = len(self._head)
         memory[_LENGTHS_BYTES : _LENGTHS_BYTES + len(self._head)] = self._head
         places = zip(self._kinds, self._places, strict=True)
         return [_view(memory, dtype, shape, self._begin + at) for (_, _, dtype, shape), at in places]
 
     def write(self, memory: memoryview, views: Sequence[Tensor], state: State) -> None:
-        """Write the rest."""
+        """Write the rest of a state: its tensors, its step and its settings."""
         told = _told(state)
         _lengths(memory)[1] = len(told)
         memory[self._end : self._end + len(told)] = told
@@ -111,7 +111,7 @@ class StateLayout:
 
 
 def unpacked(memory: memoryview) -> tuple[State, Any]:
-    """A copy of the state that lies there, and what is beside it."""
+    """A copy of the state that lies in this memory, and what is beside it."""
     length, told = _lengths(memory)
     head = json.loads(bytes(memory[_LENGTHS_BYTES : _LENGTHS_BYTES + length]))
     begin = end = _rounded(_LENGTHS_BYTES + length)
@@ -128,7 +128,7 @@ def _lengths(memory: memoryview) -> Any:
 
 
 def _kinds(state: State) -> list[tuple[str, str, torch.dtype, torch.Size]]:
-    """(part, name, type, shape) of every tensor."""
+    """The (part, name, type, shape) of every tensor."""
     return [(part, name, t.dtype, t.shape) for part in _PARTS for name, t in getattr(state, part).items()]
 
 

@@ -1,16 +1,16 @@
-"""What a forward pass may change: buffers, by their names, and parameters that no optimizer has.
+"""The tensors that a forward pass may change: buffers, by their names, and parameters that no optimizer has.
 
 ::
 
     module._buffers["n"]        n.add_(1), or another tensor in its place: n = n + 1; in ``state_dict()`` or not
     module._parameters["w"]     a momentum encoder, a teacher: without gradient, moved in forward under no_grad
 
-A committed copy of them is kept beside them: an update commits, an interrupted step rolls back, and whoever asks for
-the state meanwhile is given the copy. A frozen network is large and never moves, so its parameters are not copied:
-they are watched. torch counts most changes of a tensor, which is looked at after every step; it does not count those
-through ``.data``, which a sum over the numbers shows after steps 1, 2, 4, 8, ..., and whenever a step is rolled back.
-What has moved once is copied from then on. Where it first moves in a step that is rolled back, nobody has what it was,
-and the run goes on from its last checkpoint.
+A committed copy of them is kept beside them: an update commits, an interrupted step rolls back, and the state that is
+asked for meanwhile is the copy. A frozen network is large and never moves, so its parameters are not copied: they are
+watched. torch counts most changes of a tensor, which is looked at after every step; it does not count those through
+``.data``, which a sum over the numbers shows after steps 1, 2, 4, 8, ..., and whenever a step is rolled back. What has
+moved once is copied from then on. Where it first moves in a step that is rolled back, its earlier value is lost, and
+the run goes on from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from apportion.core.torch_private import buffers_of, foreach_copy, parameters_of
 from apportion.errors import StateLost
 
 AS_BUILT, HERE, ELSEWHERE = 0, 1, 2
-"""Where what a place has is to be found, once the process is gone."""
+"""The places where the value of a tensor is to be found, once the process is gone."""
 _PLAIN = (Tensor, nn.Parameter)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @final
 class ForwardTensor:
-    """Where a module has a tensor that a forward pass may change."""
+    """A place in a module with a tensor that a forward pass may change."""
 
     __slots__ = ("at", "built", "key", "moves", "name", "owner", "parameter", "persistent", "pointer", "version")
 
@@ -40,35 +40,36 @@ class ForwardTensor:
         self.name, self.owner, self.key = name, owner, key
         self.persistent, self.parameter = persistent, parameter
         self.moves = False
-        """Has it been seen to be another than it was built?"""
+        """True once the tensor has been seen to differ from the one that was built."""
         self.built = digest(self.tensor) if self.watched else None
         self.note()
 
     @property
     def tensor(self) -> Tensor:
-        """The one that is there now."""
+        """The tensor that is there now."""
         found: Tensor = self.owner[self.key]
         return found
 
     @property
     def watched(self) -> bool:
-        """Does somebody ask whether it moves? A buffer of ``state_dict()`` is copied and saved in any case."""
+        """True where it is asked whether the tensor moves. A buffer of ``state_dict()`` is copied and saved in any
+        case."""
         return self.parameter or not self.persistent
 
     def note(self) -> None:
-        """What is there is as it should be."""
+        """Note that the tensor which is there is as it should be."""
         self.at = self.tensor
         self.pointer, self.version = self.at.data_ptr(), _version(self.at)
 
     @property
     def noted(self) -> bool:
-        """Has nothing been changed since, as far as torch counts it?"""
+        """True if nothing has been changed since ``note``, as far as torch counts it."""
         now = self.owner[self.key]
         return now is self.at and now.data_ptr() == self.pointer and _version(now) == self.version
 
     def put(self, value: Tensor) -> None:
-        """The value, in the tensor that should be there; where a forward has put another one there, in a new one: that
-        may be anybody's."""
+        """Put a value into the tensor that should be there; where a forward has put another one there, into a new one,
+        since others may use that."""
         now = self.tensor
         if self.parameter:
             if now.data_ptr() == self.pointer:
@@ -83,7 +84,7 @@ class ForwardTensor:
 
 
 def digest(tensor: Tensor) -> tuple[int, ...] | None:
-    """Equal for equal numbers; None of a tensor that is not in ordinary memory."""
+    """A number pair that is equal for equal numbers; None for a tensor that is not in ordinary memory."""
     if tensor.layout is not torch.strided or type(tensor) not in _PLAIN or tensor.is_meta:
         return None
     plain = tensor.detach().resolve_conj().resolve_neg()
@@ -97,8 +98,8 @@ def _version(tensor: Tensor) -> int:
 
 
 def places(model: nn.Module, trained: Iterable[Tensor] = ()) -> tuple[list[ForwardTensor], dict[str, ForwardTensor]]:
-    """The places of a model, each once, buffers before parameters; and by every name that they go by. ``trained``: what
-    updates change."""
+    """The places of a model, each once, buffers before parameters; and the same places by every name that they go by.
+    ``trained``: the parameters that updates change."""
     known: dict[tuple[int, str], ForwardTensor] = {}
     seen = {id(p) for p in trained}
     named: dict[str, ForwardTensor] = {}
@@ -121,7 +122,8 @@ def places(model: nn.Module, trained: Iterable[Tensor] = ()) -> tuple[list[Forwa
 def moved(model: nn.Module, trained: Iterable[Tensor], look: Callable[[], Any]) -> list[ForwardTensor]:
     """The places that are not in every strategy's account of buffers, and that a training pass changes: parameters
     without gradient, as a teacher's, and buffers that ``state_dict()`` leaves out. ``look`` makes a pass, of which
-    nothing stays. For who has to know before the first step: what is moved only later is not seen."""
+    nothing stays. It serves strategies that have to know before the first step: what is moved only later is not
+    seen."""
     asked = [place for place in places(model, trained)[0] if place.watched and not place.tensor.requires_grad]
     if not asked:
         return []
@@ -138,7 +140,8 @@ def moved(model: nn.Module, trained: Iterable[Tensor], look: Callable[[], Any]) 
 
 @final
 class ForwardState:
-    """Of one model. ``trained``: the parameters that updates change."""
+    """The tensors of one model that its forward passes change, with committed copies. ``trained``: the parameters that
+    updates change."""
 
     def __init__(self, model: nn.Module, trained: Iterable[Tensor]) -> None:
         self.places, self._named = places(model, trained)
@@ -154,8 +157,8 @@ class ForwardState:
         return [p.tensor.detach().clone() for p in self._copied]
 
     def begin(self, *, first: bool = False) -> None:
-        """A pass over a batch in parts follows, each of which begins with what is there now. ``first``: no pass has
-        been made, so that nobody knows what moves."""
+        """Begin a pass over a batch in parts, each of which begins with what is there now. ``first``: no pass has been
+        made, so that it is not known what moves."""
         self._began = None if first else self._clones()
         self._repeats = self._repeats or first
         if first or self._first:
@@ -165,14 +168,14 @@ class ForwardState:
         return {p: p.tensor.detach().clone() for p in self._still if p.parameter}
 
     def note(self) -> None:
-        """Whatever was done to the model so far, no step has."""
+        """Note that what was done to the model so far was not done by a step."""
         for place in self.places:
             place.note()
 
     # After a step
 
     def look(self) -> None:
-        """What of that which has never moved has been moved by this step?"""
+        """Find the places that have never moved before and that this step has moved."""
         self._looked = True
         if self._still:
             self._steps += 1
@@ -198,7 +201,7 @@ class ForwardState:
                 place.note()
 
     def commit(self) -> None:
-        """What is there counts."""
+        """Commit what is there now."""
         if self.places:  # of a small network without any, a step is short
             self._commit()
 
@@ -219,14 +222,15 @@ class ForwardState:
     # Before one
 
     def roll_back(self) -> None:
-        """What was changed after the last commit does not count."""
+        """Undo what was changed after the last commit; StateLost where a parameter has moved for the first time
+        since."""
         self.put_back()
         if any(p.parameter and digest(p.tensor) != p.built for p in self._still):
             raise StateLost("parameters that no optimizer has were moved for the first time as a rank was lost")
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """The same, of all that has moved before: after passes that were only to look."""
+        """Put the committed values back into all places that have moved before: after passes that were only to look."""
         self._put(self._kept)
 
     def _put(self, values: list[Tensor]) -> None:
@@ -240,7 +244,7 @@ class ForwardState:
 
     @torch.no_grad()
     def again(self) -> None:
-        """Another part of the same pass follows: it begins with what the pass began with."""
+        """Prepare another part of the same pass, which begins with what the pass began with."""
         for place, value in self._first.items():
             place.put(value)
         moved = [p.name for p in self._still if p.parameter and not self._first and not p.noted]
@@ -254,7 +258,7 @@ class ForwardState:
     # The state
 
     def copies(self) -> dict[str, Tensor]:
-        """Every copy, by every name of the model's that it goes by; not clones."""
+        """The committed copies, by every name of the model's that each goes by; not clones of them."""
         kept = dict(zip(self._copied, self._kept, strict=True))
         return {name: kept[place] for name, place in self._named.items() if place in kept}
 
@@ -263,17 +267,18 @@ class ForwardState:
         return {n: t for n, t in self.copies().items() if not self._named[n].persistent and self._named[n].moves}
 
     def settle(self) -> None:
-        """Between two steps, before the state is saved: has all that moves been found?"""
+        """Find all that moves, between two steps and before the state is saved."""
         self._find(thorough=True)
 
     @property
     def strayed(self) -> bool:
-        """Is a forward moving what never moved before?"""
+        """True if a forward is moving a parameter that never moved before."""
         return any(p.parameter and not p.noted for p in self._still)
 
     @torch.no_grad()
     def make_room(self, coming: Mapping[str, Tensor]) -> None:
-        """These are about to be copied into the model: there has to be memory of their shape, and the model's own."""
+        """Make room for tensors that are about to be copied into the model: memory of their shape, which is the model's
+        own."""
         for name, place in self._named.items():
             now, value = place.tensor, coming.get(name)
             if value is not None and not place.parameter and (now is not place.at or value.shape != now.shape):
@@ -281,7 +286,8 @@ class ForwardState:
 
     @torch.no_grad()
     def loaded(self, beside: Mapping[str, Tensor]) -> None:
-        """The model has been given another state; with it goes this, which ``state_dict()`` does not have."""
+        """Take note that the model has been given another state. ``beside``: the part of that state which
+        ``state_dict()`` does not have."""
         for name, value in beside.items():
             if name in self._named:
                 self._named[name].put(value)
@@ -294,8 +300,8 @@ class ForwardState:
     # In memory that outlives this process
 
     def write(self, into: list[Tensor], told: Any) -> None:
-        """What is there now; ``told`` is, for each place, whether it is there: not what is as it was built, nor what
-        has another shape by now."""
+        """Write what is there now. ``told`` says for each place whether it was written: a tensor that is as it was
+        built is not, nor is one that has another shape by now."""
         self.look()
         now = [p.owner[p.key] for p in self.places]
         for i, place in enumerate(self.places):
@@ -309,7 +315,7 @@ class ForwardState:
 
     @torch.no_grad()
     def read(self, kept: list[Tensor], told: Any) -> None:
-        """Go on from what was written. StateLost where that is not there, but in some process."""
+        """Go on from what was written. StateLost where a tensor is not there, but was in the memory of some process."""
         for place, value, how in zip(self.places, kept, told.tolist(), strict=True):
             if how == HERE:
                 place.put(value)

@@ -1,4 +1,4 @@
-"""A network whose weights, gradients and optimizer slots are spread over the ranks (torch's FSDP2), and what goes
+"""A network whose weights, gradients and optimizer slots are spread over the ranks (torch's FSDP2), and the conversion
 between its shards and whole tensors.
 
 Where the ranks share memory, the gathering of weights and the summing of gradients go through it; else through the
@@ -35,15 +35,15 @@ from apportion.parallel.replica.initial_model import refuse_renormalising, refus
 _CALLS_ITS_PARTS = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
 )  # fmt: skip
-"""Of what torch composes of layers. The others (attention, a transformer layer) use weights of their parts without
-calling them."""
+"""The modules of torch that call their parts. The other composed ones (attention, a transformer layer) use weights of
+their parts without calling them."""
 _GATHER, _SCATTER = 0, 1
 
 
 def units(model: nn.Module, least: int) -> list[nn.Module]:
     """The layers that are gathered one at a time, innermost first; the model itself, which holds the rest, is the last.
 
-    A unit has so many parameters at least, and all the layers that share one of them.
+    A unit has ``least`` parameters or more, and all the layers that share one of them.
     """
     holders: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
@@ -126,7 +126,8 @@ class Sharded:
         self._calls[number] += 1
 
     def _refuse_moved(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Nobody keeps what is written to gathered weights. torch counts that; gathering them does not count."""
+        """Refuse a forward that writes to gathered weights, which would not be kept. torch counts such writes;
+        gathering the weights does not count."""
         for name, p in module.named_parameters():
             if p.requires_grad or isinstance(p, DTensor) or p.is_inference():
                 continue
@@ -146,8 +147,8 @@ class Sharded:
         self._used[number] = True
 
     def sum(self, loss: Tensor) -> Tensor:
-        """The end of a step's backward passes: the sum of the ranks' losses; ``p.grad`` is None again where no rank has
-        used a parameter, so that the optimizer skips it as on one device. Called by all ranks."""
+        """End a step's backward passes, and return the sum of the ranks' losses; ``p.grad`` is None again where no rank
+        has used a parameter, so that the optimizer skips it as on one device. Called by all ranks."""
         tail = torch.tensor([*self._calls, *self._used, 0.0], dtype=torch.float64, device=loss.device)
         tail[-1] = loss
         self._group.all_reduce(tail).wait()
@@ -162,7 +163,8 @@ class Sharded:
 
     @torch.no_grad()
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], largest: float) -> None:
-        """As ``torch.nn.utils.clip_grad_norm_``; each rank measures and scales its shards. Called by all ranks."""
+        """Clip the gradients as ``torch.nn.utils.clip_grad_norm_`` does; each rank measures and scales its shards.
+        Called by all ranks."""
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
         if not gradients:
             return
@@ -173,12 +175,12 @@ class Sharded:
             g.mul_(scale.to(g.dtype))
 
     def let_go(self) -> None:
-        """Of whole weights that are kept for a backward pass that does not come."""
+        """Free whole weights that are kept for a backward pass that does not come."""
         for unit in self._units:
             unit.reshard()
 
     def whole(self, state: State) -> State:
-        """The same state in whole tensors, in the host's memory. Called by all ranks."""
+        """The state in whole tensors, in the host's memory. Called by all ranks."""
 
         def gathered(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor):
@@ -192,7 +194,7 @@ class Sharded:
         )
 
     def spread(self, state: State, optimizers: Iterable[str]) -> State:
-        """This rank's shards of a state in whole tensors. ``optimizers``: their names."""
+        """This rank's shards of a state that is given in whole tensors. ``optimizers``: the names of the optimizers."""
         owners = [f"{name}/" if name else "" for name in optimizers]
 
         def slot(key: str, tensor: Tensor) -> Tensor:
@@ -207,23 +209,23 @@ class Sharded:
         )
 
     def _shards(self, name: str, tensor: Tensor) -> Tensor:
-        """Of a parameter, or a slot of its shape; other tensors are every rank's."""
+        """The shard of a parameter, or of a slot of its shape; any other tensor is the same on every rank."""
         p: Any = self._names.get(name)
         return _shard_of(tensor, p) if isinstance(p, DTensor) and p.shape == tensor.shape else tensor
 
     def nbytes(self, slots: Iterable[Tensor]) -> int:
-        """Of weights, buffers and these slots, that this rank has."""
+        """The bytes of the weights, the buffers and these slots that this rank has."""
         return sum(local(t).nbytes for t in (*self._model.parameters(), *self._model.buffers(), *slots))
 
 
 def _without_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """FSDP gathers a layer for its backward pass when the gradient of its output arrives. On a view that is written to
-    in place (``h += x``) it would never hear of it."""
+    """Clone outputs that are views. FSDP gathers a layer for its backward pass when the gradient of its output arrives,
+    and would not see that on a view which is written to in place (``h += x``)."""
     return tree.map_tensors(lambda t: t.clone() if t.requires_grad and is_view(t) else t, outputs)
 
 
 def _mesh(world: World) -> DeviceMesh:
-    """All ranks, in a row. FSDP asks for a process group, whatever its messages go through."""
+    """The mesh of all ranks, in a row. FSDP asks for a process group, whatever its messages go through."""
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)  # where FSDP puts what it gathers
     # Never left: torch keeps what it has worked out for this mesh for as long as the process lives.
@@ -241,11 +243,12 @@ class _Messages:
         self._group, self._number, self._name = group, number, name
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Where a message is put together."""
+        """The memory in which a message is put together."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _agree(self, kind: int, numel: int) -> None:
-        """Every rank is at the same message: what else it takes for one has other layers' numbers in it."""
+        """Check that every rank is at the same message: a rank would otherwise take other layers' numbers for its
+        own."""
         own = torch.tensor([kind, self._number, numel])
         if bool((self._group.all_gather(own) != own).any()):
             raise _apart(self._group, f"at layer {self._name!r}")
@@ -277,7 +280,7 @@ def _apart(group: Group, where: str) -> ApportionError:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """The part of a tensor that this rank has."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -305,8 +308,8 @@ WHOLE_KERNEL = (
 
 
 def refuse_optimizer(optimizer: Optimizer, *, searches: bool, alone: bool) -> None:
-    """ValueError where it cannot update shards. ``searches``: it evaluates the loss as often as it likes. ``alone``:
-    the one rank has all of every weight."""
+    """Raise ValueError where an optimizer cannot update shards. ``searches``: it evaluates the loss as often as it
+    likes. ``alone``: the one rank has all of every weight."""
     kind = type(optimizer)
     if kind not in ON_SHARDS:
         raise ValueError(f"{kind.__name__} is {NOT_ELEMENTWISE}, or {'map_reduce' if searches else 'data_parallel'}")
@@ -315,7 +318,7 @@ def refuse_optimizer(optimizer: Optimizer, *, searches: bool, alone: bool) -> No
 
 
 def refuse_layers(model: nn.Module, microbatches: int) -> None:
-    """ValueError, by the layer's name, for what cannot be spread over ranks, or not cut into parts."""
+    """Raise ValueError, by the layer's name, for layers that cannot be spread over ranks, or not cut into parts."""
     refuse_tied_by_memory(model, "each rank holds a part of every weight")
     refuse_renormalising(model, "each rank would rescale what its own examples look up")
     for name, p in model.named_parameters():

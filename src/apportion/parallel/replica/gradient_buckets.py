@@ -1,4 +1,4 @@
-"""The sum of every rank's gradients, in few messages; where the way is long, while the backward pass still computes.
+"""The sum of every rank's gradients, in few messages; where messages take long, while the backward pass still computes.
 
 Small gradients are packed into flat buffers, large ones are summed where they lie. Which parameters were used, and the
 loss, ride in the tail of the last buffer: a parameter that no rank used keeps ``grad=None``, so that the optimizer
@@ -23,14 +23,14 @@ from apportion.core import fast_paths, torch_private
 from apportion.errors import ApportionError
 
 LARGE_BYTES = 1 << 20
-"""From here on copying a gradient costs more than a message of its own."""
+"""The bytes of a gradient from which on copying it costs more than a message of its own."""
 MOST_BYTES = 25 << 20
-"""Of what leaves early together: PyTorch DDP's default."""
+"""The most bytes of gradients that leave early together: PyTorch DDP's default."""
 
 
 def early_bytes(ranks: int) -> int:
-    """Of gradients that leave together before the backward pass has ended: so many that each message of a ring of these
-    ranks has half a MiB, beside which its latency is small."""
+    """The bytes of gradients that leave together before the backward pass has ended: so many that each message of a
+    ring of these ranks has half a MiB, beside which its latency is small."""
     return min(MOST_BYTES, max(LARGE_BYTES, ranks * LARGE_BYTES // 2))
 
 
@@ -43,7 +43,7 @@ class _Packed:
     views: list[Tensor]
     tail: Tensor
     missing: set[nn.Parameter] = field(default_factory=set)
-    """Of which the backward pass under way has no gradient yet."""
+    """The parameters for which the backward pass under way has no gradient yet."""
 
 
 class GradientSum:
@@ -79,25 +79,25 @@ class GradientSum:
             last = self._packed[-1] = _pack(rest[-1], len(dense) + 1)
             self._tail = last.tail
         self._early = self._packed[: len(full)]
-        """What can leave before the backward pass has ended."""
+        """The buffers that can leave before the backward pass has ended."""
         self._has_lane = bool(self._early)
         self._lane = group.lane() if self._has_lane else None
         self._sent: list[Work] = []
         self._sends = self._observes = False
         self._observed = False
-        """Has a backward pass been seen from its beginning to its end?"""
+        """True once a backward pass has been seen from its beginning to its end."""
         for packed in self._early:
             for p in packed.parameters:
                 p.register_post_accumulate_grad_hook(self._whole(packed))
 
     def rejoin(self, group: Group) -> None:
-        """The same parameters over other ranks."""
+        """Sum the gradients of the same parameters over other ranks from now on."""
         self.close()
         self._group = group
         self._lane = group.lane() if self._has_lane else None
 
     def begin(self) -> None:
-        """The backward pass that follows makes the gradients whole: what it has filled may leave."""
+        """Begin the backward pass that makes the gradients whole: the buffers that it has filled may leave."""
         self._sent = []
         for packed in self._early:
             packed.missing = set(packed.parameters)
@@ -127,7 +127,8 @@ class GradientSum:
         self._sends = self._observes = False
 
     def __call__(self, loss: Tensor | None, weight: float) -> Tensor:
-        """Every ``p.grad`` becomes the sum over the ranks; the sum of weight times loss (None: no rows here)."""
+        """Replace every ``p.grad`` by its sum over the ranks; returns the sum of weight times loss (None: this rank has
+        no rows)."""
         self._observed |= self._observes
         self._sends = self._observes = False
         used = [p.grad is not None for p in self._dense]
@@ -150,7 +151,7 @@ class GradientSum:
         return total
 
     def close(self) -> None:
-        """Leave the connection that is this sum's own."""
+        """Close the connection that is this sum's own."""
         if self._lane is not None:
             self._lane.close()
             self._lane = None
@@ -184,7 +185,8 @@ class GradientSum:
         return self._start(packed.flat)
 
     def _make_dense(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Sparse gradients among those of parameters that are not known to have them become dense; were there any?"""
+        """Make sparse gradients dense, of parameters that are not known to have them; returns whether any were
+        found."""
         found = [p for p in parameters if p.grad is not None and p.grad.layout is not torch.strided]
         for p in found:
             p.grad = dense(p, self._optimizers)
@@ -203,7 +205,8 @@ class GradientSum:
         return [self._start(p.grad) for p in self._large if p.grad is not None]
 
     def _drop_unused(self) -> None:
-        """A rank that used every parameter need not look: each of them was used."""
+        """Set ``p.grad`` to None where no rank used a parameter. A rank that used every parameter need not look: each
+        of them was used."""
         for p, ranks in zip(self._dense, self._tail[:-1].tolist(), strict=True):
             if ranks == 0.0:
                 p.grad = None
@@ -222,8 +225,8 @@ class GradientSum:
 
 
 def dense(p: nn.Parameter, optimizers: Optimizer | Sequence[Optimizer], name: str = "") -> Tensor:
-    """A parameter's sparse gradient with its zeros, where its optimizer makes the same update of that: of a look-up by
-    ``F.embedding(..., sparse=True)``, which no layer tells of beforehand."""
+    """A parameter's sparse gradient with its zeros, where its optimizer makes the same update of that; else ValueError.
+    It comes of a look-up by ``F.embedding(..., sparse=True)``, which no layer tells of beforehand."""
     given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
     kinds = [type(o) for o in given for group in o.param_groups if any(p is q for q in group["params"])]
     assert p.grad is not None
@@ -243,7 +246,8 @@ def _nbytes(p: nn.Parameter) -> int:
 def _gathered(
     parameters: Sequence[nn.Parameter], most: int | None
 ) -> tuple[list[list[nn.Parameter]], list[list[nn.Parameter]]]:
-    """In this order, those of one dtype and device together until there are so many bytes; and what is left of each."""
+    """The parameters in this order, those of one dtype and device together until they have ``most`` bytes; and what is
+    left of each kind."""
     full: list[list[nn.Parameter]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for p in parameters:

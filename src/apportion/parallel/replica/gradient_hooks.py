@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from apportion.core.torch_private import gradient_hooks_of
 
 Hooks = tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]], nn.Parameter]
-"""Those that are given the gradient, and those that are given the parameter once it has one; whose they are."""
+"""The hooks of a parameter that are given the gradient, those that are given the parameter once it has one, and the
+parameter itself."""
 
 
 class GradientHooks:
@@ -27,7 +28,7 @@ class GradientHooks:
 
     @property
     def names(self) -> list[str]:
-        """The parameters that have any."""
+        """The names of the parameters that have hooks."""
         return list(self._hooks)
 
     def __bool__(self) -> bool:
@@ -35,8 +36,8 @@ class GradientHooks:
 
     @torch.no_grad()
     def __call__(self, parameters: Mapping[nn.Parameter, str], *, of_parameters: bool = True) -> None:
-        """The gradients of these, by their names, are whole: call their hooks. ``of_parameters``: those too that are
-        given the parameter, which ``torch.autograd.grad`` does not call."""
+        """Call the hooks of these parameters, by their names: their gradients are whole. ``of_parameters``: call those
+        hooks, too, that are given the parameter, which ``torch.autograd.grad`` does not call."""
         for p, name in reversed(list(parameters.items())):
             if name in self._hooks and p.grad is not None:
                 given, after, owner = self._hooks[name]

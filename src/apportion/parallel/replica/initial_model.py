@@ -22,8 +22,8 @@ def fresh_model(workload: Workload, device: torch.device, dtype: torch.dtype | N
 
 
 def in_precision(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """The same model, its floating and complex tensors in this dtype. Complex ones stay complex, and weights or buffers
-    that lie in one memory still do; ``nn.Module.to`` sees to neither."""
+    """Cast the model's floating and complex tensors to this dtype, in place. Complex ones stay complex, and weights or
+    buffers that lie in one memory still do; ``nn.Module.to`` sees to neither."""
     tensors = (*model.parameters(), *model.buffers())
     if dtype is None or all(t.dtype in (dtype, dtype.to_complex()) for t in tensors if _is_cast(t)):
         return model
@@ -55,7 +55,7 @@ def in_precision(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Returns a number that tensors have in common which lie in one memory, as views of one another do: who changes one
+    """Returns a number that tensors have in common which lie in one memory, as views of one another do: a change of one
     of them changes the others."""
     strided = tensor.layout is torch.strided and tensor.untyped_storage().data_ptr()
     return tensor.untyped_storage().data_ptr() if strided else id(tensor)
@@ -82,12 +82,12 @@ class Tie:
     """Two parameters that lie in one memory (``c.weight.data = a.weight.data``)."""
 
     name: str
-    """Of the one that has all of the memory that they share."""
+    """The name of the parameter that has all of the memory which both share."""
     other: str
     offset: int
-    """Element of the first at which the other begins."""
+    """The element of the first parameter at which the other begins."""
     stride: tuple[int, ...]
-    """Of the other."""
+    """The stride of the other parameter."""
 
 
 def tied_by_memory(model: nn.Module) -> Iterator[Tie]:
@@ -114,7 +114,7 @@ def tied_by_memory(model: nn.Module) -> Iterator[Tie]:
 
 
 def refuse_tied_by_memory(model: nn.Module, why: str) -> None:
-    """ValueError where two parameters lie in one memory. ``why``: what the strategy does with each."""
+    """Raise ValueError where two parameters lie in one memory. ``why``: what the strategy does with each."""
     for tie in tied_by_memory(model):
         raise ValueError(
             f"{tie.name} and {tie.other} are two parameters in one memory, and {why}: make them one parameter "
@@ -123,7 +123,8 @@ def refuse_tied_by_memory(model: nn.Module, why: str) -> None:
 
 
 def refuse_renormalising(model: nn.Module, why: str) -> None:
-    """ValueError where an embedding rescales the rows that it looks up, in place. ``why``: what becomes of that."""
+    """Raise ValueError where an embedding rescales the rows that it looks up, in place. ``why``: what becomes of
+    that."""
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""How much of each batch a rank takes, in proportion to how fast it is found to be."""
+"""The share of each batch that a rank takes, in proportion to how fast it is found to be."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from apportion.comm.group import Group
 from apportion.core.sampler import DataShard
 
 EVERY_STEPS = 8
-"""Between two looks at everyone's speed."""
+"""The number of steps between two looks at every rank's speed."""
 TOLERANCE = 0.05
-"""Relative changes below this are noise: the shares stay."""
+"""The relative change of a share below which it is noise, and the shares stay."""
 SMOOTHING = 0.5
-"""Of the way to what was measured last: a rank's fixed costs make its speed depend on its share."""
+"""The part of the way that a share goes to what was measured last: a rank's fixed costs make its speed depend on its
+share."""
 
 
 def new_shares(shares: Sequence[float], speeds: Sequence[float], batch_size: int) -> tuple[float, ...]:
@@ -34,14 +35,14 @@ def new_shares(shares: Sequence[float], speeds: Sequence[float], batch_size: int
 
 
 class MeasuredShares:
-    """One rank's clock, and what all ranks make of their clocks: the same shares on each of them."""
+    """One rank's clock, and the shares that follow from all ranks' clocks: the same shares on each of them."""
 
     def __init__(self, rank: int, size: int, batch_size: int) -> None:
         self._batch_size = batch_size
         self.start_over(rank, size)
 
     def start_over(self, rank: int, size: int) -> None:
-        """Among other ranks: equal shares until speeds are known."""
+        """Start again among other ranks, with equal shares until speeds are known."""
         self._rank = rank
         self._shares: tuple[float, ...] = (1.0 / size,) * size
         self._rows = self._steps = 0
@@ -50,18 +51,20 @@ class MeasuredShares:
         self.shard = DataShard(rank, size, shares=self._shares)
 
     def computed(self, rows: int, waited: float) -> None:
-        """This rank has made so many rows since ``begin``, of which it waited so many seconds for others."""
+        """Note that this rank has computed ``rows`` rows since ``begin``, of which time it waited ``waited`` seconds
+        for others."""
         if self._since is not None:
             self._rows += rows
             self._seconds += time.perf_counter() - self._since - waited
             self._steps += 1
 
     def begin(self) -> None:
-        """Rows begin."""
+        """Start the clock, as rows begin to be computed."""
         self._since = time.perf_counter()
 
     def look(self, group: Group) -> None:
-        """Now and then: everyone's speed, and the shares that follow. Called by all ranks after every step."""
+        """Exchange every rank's speed now and then, and take the shares that follow. Called by all ranks after every
+        step."""
         if self._steps < EVERY_STEPS:
             return
         speed = self._rows / self._seconds if self._seconds > 0.0 else 0.0

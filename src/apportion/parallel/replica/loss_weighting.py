@@ -22,8 +22,8 @@ class LossShare:
         self._replica, self._workload, self._group = replica, replica.workload, group
 
     def __call__(self, batch: Batch, *, own: bool, total: float) -> tuple[Tensor, float]:
-        """Forward, on a batch that has rows, of so many terms in all; ``own``: they are this rank's, and not borrowed.
-        Called by all ranks."""
+        """Run the forward on a batch that has rows; returns its loss and weight. ``own``: the rows are this rank's, and
+        not borrowed; ``total``: the loss terms in all. Called by all ranks."""
         with self._replica.autocast():
             outputs = self._replica.outputs(batch)
             if self._workload.count is None:
@@ -37,14 +37,16 @@ class LossShare:
             return torch.stack(zeros).sum(), 0.0
 
     def told(self) -> float:
-        """What a rank's weighted loss adds to the one that is told: a loss that all ranks have adds its part of one."""
+        """The factor of a rank's weighted loss in the loss that is reported: where all ranks have one loss, each adds
+        its part of it."""
         return 1.0 / self._group.size if self._workload.count is None else 1.0
 
     def _gathered(self, rows: Any, many: int, own: bool) -> Any:
         return tree.map_tensors(lambda t: gather_rows(t[: many if own else 0], self._group), rows)
 
     def total(self, batch: Batch) -> float:
-        """Loss terms in the global batch, of which these are this rank's rows. Called by all ranks."""
+        """The number of loss terms in the global batch, of which ``batch`` has this rank's rows. Called by all
+        ranks."""
         if self._workload.count is None:
             return 1.0
         if self._workload.count is examples:

@@ -1,4 +1,4 @@
-"""One process's whole copy of the network with its optimizers: what strategies that do not cut the model build on."""
+"""One process's whole copy of the network with its optimizers, on which strategies that do not cut the model build."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from apportion.parallel.replica.forward_state import ForwardState
 from apportion.parallel.replica.initial_model import fresh_model
 
 SETTLE_SECONDS = 2.0
-"""How long a state that is asked for in the middle of an update waits for its end."""
+"""The seconds that a request for the state in the middle of an update waits for the update to end."""
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -64,7 +64,7 @@ class Replica:
             self.model.compile()
         self.step = 0
         self.seconds = 0.0
-        """Spent in updates, in all."""
+        """The seconds spent in updates, in all."""
         self._rng = _Reseed(workload.seed, rank, device)
         self._trainable = [p for p in self.model.parameters() if p.requires_grad]
         self._owned = {
@@ -80,15 +80,15 @@ class Replica:
             for p in group["params"]
             if not p.requires_grad
         ]
-        """That an optimizer has, and that did not ask for a gradient when the step was built."""
+        """The parameters that an optimizer has, and that did not ask for a gradient when the step was built."""
         self.settled = threading.Condition()
-        """Held by whoever copies the state, or changes what a copy is of."""
+        """A condition that is held while the state is copied, or while what is copied changes."""
         self.show: Callable[[], None] = lambda: None
-        """Called before the optimizers' state is read."""
+        """A function that is called before the optimizers' state is read."""
         self.share = 1.0
-        """The weight of every loss that goes back: of a replica that computes a part of the batch, its part."""
+        """The weight of every loss that goes back: for a replica that computes a part of the batch, its part."""
         self.updating = False
-        """Has an update changed something that is not committed yet?"""
+        """True if an update has changed something that is not committed yet."""
         self.forward = ForwardState(self.model, self.trainable())
         self._training = [m for m in self.model.modules() if m.training]
 
@@ -121,7 +121,7 @@ class Replica:
                     raise ValueError(f"{what} does not go with {kind}, which evaluates the loss itself")
 
     def start_schedules(self, total_steps: int) -> None:
-        """The learning-rate schedules, now that the number of updates is known; before the first step."""
+        """Make the learning-rate schedules, now that the number of updates is known; before the first step."""
         self.forward.note()
         schedule = self.workload.schedule
         if schedule is None:
@@ -136,8 +136,8 @@ class Replica:
             self.schedules[name] = made
 
     def may_thaw(self) -> None:
-        """What is frozen now and given to an optimizer counts as trained: where one process has all gradients, it may
-        get one at any step."""
+        """Count parameters as trained that are frozen now and given to an optimizer: where one process has all
+        gradients, they may get one at any step."""
         frozen = {id(p) for p in self._frozen}
         self._trainable = [p for p in self.model.parameters() if p.requires_grad or id(p) in frozen]
         for name, optimizer in self.optimizers.items():
@@ -168,9 +168,8 @@ class Replica:
         return _NOTHING if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def reseed(self, step: int) -> None:
-        """Draws inside the model become a function of the seed and the step, so that a step can be repeated: torch's
-        of the rank too (dropout), those of ``random`` and numpy not (a layer that is left out is left out everywhere).
-        """
+        """Seed the draws inside the model by the seed and the step, so that a step can be repeated: torch's by the rank
+        too (dropout), those of ``random`` and numpy not (a layer that is left out is left out everywhere)."""
         self._rng(step)
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
@@ -216,12 +215,13 @@ class Replica:
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """What floating tensors become: float64 is asked for of everything, the rest stays as the user made it."""
+        """The dtype that floating tensors become: float64 where it is asked for, of everything; None: they stay as the
+        user made them."""
         return torch.float64 if self.workload.precision == "float64" else None
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Any:
-        """Outputs in evaluation mode. A carried state of its own follows the rows of the evaluation set."""
+        """The outputs in evaluation mode. A carried state of its own follows the rows of the evaluation set."""
         for module in self._training:
             module.training = False
         try:
@@ -239,7 +239,7 @@ class Replica:
     # Update
 
     def apply(self, optimizer: str) -> None:
-        """One update by this optimizer with the gradients in ``p.grad``; then there are none."""
+        """Make one update by this optimizer with the gradients in ``p.grad``, and then remove them."""
         if optimizer in self.searching:
             kind = type(self.optimizers[optimizer]).__name__
             raise ValueError(
@@ -265,7 +265,8 @@ class Replica:
         self.seconds += time.perf_counter() - began
 
     def search(self, optimizer: str, evaluate: Callable[[], Tensor]) -> None:
-        """One update by an optimizer that evaluates the loss, and the gradients in ``p.grad``, as often as it likes."""
+        """Make one update by an optimizer that evaluates the loss, and the gradients in ``p.grad``, as often as it
+        likes."""
         with self.settled:
             self.updating = True
         self.optimizers[optimizer].step(evaluate)  # type: ignore[arg-type] # a tensor is a float to it
@@ -275,7 +276,7 @@ class Replica:
             p.grad = None
 
     def commit(self) -> None:
-        """The step is made: what a forward pass changes (buffers, carried state) counts from here on."""
+        """End the step: what a forward pass changes (buffers, carried state) counts from here on."""
         for p in self._idle:  # that no optimizer was given: what gathers there is nobody's
             p.grad = None
         with self.settled:
@@ -287,14 +288,14 @@ class Replica:
             self.settled.notify_all()
 
     def advance(self) -> None:
-        """An update was made elsewhere: the schedules go on, and the step is made."""
+        """Take note of an update that was made elsewhere: the schedules go on, and the step ends."""
         for name, schedule in self.schedules.items():
             mark_stepped(self.optimizers[name])  # a schedule warns without
             schedule.step()
         self.commit()
 
     def catch_up(self, step: int) -> None:
-        """The same, for every update up to this one."""
+        """Take note of every update up to this step that was made elsewhere: the schedules go on, and the step ends."""
         if self.step >= step:
             return
         for name, schedule in self.schedules.items():
@@ -305,38 +306,39 @@ class Replica:
         self.commit()
 
     def keep_buffers(self) -> None:
-        """What the forward passes so far have changed counts."""
+        """Commit what the forward passes so far have changed."""
         self.forward.commit()
 
     def roll_back(self) -> None:
-        """What a forward pass after the last update has changed does not count."""
+        """Undo what a forward pass after the last update has changed."""
         self.forward.roll_back()
 
     def again(self, step: int) -> None:
-        """Another part of the same batch follows: its forward begins with what that of the first began with, and
-        leaves out the same layers. A step changes once what a forward changes."""
+        """Prepare another part of the same batch: its forward begins with what that of the first began with, and leaves
+        out the same layers. A step changes once what a forward changes."""
         self.forward.again()
         self.decide(step)
 
     def decide(self, step: int) -> None:
-        """Python's and numpy's generators give what they gave the first part of the batch of this step."""
+        """Seed Python's and numpy's generators so that they give what they gave the first part of the batch of this
+        step."""
         self._rng.decide(step)
 
     def sit(self, rank: int) -> None:
-        """This process has another rank."""
+        """Give this process another rank."""
         self.rank = self._rng.rank = rank
 
     # State
 
     def state(self, group: Group | None = None, rows: int | None = None) -> State:
-        """Copies of everything; with a carried state, called by all ranks of the group, each saying how many of its
+        """The state, in copies; with a carried state, called by all ranks of the group, each saying how many of its
         carried rows are its own."""
         self.forward.settle()
         return self._state({} if self.carry is None else self.carry.gather(group or Alone(), rows))
 
     def committed(self) -> State | None:
-        """The state after the last update, asked from another thread; None where one is being made and does not end
-        soon: with several optimizers it lasts from the first one's step to the last one's."""
+        """The state after the last update, asked from another thread; None where an update is being made and does not
+        end soon: with several optimizers it lasts from the first one's step to the last one's."""
         with self.settled:
             if not self.settled.wait_for(lambda: not self.updating, SETTLE_SECONDS) or self.forward.strayed:
                 return None
@@ -358,7 +360,7 @@ class Replica:
         return {name: committed.get(name, tensor) for name, tensor in self.model.state_dict().items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a state would hold copies of, as it is, by the names of ``State.tensors``."""
+        """The tensors that a state would hold copies of, as they are, by the names of ``State.tensors``."""
         self.show()
         model = {f"model/{name}": tensor.detach() for name, tensor in self._committed_model().items()}
         return model | {f"optimizer/{name}": tensor for name, tensor in self.slots()}
@@ -378,7 +380,7 @@ class Replica:
                         yield f"{owner}/{self.names[p]}/{name}".lstrip("/"), tensor
 
     def settings(self) -> dict[str, Any]:
-        """What of the state is no tensor, as plain JSON."""
+        """The part of the state that is not tensors, as plain JSON."""
         groups = {
             name: [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
             for name, optimizer in self.optimizers.items()
@@ -393,7 +395,7 @@ class Replica:
         return settings
 
     def _plain_slots(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-        """What is no tensor of the optimizer's state, by parameter."""
+        """The part of the optimizer's state that is not tensors, by parameter."""
         state: Mapping[Any, Mapping[str, Any]] = optimizer.state
         rests = {self.names[p]: closure.rest(slots) for p, slots in state.items()}
         return {name: rest for name, rest in rests.items() if rest}
@@ -421,7 +423,7 @@ class Replica:
         self.updating = False
 
     def _optimizer_state(self, owner: str, optimizer: Optimizer, state: State, groups: list[Any]) -> dict[str, Any]:
-        """The optimizer's own form, parameters by number."""
+        """The state in the optimizer's own form, with parameters by number."""
         numbers: dict[str, int] = {}
         numbered = []
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
@@ -443,7 +445,7 @@ class Replica:
 
 
 def called(workload: Workload, model: nn.Module, batch: Batch, device: torch.device) -> Any:
-    """What a model gives for a batch with which a recurrent state begins."""
+    """The outputs of a model for a batch with which a recurrent state begins."""
     dtype = _AUTOCAST.get(workload.precision)
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
         if workload.carry is None:
@@ -468,7 +470,7 @@ class _Reseed:
         self.decide(step)
 
     def decide(self, step: int) -> None:
-        """The generators of Python and numpy, alike on every rank."""
+        """Seed the generators of Python and numpy, the same on every rank."""
         number = mix(self._seed, step) & 0xFFFFFFFF
         random.seed(number)
         np.random.seed(number)

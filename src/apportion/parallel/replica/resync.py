@@ -1,7 +1,7 @@
-"""After a change of the membership: every rank's replica at the latest update that is whole.
+"""The agreement after a change of the membership: every rank's replica goes on from the latest update that is whole.
 
-An update is made without a wait in it, so whoever is interrupted has made it or has not: survivors are at step c or at
-c + 1, where some had left the sum of the gradients and others had not, and a replacement is at 0.
+An update is made without a wait in it, so a rank that is interrupted has made it or has not: survivors are at step c or
+at c + 1, where some had left the sum of the gradients and others had not, and a replacement is at 0.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from apportion.parallel.replica.replica import Replica
 
 
 def agree(replica: Replica, world: World) -> None:
-    """The replica furthest ahead gives the others its state. Called by all ranks of the world, each with a replica that
-    is whole: what was begun after its last update is undone."""
+    """Give every rank the state of the replica that is furthest ahead. Called by all ranks of the world, each with a
+    replica that is whole: what was begun after its last update is undone."""
     group = world.group()
     replica.roll_back()
     steps = group.all_gather(torch.tensor([replica.step], device=world.device)).flatten().tolist()

@@ -22,7 +22,7 @@ class OneDeviceStep(Step):
     """The whole batch, forward, backward and update, in this process."""
 
     def __init__(self, workload: Workload, device: torch.device, rank: int = 0, *, alone: bool = False) -> None:
-        """``alone``: there is no other rank, which would have to know of a weight that thaws."""
+        """Build the step. ``alone``: this is the only rank, so that no other has to know of a weight that thaws."""
         self.replica = Replica(workload, rank=rank, device=device)
         if alone:
             self.replica.may_thaw()

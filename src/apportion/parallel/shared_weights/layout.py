@@ -1,5 +1,5 @@
-"""Where the weights of a host lie: two versions of weights, optimizer slots and buffers, and one word that says which
-of them is live.
+"""The layout of the weights of a host in memory: two versions of weights, optimizer slots and buffers, and one word
+that says which of them is live.
 
 ::
 
@@ -8,8 +8,8 @@ of them is live.
     gradient of rank 0, of rank 1, ...                   written by that rank alone
     inputs and output gradients of each factored layer   rows of the whole batch, each written by its rank
 
-The memory belongs to the host's supervisor and outlives any worker. Nobody writes the live version, so a worker that
-dies in the middle of an update leaves the last whole one behind.
+The memory belongs to the host's supervisor and outlives any worker. No process writes the live version, so a worker
+that dies in the middle of an update leaves the last whole one behind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from apportion.parallel.optim.elementwise import ElementwiseRule
 
 ALIGN = 64
-"""Bytes that every tensor starts on a multiple of."""
+"""The bytes that every tensor starts on a multiple of."""
 VERSIONS = 2
 
 
@@ -33,17 +33,17 @@ class SharedRegion:
     """The parameters of one optimizer group and type, one after the other."""
 
     group: int
-    """Which of the optimizer's, by number: loading a state makes new ones."""
+    """The number of the optimizer's group: a number, since loading a state makes new groups."""
     rule: ElementwiseRule
     dtype: torch.dtype
     parameters: tuple[int, ...]
-    """By number: the place in the model's order of those that the optimizer has."""
+    """The numbers of the parameters: their places in the model's order of those that the optimizer has."""
     starts: tuple[int, ...]
-    """Element at which each begins."""
+    """The element at which each parameter begins."""
     length: int
 
     def number_at(self, element: int) -> int:
-        """Which of ``parameters`` an element belongs to, or the gap after it."""
+        """Return which of ``parameters`` an element belongs to, or the gap after it."""
         found = 0
         for k, start in enumerate(self.starts):
             found = k if start <= element else found
@@ -55,7 +55,7 @@ class FactoredLayer:
     """A Linear layer whose gradient is made from what the ranks exchange instead: its inputs and output gradients."""
 
     parameter: int
-    """The weight's number."""
+    """The number of the layer's weight among the parameters."""
     inputs: int
     outputs: int
     dtype: torch.dtype
@@ -63,27 +63,27 @@ class FactoredLayer:
 
 @dataclass
 class SharedLayout:
-    """What lies where."""
+    """The layout of everything in the shared memory."""
 
     regions: list[SharedRegion]
     buffers: list[tuple[torch.Size, torch.dtype]]
     layers: list[FactoredLayer]
     rows: int
-    """Of a global batch: what a factored layer has room for."""
+    """The rows of a global batch, for which a factored layer has room."""
     parameters: int
     seats: int
     carried: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
-    """Leaves of the recurrent state of all lanes."""
+    """The shape and type of each leaf of the recurrent state of all lanes."""
     frozen: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
-    """Parameters that no optimizer has. Where no forward moves them, their memory is never touched, and costs nothing.
-    """
+    """The shape and type of each parameter that no optimizer has. Where no forward pass moves them, their memory is
+    never touched, and costs nothing."""
     nbytes: int = 0
     _at: dict[str, tuple[int, torch.dtype, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._add_kept()
         self.kept = self.nbytes
-        """Bytes of both versions; the rest is where a step's gradients pass through."""
+        """The bytes of both versions; the rest is where a step's gradients pass through."""
         for version in range(VERSIONS):
             for k, (shape, dtype) in enumerate(self.frozen):
                 self._add(f"frozen/{version}/{k}", dtype, shape.numel())
@@ -116,7 +116,7 @@ class SharedLayout:
         self.nbytes += -(-size // ALIGN) * ALIGN
 
     def tensor(self, memory: memoryview, name: str) -> Tensor:
-        """One of its parts, flat."""
+        """Return one of the layout's parts as a flat tensor."""
         offset, dtype, numel = self._at[name]
         if not numel:
             return torch.empty(0, dtype=dtype)
@@ -126,7 +126,8 @@ class SharedLayout:
 def regions_of(
     groups: Sequence[tuple[Mapping[str, Any], ElementwiseRule]], parameters: Sequence[nn.Parameter]
 ) -> list[SharedRegion]:
-    """The parameters by optimizer group and type, in the order in which the optimizer has them."""
+    """Return the regions of the parameters by optimizer group and type, in the order in which the optimizer has
+    them."""
     numbers = {p: i for i, p in enumerate(parameters)}
     regions = []
     for number, (group, rule) in enumerate(groups):
@@ -142,7 +143,7 @@ def regions_of(
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Do its elements fill their memory without gaps or overlaps, in whatever order?"""
+    """Return whether a tensor's elements fill their memory without gaps or overlaps, in whatever order."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
         if stride != expected:
@@ -152,5 +153,5 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def shaped(flat: Tensor, start: int, like: Tensor) -> Tensor:
-    """The elements from ``start`` on, in the shape and order of another tensor."""
+    """Return the elements from ``start`` on, in the shape and order of another tensor."""
     return flat[start : start + like.numel()].as_strided(like.shape, like.stride())

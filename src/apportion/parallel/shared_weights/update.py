@@ -49,16 +49,18 @@ from apportion.parallel.shared_weights.layout import (
 )
 
 PIECE = 1 << 16
-"""Elements of a piece: with its slots it stays in a core's second-level cache between the operations on it."""
+"""The number of elements of a piece: with its slots it stays in a core's second-level cache between the operations on
+it."""
 FACTORED_PIECE = 1 << 20
-"""Elements of a piece whose gradient is a matrix product: below some 256 rows that loses a third of its speed."""
+"""The number of elements of a piece whose gradient is a matrix product: below some 256 rows that loses a third of its
+speed."""
 _COMMIT, _READY = 0, 1
 _LOSS, _ALL_USED, _SQUARES = 0, 1, 2
 _START, _ROWS, _DENSE = 0, 1, 2
 
 
 def unsuited(replica: Replica, world: World) -> str | None:
-    """Why the weights cannot lie in shared pages; None where they can."""
+    """Return why the weights cannot lie in shared pages; None where they can."""
     workload = replica.workload
     if fast_paths.is_plain("pages"):
         return "the plain path is asked for"
@@ -90,13 +92,13 @@ class _SlicePart:
 
     region: SharedRegion
     first: int
-    """Number of the first parameter in it."""
+    """The number of the first parameter in the piece."""
     versions: tuple[FlatPiece, ...]
     gradients: tuple[Tensor, ...]
-    """Of each rank."""
+    """The gradient of each rank."""
     scratch: Tensor
     layer: int
-    """The factored layer, -1: none. Then ``rows`` are those of its weight."""
+    """The number of the factored layer, -1: none. Then ``rows`` are those of its weight."""
     rows: slice
 
 
@@ -148,13 +150,13 @@ class SharedUpdate:
             redirect(module, lambda x, dy, i=i: self._take_product(i, x, dy))
         self._batch: Batch | None = None
         self._fresh = world.generation > 0
-        """Has this process never had the weights?"""
+        """Tells whether this process has never had the weights."""
         self._used_by: Any = None
         self._cursor = [0] * len(self.layout.layers)
         self.seconds = 0.0
 
     def _find_layers(self) -> list[tuple[int, nn.Linear, bool]]:
-        """(number of the weight, layer, is it factored?)."""
+        """Return (number of the weight, layer, whether it is factored) of each plain Linear layer."""
         numbers: dict[Tensor, int] = {p: i for i, p in enumerate(self._parameters)}
         found = [(numbers[m.weight], m) for m in plain_layers(self._replica.model) if m.weight in numbers]
         return [(i, m, factored(m.weight, self._batch_size)) for i, m in found]
@@ -202,7 +204,7 @@ class SharedUpdate:
         return self.layout.regions[self._place[i][0]].rule
 
     def _initial_slots(self) -> dict[tuple[int, str], Tensor]:
-        """What the optimizer has made of its slots before the first update."""
+        """Return the slots that the optimizer has made before the first update."""
         return {
             (i, slot): self._optimizer.state[p][slot].clone()
             for i, p in enumerate(self._parameters)
@@ -232,7 +234,7 @@ class SharedUpdate:
         self.restore()
 
     def _publish(self) -> None:
-        """The weights as this process has them (every rank the same) become the live version. The commit word comes
+        """Make the weights as this process has them (every rank has the same) the live version. The commit word comes
         with them: were it written elsewhere, a death in between would leave it to the state before."""
         if not self._fresh:
             self._commit.value = self._replica.step
@@ -257,7 +259,7 @@ class SharedUpdate:
         return self._replica.step if state else 0
 
     def restore(self) -> None:
-        """This process's weights and buffers become the live version; what was begun after it is forgotten."""
+        """Make this process's weights and buffers the live version; what was begun after it is forgotten."""
         live = self._commit.value % VERSIONS
         with self._replica.settled:
             self._replica.catch_up(self._commit.value)
@@ -271,7 +273,8 @@ class SharedUpdate:
             p.data = view
 
     def _slice(self, *, coalesced: bool) -> list[tuple[int, int, int]]:
-        """(region, from element, to element) of this rank's slice, cut at every parameter, or where it must be."""
+        """Return (region, from element, to element) of this rank's slice, cut at every parameter, or only where it must
+        be."""
         ends = np.cumsum([0, *(region.length for region in self.layout.regions)])
         total = int(ends[-1])
         cuts = [self._cut_point(total * rank // self._size, ends) for rank in (self._rank, self._rank + 1)]
@@ -290,7 +293,7 @@ class SharedUpdate:
         return found
 
     def _cut_point(self, wanted: int, ends: Any) -> int:
-        """A place near the wanted one where two ranks' slices may meet."""
+        """Return a place near the wanted one where two ranks' slices may meet."""
         for r, region in enumerate(self.layout.regions):
             if not ends[r] <= wanted < ends[r + 1]:
                 continue
@@ -344,7 +347,7 @@ class SharedUpdate:
     # This rank's gradient
 
     def begin(self, batch: Batch) -> None:
-        """A backward pass of these rows follows."""
+        """Prepare for a backward pass of these rows."""
         self._batch = batch
         self._written = [False] * len(self._written)
         self._many = 0
@@ -355,7 +358,7 @@ class SharedUpdate:
             own[:, _ROWS:] = 0
 
     def _first(self, i: int) -> bool:
-        """Is this the first that comes to this parameter's gradient in this step?"""
+        """Return whether this is the first contribution to this parameter's gradient in this step."""
         if self._written[i]:
             return False
         self._written[i] = True
@@ -406,7 +409,7 @@ class SharedUpdate:
     # The update
 
     def __call__(self, loss: Tensor | None, weight: float) -> Tensor:
-        """One update with everyone's gradients; the sum over ranks of weight times loss."""
+        """Make one update with everyone's gradients; returns the sum over ranks of weight times loss."""
         replica, line = self._replica, self._lines[self._rank]
         line[_LOSS] = 0.0 if loss is None else float(loss) * weight
         line[_ALL_USED] = all_used = self._many == len(self._written)
@@ -436,7 +439,7 @@ class SharedUpdate:
         return torch.tensor(total, dtype=loss.dtype if loss is not None else torch.get_default_dtype())
 
     def _used_now(self) -> Any:
-        """Which parameters anyone has used, by number; None: every rank all of them."""
+        """Return which parameters any rank has used, by number; None: every rank has used all of them."""
         if all(self._lines[rank, _ALL_USED] for rank in range(self._size)):
             self._used_by = None
             return None
@@ -460,7 +463,7 @@ class SharedUpdate:
                 _keep(part.versions[old], part.versions[new])
 
     def _each_parameter(self) -> list[_SlicePart]:
-        """The slice in pieces of one parameter each: some have had more updates than others."""
+        """Return the slice in pieces of one parameter each: some have had more updates than others."""
         if self._single is None:
             self._single = self._cut(self._slice(coalesced=False))
         return self._single
@@ -471,7 +474,7 @@ class SharedUpdate:
         part.region.rule.update(group, count, gradient, part.versions[old], part.versions[new])
 
     def _gradient(self, part: _SlicePart) -> Tensor:
-        """The sum over ranks, in rank order."""
+        """Return the sum of the gradients over ranks, in rank order."""
         if part.layer >= 0:
             return self._product(part)
         by = self._used_by
@@ -488,7 +491,7 @@ class SharedUpdate:
         return part.scratch
 
     def _product(self, part: _SlicePart) -> Tensor:
-        """From every rank's rows of the factors."""
+        """Return the gradient of a factored layer's rows as a product of every rank's factors."""
         table = self._rows[: self._size, part.layer]
         inputs, outputs = self._inputs[part.layer], self._outputs[part.layer]
         found = part.scratch.view(part.rows.stop - part.rows.start, -1)
@@ -507,7 +510,8 @@ class SharedUpdate:
         return part.scratch.zero_() if fresh else part.scratch
 
     def _clip(self, gradients: Sequence[Tensor]) -> float:
-        """What torch's clip_grad_norm_ scales by; each element's square is counted by the rank that owns it."""
+        """Return the factor that torch's clip_grad_norm_ scales by; each element's square is counted by the rank that
+        owns it."""
         most = self._replica.workload.clip_grad_norm
         assert most is not None
         norms = [float(g.norm(dtype=torch.float64)) for g in gradients]
@@ -520,8 +524,8 @@ class SharedUpdate:
     # State
 
     def show(self) -> None:
-        """The optimizer's state becomes that of the version that the weights are of (another rank may have committed
-        the next one): what is read of it afterwards is a view."""
+        """Set the optimizer's state to that of the version that the weights are of (another rank may have committed the
+        next one): what is read of it afterwards is a view."""
         live = self._replica.step % VERSIONS
         for i, p in enumerate(self._parameters):
             count, rule = int(self._counts[live][i]), self._rule(i)
@@ -535,12 +539,12 @@ class SharedUpdate:
                 self._optimizer.state[p] = state
 
     def loading(self) -> None:
-        """The replica is about to load another state: not into the live version."""
+        """Prepare for loading another state: it must not be loaded into the live version."""
         for p in self._parameters:
             p.data = p.data.clone()
 
     def loaded(self) -> None:
-        """The replica has loaded another state: it becomes the live version. Called by all ranks."""
+        """Make the state that the replica has loaded the live version. Called by all ranks."""
         self._group.barrier()
         self._ready.value = 0
         self._group.barrier()
@@ -549,7 +553,7 @@ class SharedUpdate:
 
     @property
     def kept(self) -> memoryview:
-        """Both versions of weights, slots and buffers: once a host."""
+        """The memory of both versions of weights, slots and buffers: once a host."""
         return self._memory[: self.layout.kept]
 
 
@@ -564,7 +568,7 @@ def _keep(old: FlatPiece, new: FlatPiece) -> None:
 
 
 def _stretches(table: Any) -> list[tuple[int, int]]:
-    """Rows that ranks have written one after the other, joined: (from, to)."""
+    """Return the stretches (from, to) of rows that ranks have written, where consecutive ones are joined."""
     joined: list[tuple[int, int]] = []
     for start, rows, _ in table.tolist():
         if not rows:

@@ -15,14 +15,16 @@ from apportion.parallel.spatial.placements import SpatialPlan
 from apportion.parallel.spatial.strip import SpatialShard
 
 Call = Callable[[SpatialPlan, Any, tuple[Any, ...], Mapping[str, Any]], Any]
-"""(holding, the function as it stands in the model, its arguments): strips among them, and what comes out."""
+"""A function that computes a call on strips, called with (holding, the function as it stands in the model, its
+arguments), strips among the arguments; it gives what comes out."""
 
 _NUMPYS = {"axis": "dim", "keepdims": "keepdim", "x": "input"}
-"""Names that torch takes, too."""
+"""The names of arguments that torch takes, too, with its own names for them."""
 
 
 def arguments(names: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """By name. What is not among these names may change what comes out, and is refused."""
+    """The arguments of a call by name. An argument that is not among ``names`` may change what comes out, and is
+    refused."""
     known = names.split()
     given = {_NUMPYS.get(name, name): value for name, value in kwargs.items()}
     strange = [*map(str, args[len(known) :]), *(f"{name}=" for name in given if name not in known)]
@@ -40,12 +42,12 @@ def image_of(given: Mapping[str, Any]) -> SpatialShard:
 
 
 def name_of(call: Any) -> str:
-    """A function's name, or a method's."""
+    """The name of a function, or of a method."""
     return str(call if isinstance(call, str) else call.__name__)
 
 
 def function_of(call: Any) -> Callable[..., Any]:
-    """A function, or the method of its first argument."""
+    """A function to call: the given one, or for a method's name the method of the first argument."""
     if not isinstance(call, str):
         function: Callable[..., Any] = call
         return function
@@ -53,14 +55,14 @@ def function_of(call: Any) -> Callable[..., Any]:
 
 
 def in_place(call: Any) -> bool:
-    """Does it write into its first argument?"""
+    """Return whether a call writes into its first argument."""
     if getattr(call, "__module__", "") == "_operator":
         return name_of(call) in ("iadd", "isub", "imul", "itruediv", "ipow")
     return name_of(call).endswith("_")
 
 
 def unflat(x: SpatialShard) -> SpatialShard:
-    """As an image."""
+    """The image itself; ValueError where it was flattened."""
     if x.flat:
         raise ValueError(f"{x.held()} was flattened, and is used as an image")
     return x
@@ -74,13 +76,14 @@ _SAME = {
     "detach", torch.permute, torch.transpose, torch.chunk, torch.split, functional.dropout, functional.dropout1d,
     functional.dropout2d, functional.dropout3d,
 }  # fmt: skip
-"""What may give the memory that it got, on strips where it does so in the plain model."""
+"""Calls that may give the memory that they got, on strips where they do so in the plain model."""
 _OTHER = {"contiguous", "flatten", "reshape", torch.flatten, torch.reshape, operator.getitem}
-"""What may give the memory that it got, and a copy on strips; or the other way round."""
+"""Calls that may give the memory that they got, and a copy on strips; or the other way round."""
 
 
 def refuse_shared_writes(node: Node, layers: Mapping[str, nn.Module]) -> None:
-    """``layers``: those of the model, by name."""
+    """Refuse a node that writes in place what another tensor that is used shares. ``layers``: those of the model, by
+    name."""
     if not (_writes(node, layers) and node.all_input_nodes):
         return
     written = node.all_input_nodes[0]
@@ -104,7 +107,7 @@ def _writes(node: Node, layers: Mapping[str, nn.Module]) -> bool:
 
 
 def _family(of: Node, layers: Mapping[str, nn.Module], across: bool) -> set[Node]:
-    """All that has this memory, as far as it is known, or as far as it may."""
+    """All nodes that have the memory of this one, as far as it is known, or with ``across`` as far as they may."""
     found, left = {of}, [of]
     while left:
         at = left.pop()
@@ -118,7 +121,7 @@ def _family(of: Node, layers: Mapping[str, nn.Module], across: bool) -> set[Node
 
 
 def _shares(node: Node, layers: Mapping[str, nn.Module], across: bool) -> bool:
-    """Does it give the memory of its first argument?"""
+    """Return whether a node gives the memory of its first argument."""
     if node.op == "call_module":
         layer = layers[str(node.target)]
         if isinstance(layer, nn.Flatten):

@@ -28,13 +28,14 @@ from apportion.parallel.spatial.placements import SpatialPlan, positions
 from apportion.parallel.spatial.strip import SpatialShard, moved, shared, summed
 
 Take = Callable[[str, int, Sequence[int] | None], Tensor]
-"""This rank's slice of a layer's "weight" or "bias": which dimension, which positions. None: all, as on every rank."""
+"""A function that gives this rank's slice of a layer's "weight" or "bias", called with (which of the two, which
+dimension, which positions). None: all positions, as on every rank."""
 
 
 def conv(
     holding: SpatialPlan, x: Tensor | SpatialShard, shape: torch.Size, bias: bool, settings: Conv, take: Take
 ) -> Tensor | SpatialShard | None:
-    """A convolution with weights of this shape; None where it has too few channels for the ranks."""
+    """Compute a convolution with weights of this shape; None where it has too few channels for the ranks."""
     group, outputs, inputs = holding.group, shape[0], shape[1] * settings.groups
     if settings.groups > 1:
         holding.grouped = True
@@ -85,7 +86,7 @@ def _row(x: SpatialShard, bias: bool, settings: Conv, take: Take, group: Group) 
 
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, settings: Conv) -> Tensor:
-    """The plain convolution."""
+    """Compute the plain convolution, with padding of any mode."""
     pairs = list(zip(settings.before, settings.after, strict=True))
     padding = settings.before
     if settings.mode != "zeros" or any(first != last for first, last in pairs):
@@ -99,7 +100,8 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, settings: Conv) ->
 
 
 def batch_norm(holding: SpatialPlan, layer: BatchNormBase, x: SpatialShard) -> SpatialShard:
-    """Every channel has statistics of its own: the rank that has the channel has them."""
+    """Compute a batch normalisation: every channel has statistics of its own, which the rank that has the channel
+    has."""
     mine = positions(strip(x.bounds, holding.group.rank))
     held = {
         name: holding.part(layer, name, 0, mine)
@@ -115,7 +117,7 @@ def batch_norm(holding: SpatialPlan, layer: BatchNormBase, x: SpatialShard) -> S
 
 
 def group_norm(holding: SpatialPlan, layer: nn.GroupNorm, x: SpatialShard) -> SpatialShard | None:
-    """Where whole groups of channels lie on a rank; else None."""
+    """Compute a GroupNorm layer where whole groups of channels lie on a rank; None elsewhere."""
     each = layer.num_channels // layer.num_groups
     if any(at % each for at in x.bounds):
         return None
@@ -126,7 +128,7 @@ def group_norm(holding: SpatialPlan, layer: nn.GroupNorm, x: SpatialShard) -> Sp
 
 
 def prelu(holding: SpatialPlan, layer: nn.PReLU, x: SpatialShard) -> SpatialShard:
-    """One slope for all channels, or one for each."""
+    """Compute a PReLU layer with one slope for all channels, or with one for each."""
     if layer.weight.numel() == 1 or x.dim != 1:
         return x.like(functional.prelu(x.own, holding.use(layer.weight)))
     weight = holding.part(layer, "weight", 0, positions(strip(x.bounds, holding.group.rank)))

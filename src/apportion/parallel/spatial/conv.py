@@ -58,7 +58,7 @@ class Conv:
 
 
 def conv(x: SpatialShard, weight: Tensor, bias: Tensor | None, settings: Conv, group: Group) -> SpatialShard:
-    """Conv1d, Conv2d, Conv3d."""
+    """Compute Conv1d, Conv2d or Conv3d."""
     dims, at = weight.dim() - 2, x.dim - 2
     if settings.mode != "zeros" and (any(settings.before) or any(settings.after)):
         x, settings = _pad_first(x, settings, group)
@@ -96,7 +96,8 @@ def _conv(rows: Tensor, weight: Tensor, bias: Tensor | None, settings: Conv, pad
 
 
 def _pad_first(x: SpatialShard, settings: Conv, group: Group) -> tuple[SpatialShard, Conv]:
-    """Padding that is made of the image."""
+    """Add the padding that is made of the image (a mode other than zeros); returns the padded image, and the settings
+    without padding."""
     none = (0,) * len(settings.stride)
     rest = Conv(stride=settings.stride, before=none, after=none, dilation=settings.dilation, groups=settings.groups)
     pairs = list(zip(settings.before, settings.after, strict=True))
@@ -111,7 +112,7 @@ def _pad_first(x: SpatialShard, settings: Conv, group: Group) -> tuple[SpatialSh
 
 
 def pad_across(x: Tensor, dim: int, pair: Sequence[int], mode: str, value: float = 0.0) -> Tensor:
-    """Along a dimension that is not cut."""
+    """Pad a tensor along a dimension that is not cut."""
     if x.numel() == 0 or mode == "constant":
         return pad_dim(x, dim, pair[0], pair[1], value)
     moved = x.movedim(dim, -1)
@@ -133,7 +134,8 @@ def _across(x: SpatialShard, dims: int) -> list[int]:
 def conv_transpose(
     x: SpatialShard, weight: Tensor, bias: Tensor | None, settings: Conv, output_padding: Any, group: Group
 ) -> SpatialShard:
-    """ConvTranspose1d, ConvTranspose2d, ConvTranspose3d: the outputs of the rows that are wanted, cut to size."""
+    """Compute ConvTranspose1d, ConvTranspose2d or ConvTranspose3d: the outputs of the rows that are wanted, cut to
+    size."""
     dims, at = weight.dim() - 2, x.dim - 2
     extra = each(output_padding, dims)
     layer = Transposed(weight.shape[at + 2], settings.stride[at], settings.dilation[at], settings.before[at])

@@ -5,7 +5,7 @@
     model(x)  --torch.fx-->  x -> conv1 -> relu -> conv2 -> add -> flatten -> linear -> output
                                   cut      each rank its rows, halos between          summed, the same on every rank
 
-A value is whole, and then every rank computes alike, or a ``SpatialShard``. What is not known to be right on a strip is
+A value is whole, the same on every rank, or a ``SpatialShard``. What is not known to be right on a strip is
 refused by name, on the first run, which is made before any training.
 """
 
@@ -37,14 +37,14 @@ from apportion.parallel.tracing.tracer import Unfollowed, follow
 from apportion.parallel.tracing.untraceable import said_here
 
 OTHERS = "data_parallel, or layer_placement"
-"""What works for any layer."""
+"""The strategies that work for any layer."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CALLS = {**known_calls(), **LAYER_CALLS}
 
 
 def cut_network(model: nn.Module, sample: Any, group: Group, split: str) -> dict[str, TensorShard]:
-    """From now on ``model`` runs on the ranks of the group together, called with the whole batch on each of them; what
-    this rank holds of it, by plain name. Called by all ranks."""
+    """Make ``model`` run on the ranks of the group together, called with the whole batch on each of them, from now on;
+    returns what this rank holds of it, by plain name. Called by all ranks."""
     forward = StripForward(model, sample, group, split)
     pieces = forward.plan(sample)
     model.forward = forward
@@ -53,7 +53,7 @@ def cut_network(model: nn.Module, sample: Any, group: Group, split: str) -> dict
 
 @final
 class StripForward:
-    """``model.forward`` on the ranks of a group."""
+    """A model's ``forward`` on the ranks of a group."""
 
     def __init__(self, model: nn.Module, sample: Any, group: Group, split: str) -> None:
         self._model, self._group = model, group
@@ -68,7 +68,7 @@ class StripForward:
 
     @torch.no_grad()
     def plan(self, sample: Any) -> dict[str, TensorShard]:
-        """Run once, on an example, to see what is used where; then keep no more than this rank needs."""
+        """Run the model once, on an example, to see what is used where; then keep no more than this rank needs."""
         with evaluating(self._model.modules()), undisturbed(self._model):
             example = tree.rows(sample, slice(0, 1))
             tree.call(lambda *a, **k: self._run(self._evaluated, a, k), example)
@@ -145,7 +145,8 @@ class StripForward:
             raise ValueError(f'{_place(node)} cannot be cut (split="{self._holding.split}"): {why}{cure}') from error
 
     def _known_layer(self, name: str, layer: nn.Module) -> Layer:
-        """What is done instead of the layer, where it is one of torch's as it was made."""
+        """The function that is run instead of the layer, where this is one of torch's as it was made; else
+        ValueError."""
         known = self._known[name]
         if known is None:
             raise ValueError(
@@ -156,7 +157,7 @@ class StripForward:
         return known
 
     def _alike(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """On what every rank has, the plain operation."""
+        """Run the plain operation on what every rank has."""
         if self._holding.planning:
             if node.op == "call_module":
                 self._holding.used_alike(target)
@@ -166,7 +167,7 @@ class StripForward:
 
 
 def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
-    """By node, the values that nobody needs after it."""
+    """The values that are not needed after a node, by node."""
     dead: dict[Node, list[Node]] = {node: [] for node in graph.nodes}
     seen: set[Node] = set()
     for node in reversed(graph.nodes):
@@ -182,7 +183,7 @@ def _has_strips(value: Any) -> bool:
 
 
 def _given(node: Node, given: Any, kwargs: Mapping[str, Any]) -> Any:
-    """An argument of the model's, as it was called."""
+    """The value of an argument of the model's, as the model was called."""
     name = str(node.target)
     if name.startswith("*"):
         raise ValueError(f"the network takes {name}: write its arguments out, or use {OTHERS}")
@@ -198,7 +199,7 @@ def _attribute(model: nn.Module, target: Any) -> Any:
 
 
 def _place(node: Node) -> str:
-    """Where in the model it is: a layer's name, or the function and the module that calls it."""
+    """The place of a node in the model: a layer's name, or the function and the module that calls it."""
     if node.op == "call_module":
         return str(node.target)
     stack = list(node.meta.get("nn_module_stack", {}).values())
@@ -226,5 +227,6 @@ def _traced(model: nn.Module, sample: Any) -> Graph:
 
 
 def _may_be_whole(module: nn.Module) -> bool:
-    """A module that cannot be followed, and that has nothing in it to be cut, is right where it gets whole tensors."""
+    """Return whether a module that cannot be followed has nothing in it to be cut, so that it is right where it gets
+    whole tensors."""
     return not any(type(inside) in LAYERS and divides(inside, spatial=True) for inside in module.modules())

@@ -1,5 +1,5 @@
-"""What of a model's own Python code may run on strips, and how: element by element, over a dimension, or as a change of
-shape (``strips_shapes.py``).
+"""The operations of a model's own Python code that may run on strips, and how each runs: element by element, over a
+dimension, or as a change of shape (``shapes.py``).
 
 Everything that is not listed is refused: it may look at rows that another rank has.
 """
@@ -49,7 +49,7 @@ def _elementwise_calls() -> set[Any]:
 
 
 def elementwise(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
-    """The function of this rank's rows of every tensor."""
+    """Apply the function to this rank's rows of every tensor."""
     everything = (*args, *kwargs.values())
     first = next((a for a in everything if isinstance(a, SpatialShard)), None)
     if first is None or "out" in kwargs:
@@ -62,7 +62,7 @@ def elementwise(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: 
 
 
 def softmax(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
-    """Along a dimension that is not cut."""
+    """Compute a softmax or log-softmax along a dimension that is not cut."""
     names = "input dim _stacklevel dtype" if call in _SOFTMAX else "input dim dtype"
     given = arguments(names, args, kwargs, dim=None, dtype=None)
     x, dim = image_of(given), given["dim"]
@@ -72,7 +72,8 @@ def softmax(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapp
 
 
 def mean(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """``mean`` and ``sum``: over the dimension that is cut it is a sum over the ranks, which all of them have then."""
+    """Compute ``mean`` or ``sum``: over the dimension that is cut it is a sum over the ranks, which all of them have
+    then."""
     given = arguments("input dim keepdim dtype", args, kwargs, dim=None, keepdim=False)
     x, keep, averaged = image_of(given), given["keepdim"], name_of(call) == "mean"
     if given.get("dtype") is not None:
@@ -94,10 +95,11 @@ def mean(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping
 
 
 def dropout(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
-    """With the draws of the whole image, of which each rank takes its rows: those of one device.
+    """Drop elements or channels by the draws for the whole image, which are those of one device; each rank takes those
+    of its rows.
 
-    All are drawn: torch fills a mask from one stream of numbers, which can be entered at its beginning only, and each
-    example's rows of this rank lie between those of others.
+    The whole mask is drawn: torch fills a mask from one stream of numbers, which can be entered at its beginning only,
+    and each example's rows of this rank lie between those of others.
     """
     given = arguments("input p training inplace", args, kwargs, p=0.5, training=True, inplace=False)
     x, p = image_of(given), given["p"]
@@ -121,8 +123,9 @@ def dropout(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapp
 
 
 def _in_memory(own: Tensor, dim: int) -> list[int]:
-    """The dimensions as they lie in memory, the outermost first: torch draws in this order. Where there is one row of
-    ``dim``, its stride says so only if nothing was left out."""
+    """The dimensions as they lie in memory, the outermost first: torch draws in this order. Where there is at most one
+    row of ``dim``, its stride tells its place only if the tensor is contiguous in that order; else the dimensions keep
+    their own order."""
     strides = own.stride()
     order = sorted(range(own.dim()), key=lambda d: (-strides[d], own.shape[d] == 1))
     inner = 1
@@ -137,7 +140,7 @@ _SOFTMAX = (functional.softmax, functional.log_softmax)
 
 
 def known_calls() -> dict[Any, Call]:
-    """By function, or by the name of a method."""
+    """The function that computes each known operation on strips, by torch's function or by the name of a method."""
     calls: dict[Any, Call] = dict.fromkeys(_elementwise_calls(), elementwise)
     for function, names in (
         (softmax, ("softmax", "log_softmax", torch.softmax, torch.log_softmax, *_SOFTMAX)),

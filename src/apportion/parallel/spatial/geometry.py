@@ -1,4 +1,4 @@
-"""Which rows of an image each rank has, and which it needs: exact whole-number arithmetic, nothing else.
+"""The rows of an image that each rank has, and those that it needs: exact whole-number arithmetic, nothing else.
 
 An image of ``length`` rows lies on the ranks in strips, one after the other: ``bounds`` has a number more than there
 are ranks, and rank r has the rows bounds[r] to bounds[r + 1] - 1. Rows are those of any dimension that is cut.
@@ -32,7 +32,7 @@ def equal(length: int, ranks: int) -> Bounds:
 
 
 def sizes(bounds: Bounds) -> list[int]:
-    """Rows of each rank."""
+    """The number of rows of each rank."""
     return [stop - start for start, stop in pairwise(bounds)]
 
 
@@ -60,16 +60,16 @@ class Window:
     stride: int = 1
     dilation: int = 1
     before: int = 0
-    """Rows of padding before the first; below 0: so many rows are passed over."""
+    """The rows of padding before the first; a number below 0 says how many rows are passed over."""
 
     @property
     def extent(self) -> int:
-        """Rows from the first that an output reads to its last."""
+        """The number of rows from the first that an output reads to its last."""
         return (self.kernel - 1) * self.dilation + 1
 
     def outputs(self, length: int, after: int, *, ceil: bool = False) -> int:
-        """Output rows of so many rows, with ``after`` rows of padding behind the last. ``ceil``: a window that begins
-        in the image, or in the padding before it, may end beyond all of it (``ceil_mode``)."""
+        """The number of output rows of ``length`` rows, with ``after`` rows of padding behind the last. ``ceil``: a
+        window that begins in the image, or in the padding before it, may end beyond all of it (``ceil_mode``)."""
         span = length + self.before + after - self.extent
         many = -(-span // self.stride) + 1 if ceil else span // self.stride + 1
         if ceil and (many - 1) * self.stride >= length + self.before:
@@ -77,16 +77,17 @@ class Window:
         return max(many, 0)
 
     def reads(self, rows: RowRange) -> RowRange:
-        """The rows, padding among them, that these outputs are made of; none for none."""
+        """The rows, padding among them, that these outputs are made of; an empty range for no outputs."""
         start = rows.start * self.stride - self.before
         return RowRange(start, start + (rows.n - 1) * self.stride + self.extent if rows.n > 0 else start)
 
     def real(self, rows: RowRange, length: int) -> RowRange:
-        """The same without the padding."""
+        """The rows of the image, without padding, that these outputs are made of."""
         return within(self.reads(rows), length)
 
     def counts(self, rows: RowRange, length: int, after: int, *, padded: bool) -> list[int]:
-        """Of how many rows each of these outputs is the mean: those in the image, or also those in the padding."""
+        """The number of rows that each of these outputs is the mean of: those in the image, or with ``padded`` also
+        those in the padding."""
         first, last = (-self.before, length + after) if padded else (0, length)
         starts = [o * self.stride - self.before for o in range(*rows)]
         return [min(start + self.kernel, last) - max(start, first) for start in starts]
@@ -115,7 +116,7 @@ class Transposed:
 
 
 def within(rows: RowRange, length: int) -> RowRange:
-    """Those of the rows that are in the image."""
+    """The part of the rows that lies in the image."""
     start = min(max(rows.start, 0), length)
     return RowRange(start, max(min(rows.stop, length), start))
 
@@ -123,7 +124,7 @@ def within(rows: RowRange, length: int) -> RowRange:
 @lru_cache(_KEPT_PLANS)
 def outputs_of(layer: Window | Transposed, bounds: Bounds, outputs: int) -> Bounds:
     """The strips of a layer's output: each rank makes the rows whose middle it has, so that little has to move; but
-    where that would give one more than its share, equal strips."""
+    where a rank would make more than its share, equal strips."""
     if isinstance(layer, Window):
         middle = (layer.extent - 1) // 2 - layer.before
         inner = [-(-(at - middle) // layer.stride) for at in bounds[1:-1]]
@@ -136,12 +137,12 @@ def outputs_of(layer: Window | Transposed, bounds: Bounds, outputs: int) -> Boun
 
 
 class Halo(NamedTuple):
-    """What each rank gets of others, to have the rows that it needs."""
+    """The numbers of rows that each rank gets from others, to have the rows that it needs."""
 
     before: tuple[int, ...]
-    """Rows directly before its own, by rank."""
+    """The number of rows that each rank gets directly before its own, by rank."""
     after: tuple[int, ...]
-    """Rows directly behind its own, by rank."""
+    """The number of rows that each rank gets directly behind its own, by rank."""
 
     @property
     def nothing(self) -> bool:
@@ -150,7 +151,7 @@ class Halo(NamedTuple):
 
 @lru_cache(_KEPT_PLANS)
 def halo_of(bounds: Bounds, wanted: tuple[RowRange, ...]) -> Halo:
-    """What must move so that each rank has the rows it wants, all between."""
+    """The halo that must move so that each rank has the rows it wants, with all rows between these and its own."""
     before, after = [], []
     for rank, rows in enumerate(wanted):
         own = strip(bounds, rank)
@@ -169,28 +170,29 @@ class Edge(NamedTuple):
     """Rows of a neighbour, and the outputs that they have a part in."""
 
     rows: int
-    """How many rows of the neighbour's."""
+    """The number of the neighbour's rows."""
     offset: int
-    """Where the first of them lies among the rows that these outputs read."""
+    """The place of the first of these rows among the rows that the outputs read."""
     length: int
-    """How many rows those outputs read."""
+    """The number of rows that the outputs read."""
     outputs: RowRange
-    """Which of this rank's outputs they are, counted from its first."""
+    """The range of this rank's outputs that read the neighbour's rows, counted from its first output."""
 
 
 class Inside(NamedTuple):
     """A rank's outputs as its own rows alone would give them, and what its two neighbours add to those at the edges."""
 
     padding: int
-    """Rows of padding at both ends of its own rows that give just its outputs."""
+    """The rows of padding at both ends of a rank's own rows with which they give just as many outputs as the rank
+    has."""
     above: Edge | None
     below: Edge | None
 
 
 @lru_cache(_KEPT_PLANS)
 def insides(window: Window, bounds: Bounds, made: Bounds) -> tuple[Inside, ...] | None:
-    """By rank; None where a rank has nothing to do, or needs more than its own rows and a part of its neighbours', or
-    padding that differs."""
+    """The ``Inside`` of each rank; None where a rank has nothing to do, or needs more than its own rows and a part of
+    its neighbours', or padding that differs at its two ends."""
     found = tuple(_inside(window, bounds, made, rank) for rank in range(len(bounds) - 1))
     return None if None in found else found  # type: ignore[return-value]
 
@@ -221,7 +223,8 @@ def _inside(window: Window, bounds: Bounds, made: Bounds, rank: int) -> Inside |
 
 
 def mirrored(rows: RowRange, length: int, mode: str) -> list[int]:
-    """Where the values of these rows come from, of which those outside of the image are padding."""
+    """The row of the image that each of these rows has its values from; rows outside of the image are padding of this
+    mode."""
     if mode == "replicate":
         return [min(max(row, 0), length - 1) for row in range(*rows)]
     if mode == "circular":
@@ -232,5 +235,5 @@ def mirrored(rows: RowRange, length: int, mode: str) -> list[int]:
 
 
 def hull(positions: Sequence[int]) -> RowRange:
-    """From the first to the last of these positions."""
+    """The range from the first to the last of these positions."""
     return RowRange(min(positions), max(positions) + 1) if positions else RowRange(0, 0)

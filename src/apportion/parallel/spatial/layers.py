@@ -1,6 +1,7 @@
-"""What a layer of torch does on a strip: by its class, exactly; another class may do anything, and is refused.
+"""The computation of each layer of torch on a strip, by the layer's exact class; another class may do anything, and is
+refused.
 
-``torch.nn.functional`` has some of the same in functions.
+``torch.nn.functional`` has functions that do what some of these layers do.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def _local_response_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> S
 
 
 def _linear(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
-    """Of a flattened image: each rank keeps the columns for the features it has, and the outputs are terms of a sum."""
+    """Apply a Linear layer. Of a flattened image each rank keeps the columns for the features it has, and the outputs
+    are terms of a sum."""
     if x.flat:
         own = x.own.flatten(1)
         y = summed(functional.linear(own, holding.part(layer, "weight", 1, _features(x, holding))), holding.group)
@@ -56,7 +58,7 @@ def _linear(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
 
 
 def _features(x: SpatialShard, holding: SpatialPlan) -> Sequence[int]:
-    """Where this rank's part of an image is, once it is flat."""
+    """The positions of this rank's part of an image among the features, once the image is flat."""
     return _places(
         tuple(SpatialShard(x.own, x.dim, x.bounds).shape[1:]), x.dim - 1, strip(x.bounds, holding.group.rank)
     )
@@ -78,7 +80,7 @@ def _prelu(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
 
 
 def prelu_call(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
-    """``functional.prelu``: one weight, or one for each channel."""
+    """Compute ``functional.prelu`` with one weight, or with one for each channel."""
     given = arguments("input weight", args, kwargs)
     x, weight = image_of(given), given["weight"]
     if isinstance(weight, SpatialShard) or (x.flat and weight.numel() > 1):
@@ -145,4 +147,4 @@ LAYER_CALLS: Mapping[Any, Call] = {
     functional.prelu: prelu_call,
     torch.prelu: prelu_call,
 }
-"""What ``torch.nn.functional`` has of them."""
+"""The functions of torch that do what these layers do, with what computes each on strips."""

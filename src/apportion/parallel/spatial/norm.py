@@ -1,7 +1,7 @@
 """Normalisation over an image that lies on the ranks in strips: every statistic is that of the whole image.
 
 Batch, group, instance and layer normalisation differ in which values they take together. Each is a normalisation of
-the rows of a matrix whose columns lie on the ranks, and that is what ``batch_norm.py`` does with its channels.
+the rows of a matrix whose columns lie on the ranks, and that is what ``sync_batch_norm.py`` does with its channels.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from apportion.parallel.spatial.strip import SpatialShard
 
 
 def over_image(holding: SpatialPlan, x: SpatialShard) -> bool:
-    """Does it lie as a layer takes it: the image cut behind its channels, or the channels?"""
+    """Return whether an image is cut as a normalisation takes it: behind its channels, or along them."""
     return not x.flat and (x.dim > 1 if holding.spatial else x.dim == 1)
 
 
 def batch_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
-    """BatchNorm1d, BatchNorm2d, BatchNorm3d; where the image is cut, they are made to ask all ranks."""
+    """Compute BatchNorm1d, BatchNorm2d or BatchNorm3d; where the image is cut, the layer asks all ranks for its
+    statistics."""
     if not over_image(holding, x):
         return holding.on_all(layer, x)
     if not holding.spatial:
@@ -41,12 +42,13 @@ def batch_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
 
 
 def ask_all_ranks(layer: BatchNormBase, attendance: NonEmptyRanks) -> None:
-    """From now on the layer's statistics are those of all ranks' rows."""
+    """Make the layer's statistics those of all ranks' rows, from now on."""
     use_whole_batch(layer, attendance)
 
 
 def group_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
-    """GroupNorm."""
+    """Compute a GroupNorm layer: on the parts of the image or of its channels where that is possible, else on the
+    whole."""
     if holding.spatial and over_image(holding, x):
         return _by_groups(holding, layer, x, layer.num_groups)
     found = channels.group_norm(holding, layer, x) if not holding.spatial and over_image(holding, x) else None
@@ -54,7 +56,7 @@ def group_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
 
 
 def instance_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
-    """InstanceNorm1d, InstanceNorm2d, InstanceNorm3d: a group for each channel."""
+    """Compute InstanceNorm1d, InstanceNorm2d or InstanceNorm3d, with a group for each channel."""
     if layer.track_running_stats:
         raise ValueError("its running statistics are means over examples: use track_running_stats=False")
     if holding.spatial and over_image(holding, x):
@@ -71,7 +73,7 @@ def _by_groups(holding: SpatialPlan, layer: Any, x: SpatialShard, groups: int) -
 
 
 def layer_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
-    """LayerNorm over the last dimensions; where one of them is cut, the weights' rows are, too."""
+    """Compute a LayerNorm over the last dimensions; where one of them is cut, the rows of its weights are cut, too."""
     if x.flat:
         return holding.on_all(layer, x)
     before = x.own.dim() - len(layer.normalized_shape)
@@ -87,7 +89,8 @@ def layer_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
 
 
 def _normalised(x: SpatialShard, rows: int, eps: float, group: Group) -> Tensor:
-    """As so many rows of values, each with the mean 0 and the variance 1 over all ranks."""
+    """Normalise an image, taken as ``rows`` rows of values, so that each row has the mean 0 and the variance 1 over all
+    ranks."""
     own = x.own
     if x.shape.numel() == rows:  # each is its own mean
         return own * 0.0

@@ -31,7 +31,7 @@ _BOTH = (("above", -1), ("below", 1))
 
 @dataclass(frozen=True)
 class Geometry:
-    """A convolution, as torch's own functions take it."""
+    """The settings of a convolution, as torch's own functions take them."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -39,7 +39,7 @@ class Geometry:
     groups: int
 
     def without_padding(self, at: int) -> Geometry:
-        """The same with no padding along one of its dimensions."""
+        """The convolution's settings with no padding along one of its dimensions."""
         return self.with_padding(at, 0)
 
     def with_padding(self, at: int, rows: int) -> Geometry:
@@ -73,7 +73,7 @@ def convolve_strip(  # noqa: PLR0913 (what a convolution is of)
     inside: tuple[Inside, ...],
     group: Group,
 ) -> Tensor:
-    """The outputs of this rank's rows. ``inside``: of every rank, see ``strips.insides``."""
+    """Compute the outputs that this rank makes. ``inside``: that of every rank, see ``geometry.insides``."""
     y: Tensor = _Convolve.apply(x, weight, bias, geometry, dim, inside, group)
     return y
 

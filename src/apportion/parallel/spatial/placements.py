@@ -1,5 +1,5 @@
-"""What a rank holds of a network that is cut, as its first run shows: which weights it uses on its strips alone, which
-every rank uses alike, and of which it keeps a slice."""
+"""The parts of a cut network that a rank holds, as its first run shows: which weights it uses on its strips alone,
+which every rank uses on the same values, and of which it keeps a slice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class _Slice:
 
 @dataclass
 class SpatialPlan:
-    """Of one rank. While ``planning``, what is used is noted, and slices are views of what is whole."""
+    """The plan of one rank: how it uses and holds the network. While ``planning``, what is used is noted, and slices
+    are views of what is whole."""
 
     model: nn.Module
     group: Group
@@ -39,9 +40,9 @@ class SpatialPlan:
     alike: set[str] = field(default_factory=set)
     """Parameters that every rank uses on the same values."""
     grouped: bool = False
-    """Has it a convolution with groups?"""
+    """True if the network has a convolution with groups."""
     norms: list[BatchNormBase] = field(default_factory=list)
-    """Those whose statistics are of all ranks."""
+    """The layers whose statistics are those of all ranks."""
 
     def __post_init__(self) -> None:
         self.attendance = NonEmptyRanks(self.group)
@@ -56,16 +57,16 @@ class SpatialPlan:
 
     @property
     def spatial(self) -> bool:
-        """Are images cut, and not their channels?"""
+        """True if images are cut, and not their channels."""
         return self.split in ("height", "width")
 
     def image_dim(self, dims: int) -> int:
-        """Which dimension of (batch, channels, *image) is cut, in an image of so many dimensions; an image of one has
-        only that."""
+        """The dimension of (batch, channels, *image) that is cut, in an image of ``dims`` dimensions; an image of one
+        dimension has only that one."""
         return dims + 1 if self.split == "width" or dims == 1 else dims
 
     def use(self, t: Any) -> Any:
-        """A tensor that all ranks have, to be used on strips."""
+        """Note that a tensor which all ranks have is used on strips, and return it."""
         if not isinstance(t, Tensor):
             return t
         if id(t) not in self.names:
@@ -75,20 +76,20 @@ class SpatialPlan:
         return t
 
     def used_alike(self, of: nn.Module | Tensor) -> None:
-        """It was used on what every rank has."""
+        """Note that a layer or a tensor was used on what every rank has."""
         if self.planning:
             self._alike_layers.add(id(of))
             used = of.parameters() if isinstance(of, nn.Module) else [of]
             self.alike.update(self.names[id(p)] for p in used if id(p) in self.names)
 
     def on_all(self, layer: nn.Module, x: Any) -> Any:
-        """The plain layer, on every rank."""
+        """Run the plain layer on the whole tensor, on every rank."""
         self.used_alike(layer)
         return layer(gathered(x, self.group) if isinstance(x, SpatialShard) else x)
 
     def part(self, owner: nn.Module, attribute: str, dim: int, positions: Sequence[int] | None) -> Tensor:
-        """This rank's slice of a layer's parameter or buffer; after the first run the layer has that slice alone.
-        None: all of it, which all ranks use alike."""
+        """The slice that this rank has of a layer's parameter or buffer; after the first run the layer has that slice
+        alone. None: all positions, used on the same values by all ranks."""
         tensor: Tensor = getattr(owner, attribute)
         if positions is None:
             self.used_alike(tensor)
@@ -111,7 +112,7 @@ class SpatialPlan:
 
     @torch.no_grad()
     def cut(self) -> dict[str, TensorShard]:
-        """End the planning: layers get their slices. What is held, by plain name."""
+        """End the planning, and give layers their slices; returns what is held, by plain name."""
         self.planning = False
         for layer in self.norms:
             if id(layer) in self._alike_layers:

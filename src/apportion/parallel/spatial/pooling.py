@@ -1,4 +1,5 @@
-"""Pooling, and what is like it, over an image that lies on the ranks in strips: each makes its rows of the output."""
+"""Pooling and similar operations over an image that lies on the ranks in strips: each rank makes its rows of the
+output."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ class Pool:
 
 
 def _pooled(x: SpatialShard, settings: Pool, group: Group, fill: float) -> tuple[Tensor, Bounds, tuple[int, ...]]:
-    """The rows that this rank's outputs read, the strips of the output, and the shape of this rank's; for none it is
-    empty, and the first is the output already."""
+    """The rows that this rank's outputs read, the strips of the output, and the shape of this rank's output. Where the
+    rank has no outputs, the shape is empty, and the first value is the output already."""
     dims, at = len(settings.kernel), x.dim - 2
     window = settings.window(at)
     made = outputs_of(window, x.bounds, possible(settings.outputs(at, x.length), x))
@@ -65,7 +66,7 @@ def _pooled(x: SpatialShard, settings: Pool, group: Group, fill: float) -> tuple
 
 
 def max_pool(x: SpatialShard, settings: Pool, group: Group) -> SpatialShard:
-    """MaxPool1d, MaxPool2d, MaxPool3d."""
+    """Compute MaxPool1d, MaxPool2d or MaxPool3d."""
     rows, made, shape = _pooled(x, settings, group, float("-inf"))
     if shape:
         dims = len(settings.kernel)
@@ -75,8 +76,8 @@ def max_pool(x: SpatialShard, settings: Pool, group: Group) -> SpatialShard:
 
 
 def average_pool(x: SpatialShard, settings: Pool, group: Group, *, padded: bool, divisor: int | None) -> SpatialShard:
-    """AvgPool1d, AvgPool2d, AvgPool3d: sums, divided by how many values each is of. ``padded``: counting those in the
-    padding; ``divisor``: divided by that instead."""
+    """Compute AvgPool1d, AvgPool2d or AvgPool3d: sums, divided by the number of values in each. ``padded``: values in
+    the padding are counted; ``divisor``: the number to divide by instead."""
     dims, at = len(settings.kernel), x.dim - 2
     rows, made, shape = _pooled(x, settings, group, 0.0)
     if not shape:
@@ -103,8 +104,8 @@ def average_pool(x: SpatialShard, settings: Pool, group: Group, *, padded: bool,
 
 
 def adaptive_pool(x: SpatialShard, output_size: Any, kind: str, group: Group) -> SpatialShard | Tensor:
-    """AdaptiveAvgPool and AdaptiveMaxPool: output row o is of the rows o L // k to those before ceil((o + 1) L / k).
-    To a single row it is the whole tensor, on every rank."""
+    """Compute AdaptiveAvgPool or AdaptiveMaxPool: output row o is of the rows o L // k to those before ceil((o + 1) L /
+    k). Where there is a single output row, the result is the whole tensor, on every rank."""
     dims, at, length = x.own.dim() - 2, x.dim - 2, x.length
     given = output_size if isinstance(output_size, Sequence) else [output_size] * dims
     target = [x.own.shape[d + 2] if n is None else int(n) for d, n in enumerate(given)]
@@ -126,7 +127,7 @@ def adaptive_pool(x: SpatialShard, output_size: Any, kind: str, group: Group) ->
 
 
 def _to_one(x: SpatialShard, target: Sequence[int], kind: str, group: Group) -> Tensor:
-    """One row, of which every rank has a part."""
+    """Pool the image to one row, of which every rank computes a part."""
     function: Any = _ADAPTIVE[kind][x.own.dim() - 3]
     at = x.dim - 2
     own = x.own
@@ -149,8 +150,8 @@ def _to_one(x: SpatialShard, target: Sequence[int], kind: str, group: Group) -> 
 def upsample(
     x: SpatialShard, size: Sequence[int], factors: Sequence[float] | None, mode: str, group: Group
 ) -> SpatialShard:
-    """Interpolation to a multiple of the rows; linear ones look at a row on either side. ``size``: of the whole image
-    along every dimension; ``factors``: where the model gives them, since torch then does not divide."""
+    """Interpolate to a multiple of the rows; linear modes look at a row on either side. ``size``: that of the whole
+    image along every dimension; ``factors``: where the model gives them, since torch then does not divide."""
     at, reach = x.dim - 2, 0 if mode.startswith("nearest") else 1
     scale = size[at] // x.length
     window = Window(1 + 2 * reach, 1, 1, reach)
@@ -171,7 +172,8 @@ def upsample(
 
 
 def local_response_norm(x: SpatialShard, settings: tuple[int, float, float, float], group: Group) -> SpatialShard:
-    """Over channels: a strip of the image has all of them; a rank with some of them needs a few of its neighbours'."""
+    """Normalise over channels: a strip of the image has all of them; a rank with some of them needs a few of its
+    neighbours'."""
     size, alpha, beta, k = settings
     if x.dim != 1:
         return x.like(functional.local_response_norm(x.own, size, alpha, beta, k) if x.own.numel() else x.own * 1)
@@ -185,7 +187,7 @@ def local_response_norm(x: SpatialShard, settings: tuple[int, float, float, floa
 
 
 def pixel_shuffle(x: SpatialShard, factor: int) -> SpatialShard:
-    """Each pixel becomes a square of them."""
+    """Turn each pixel into a square of pixels, made of its channels."""
     made = tuple(n * factor for n in x.bounds)
     if not x.own.numel():
         shape = [x.own.shape[0], x.own.shape[1] // factor**2, *(n * factor for n in x.own.shape[2:])]

@@ -1,4 +1,4 @@
-"""Changes of shape on strips: what moves no value to another rank, or values to where they are wanted."""
+"""Changes of shape on strips, which move no value to another rank, or move values to where they are wanted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PARTS = {"chunks": "parts", "split_size": "parts", "split_size_or_sections": "p
 
 
 def aligned(holding: SpatialPlan, value: Any, first: SpatialShard) -> Any:
-    """This rank's rows of a value, as those of the first."""
+    """The rows of a value that go with this rank's rows of ``first``."""
     from_right = first.dim - first.own.dim()
     if isinstance(value, SpatialShard):
         if value.dim - value.own.dim() != from_right or value.length != first.length or value.flat != first.flat:
@@ -44,7 +44,7 @@ def aligned(holding: SpatialPlan, value: Any, first: SpatialShard) -> Any:
 
 
 def shape(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Of the whole tensor: ``x.shape``, ``x.size()``, ``x.dtype``."""
+    """The shape and similar facts of the whole tensor: ``x.shape``, ``x.size()``, ``x.dtype``."""
     x, *rest = args
     if call is getattr:
         plain = {"shape": x.shape, "ndim": len(x.shape), "dtype": x.own.dtype, "device": x.own.device}
@@ -58,7 +58,7 @@ def shape(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mappin
 
 
 def flatten(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
-    """``flatten(x, 1)``: put off until someone needs it."""
+    """Compute ``flatten(x, 1)``, put off until flat values are needed."""
     given = arguments("input start_dim end_dim", args, kwargs, start_dim=0, end_dim=-1)
     x, start, end = image_of(given), given["start_dim"], given["end_dim"]
     dims = len(x.shape)
@@ -68,14 +68,14 @@ def flatten(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapp
 
 
 def _flat(x: SpatialShard) -> SpatialShard:
-    """Put off; but not where each rank has some of the rows that stay rows."""
+    """Put off the flattening; but not where each rank has some of the rows that stay rows."""
     return (
         SpatialShard(x.own.flatten(1), 0, x.bounds) if x.dim == 0 else SpatialShard(x.own, x.dim, x.bounds, flat=True)
     )
 
 
 def view(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
-    """``x.view(n, -1)``, where it flattens."""
+    """Compute ``x.view(n, -1)``, where it flattens."""
     x, *sizes = args
     sizes = sizes or list(kwargs.values())
     if len(sizes) == 1 and isinstance(sizes[0], list | tuple):
@@ -87,7 +87,7 @@ def view(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping
 
 
 def permute(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
-    """The dimension that is cut goes to another place."""
+    """Permute dimensions: the one that is cut goes to another place."""
     x, *order = args
     order = order or list(kwargs.values())
     dims = [d % x.own.dim() for d in (order[0] if len(order) == 1 else order)]
@@ -103,7 +103,7 @@ def transpose(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Ma
 
 
 def take(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """``x[:, :, ::2, ::2]``: slices."""
+    """Take slices, as in ``x[:, :, ::2, ::2]``."""
     x, index = args
     if isinstance(x, tuple | list) and isinstance(index, int | slice):  # of several: what chunk() gives
         return x[index]
@@ -129,13 +129,13 @@ def take(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping
 
 
 def pad(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
-    """``functional.pad``."""
+    """Compute ``functional.pad`` on a strip."""
     given = arguments("input pad mode value", args, kwargs, mode="constant", value=None)
     return padded_by(holding, image_of(given), list(given["pad"]), given["mode"], given["value"] or 0.0)
 
 
 def padded_by(holding: SpatialPlan, x: SpatialShard, numbers: list[int], mode: str, value: float) -> SpatialShard:
-    """The numbers, two a dimension, begin with the last one."""
+    """Pad an image by numbers, two a dimension, that begin with the last dimension."""
     pairs = {unflat(x).own.dim() - 1 - at // 2: (numbers[at], numbers[at + 1]) for at in range(0, len(numbers), 2)}
     before, after = pairs.pop(x.dim, (0, 0))
     for dim, pair in pairs.items():
@@ -147,7 +147,7 @@ def padded_by(holding: SpatialPlan, x: SpatialShard, numbers: list[int], mode: s
 
 
 def concatenate(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
-    """``torch.cat`` along a dimension that is not cut."""
+    """Compute ``torch.cat`` along a dimension that is not cut."""
     given = arguments("tensors dim", args, kwargs, dim=0)
     parts, dim = given["tensors"], given["dim"]
     first = next(p for p in parts if isinstance(p, SpatialShard))
@@ -157,7 +157,7 @@ def concatenate(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: 
 
 
 def _rows(holding: SpatialPlan, part: Tensor | SpatialShard, first: SpatialShard) -> Tensor:
-    """Its rows as those of the first; a single one does not stand for all."""
+    """The rows of a part that go with this rank's rows of ``first``; a single row does not stand for all."""
     if isinstance(part, Tensor) and part.dim() == first.own.dim() and part.shape[first.dim] == first.length:
         rows = strip(first.bounds, holding.group.rank)
         return holding.use(part).narrow(first.dim, rows.start, rows.n)  # type: ignore[no-any-return]
@@ -167,7 +167,7 @@ def _rows(holding: SpatialPlan, part: Tensor | SpatialShard, first: SpatialShard
 def chunk(
     holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[SpatialShard, ...]:
-    """``chunk`` and ``split`` along a dimension that is not cut."""
+    """Compute ``chunk`` or ``split`` along a dimension that is not cut."""
     named = {_PARTS.get(name, name): value for name, value in kwargs.items()}
     given = arguments("input parts dim", args, named, dim=0)
     x, dim = image_of(given), given["dim"]
@@ -177,7 +177,8 @@ def chunk(
 
 
 def known_calls() -> dict[Any, Call]:
-    """By function, or by the name of a method."""
+    """The function that computes each known change of shape on strips, by torch's function or by the name of a
+    method."""
     calls: dict[Any, Call] = {getattr: shape}
     for function, names in (
         (shape, ("size", "dim", "ndimension")),

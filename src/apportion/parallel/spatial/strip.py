@@ -1,4 +1,4 @@
-"""A tensor that lies on the ranks in strips, and how ranks come to the rows that others have."""
+"""A tensor that lies on the ranks in strips, and how a rank gets rows that other ranks have."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class SpatialShard:
     own: Tensor
     dim: int
     bounds: Bounds
-    """Of all ranks' parts."""
+    """The bounds of all ranks' parts."""
     source: Tensor | None = None
-    """The whole, where this rank has it: then no rows need to be fetched."""
+    """The whole tensor, where this rank has it: then no rows need to be fetched."""
     flat: bool = False
-    """Does the model see it flattened behind dimension 0? It stays as it was until someone needs it flat."""
+    """True if the model sees the tensor flattened behind dimension 0; it stays as it was until flat values are
+    needed."""
 
     @property
     def length(self) -> int:
@@ -45,37 +46,38 @@ class SpatialShard:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole tensor, as the model sees it."""
+        """The shape of the whole tensor, as the model sees it."""
         whole = [*self.own.shape[: self.dim], self.length, *self.own.shape[self.dim + 1 :]]
         return torch.Size([whole[0], torch.Size(whole[1:]).numel()] if self.flat else whole)
 
     def like(self, own: Tensor) -> SpatialShard:
-        """The same rows of another tensor."""
+        """A shard that has ``own`` as this rank's rows, with the dimension and the bounds of this one."""
         return replace(self, own=own, source=None)
 
     def held(self) -> str:
-        """For messages."""
+        """A description for messages: the shape, and the dimension that is cut."""
         return f"{'x'.join(map(str, self.shape))}, cut along dimension {self.dim}"
 
 
 def cut(whole: Tensor, dim: int, group: Group, bounds: Bounds | None = None) -> SpatialShard:
-    """This rank's part of what all ranks have; the parts' gradients add up to that of the whole."""
+    """The part that this rank takes of a tensor that all ranks have; the parts' gradients add up to that of the
+    whole."""
     return part_of(shared(whole, group), dim, bounds or equal(whole.shape[dim], group.size), group)
 
 
 def part_of(source: Tensor, dim: int, bounds: Bounds, group: Group) -> SpatialShard:
-    """This rank's rows of a tensor that it has to itself."""
+    """The rows that this rank takes of a tensor that it has to itself."""
     rows = strip(bounds, group.rank)
     return SpatialShard(source.narrow(dim, rows.start, rows.n), dim, bounds, source)
 
 
 def shared(whole: Tensor, group: Group) -> Tensor:
-    """What all ranks have, for each to make something else of: its gradient is the sum of theirs."""
+    """A tensor that all ranks have, for each to make something else of: its gradient is the sum of theirs."""
     return copy_to(whole, group) if whole.requires_grad and torch.is_grad_enabled() else whole
 
 
 def gathered(x: SpatialShard, group: Group) -> Tensor:
-    """The whole tensor on every rank, for what all compute alike."""
+    """The whole tensor on every rank, for what all ranks compute on the same values."""
     whole = x.own if group.size == 1 else gather_from(x.own.contiguous(), group, x.dim, sizes(x.bounds))
     return whole.flatten(1) if x.flat else whole
 
@@ -86,7 +88,7 @@ def summed(part: Tensor, group: Group) -> Tensor:
 
 
 def fetched(x: SpatialShard, wanted: tuple[RowRange, ...], group: Group) -> Tensor:
-    """The rows that this rank wants, of whichever ranks have them. ``wanted``: what each rank wants."""
+    """The rows that this rank wants, from the ranks that have them. ``wanted``: what each rank wants."""
     own, rows = x.own, wanted[group.rank]
     if x.source is not None:
         return x.source.narrow(x.dim, rows.start, max(rows.n, 0))
@@ -103,7 +105,7 @@ def fetched(x: SpatialShard, wanted: tuple[RowRange, ...], group: Group) -> Tens
 
 
 def moved(x: SpatialShard, bounds: Bounds, group: Group) -> SpatialShard:
-    """The same tensor in other strips."""
+    """The tensor in other strips."""
     if bounds == x.bounds:
         return x
     wanted = tuple(strip(bounds, rank) for rank in range(group.size))
@@ -113,7 +115,7 @@ def moved(x: SpatialShard, bounds: Bounds, group: Group) -> SpatialShard:
 def padded(
     x: SpatialShard, before: int, after: int, group: Group, *, mode: str = "constant", value: float = 0.0
 ) -> SpatialShard:
-    """With more rows at its ends (fewer, where negative), as ``functional.pad`` makes them."""
+    """The tensor with more rows at its ends (fewer, where negative), as ``functional.pad`` makes them."""
     if mode == "circular" and min(before, after) < 0:  # torch goes round what is left
         x = padded(x, min(before, 0), min(after, 0), group)
         before, after = max(before, 0), max(after, 0)
@@ -133,7 +135,7 @@ def padded(
 
 
 def filled(real: Tensor, dim: int, reads: RowRange, length: int, value: float = 0.0) -> Tensor:
-    """The rows that are read, those outside of the image filled in."""
+    """The rows that are read, with those outside of the image filled in."""
     if reads.n <= 0:
         return real
     before = min(max(-reads.start, 0), reads.n)
@@ -142,20 +144,20 @@ def filled(real: Tensor, dim: int, reads: RowRange, length: int, value: float = 
 
 
 def pad_dim(x: Tensor, dim: int, before: int, after: int, value: float = 0.0) -> Tensor:
-    """More rows at the ends of a dimension."""
+    """Pad a dimension of a tensor with rows at its ends."""
     return functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [before, after], value=value)
 
 
 def nothing(shape: Sequence[int], *of: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor without elements that a gradient, of zeros, goes back from: its rank takes part in every exchange.
-    ``dtype``: what the other ranks compute; None: that of the first tensor."""
+    """A tensor without elements through which a gradient of zeros goes back, so that its rank takes part in every
+    exchange. ``dtype``: that of what the other ranks compute; None: that of the first tensor."""
     tensors = [t for t in of if isinstance(t, Tensor)]
     total = torch.stack([t.sum() for t in tensors]).sum().to(dtype or tensors[0].dtype)
     return total.expand(tuple(shape))
 
 
 def computed(x: Tensor) -> torch.dtype:
-    """What a convolution makes of these: under autocast another type."""
+    """The dtype that a convolution gives for this tensor: under autocast it is another one."""
     kind = x.device.type
     lower = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if lower else x.dtype

@@ -1,4 +1,5 @@
-"""Layers that look around a pixel, on strips: convolutions, pooling, upsampling; and torch's functions of the same."""
+"""Layers that look around a pixel, on strips: convolutions, pooling, upsampling; and the functions of torch that do
+what these layers do."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from apportion.parallel.spatial.pooling import Pool
 from apportion.parallel.spatial.strip import SpatialShard, cut, nothing
 
 Layer = Callable[[SpatialPlan, Any, Any], Any]
-"""(holding, the layer, its input): the input is a strip, or of what ``divides`` a whole tensor."""
+"""The function of a layer on strips, called with (holding, the layer, its input): the input is a strip, or for a layer
+that ``divides`` accepts a whole tensor."""
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -34,7 +36,8 @@ POOL_ARGUMENTS = {
 
 
 def image(holding: SpatialPlan, x: Any, dims: int) -> SpatialShard:
-    """An image of so many dimensions, cut."""
+    """An image of ``dims`` dimensions, cut along the dimension that the plan cuts; ValueError for a strip that is cut
+    along another one."""
     if isinstance(x, Tensor):
         if x.dim() != dims + 2:
             raise ValueError(f"its input has {x.dim()} dimensions, and an image of {dims} has {dims + 2}")
@@ -49,7 +52,8 @@ def image(holding: SpatialPlan, x: Any, dims: int) -> SpatialShard:
 
 
 def _by_channel(layer: Callable[[Tensor], Tensor], x: SpatialShard) -> SpatialShard:
-    """Of what looks at each channel by itself, or of each example: this rank's."""
+    """Apply a layer that looks at each channel, or each example, by itself to the channels or rows that this rank
+    has."""
     own = x.own
     if own.shape[x.dim]:
         return x.like(layer(own))
@@ -85,7 +89,8 @@ def _of_channels(holding: SpatialPlan, x: Any, dims: int) -> Any:
 
 
 def conv_call(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """``functional.conv2d`` with weights that are no layer's: every rank has all of them."""
+    """Compute a convolution such as ``functional.conv2d`` whose weights belong to no layer: every rank has all of
+    them."""
     names = "input weight bias stride padding dilation groups"
     given = arguments(names, args, kwargs, bias=None, stride=1, padding=0, dilation=1, groups=1)
     x, weight, bias = given["input"], given["weight"], given["bias"]
@@ -154,13 +159,13 @@ def adaptive(kind: str) -> Layer:
 
 
 def resize(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
-    """Upsample."""
+    """Run an upsampling layer as ``functional.interpolate``."""
     given = (x, layer.size, layer.scale_factor, layer.mode, layer.align_corners, layer.recompute_scale_factor)
     return interpolate(holding, functional.interpolate, given, {})
 
 
 def interpolate(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
-    """``functional.interpolate`` to a multiple of the rows."""
+    """Compute ``functional.interpolate`` to a multiple of the rows."""
     names = "input size scale_factor mode align_corners recompute_scale_factor antialias"
     given = arguments(names, args, kwargs, size=None, scale_factor=None, mode="nearest", align_corners=None)
     x, mode = image_of(given), given["mode"]
@@ -204,11 +209,11 @@ WINDOWS: Mapping[type[nn.Module], Layer] = {
     **dict.fromkeys(ADAPTIVE_AVERAGE, adaptive("avg")),
     **dict.fromkeys(ADAPTIVE_MAX, adaptive("max")),
 }
-"""What begins to divide the work where every rank has the whole image."""
+"""The layers that begin to divide the work where every rank has the whole image."""
 
 
 def _pool_call(kind: type[nn.Module], names: str) -> Call:
-    """A pooling function, by the layer that does the same."""
+    """A pooling function, computed as the layer that does the same."""
     layer = WINDOWS[kind]
 
     def call(holding: SpatialPlan, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -220,7 +225,7 @@ def _pool_call(kind: type[nn.Module], names: str) -> Call:
 
 
 def _window_calls() -> dict[Any, Call]:
-    """What ``torch.nn.functional`` has of them."""
+    """The functions of torch that do what convolution and pooling layers do, with what computes each on strips."""
     calls: dict[Any, Call] = {}
     for d, kinds in enumerate(zip(MAX, AVERAGE, ADAPTIVE_AVERAGE, ADAPTIVE_MAX, strict=True), 1):
         names = (f"max_pool{d}d", f"avg_pool{d}d", f"adaptive_avg_pool{d}d", f"adaptive_max_pool{d}d")
@@ -237,7 +242,7 @@ WINDOW_CALLS = _window_calls()
 
 
 def divides(of: Any, *, spatial: bool) -> bool:
-    """Does this layer, or this function, begin to divide the work where every rank has the whole image?"""
+    """Return whether this layer, or this function, begins to divide the work where every rank has the whole image."""
     if isinstance(of, nn.Module):
         return type(of) in CONVOLUTIONS or (spatial and type(of) in WINDOWS)
     found = WINDOW_CALLS.get(of)

@@ -20,12 +20,14 @@ from apportion.parallel.tensor.slicing import Slicer, shares
 
 
 def can_be_sliced(layer: nn.Module) -> bool:
-    """Without the keys and values that are added to every sequence (``add_bias_kv``, ``add_zero_attn``)."""
+    """Return whether attention can be cut by heads: it has no keys and values that are added to every sequence
+    (``add_bias_kv``, ``add_zero_attn``)."""
     return type(layer) is nn.MultiheadAttention and layer.bias_k is None and not layer.add_zero_attn
 
 
 def slice_heads(layer: nn.MultiheadAttention, slicer: Slicer, number: int) -> None:
-    """Each rank computes some of the heads; ``number``: which of the model's layers it is. In place, by class."""
+    """Cut an attention so that each rank computes some of the heads. ``number``: which of the model's layers it is. In
+    place, by class."""
     width, embed = layer.head_dim, layer.embed_dim
     heads = slicer.own(layer.num_heads)
     own = range(heads.start * width, heads.stop * width)
@@ -43,7 +45,8 @@ def slice_heads(layer: nn.MultiheadAttention, slicer: Slicer, number: int) -> No
 
 
 class HeadsSlice(nn.MultiheadAttention):
-    """Whole queries, keys and values -> whole outputs; as torch's, with every option but those above."""
+    """An attention over this rank's heads: whole queries, keys and values -> whole outputs. It takes torch's options,
+    except those that ``can_be_sliced`` excludes."""
 
     group: Group
     heads: list[range]
@@ -83,7 +86,8 @@ class HeadsSlice(nn.MultiheadAttention):
         return out, None if weights is None else self._told(weights, average_attn_weights, batched)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Each by its own heads' weights; where several are one tensor, its gradient is summed once."""
+        """Project queries, keys and values by the weights of this rank's heads; where several are one tensor, its
+        gradient is summed once."""
         if self.packed and query is key and key is value:
             return list(
                 functional.linear(copy_to(query, self.group), self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
@@ -98,7 +102,7 @@ class HeadsSlice(nn.MultiheadAttention):
         return [functional.linear(*both) for both in zip(given, weights, biases, strict=True)]
 
     def _by_head(self, t: Tensor) -> Tensor:
-        """(batch, own heads, length, head_dim)."""
+        """The tensor by heads: (batch, own heads, length, head_dim)."""
         split: Tensor = t.unflatten(-1, (len(self.heads[self.group.rank]), self.head_dim))
         return split.permute(0, 2, 1, 3) if self.batch_first else split.permute(1, 2, 0, 3)
 
@@ -113,7 +117,7 @@ class HeadsSlice(nn.MultiheadAttention):
 def _mask(
     padding: Tensor | None, attention: Tensor | None, batch: int, own: range, heads: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """What is added to the scores (batch, own heads, length, length) before the softmax."""
+    """The tensor that is added to the scores (batch, own heads, length, length) before the softmax."""
     mask = None
     if attention is not None:
         mask = _additive(attention, dtype)

@@ -39,8 +39,8 @@ class CrossEntropy:
 
 
 def cross_entropy_of(loss: Callable[[Any, Any], Tensor] | None) -> CrossEntropy | None:
-    """The loss, where it is ``F.cross_entropy``, a partial of it, or ``nn.CrossEntropyLoss``, with a mean; None: it is
-    something else, or its options cannot be seen (a lambda)."""
+    """The options of the loss, where it is ``F.cross_entropy``, a partial of it, or ``nn.CrossEntropyLoss``, with a
+    mean; None: it is something else, or its options cannot be seen (a lambda)."""
     if isinstance(loss, functools.partial) and loss.func is functional.cross_entropy and not loss.args:
         options = {**_OPTIONS, **loss.keywords}
     elif loss is functional.cross_entropy:
@@ -56,20 +56,20 @@ def cross_entropy_of(loss: Callable[[Any, Any], Tensor] | None) -> CrossEntropy 
 
 @dataclass(frozen=True)
 class _Terms:
-    """Of a loss whose rows are 0..N-1: what does not depend on the logits."""
+    """The terms of a loss over the rows 0..N-1 that do not depend on the logits."""
 
     whole: Tensor
-    """(N): Q. 0 for a row that is ignored."""
+    """The sums Q of the rows (N); 0 for a row that is ignored."""
     total: Tensor
-    """What the sum of the rows is divided by."""
+    """The number that the sum of the rows is divided by."""
     spread: Tensor | None = None
-    """(own classes): what q is everywhere, but for a class number's own place."""
+    """The value (own classes) that q has everywhere, but for a class number's own place."""
     place: Tensor | None = None
-    """(N): the target among the own classes; anywhere, where it is another rank's."""
+    """The place (N) of the target among the own classes; anywhere, where it is another rank's."""
     there: Tensor | None = None
-    """(N): q at that place; 0 where it is another rank's."""
+    """The value (N) of q at that place; 0 where it is another rank's."""
     dense: Tensor | None = None
-    """(N, own classes): q, of targets that are probabilities."""
+    """The values (N, own classes) of q, for targets that are probabilities."""
 
 
 def sliced_cross_entropy(
@@ -158,7 +158,7 @@ class _SlicedCrossEntropy(Function):
 
 
 def _inner(rows: Tensor, terms: _Terms) -> Tensor:
-    """This rank's part of sum_c q_c z_c."""
+    """The part of sum_c q_c z_c that this rank's classes have."""
     if terms.dense is not None:
         return (terms.dense * rows).sum(1)
     sums = rows.new_zeros(len(rows))

@@ -16,13 +16,14 @@ from apportion.parallel.tensor.slicing import Slicer
 
 
 def can_be_sliced(layer: nn.Module) -> bool:
-    """Dense gradients, of each word by itself; and weights that a look-up does not change (``max_norm``)."""
+    """Return whether an embedding can be cut by words: its gradients are dense and of each word by itself, and a
+    look-up does not change its weights (``max_norm``)."""
     plain = type(layer) is nn.Embedding and not layer.sparse and not layer.scale_grad_by_freq
     return plain and layer.max_norm is None
 
 
 def slice_vocabulary(layer: nn.Embedding, slicer: Slicer) -> None:
-    """Each rank holds the rows of some words. In place, by class."""
+    """Cut an embedding so that each rank holds the rows of some words. In place, by class."""
     own = slicer.own(layer.num_embeddings)
     sliced: Any = layer
     sliced.__class__, sliced.group, sliced.own = VocabularySlice, slicer.group, own
@@ -30,7 +31,7 @@ def slice_vocabulary(layer: nn.Embedding, slicer: Slicer) -> None:
 
 
 class VocabularySlice(nn.Embedding):
-    """tokens (...) -> (..., dim), whole on every rank."""
+    """An embedding with the rows of some words: tokens (...) -> (..., dim), whole on every rank."""
 
     group: Group
     own: range
@@ -46,7 +47,8 @@ class VocabularySlice(nn.Embedding):
         return sum_terms(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
     def _elsewhere(self, tokens: Tensor) -> Tensor:
-        """Words of other ranks. One that no rank has is looked up by the first or the last: torch's own error."""
+        """The mask of words that other ranks have. A word that no rank has is looked up by the first or the last:
+        torch's own error."""
         if self.own.start == 0:
             return tokens >= self.own.stop
         if self.own.stop == self.num_embeddings:
@@ -54,11 +56,12 @@ class VocabularySlice(nn.Embedding):
         return (tokens < self.own.start) | (tokens >= self.own.stop)
 
     def _nothing(self, tokens: Tensor) -> Tensor:
-        """Zeros that the empty slice has a gradient from, as it would have on one device."""
+        """The result of an empty slice: zeros that the slice has a gradient from, as it would have on one device."""
         zeros = self.weight.new_zeros((*tokens.shape, self.embedding_dim))
         return zeros + self.weight.sum(0)
 
     def _padding(self) -> int | None:
-        """The word whose row gets no gradient, among one's own."""
+        """The word whose row gets no gradient, counted among the rank's own; None where another rank has it, or there
+        is none."""
         padding = self.padding_idx
         return padding - self.own.start if padding is not None and padding in self.own else None

@@ -33,7 +33,7 @@ from apportion.parallel.tracing.tracer import Unfollowed, follow
 
 @final
 class HybridModel(TensorParallelModel):
-    """The front on this rank's rows, the back on all of them."""
+    """A network whose front runs on this rank's rows, and whose back runs on all of them."""
 
     def __init__(  # noqa: PLR0913 (what it is made of)
         self,
@@ -61,7 +61,7 @@ class HybridModel(TensorParallelModel):
         self._draws = OwnDraws(group.rank, 1 << 20)
 
     def use_whole_functions(self, names: Sequence[str]) -> None:
-        """These modules of the front take their batch statistics over all ranks."""
+        """Make these modules of the front take their batch statistics over all ranks."""
         for parts in (self._trains, self._evaluates):
             known = dict(parts.front.named_modules())
             sync_batch_functions.use_whole_functions(parts.front, [n for n in names if n in known], self._attendance)
@@ -78,7 +78,8 @@ class HybridModel(TensorParallelModel):
         return loss.detach()
 
     def _front(self, parts: HybridParts, batch: Batch) -> tuple[list[Tensor], list[slice]]:
-        """What crosses, of this rank's rows; every rank's rows. A rank without any computes the first, for nothing."""
+        """The values that cross, for this rank's rows, and every rank's rows. A rank without rows computes the first
+        one, and uses nothing of it."""
         size = self._group.size
         shares = [DataShard(rank, size).rows(len(batch)) for rank in range(size)]
         own = shares[self._group.rank]
@@ -93,7 +94,8 @@ class HybridModel(TensorParallelModel):
         return [gather_from(value, self._group, 0, sizes) for value in values]
 
     def _rotate(self, replica: Replica, batch: Batch, values: Sequence[Tensor], shares: Sequence[slice]) -> Tensor:
-        """Loss and gradient of one rank's rows after the other; then this rank's go back through the front."""
+        """Compute loss and gradient of one rank's rows after the other; then this rank's gradients go back through the
+        front."""
         total = self._terms(batch.targets, slice(0, len(batch))) or 1.0
         mean = torch.zeros((), dtype=replica.workload.dtype, device=replica.device)
         gradients = [torch.zeros_like(value) for value in values]
@@ -118,7 +120,7 @@ class HybridModel(TensorParallelModel):
         return mean
 
     def _terms(self, targets: Any, rows: slice) -> float:
-        """Loss terms in these rows."""
+        """The number of loss terms in these rows."""
         assert self._count is not None
         if self._count is examples:
             return float(rows.stop - rows.start)
@@ -143,18 +145,19 @@ class HybridParts:
     """The two parts, as the network trains or as it evaluates."""
 
     front: fx.GraphModule
-    """Called as the network is; a tuple of tensors."""
+    """The part that is called as the network is; it gives a tuple of tensors."""
     back: fx.GraphModule
-    """Called with these; the network's outputs."""
+    """The part that is called with these tensors; it gives the network's outputs."""
     front_calls: frozenset[str]
-    """Names of the layers that the front calls."""
+    """The names of the layers that the front calls."""
     back_calls: frozenset[str]
     front_uses: frozenset[nn.Parameter]
     back_uses: frozenset[nn.Parameter]
 
 
 def cut(model: nn.Module, graph: fx.Graph, is_back: Callable[[str], bool]) -> HybridParts:
-    """``is_back``: of a layer's name. What depends on such a layer is in the back."""
+    """Cut a network into two parts. ``is_back``: a function of a layer's name; what depends on such a layer is in the
+    back."""
     back: set[fx.Node] = set()
     fixed = _fixed(graph)
     for node in graph.nodes:
@@ -175,7 +178,7 @@ def cut(model: nn.Module, graph: fx.Graph, is_back: Callable[[str], bool]) -> Hy
 
 
 def unfollowed(model: nn.Module, inputs: Any) -> str:
-    """Why there is no graph that does all that the network does, with the layer that is in the way."""
+    """The reason why no graph does all that the network does, with the layer that is in the way."""
     try:
         follow(model, inputs, opaque=lambda _: False, writes=False)
     except Unfollowed as error:
@@ -184,7 +187,7 @@ def unfollowed(model: nn.Module, inputs: Any) -> str:
 
 
 def _fixed(graph: fx.Graph) -> set[fx.Node]:
-    """What depends on no inputs: weights, and what is made of them; it is wherever it is used."""
+    """The nodes that depend on no inputs: weights, and what is made of them; they are wherever they are used."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         made = node.op in ("get_attr", "call_function", "call_method")
@@ -239,7 +242,8 @@ def _back(graph: fx.Graph, nodes: set[fx.Node], crossing: Sequence[fx.Node]) -> 
 
 @torch.no_grad()
 def what_crosses(parts: HybridParts, inputs: Any) -> str | None:
-    """Of a network that evaluates: what crosses the cut and is no tensor of one row an example; None: nothing does."""
+    """The first value that crosses the cut of a network that evaluates and that is not a tensor of one row an example;
+    None: all are."""
     for rows in (1, 2):
         few = tree.rows(inputs, slice(0, rows))
         for value in tree.call(parts.front, few):
@@ -254,8 +258,8 @@ def what_crosses(parts: HybridParts, inputs: Any) -> str | None:
 
 
 def rotation(own: Sequence[Tensor], sizes: Sequence[int], group: Group) -> Iterator[tuple[int, list[Tensor]]]:
-    """(rank, its tensors), for every rank that has rows. ``own``: this rank's, contiguous and left alone until the end;
-    ``sizes``: every rank's rows, dimension 0; the other dimensions and the types are alike."""
+    """Yields (rank, its tensors), for every rank that has rows. ``own``: this rank's, contiguous and left alone until
+    the end; ``sizes``: every rank's rows, dimension 0; the other dimensions and the types are the same on all ranks."""
     others = [rank for rank in range(group.size) if rank != group.rank]
     sent = [group.send(t, to) for to in others for t in own if sizes[group.rank]]
     turns = [rank for rank in range(group.size) if sizes[rank]]

@@ -43,7 +43,7 @@ class _SumInPlace(Function):
 
 
 def sum_terms(term: Tensor, group: Group) -> Tensor:
-    """``reduce_from`` of a tensor that was just made and that nothing else uses: summed where it lies."""
+    """Sum a tensor over the ranks, like ``reduce_from``, where it lies: it was just made, and nothing else uses it."""
     if group.size == 1:
         return term
     summed: Tensor = _SumInPlace.apply(term.contiguous(), group)
@@ -51,7 +51,8 @@ def sum_terms(term: Tensor, group: Group) -> Tensor:
 
 
 def slice_columns(layer: nn.Linear, slicer: Slicer, *, gathers: bool) -> None:
-    """Each rank computes some of the outputs; ``gathers``: and then all ranks have all of them."""
+    """Cut a Linear layer so that each rank computes some of the outputs; ``gathers``: all ranks then get all of
+    them."""
     own = slicer.own(layer.out_features)
     column: Any = layer
     column.__class__, column.group, column.gathers = ColumnSlice, slicer.group, gathers
@@ -62,7 +63,8 @@ def slice_columns(layer: nn.Linear, slicer: Slicer, *, gathers: bool) -> None:
 
 
 def slice_rows(layer: nn.Linear, slicer: Slicer) -> None:
-    """Each rank computes a term of all outputs from its own inputs, which come in slices. Rank 0's has the bias."""
+    """Cut a Linear layer so that each rank computes a term of all outputs from its own inputs, which come in slices.
+    The bias is in rank 0's term."""
     row: Any = layer
     row.__class__, row.group, row.linear = RowSlice, slicer.group, linear_form()
     row.width = len(slicer.own(layer.in_features))
@@ -71,7 +73,7 @@ def slice_rows(layer: nn.Linear, slicer: Slicer) -> None:
 
 
 class ColumnSlice(nn.Linear):
-    """x (..., in), whole -> this rank's outputs, or all of them."""
+    """A Linear layer cut by columns: x (..., in), whole -> this rank's outputs, or all of them."""
 
     group: Group
     sizes: list[int]
@@ -84,7 +86,7 @@ class ColumnSlice(nn.Linear):
 
 
 class RowSlice(nn.Linear):
-    """This rank's inputs (..., own) -> (..., out), whole: the sum over the ranks."""
+    """A Linear layer cut by rows: this rank's inputs (..., own) -> (..., out), whole: the sum over the ranks."""
 
     group: Group
     width: int
@@ -101,13 +103,14 @@ class RowSlice(nn.Linear):
 
 
 def slice_dropout(layer: nn.Dropout, slicer: Slicer, number: int) -> None:
-    """What it is given is a slice; ``number``: which of the model's it is."""
+    """Make a dropout layer one that is given a slice; ``number``: which of the model's dropout layers it is."""
     sliced: Any = layer
     sliced.__class__, sliced.draws = SlicedDropout, OwnDraws(slicer.group.rank, number)
 
 
 class SlicedDropout(nn.Dropout):
-    """Each rank drops other units of its slice. Drawn alike, unit i of every slice would go at once."""
+    """A dropout with which each rank drops other units of its slice. If all ranks drew the same, unit i of every slice
+    would go at once."""
 
     draws: OwnDraws
 
@@ -119,9 +122,10 @@ class SlicedDropout(nn.Dropout):
 
 
 class OwnDraws:
-    """Inside of it a rank draws its own random numbers; outside all draw the same, which is what a network that all
-    ranks compute alike needs. A function of one number that all draw: who computes a layer again, with the generator as
-    it was (activation checkpointing), has the same draws again."""
+    """A context in which a rank draws its own random numbers; outside of it all ranks draw the same, which is what a
+    network that all ranks compute in the same way needs. The draws are a function of one number that all ranks draw:
+    when a layer is computed again with the generator as it was (activation checkpointing), it has the same draws
+    again."""
 
     def __init__(self, rank: int, number: int) -> None:
         self._rank, self._number = rank, number

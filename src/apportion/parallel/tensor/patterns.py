@@ -1,4 +1,4 @@
-"""Where a network may be sliced: found from its traced graph, and from a look at one forward pass.
+"""The places where a network may be sliced: found from its traced graph, and from a look at one forward pass.
 
 A pair is a Linear (or several, as in a gate) whose outputs go through nothing but element-wise functions, and from
 there into one other Linear and nowhere else. Their weights are used by their own layer alone: what a network does with
@@ -47,12 +47,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True)
 class Pair:
-    """Linear layers that are cut by columns, and the one that is cut by rows."""
+    """A pair of the Linear layers that are cut by columns, and the one that is cut by rows."""
 
     columns: tuple[str, ...]
     row: str
     dropouts: tuple[str, ...] = ()
-    """Dropout layers in between."""
+    """The dropout layers between the two."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,11 @@ class Traced:
     model: nn.Module
     graphs: tuple[fx.Graph, ...]
     pure: bool
-    """Does running it change nothing but its outputs? A graph leaves out what else it does (a counter of its own)."""
+    """True if running it changes nothing but its outputs. A graph leaves out what else it does (a counter of its
+    own)."""
 
     def plain(self, target: Any) -> str:
-        """What the network calls a layer."""
+        """The name that the network has for a layer."""
         return f"{self.name}.{target}" if self.name else str(target)
 
 
@@ -87,7 +88,7 @@ def trace(model: nn.Module, inputs: Any = None, name: str = "") -> list[Traced]:
 
 
 def pairs(traced: Sequence[Traced], candidates: set[str], seen: Look) -> list[Pair]:
-    """Of these Linear layers, in order of execution; each is in one pair at most."""
+    """The pairs among these Linear layers, in order of execution; each layer is in one pair at most."""
     found: list[Pair] = []
     taken: set[str] = set()
     for part in traced:
@@ -140,12 +141,12 @@ def _at(part: Traced, node: fx.Node) -> nn.Module:
 
 
 def is_hooked(layer: nn.Module) -> bool:
-    """Does something else see what it is given, or gives?"""
+    """Return whether a layer has hooks, with which something else sees what it is given, or gives."""
     return any(getattr(layer, kind) for kind in _HOOKS)
 
 
 def is_elementwise(function: Any) -> bool:
-    """A layer or a function that treats each number by itself."""
+    """Return whether a layer or a function treats each number by itself."""
     if isinstance(function, nn.Module):
         return type(function) in ELEMENTWISE and not is_hooked(function)
     return function in _FUNCTIONS
@@ -189,7 +190,7 @@ def _output(part: Traced, graph: fx.Graph, candidates: set[str], dims: dict[str,
 
 
 def _moved(node: fx.Node, place: int | None, dims: int) -> tuple[int | None, int]:
-    """Where a dimension goes."""
+    """The place to which a call moves a dimension, and the number of dimensions; None where that is not known."""
     given = [a for a in node.args[1:] if isinstance(a, int)]
     if place is None or node.kwargs or len(given) != len(node.args) - 1:
         return None, dims

@@ -24,12 +24,13 @@ _GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
 
 
 def can_be_sliced(layer: nn.Module) -> bool:
-    """Without a projection of the hidden state (``proj_size``)."""
+    """Return whether a layer is an LSTM, GRU or RNN of torch's without a projection of the hidden state
+    (``proj_size``)."""
     return type(layer) in (nn.LSTM, nn.GRU, nn.RNN) and not layer.proj_size
 
 
 def slice_units(layer: nn.RNNBase, slicer: Slicer) -> None:
-    """Each rank holds some units of every layer and direction. In place, by class."""
+    """Cut a recurrent layer so that each rank holds some units of every layer and direction. In place, by class."""
     own, size = slicer.own(layer.hidden_size), layer.hidden_size
     rows = [gate * size + unit for gate in range(_GATES[layer.mode]) for unit in own]
     for suffix in _suffixes(layer):
@@ -44,13 +45,13 @@ def slice_units(layer: nn.RNNBase, slicer: Slicer) -> None:
 
 
 def _suffixes(layer: nn.RNNBase) -> list[str]:
-    """Of the parameters' names, in the order of the states."""
+    """The suffixes of the parameters' names, in the order of the states."""
     ways = ("", "_reverse") if layer.bidirectional else ("",)
     return [f"_l{number}{way}" for number in range(layer.num_layers) for way in ways]
 
 
 class _UnitsSlice(nn.RNNBase, ABC):
-    """Whole inputs and states -> whole outputs and states, as torch's."""
+    """A recurrent layer with some of the units: whole inputs and states -> whole outputs and states, as torch's."""
 
     group: Group
     sizes: list[int]
@@ -93,7 +94,8 @@ class _UnitsSlice(nn.RNNBase, ABC):
         return given if batched else [s.unsqueeze(1) for s in given]
 
     def _run(self, x: Tensor, states: list[Tensor], suffix: str, *, reverse: bool) -> tuple[Tensor, list[Tensor]]:
-        """One layer in one direction: outputs (time, batch, hidden), and the last of the states that are no output."""
+        """Run one layer in one direction: outputs (time, batch, hidden), and the last of the states other than the
+        output."""
         get: Callable[[str], Any] = lambda name: getattr(self, name + suffix) if self.bias or "w" in name else None  # noqa: E731
         gates = functional.linear(x, get("weight_ih"), get("bias_ih")).unbind(0)
         weight, bias = get("weight_hh"), get("bias_hh")
@@ -112,8 +114,8 @@ class _UnitsSlice(nn.RNNBase, ABC):
 
     @abstractmethod
     def _step(self, x: Tensor, h: Tensor, own: list[Tensor]) -> list[Tensor]:
-        """This rank's states after a time step: ``x`` and ``h`` are what the inputs and the hidden state give its
-        gates."""
+        """Compute this rank's states after a time step: ``x`` and ``h`` are what the inputs and the hidden state give
+        its gates."""
 
 
 class LSTMSlice(_UnitsSlice, nn.LSTM):  # type: ignore[misc] # one signature for all three

@@ -1,4 +1,4 @@
-"""Which layers of a network are sliced, and how; and the network with its layers sliced.
+"""The plan of which layers of a network are sliced, and how; and the network with its layers sliced.
 
 ====================  ======================================================================================
 pair                  Linear by columns, an element-wise function, Linear by rows: one sum
@@ -9,8 +9,8 @@ MultiheadAttention    by heads: a sum
 LSTM, GRU, RNN        by hidden units: a gather at every time step
 ====================  ======================================================================================
 
-Every sliced layer (or pair) takes whole tensors and gives whole tensors, so whatever else a network does is done by
-every rank alike, and is right by itself.
+Every sliced layer (or pair) takes whole tensors and gives whole tensors, so every rank does all else that a network
+does in the same way, and this is right by itself.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from apportion.parallel.tensor.transposed_linear import is_transposed, slice_tra
 from apportion.parallel.tensor.usage import Look, look
 
 _BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-"""Layers of torch's that are one node of a graph, with a pair inside."""
+"""The layers of torch that are one node of a graph, with a pair inside."""
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Names of layers, by how they are sliced."""
+    """The names of layers, by how they are sliced."""
 
     pairs: tuple[Pair, ...] = ()
     alone: tuple[str, ...] = ()
     output: str | None = None
-    """Of those alone, the one whose outputs are the logits of a cross-entropy."""
+    """The layer among ``alone`` whose outputs are the logits of a cross-entropy."""
     embeddings: tuple[str, ...] = ()
     attention: tuple[str, ...] = ()
     recurrent: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class ShardingPlan:
     """Linear layers whose weight is stored as (inputs, outputs)."""
 
     def layers(self) -> set[str]:
-        """All of them."""
+        """The names of all layers that are sliced."""
         paired = {name for pair in self.pairs for name in (*pair.columns, pair.row)}
         return paired | {*self.alone, *self.embeddings, *self.attention, *self.recurrent, *self.transposed}
 
@@ -68,8 +68,8 @@ class ShardingPlan:
 def plan(
     model: nn.Module, inputs: Any, workload: Workload, *, min_width: int, within: Sequence[str] = ("",)
 ) -> ShardingPlan:
-    """What can be sliced of a workload's network, of the layers under these names. A Linear or an embedding that stands
-    alone is where both its sides are ``min_width`` or more."""
+    """The plan of what can be sliced of a workload's network, of the layers under these names. A Linear or an embedding
+    that stands alone is sliced where both its sides are ``min_width`` or more."""
     state = _state(workload, inputs)
     seen = look(model, inputs, *state)
     layers = {name: m for name, m in model.named_modules() if any(_under(name, prefix) for prefix in within)}
@@ -95,7 +95,7 @@ def plan(
 
 
 def _state(workload: Workload, inputs: Any) -> tuple[Any, ...]:
-    """A carried state to begin with."""
+    """The carried state to begin with, as a tuple; empty where none is carried."""
     if workload.carry is None:
         return ()
     device = tree.tensors(inputs)[0].device
@@ -105,7 +105,7 @@ def _state(workload: Workload, inputs: Any) -> tuple[Any, ...]:
 def _linear(
     model: nn.Module, layers: Mapping[str, nn.Module], attention: Sequence[str]
 ) -> tuple[list[str], list[Pair]]:
-    """Linear layers that may be sliced; and the pairs among them that are inside of torch's own blocks."""
+    """The Linear layers that may be sliced, and the pairs of them that are inside of torch's own blocks."""
     linear = [name for name, m in layers.items() if type(m) is nn.Linear and "weight" in parameters_of(m)]
     pairs = []
     for name, block in model.named_modules():
@@ -134,7 +134,7 @@ def _shape(layer: Any) -> tuple[int, ...]:
 
 
 def _owners(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[str, str]]]]:
-    """Every parameter, with the layers that have it, and as what."""
+    """The parameters, each with the layers that have it and its name there."""
     held: dict[int, tuple[nn.Parameter, list[tuple[str, str]]]] = {}
     for name, module in model.named_modules():
         for what, p in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -143,7 +143,7 @@ def _owners(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[str, str]]]
 
 
 def _must_stay_whole(model: nn.Module, layers: Mapping[str, nn.Module], seen: Look) -> set[str]:
-    """Layers whose weights something else uses, or that share one with a layer which is not cut the same way."""
+    """The layers whose weights something else uses, or that share one with a layer which is not cut the same way."""
     owners, whole, before = _owners(model), set[str](), -1
     while len(whole) > before:
         before = len(whole)
@@ -157,7 +157,8 @@ def _must_stay_whole(model: nn.Module, layers: Mapping[str, nn.Module], seen: Lo
 
 
 def _cut_alike(layers: Mapping[str, nn.Module], held: Sequence[tuple[str, str]]) -> bool:
-    """One layer's alone; or the weight of embeddings and of Linear layers, which are both cut by their rows."""
+    """Return whether a parameter is one layer's alone, or the weight of embeddings and of Linear layers, which are both
+    cut by their rows."""
     return len(held) == 1 or all(
         what == "weight"
         and name in layers

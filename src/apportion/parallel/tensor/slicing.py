@@ -14,14 +14,15 @@ from apportion.parallel.partition.tensor_shards import TensorShard
 
 
 def shares(width: int, ranks: int) -> list[range]:
-    """What each rank holds of so many units, in order; one more or less, and none where there are fewer than ranks."""
+    """The units that each rank holds of so many, in order; one more or less, and none where there are fewer units than
+    ranks."""
     rows = (DataShard(rank, ranks).rows(width) for rank in range(ranks))
     return [range(s.start, s.stop) for s in rows]
 
 
 @final
 class Slicer:
-    """Cuts layers of one model for one rank, and notes what it has kept of which parameter."""
+    """A slicer that cuts layers of one model for one rank, and notes what it has kept of which parameter."""
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self.group = group
@@ -32,7 +33,7 @@ class Slicer:
             self._names.setdefault(id(p), []).append(name)
 
     def own(self, width: int) -> range:
-        """This rank's of so many units."""
+        """The units that this rank has of so many."""
         return shares(width, self.group.size)[self.group.rank]
 
     def cut(self, layer: nn.Module, name: str, *index: Sequence[int] | None) -> None:
@@ -51,7 +52,8 @@ class Slicer:
         setattr(layer, name, self._cut[id(whole)][0])
 
     def first_only(self, layer: nn.Module, name: str) -> None:
-        """Rank 0 keeps the parameter, the others nothing of it: a bias that is added to a sum over ranks, once."""
+        """Keep the parameter on rank 0, and nothing of it on the others: a bias that is added to a sum over ranks,
+        once."""
         whole = getattr(layer, name)
         if whole is not None:
             rest = [None] * (whole.dim() - 1)

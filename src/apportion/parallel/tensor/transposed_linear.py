@@ -17,7 +17,7 @@ from apportion.parallel.tracing.network import undisturbed
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Does it compute ``x @ weight + bias``, and nothing else? It is tried."""
+    """Return whether a layer computes ``x @ weight + bias``, and nothing else: it is tried."""
     own = dict(layer.named_parameters())
     if type(layer).__module__.startswith("torch.nn") or set(own) not in ({"weight"}, {"weight", "bias"}):
         return False
@@ -37,7 +37,8 @@ def is_transposed(layer: nn.Module) -> bool:
 
 
 def slice_transposed(layer: nn.Module, slicer: Slicer) -> None:
-    """Each rank computes some of the outputs, and then all ranks have all of them. In place, by class."""
+    """Cut a transposed layer so that each rank computes some of the outputs, and all ranks then get all of them. In
+    place, by class."""
     sliced: Any = layer
     width = sliced.weight.shape[1]
     sliced.__class__, sliced.group = TransposedSlice, slicer.group
@@ -48,7 +49,7 @@ def slice_transposed(layer: nn.Module, slicer: Slicer) -> None:
 
 
 class TransposedSlice(nn.Module):
-    """x (..., in), whole -> (..., out), whole."""
+    """A transposed Linear layer cut by outputs: x (..., in), whole -> (..., out), whole."""
 
     group: Group
     sizes: list[int]

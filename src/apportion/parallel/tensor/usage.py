@@ -17,20 +17,20 @@ from apportion.parallel.tracing.network import undisturbed
 
 @dataclass
 class Look:
-    """What one forward pass did."""
+    """The record of what one forward pass did."""
 
     outside: set[int] = field(default_factory=set)
-    """Parameters (by id) that something else than their own layer used."""
+    """The parameters (by id) that something else than their own layer used."""
     dims: dict[str, int] = field(default_factory=dict)
-    """Dimensions of a layer's output."""
+    """The number of dimensions of each layer's output."""
     packed: set[str] = field(default_factory=set)
-    """Layers that were given packed sequences."""
+    """The layers that were given packed sequences."""
     within: dict[str, set[str]] = field(default_factory=dict)
     """The layers inside of which a layer was called, each time."""
 
 
 def look(model: nn.Module, inputs: Any, *state: Any) -> Look:
-    """One forward pass, of which nothing remains."""
+    """Run one forward pass, of which nothing remains, and record how layers and weights are used."""
     found, running = Look(), [model]
     names = {module: name for name, module in model.named_modules()}
 
@@ -64,11 +64,11 @@ _LOOKS = frozenset(
         "is_nested", "is_meta", "is_quantized", "grad_fn",
     )
 )  # fmt: skip
-"""What tells of a tensor and gives nothing of what is in it; ``weight.T`` is a use of it."""
+"""The attributes that tell something of a tensor and give nothing of the numbers in it; ``weight.T`` is a use of it."""
 
 
 class _Uses(TorchFunctionMode):
-    """Notes the parameters that are used outside of their own layer."""
+    """A mode that notes the parameters that are used outside of their own layer."""
 
     def __init__(self, running: Sequence[nn.Module], outside: set[int]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How a forward is called that is decorated, or that takes any number of arguments."""
+"""The way in which a forward is called that is decorated, or that takes any number of arguments."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import nn
 
 
 class Given(NamedTuple):
-    """How a forward is called."""
+    """The way in which a forward is called."""
 
     names: tuple[str, ...]
-    """Of what it is given, in order."""
+    """The names of the values that the forward is given, in order."""
     keywords: tuple[str, ...]
-    """Those of them, the last ones, that are given by name."""
+    """The names, the last ones, of the values that are given by name."""
 
 
 def opened(model: nn.Module, inputs: Any) -> Given | None:
-    """How a forward is called that is decorated, or that takes any number of arguments; None of another, whose own
-    arguments tell."""
+    """The way in which a forward is called that is decorated, or that takes any number of arguments; None for any other
+    forward, whose own arguments tell."""
     forward: Any = model.forward
     kinds = {p.kind for p in inspect.signature(forward).parameters.values()}
     usual = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}

@@ -1,4 +1,5 @@
-"""What a network is made of, in the order in which it computes: one tracer for whoever plans, cuts or exports it.
+"""The layers that a network is made of, in the order in which it computes: one tracer for what plans, cuts or exports
+it.
 
 torch.fx follows a sample's way through the forward functions; layers of torch are taken whole, and so is a module whose
 forward cannot be followed (it decides by the numbers in a tensor, changes itself, draws numbers of its own). A network
@@ -28,24 +29,24 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One call: of a module, or of a function between modules. For the sample that was traced."""
+    """One call of a module, or of a function between modules, for the sample that was traced."""
 
     name: str
-    """The module's path, with ``#2`` at its second call; of a function ``add``, ``add_1``."""
+    """The module's path, with ``#2`` at its second call; for a function a name such as ``add``, ``add_1``."""
     kind: str
-    """The module's class, or the function."""
+    """The name of the module's class, or of the function."""
     module: str | None
-    """Its path; None of a function."""
+    """The path of the module; None for a function."""
     inputs: tuple[str, ...]
-    """The layers, or arguments of the network, that it takes from."""
+    """The names of the layers, or of the arguments of the network, that the layer takes its inputs from."""
     input_shapes: tuple[Shape, ...]
     output_shapes: tuple[Shape, ...]
     parameter_bytes: int
-    """Of parameters that no layer before it has used."""
+    """The bytes of those parameters that no layer before this one has used."""
     activation_bytes: int
-    """Of its outputs."""
+    """The bytes of the layer's outputs."""
     flops: int
-    """Of its forward pass; a multiplication and an addition are two."""
+    """The floating-point operations of the layer's forward pass; a multiplication and an addition are two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,22 +55,23 @@ class Network:
 
     layers: tuple[Layer, ...]
     followed: bool
-    """Is all that happens between the layers known, so that it can be cut there? Else ``untraceable`` says why not."""
+    """True if all that happens between the layers is known, so that it can be cut there; else ``untraceable`` says why
+    not."""
     untraceable: str | None = None
 
     @property
     def flops(self) -> int:
-        """Of the forward pass."""
+        """The floating-point operations of the forward pass."""
         return sum(layer.flops for layer in self.layers)
 
     @property
     def parameter_bytes(self) -> int:
-        """Of the parameters that are used."""
+        """The bytes of the parameters that are used."""
         return sum(layer.parameter_bytes for layer in self.layers)
 
     @property
     def activation_bytes(self) -> int:
-        """Of all outputs."""
+        """The bytes of all layers' outputs."""
         return sum(layer.activation_bytes for layer in self.layers)
 
 
@@ -90,10 +92,10 @@ def trace(model: nn.Module, sample: Any) -> Network:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
-    """What is computed here leaves no trace: in the model's buffers and numbers and the parameters without gradient (a
-    teacher that the forward moves) or that an embedding rescales (``max_norm``), or in what is drawn next; no gradients
-    are kept, no hooks stay, and nothing is compiled. Gives what names the buffers, parameters without gradient and
-    numbers that have changed so far."""
+    """Compute without a trace: the model's buffers and numbers stay as they were, and so do the parameters without
+    gradient (a teacher that the forward moves) or that an embedding rescales (``max_norm``), and what is drawn next; no
+    gradients are kept, no hooks stay, and nothing is compiled. Gives a function that names the buffers, parameters
+    without gradient and numbers that have changed so far."""
     modules = dict(model.named_modules())
     held = [
         (f"{path}.{name}".lstrip("."), holder, name, t, None if t is None else _Kept(t))
@@ -162,7 +164,7 @@ def _hooks(model: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
 
 
 class _Kept:
-    """A tensor as it was."""
+    """The value of a tensor as it was, with its address and its version."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.value, self.pointer = tensor.detach().clone(), tensor.data_ptr()
@@ -171,7 +173,8 @@ class _Kept:
 
 
 def _differs(now: Tensor | None, kept: _Kept | None) -> bool:
-    """A parameter that was written to differs, whatever was written: a teacher begins as a copy."""
+    """Return whether a tensor differs from what it was. A parameter that was written to differs, whatever was written:
+    a teacher begins as a copy."""
     if now is None or kept is None:
         return (now is None) != (kept is None)
     if kept.version is not None and (version_of(now) != kept.version or now.data_ptr() != kept.pointer):
@@ -181,7 +184,7 @@ def _differs(now: Tensor | None, kept: _Kept | None) -> bool:
 
 @contextmanager
 def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Those of them that train evaluate meanwhile."""
+    """Put those of the modules that train into evaluation mode meanwhile."""
     training = [module for module in modules if module.training]
     for module in training:
         module.training = False
@@ -193,12 +196,12 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:
-    """What a layer has that is a number or a word."""
+    """The attributes of a layer that are numbers, booleans or strings."""
     return {name: value for name, value in module.__dict__.items() if isinstance(value, bool | int | float | str)}
 
 
 class _Counter:
-    """FLOPs so far; torch's counter, which counts nothing of recurrent layers, and a formula for those."""
+    """A counter of FLOPs so far: torch's counter, which counts nothing of recurrent layers, and a formula for those."""
 
     def __init__(self, model: nn.Module) -> None:
         flops = {} if attention_on_cpu is None else {attention_on_cpu: _attention_flops}
@@ -231,13 +234,14 @@ class _Counter:
 
 
 def _attention_flops(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
-    """q (B, heads, T, E), k (B, heads, S, E), v (B, heads, S, D)."""
+    """The FLOPs of an attention with q (B, heads, T, E), k (B, heads, S, E) and v (B, heads, S, D)."""
     batch, heads, length, width = q
     return 2 * batch * heads * length * k[2] * (width + v[3])
 
 
 def recurrent_flops(layer: nn.RNNBase, x: Any) -> int:
-    """Of the forward pass of an LSTM, GRU or RNN: its matrix products. x (B, T, in), in any order, or packed."""
+    """The FLOPs of the forward pass of an LSTM, GRU or RNN: its matrix products. x (B, T, in), in any order, or
+    packed."""
     data = x.data if isinstance(x, nn.utils.rnn.PackedSequence) else x
     rows = data.numel() // layer.input_size  # each row of each step
     gates = {"LSTM": 4, "GRU": 3}.get(layer.mode, 1)
@@ -298,7 +302,7 @@ def _kind(model: nn.Module, node: fx.Node) -> str:
 
 
 def _parameters(model: nn.Module, node: fx.Node) -> list[nn.Parameter]:
-    """That a node uses."""
+    """The parameters that a node uses."""
     if node.op == "call_module":
         return list(model.get_submodule(str(node.target)).parameters())
     attributes = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
@@ -313,7 +317,8 @@ def _new_bytes(parameters: list[nn.Parameter], seen: set[Any]) -> int:
 
 
 def _hooked(model: nn.Module, sample: Any) -> Iterator[Layer]:
-    """The modules without modules inside, as they are called; who takes from whom by the tensors that they hand on."""
+    """The modules without modules inside, as they are called; the tensors that they hand on tell which takes from
+    which."""
     found: list[Layer] = []
     made = {id(t): (t, "input") for t in tree.tensors(sample)}
     seen: set[Any] = set()

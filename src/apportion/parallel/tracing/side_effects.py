@@ -1,4 +1,4 @@
-"""What a forward does beside what it gives: it changes modules, and draws random numbers."""
+"""The effects of a forward beside what it returns: it changes modules, and draws random numbers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from apportion.core.torch_private import pytree, version_of
 
 HOLDERS = ("_parameters", "_buffers", "_modules")
 _DEPTH = 3
-"""So many lists and dicts in each other are looked into."""
+"""The depth to which nested lists and dicts are looked into."""
 _CONSTANT = "_tensor_constant"
-"""What torch.fx calls what it puts on a module for a graph."""
+"""The name that torch.fx gives to what it puts on a module for a graph."""
 
 
 class Before:
-    """What modules have, to be compared with what they have then, and put back. ``whole``: so too the numbers of
-    parameters without gradient; else these are only compared."""
+    """The contents of modules, to be compared with what the modules have later, and put back. ``whole``: the numbers of
+    parameters without gradient are put back, too; else these are only compared."""
 
     def __init__(self, root: nn.Module, *, whole: bool = True) -> None:
         self._frozen = [
@@ -36,7 +36,8 @@ class Before:
                 self._kept += [(path, name, x, _content(x)) for x in _inside(value, tensors=name != "_buffers")]
 
     def put_back(self) -> tuple[list[str], bool]:
-        """The names of what was changed; and does a tensor of the trace stay there?"""
+        """Put the contents back; returns the names of what was changed, and whether a tensor of the trace had stayed
+        there."""
         names, stays = set[str](), False
         for path, name, x, content in self._kept:
             changed = _changed(x, content)
@@ -55,7 +56,7 @@ class Before:
 
 
 def _inside(value: Any, *, tensors: bool, depth: int = _DEPTH) -> Iterator[Any]:
-    """The lists, dicts and sets, and tensors that are no parameters, of which this is made."""
+    """The lists, dicts and sets in a value, and its tensors that are not parameters."""
     if isinstance(value, list | dict) and depth:
         yield value
         for each in value.values() if isinstance(value, dict) else value:
@@ -71,7 +72,7 @@ def _content(x: Any) -> Any:
 
 
 def _changed(x: Any, content: Any) -> list[str]:
-    """The keys of what is another; of what has no keys, one."""
+    """The keys whose values have changed; for a value without keys, one empty name if it has changed."""
     if isinstance(x, dict):
         keys = (k for k in {**content, **x} if not str(k).startswith(_CONSTANT))
         return [str(k) for k in keys if k not in x or k not in content or not _same(x[k], content[k])]
@@ -101,8 +102,8 @@ def _put(x: Any, content: Any) -> None:
 
 
 def put_into(tensor: Tensor, kept: Tensor | None, pointer: int) -> None:
-    """Give it these numbers, in its memory at this address: where ``.data`` was given other memory, that may be
-    anybody's."""
+    """Put these numbers into a tensor, in its memory at this address: where ``.data`` was given other memory, others
+    may use that."""
     with torch.no_grad():
         if kept is None:
             return
@@ -113,6 +114,6 @@ def put_into(tensor: Tensor, kept: Tensor | None, pointer: int) -> None:
 
 
 def draws() -> tuple[Any, ...]:
-    """The states of the generators."""
+    """The states of the random generators."""
     gpus = [s.numpy().tobytes() for s in torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else []
     return *RngState.now().fingerprint(), gpus

@@ -16,7 +16,7 @@ _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "ran
 
 @contextmanager
 def factories_traced() -> Iterator[None]:
-    """Tensors that are made in a size of the traced ones become nodes, too."""
+    """Make tensors that are built in a size of the traced ones become nodes of the graph, too."""
 
     def traced(function: Any) -> Any:
         def make(*args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,9 @@
-"""The graph of a network: which layers and functions its forward calls, in order, on what.
+"""The graph of a network: the layers and functions that its forward calls, in order, and what they are called on.
 
-One tracer for whoever plans, cuts or exports a network. They differ in what stays one node (``whole``), and in what a
-forward is to them that does more than its graph shows: that changes itself, draws numbers once, turns gradients off.
-Who runs the graph (stages, strips, wavefronts) takes the module whole in which that happens; who runs the network's own
-forward, and looks at the graph alone (slices), ``goes_on`` and is told.
+One tracer serves all that plans, cuts or exports a network. These uses differ in what stays one node (``whole``), and
+in how they treat a forward that does more than its graph shows: that changes itself, draws numbers once, turns
+gradients off. Code that runs the graph (stages, strips, wavefronts) takes the module whole in which that happens; code
+that runs the network's own forward, and looks at the graph alone (slices), ``goes_on`` and is told.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from apportion.parallel.tracing.uncompiled import uncompiled
 from apportion.parallel.tracing.untraceable import reason, unregistered
 
 Whole = Callable[[str, nn.Module], bool]
-"""By a module's path and itself: is it one node?"""
+"""A function of a module's path and the module, which says whether the module is one node."""
 
 
 class Unfollowed(ValueError):
-    """A forward cannot be followed."""
+    """A forward that cannot be followed."""
 
     def __init__(self, message: str, path: str = "", why: str = "", does: str | None = None) -> None:
         super().__init__(message)
         self.path, self.why = path, why
         self.does = does
-        """What it does that no graph shows, as ``changes its own steps``; None: something else is wrong."""
+        """The effect of the forward that no graph shows, as ``changes its own steps``; None: something else is
+        wrong."""
 
 
 def of_torch(path: str, module: nn.Module) -> bool:
-    """The layers of torch's."""
+    """Return whether a module is one of torch's own layers."""
     return type(module).__module__.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, nn.Sequential)
 
 
@@ -57,8 +58,9 @@ def follow(
     """The graph of a model that is called with these inputs: layers of torch, modules that cannot be followed, and the
     functions between them. Unfollowed where the model itself cannot be, or a module that may not be ``opaque``.
 
-    ``known``: the arguments that are traced as values (None: those that get nothing). ``writes``: may the graph write
-    into buffers? Else a module that does so cannot be followed."""
+    ``known``: the arguments that are traced as values (None: those that get nothing). ``writes``: whether the graph may
+    write into buffers; else a module that does so cannot be followed.
+    """
     closed: set[str] = set()
     given = opened(model, inputs) if known is None else None
     known = not_given(model, inputs) if known is None else known
@@ -85,7 +87,7 @@ def _is_plain_encoder(module: nn.Module) -> bool:
 
 
 class Tracer(fx.Tracer):
-    """torch.fx's, which tells what a forward does beside its graph."""
+    """The tracer of torch.fx, which in addition tells what a forward does beside its graph."""
 
     proxy_buffer_attributes = True  # who decides by a buffer's numbers is not followed; they may be others next time
     trace_asserts = True
@@ -94,10 +96,10 @@ class Tracer(fx.Tracer):
         super().__init__()
         self._whole, self._goes_on = whole, goes_on
         self.beside: list[str] = []
-        """Where it goes on: what the forward does that the graph does not show."""
+        """The effects of the forward that the graph does not show, where the tracer goes on after one."""
         self._modes: tuple[Any, ...] = ()
         self.given: Given | None = None
-        """How an open forward is called."""
+        """The way in which an open forward is called."""
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         self._modes = _modes()
@@ -109,8 +111,8 @@ class Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """What is traced. An open forward is called as it will be, whatever it is decorated with: what it is not given
-        has its default."""
+        """The function that is traced, and its arguments. An open forward is called as it will be, whatever it is
+        decorated with: an argument that it is not given has its default."""
         if self.given is None:
             run, given = super().create_args_for_root(root_fn, is_module, concrete_args)
         else:
@@ -156,7 +158,7 @@ class Tracer(fx.Tracer):
 
     @contextmanager
     def _followed(self, path: str, module: nn.Module) -> Iterator[None]:
-        """What a forward does that a graph does not show makes the module opaque, or is noted."""
+        """Find what a forward does that a graph does not show: it makes the module opaque, or is noted."""
         before, drawn = Before(module, whole=not path), draws()
         where = path or type(module).__name__
         try:
@@ -180,14 +182,14 @@ class Tracer(fx.Tracer):
 
 
 def _shown(outputs: Any) -> Any:
-    """What a graph can give: dicts that are more than dicts are built within a forward."""
+    """The outputs, if a graph can give them: dicts that are more than dicts are built within a forward."""
     if isinstance(outputs, dict) and type(outputs) not in (dict, OrderedDict):
         raise _Beside(f"gives a {type(outputs).__name__}, which it builds as it computes")
     return outputs
 
 
 class _Beside(Exception):
-    """Something that no graph shows."""
+    """An effect that no graph shows."""
 
 
 def _modes() -> tuple[Any, ...]:
@@ -196,7 +198,7 @@ def _modes() -> tuple[Any, ...]:
 
 
 def _encode(encoder: nn.TransformerEncoder, src: Any, mask: Any = None, **options: Any) -> Any:
-    """What torch's encoder computes when it is trained, without its look at the shape of ``src``."""
+    """The result of torch's encoder when it is trained, without its look at the shape of ``src``."""
     if any(value is not None for value in options.values()):
         raise TypeError("the encoder has a padding mask, or a hint that it is causal")
     for layer in encoder.layers:
@@ -219,7 +221,7 @@ def written(graph: fx.Graph) -> list[tuple[str, fx.Node]]:
 
 
 def in_place(node: fx.Node) -> bool:
-    """Does a call change what it is given first?"""
+    """Return whether a call changes the first of the values that it is given."""
     name = _function(node)
     ends = name.endswith("_") and not name.endswith("__")
     return ends or bool(node.kwargs.get("inplace")) or name in ("setitem", "iadd", "imul", "isub", "itruediv")
@@ -229,11 +231,11 @@ _VIEWS = frozenset((
     "view", "reshape", "getitem", "getattr", "transpose", "permute", "t", "narrow", "select", "unsqueeze", "squeeze",
     "expand", "flatten", "unflatten", "detach", "chunk", "split", "unbind", "diagonal", "movedim", "swapaxes",
 ))  # fmt: skip
-"""What may give the memory of what it is given first."""
+"""The functions that may give the memory of the first value that they are given."""
 
 
 def _function(node: fx.Node) -> str:
-    """The name of a function or a method; empty of other nodes."""
+    """The name of a function or a method; empty for other nodes."""
     if node.op == "call_function":
         return str(getattr(node.target, "__name__", node.target))
     return str(node.target) if node.op == "call_method" else ""
@@ -251,8 +253,8 @@ def _refuse_writes(graph: fx.Graph, model: nn.Module) -> None:
 
 
 def not_given(model: nn.Module, inputs: Any, *state: Any) -> dict[str, Any] | None:
-    """The arguments of a forward that get nothing, with their defaults: traced as values, since it may ask whether an
-    argument is None. None where nothing is known of the inputs."""
+    """The arguments of a forward that get nothing, with their defaults: they are traced as values, since the forward
+    may ask whether an argument is None. None where nothing is known of the inputs."""
     if inputs is None:
         return None
     positional = (*inputs, *state) if isinstance(inputs, tuple | list) else (inputs, *state)
@@ -267,7 +269,7 @@ def not_given(model: nn.Module, inputs: Any, *state: Any) -> dict[str, Any] | No
 
 
 def names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Of the nodes that compute or are arguments: what a ``Layer`` is called."""
+    """The names of the nodes that compute or are arguments, as a ``Layer`` has them."""
     found: dict[fx.Node, str] = {}
     calls: dict[str, int] = {}
     for node in graph.nodes:

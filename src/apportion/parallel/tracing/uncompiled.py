@@ -1,4 +1,4 @@
-"""What ``torch.compile`` was given computes as it is written: where a forward is looked at, traced, or cut.
+"""The execution of what ``torch.compile`` was given as it is written, where a forward is looked at, traced, or cut.
 
 The compiler follows a forward by itself: it would compile what looks at the forward together with it, or follow a
 module whose layers were exchanged. So a part that compiles itself does so only where the network runs whole.
@@ -16,13 +16,14 @@ from apportion.core import torch_private
 
 
 def as_written() -> AbstractContextManager[object]:
-    """Nothing that was compiled runs here. A step may ask for it: it takes some microseconds."""
+    """Run nothing that was compiled within this context. A step may ask for it: it takes some microseconds."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """The same, where a forward is looked at: one that is traced is followed into what compiles itself."""
+    """Run nothing that was compiled within this context, where a forward is looked at; one that is traced is followed
+    into what compiles itself."""
     if "torch._dynamo" not in sys.modules:  # then nothing was compiled, and importing the compiler takes seconds
         yield
         return

@@ -1,4 +1,5 @@
-"""Why a forward cannot be followed, in a sentence that names the line: what torch.fx says is about torch.fx."""
+"""The reason why a forward cannot be followed, in a sentence that names the line: what torch.fx says is about
+torch.fx."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _OWN = str(PACKAGE)
 
 
 def reason(error: BaseException) -> str:
-    """Of what a forward raised as it was called with stand-ins for tensors."""
+    """The reason for an error that a forward raised as it was called with stand-ins for tensors."""
     frames = traceback.extract_tb(error.__traceback__)
     told = str(error).splitlines()[0] if str(error) else ""
     if said_here(error):
@@ -32,13 +33,14 @@ def reason(error: BaseException) -> str:
 
 
 def said_here(error: BaseException) -> bool:
-    """Is it a sentence of ours, and not what torch or the network says of the stand-ins that it is given?"""
+    """Return whether an error's message is one of this package, and not what torch or the network says of the stand-ins
+    that it is given."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and frames[-1].filename.startswith(_OWN)
 
 
 def unregistered(root: nn.Module, module: nn.Module) -> str:
-    """Of a module that torch does not find: who has it."""
+    """The message for a module that torch does not find: it says which attribute has the module."""
     for path, owner in root.named_modules():
         for name, value in vars(owner).items():
             holds = isinstance(value, list | tuple | dict) and name not in HOLDERS

@@ -19,22 +19,22 @@ from apportion.runtime.worker.job import MANY_STEPS
 
 LEAST_ROUNDS, MOST_ROUNDS = 4, 21
 ROUND_SECONDS = 0.2
-"""Of one strategy, or one step where that takes longer."""
+"""The seconds of one strategy's steps in a round; a round has one step where that takes longer."""
 MOST_STEPS = 200
 WARM_UP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """What the steps of a strategy took."""
+    """The times that the steps of a strategy took."""
 
     rounds: tuple[float, ...]
-    """Seconds a step in each round: the slowest rank's."""
+    """The seconds of a step in each round: the slowest rank's."""
     steps: int
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
-        """(lower, median, upper) of the rounds."""
+        """The (lower, median, upper) quartiles of the rounds."""
         low, middle, high = quantiles(self.rounds, n=4, method="inclusive")
         return low, middle, high
 
@@ -45,16 +45,18 @@ Choice = tuple[str, int]
 
 @dataclass
 class Bench:
-    """Called by all ranks alike; every decision is made of what all have gathered, so all make the same ones."""
+    """A bench of strategies that are built side by side. All ranks call it in the same way; every decision is made of
+    what all have gathered, so all make the same ones."""
 
     workload: Workload
     world: World
     refused: dict[str, str] = field(default_factory=dict)
-    """Why a strategy cannot run this workload here."""
+    """The reason why a strategy cannot run this workload here, by strategy."""
     _steps: dict[Choice, Step | None] = field(default_factory=dict)
 
     def build(self, choice: Choice) -> bool:
-        """Its steps; of what runs in one process, in rank 0. False: it is refused."""
+        """Build the steps of a choice; those of a strategy of one process in rank 0. Returns False where it is
+        refused."""
         strategy, threads = choice
         if choice in self._steps or strategy in self.refused:
             return choice in self._steps
@@ -80,7 +82,7 @@ class Bench:
         return strategy.build(endless, World(device=self.world.device)) if self.world.rank == 0 else None
 
     def measure(self, choices: Sequence[Choice], seconds: float) -> dict[Choice, Taken]:
-        """Those of them that are built, in turns, for about so long."""
+        """Measure those choices that are built, in turns, for about so many seconds."""
         chosen = [choice for choice in choices if choice in self._steps]
         if not chosen:
             return {}
@@ -97,7 +99,7 @@ class Bench:
         return {c: Taken(rounds=tuple(each), steps=rounds * many[c]) for c, each in taken.items()}
 
     def _go(self, choice: Choice, many: int) -> float:
-        """Seconds of one of so many steps, by the slowest rank."""
+        """Make so many steps and return the seconds of one of them, by the slowest rank."""
         step, took = self._steps[choice], 0.0
         self.world.group().barrier()
         if step is not None:
@@ -109,7 +111,7 @@ class Bench:
         return float(max(gather_messages(took, self.world.group(), device=self.world.device)))
 
     def close(self) -> None:
-        """Let go of all steps."""
+        """Close the steps of all strategies."""
         for step in self._steps.values():
             if step is not None:
                 step.source.close()

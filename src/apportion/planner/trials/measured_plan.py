@@ -19,7 +19,7 @@ from apportion.runtime.launch.local import Local
 
 TRIAL_SECONDS = 20.0
 PILOT_SECONDS = 10.0
-"""Of the exact one, and as long of the approximate one."""
+"""The seconds that the exact strategy trains in a pilot, and the approximate one as well."""
 
 
 def tried(
@@ -30,10 +30,10 @@ def tried(
     seconds: float = TRIAL_SECONDS,
     pilot_seconds: float = PILOT_SECONDS,
 ) -> Plan:
-    """The best few, one process with all threads and plain data_parallel measured on this machine; the rest corrected
-    by that; the best of all chosen. ``allow_approximate``: the best approximate one is chosen where it has the lower
-    loss after the same time, from the same seed. ``seconds``: of trying; ``pilot_seconds``: that each of the two trains
-    for in a pilot."""
+    """Measure the best few, one process with all threads and plain data_parallel on this machine; correct the rest by
+    that, and choose the best of all. ``allow_approximate``: the best approximate strategy is chosen where it has the
+    lower loss after the same time, from the same seed. ``seconds``: the time for trials; ``pilot_seconds``: the time
+    that each of the two strategies trains for in a pilot."""
     able = [p for p in planned.found if p.cost is not None]
     refined = refine(able, workload, {}, seconds=seconds)
     found = [after(p, refined) for p in planned.found]
@@ -53,7 +53,8 @@ def tried(
 
 
 def after(p: Priced, refined: TuningResult) -> Priced:
-    """With what was measured of it, or why it was refused; else corrected by what the others have taught."""
+    """Return the candidate with what was measured of it, or the reason why it was refused; else corrected by what the
+    other trials have taught."""
     assert p.cost is not None or p.refusal
     if p.cost is None:
         return p
@@ -80,7 +81,7 @@ def _tried(measured: Measured) -> Measurement:
 def _piloted(
     exact: Priced, found: Sequence[Priced], workload: Workload | str, seconds: float
 ) -> tuple[Priced, tuple[str, ...]]:
-    """(what to choose, what the pilot said)."""
+    """Run a pilot, and return (what to choose, what the pilot said)."""
     others = [p for p in found if p.cost is not None and not p.strategy.exact and isinstance(p.launcher, Local)]
     best = min(others, key=lambda p: p.seconds_per_example, default=None)
     if best is None or best.seconds_per_example >= exact.seconds_per_example:
@@ -97,7 +98,7 @@ def _piloted(
 
 
 def _steps(exact: Candidate, workload: Workload | str) -> int:
-    """Of the whole training: a pilot goes no further, and a schedule is told so many."""
+    """Return the number of steps of the whole training: a pilot goes no further, and a schedule is told so many."""
     group = TrialWorkers(exact, workload, {})
     try:
         group.built()

@@ -1,5 +1,5 @@
-"""Does an approximate strategy learn enough of what it is faster by? Both train from the same seed for the same time,
-in turns; what counts is the loss, on the same examples, at equal time.
+"""A pilot that tests whether an approximate strategy learns enough for the time that it saves. It and an exact strategy
+train from the same seed for the same time, in turns; what counts is the loss, on the same examples, at equal time.
 
 ::
 
@@ -21,33 +21,33 @@ from apportion.core.workload import Workload
 from apportion.planner.trials.trial import Candidate, TrialWorkers
 
 TURNS = 12
-"""That the time of each is divided in."""
+"""The number of turns that the time of each training is divided into."""
 LAST = 3
-"""Turns whose losses are compared: one alone may lie by chance where it lies."""
+"""The number of the last turns whose losses are compared: the loss of a single turn may be high or low by chance."""
 EXAMPLES = 1024
-"""That the loss is of."""
+"""The number of examples that the loss is computed on at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piloted:
-    """Two trainings side by side."""
+    """The result of two trainings side by side."""
 
     exact: tuple[float, ...]
-    """The loss after each turn."""
+    """The loss of the exact strategy after each turn."""
     approximate: tuple[float, ...]
     steps: tuple[int, int]
-    """Made by the exact one, and by the approximate one."""
+    """The numbers of steps made by the exact strategy, and by the approximate one."""
     seconds: float
-    """That each of them trained."""
+    """The seconds that each of them trained."""
 
     @property
     def better(self) -> bool:
-        """Has the approximate one the lower loss at equal time?"""
+        """Has the approximate strategy the lower loss at equal time?"""
         return lower(self.approximate, self.exact)
 
     @property
     def text(self) -> str:
-        """What came out."""
+        """The result in words."""
         after = f"after {self.seconds:.1f} s each"
         losses = f"{_last(self.approximate):.4g} against {_last(self.exact):.4g}"
         return f"loss {losses} of the best exact one {after}, from the same seed"
@@ -62,7 +62,7 @@ def pilot(
     steps: int,
     seconds: float,
 ) -> Piloted:
-    """Train both for so many seconds, or the whole of the ``steps`` that the training has. ValueError where the
+    """Train both for so many seconds, or the whole of the ``steps`` that the training has. Raises ValueError where the
     workload has no loss to compare (``update=``), or either cannot run it."""
     with ExitStack() as stack:
         runners = []
@@ -83,7 +83,8 @@ def pilot(
 
 
 def lower(losses: Sequence[float], others: Sequence[float]) -> bool:
-    """Are the last of these lower than the last of the others? What is no number is not."""
+    """Report whether the last of these losses are lower than the last of the others. A loss that is not a number is not
+    lower."""
     mine, theirs = _last(losses), _last(others)
     return not math.isnan(mine) and (math.isnan(theirs) or mine < theirs)
 
@@ -93,7 +94,7 @@ def _last(losses: Sequence[float]) -> float:
 
 
 class _Runner:
-    """One of the two, on its way."""
+    """One of the two trainings, on its way."""
 
     def __init__(self, group: TrialWorkers) -> None:
         self._group = group
@@ -104,7 +105,7 @@ class _Runner:
         self.losses: list[float] = []
 
     def turn(self, seconds: float) -> None:
-        """So many seconds of training; what a turn took too long, the next has less. Then the loss."""
+        """Train for so many seconds, less the time by which earlier turns were too long; then compute the loss."""
         self._debt += seconds
         while self._debt > 0 and self._left:
             self._train()

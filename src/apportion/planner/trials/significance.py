@@ -1,4 +1,5 @@
-"""Can two candidates be told apart? By their rounds, which took turns: whatever else the machine did fell on both."""
+"""A test whether two candidates can be told apart, by their rounds, which took turns: whatever else the machine did
+slowed both."""
 
 from __future__ import annotations
 
@@ -6,15 +7,16 @@ import math
 from collections.abc import Sequence
 
 SURE = 0.9
-"""How confident one has to be that the first is the faster one."""
+"""The confidence from which the first candidate counts as the faster one."""
 ALIKE = 0.05
-"""Closer than this, and not told apart: it makes no difference which is taken."""
+"""The share by which two candidates differ at most for it to make no difference which is taken, where they are not told
+apart."""
 
 
 def told_apart(first: Sequence[float], second: Sequence[float]) -> float:
-    """How confident one can be that the first takes less time than the second, from rounds that took turns (the nth of
-    one beside the nth of the other): 1 minus the chance that a fair coin gives as many heads (the sign test). One round
-    more or less of either does not count; without a round it is 0."""
+    """Return how confident one can be that the first takes less time than the second, from rounds that took turns (the
+    nth of one beside the nth of the other): 1 minus the chance that a fair coin gives as many heads (the sign test).
+    One round more or less of either does not count; without a round it is 0."""
     won = lost = 0
     for a, b in zip(first, second, strict=False):
         won += a < b
@@ -26,5 +28,5 @@ def told_apart(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def alike(first: Sequence[float], second: Sequence[float], ratio: float) -> bool:
-    """Does it make no difference which is taken? ``ratio``: how many times as long the second takes."""
+    """Report whether it makes no difference which is taken. ``ratio``: how many times as long the second takes."""
     return ratio < 1 + ALIKE and told_apart(first, second) < SURE

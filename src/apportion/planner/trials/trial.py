@@ -21,11 +21,13 @@ from apportion.runtime.worker.job import MANY_STEPS, Job
 BUILD_SECONDS = 600.0
 ROUND_SECONDS = 600.0
 TURN_SECONDS = 0.05
-"""Of one candidate's turn: long beside what a turn costs to begin, short beside what else the machine does."""
+"""The seconds of one candidate's turn: long beside what a turn costs to begin, short beside what else the machine
+does."""
 ROUNDS, LEAST_ROUNDS = 20, 4
-"""Of turns: in four a coin does not fall on one side by chance, at 90 %."""
+"""The largest and the smallest number of rounds of turns: in four rounds a coin does not fall on one side by chance, at
+90 %."""
 BEHIND = 1.5
-"""Who takes so many times as long as the fastest is not measured to the end."""
+"""The factor between a candidate's time and the fastest one's from which the candidate is not measured to the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,36 +44,38 @@ class Candidate:
 
 @dataclass
 class Measured:
-    """What a candidate's steps took, over all rounds."""
+    """The times that a candidate's steps took, over all rounds."""
 
     candidate: Candidate
     seconds: list[float] = field(default_factory=list)
-    """Of each step: the slowest rank's."""
+    """The seconds of each step: the slowest rank's."""
     rounds: dict[int, float] = field(default_factory=dict)
-    """The median step of each round, by its number: rounds of the same number were one after the other."""
+    """The median seconds of a step in each round, by the round's number: rounds of the same number were made one after
+    the other."""
     examples: int = 0
     computing: float = 0.0
-    """With ``loading`` and ``updating``, which are told by themselves, too."""
+    """The seconds of computing, including ``loading`` and ``updating``, which are also given by themselves."""
     loading: float = 0.0
     updating: float = 0.0
     waiting: float = 0.0
-    """For other ranks to arrive; with ``communicating`` and ``computing``, sums over ranks."""
+    """The seconds of waiting for other ranks to arrive; like ``communicating`` and ``computing``, a sum over ranks."""
     communicating: float = 0.0
     without_core: list[float] = field(default_factory=list)
-    """The largest share of each round in which a rank could have gone on and had no core, one value a round."""
+    """The largest share of a round, over ranks, in which a rank could have gone on and had no core; one value for each
+    round."""
     peak_bytes: int = 0
-    """Of the largest worker."""
+    """The peak memory of the worker that used most, in bytes."""
     held_bytes: int = 0
-    """Weights, slots and buffers of all workers, what they share counted once."""
+    """The bytes of weights, slots and buffers of all workers; what they share is counted once."""
 
     @property
     def next_round(self) -> int:
-        """Its number."""
+        """The number of the next round."""
         return max(self.rounds, default=-1) + 1
 
     @property
     def step_seconds(self) -> float:
-        """Median."""
+        """The median seconds of a step."""
         return float(np.median(self.seconds))
 
     @property
@@ -81,18 +85,18 @@ class Measured:
 
     @property
     def examples_per_second(self) -> float:
-        """At the median step."""
+        """The number of examples that are learned from in a second, at the median step."""
         return self.examples / len(self.seconds) / self.step_seconds
 
     @property
     def seconds_per_example(self) -> float:
-        """What candidates are ranked by."""
+        """The seconds of an example, which candidates are ranked by."""
         return 1.0 / self.examples_per_second
 
     @property
     def terms(self) -> dict[str, float]:
-        """The median step, by what a rank's time goes to: ``loading``, ``computing``, ``updating``, and ``waiting``
-        in collectives, for others and for what is sent."""
+        """The seconds of the median step, by what a rank's time goes to: ``loading``, ``computing``, ``updating``, and
+        ``waiting`` in collectives, both for other ranks and for what is sent."""
         parts = {
             "loading": self.loading,
             "computing": max(0.0, self.computing - self.loading - self.updating),
@@ -103,7 +107,7 @@ class Measured:
         return {name: self.step_seconds * seconds / total for name, seconds in parts.items()}
 
     def add(self, answers: Sequence[Message], turn: int | None = None) -> None:
-        """One round, as every rank tells it; ``turn``: its number."""
+        """Add one round, as every rank reports it; ``turn``: the number of the round."""
         stepping = [a["seconds"] for a in answers if a["seconds"]]  # servers make no steps
         steps = [max(parts) for parts in zip(*stepping, strict=True)]
         self.seconds += steps
@@ -124,10 +128,11 @@ class Measured:
 
 
 def divide_waits(waits: Sequence[Sequence[Sequence[float]]]) -> tuple[float, float]:
-    """(waiting, communicating) seconds over all ranks, from when each rank began and ended each of its waits.
+    """Divide the waits into (waiting, communicating) seconds over all ranks, from when each rank began and ended each
+    of its waits.
 
-    The ranks call the same collectives in the same order: until the last of them has begun one, the others wait for
-    it; from then on the data moves.
+    The ranks call the same collectives in the same order: until the last of them has begun a collective, the others
+    wait for it; from then on the data moves.
     """
     waiting = communicating = 0.0
     for same in zip(*waits, strict=False):
@@ -140,7 +145,7 @@ def divide_waits(waits: Sequence[Sequence[Sequence[float]]]) -> tuple[float, flo
 
 
 class TrialWorkers:
-    """A candidate's processes: built, warm, and asleep between rounds."""
+    """The processes of a candidate: built, warm, and asleep between rounds."""
 
     def __init__(
         self,
@@ -150,7 +155,7 @@ class TrialWorkers:
         *,
         steps: int = MANY_STEPS,
     ) -> None:
-        """``steps``: what a schedule is told."""
+        """Start the processes of the candidate. ``steps``: the number of steps that a schedule is told."""
         launcher = candidate.launcher
         job = Job(
             workload=workload,
@@ -163,24 +168,25 @@ class TrialWorkers:
         )
         self.measured = Measured(candidate)
         self.failed = False
-        """Did a worker, instead of making steps?"""
+        """Did a worker fail, instead of making steps?"""
         self.crew = WorkerPool(launcher, "apportion.runtime.worker.entry:steps", job, candidate.ranks)
 
     def built(self) -> Message:
-        """What the ranks tell once their step is built: ``steps`` in all, ``precision``."""
+        """Return what the ranks report once their step is built: ``steps`` in all, ``precision``."""
         return self.crew.answers("built", BUILD_SECONDS)[0]
 
     def facts(self) -> Message:
-        """``mark``: what tells this workload from others; ``steps``: how many there are of it as it is written."""
+        """Ask for facts of the workload: ``mark`` distinguishes this workload from others; ``steps`` is the number of
+        steps that it has as it is written."""
         return self.crew.ask({"kind": "facts"}, "facts", ROUND_SECONDS)[0]
 
     def loss(self, examples: int) -> float:
-        """On at most so many examples that are kept for it."""
+        """Compute the loss on at most so many examples that are kept for it."""
         answers = self.crew.ask({"kind": "evaluate", "examples": examples}, "evaluated", ROUND_SECONDS)
         return float(next(a["loss"] for a in answers if a["loss"] is not None))
 
     def go(self, steps: int, *, measure: bool = True, turn: int | None = None) -> list[Message]:
-        """So many steps; ``turn``: the number of the round that they are."""
+        """Make so many steps; ``turn``: the number of the round that the steps belong to."""
         try:
             answers = self.crew.ask({"kind": "go", "steps": steps}, "went", ROUND_SECONDS)
         except (ValueError, WorkerFailed):
@@ -198,8 +204,9 @@ def parked(
     changes: Mapping[str, Any],
     refused: list[tuple[Candidate, str]] | None = None,
 ) -> Iterator[list[TrialWorkers]]:
-    """Every candidate built, one after the other, and ended at the end. ``refused``: where those go that cannot run
-    this workload, and why; without it, that is an error."""
+    """Build every candidate, one after the other, and end all at the end. ``refused``: the list for the candidates that
+    cannot run this workload, each with the reason; without it, or where the first cannot run, such a candidate is an
+    error."""
     groups: list[TrialWorkers] = []
     try:
         for candidate in candidates:
@@ -218,14 +225,15 @@ def parked(
 
 
 def candidate(strategy: Strategy, launcher: Local) -> Candidate:
-    """The strategy with every number of the launcher filled in."""
+    """Return the strategy as a candidate, with every number of the launcher filled in."""
     workers, ranks = layout(strategy, launcher)
     threads = launcher.threads_each(ranks)
     return Candidate(strategy=strategy, launcher=replace(launcher, workers=workers, threads=threads), ranks=ranks)
 
 
 def layout(strategy: Strategy, launcher: Local) -> tuple[int, int]:
-    """(workers that take batches, processes in all)."""
+    """Return (the number of workers that take batches, the number of processes in all). Raises ValueError where several
+    workers are asked for and the strategy runs in one process."""
     if strategy.one_process and launcher.workers not in (None, 1):
         raise ValueError(f"{strategy} runs in one process, not in {launcher.workers}: use workers=1, or data_parallel")
     workers = launcher.workers or (1 if strategy.one_process else launcher.places())
@@ -233,8 +241,9 @@ def layout(strategy: Strategy, launcher: Local) -> tuple[int, int]:
 
 
 def take_turns(groups: Sequence[TrialWorkers], seconds: float) -> None:
-    """Each of them measured, in turns that change their order from round to round, until ``ROUNDS`` are made or the
-    time is up, whichever is first; ``LEAST_ROUNDS`` at least. After these, who is far behind takes no more turns."""
+    """Measure each of the candidates, in turns that change their order from round to round, until ``ROUNDS`` are made
+    or the time is up, whichever is first; ``LEAST_ROUNDS`` at least. After these, a candidate that is far behind takes
+    no more turns."""
     began = time.monotonic()
     turn = min(TURN_SECONDS, seconds / (ROUNDS * len(groups)))
     steps = {id(group): _warm(group, turn) for group in groups}
@@ -250,13 +259,13 @@ def take_turns(groups: Sequence[TrialWorkers], seconds: float) -> None:
 
 
 def in_sight(groups: Sequence[TrialWorkers]) -> list[TrialWorkers]:
-    """Those that may still come out first."""
+    """Return the candidates that may still come out first."""
     best = min(group.measured.seconds_per_example for group in groups)
     return [group for group in groups if group.measured.seconds_per_example < BEHIND * best]
 
 
 def _warm(group: TrialWorkers, seconds: float) -> int:
-    """A first step and a few more; how many make one turn."""
+    """Make a first step and a few more; return how many steps make one turn."""
     group.go(1, measure=False)
     began = time.perf_counter()
     group.go(2, measure=False)

@@ -3,9 +3,9 @@
 1. What is tried: the best three by prediction, and always one process with all threads, the same with fused updates,
    and plain data_parallel where it is best.
 2. They are measured in turns (``trial.take_turns``).
-3. Measured over predicted gives a few factors (``refit``); where one that was not tried should now be the fastest, it
-   is tried too, once.
-4. The fastest is chosen; of those that cannot be told apart from it (``apart``), the simplest.
+3. Measured over predicted gives a few factors (``calibration``); where one that was not tried should now be the
+   fastest, it is tried too, once.
+4. The fastest is chosen; of those that cannot be told apart from it (``significance``), the simplest.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
 
 TRIAL_SECONDS = 10.0
-"""For everything: building the candidates, and measuring."""
+"""The seconds for everything: building the candidates, and measuring."""
 BUILDING = 0.5
-"""Of the time: after this no further candidate is built."""
+"""The share of the time after which no further candidate is built."""
 BEST = 3
-"""So many of the best by prediction are tried."""
+"""The number of the best candidates by prediction that are tried."""
 
 
 class Candidacy(Protocol):
-    """A strategy somewhere, and what it should cost; None: nobody knows."""
+    """A strategy with a launcher, and what it should cost; cost None: not known."""
 
     @property
     def strategy(self) -> Strategy: ...
@@ -50,7 +50,7 @@ class Candidacy(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """The plainest candidacy: on this machine."""
+    """A plain candidacy on this machine."""
 
     strategy: Strategy
     launcher: Local
@@ -69,7 +69,7 @@ class TuningTrial:
     predicted: Cost | None
     measured: Measured | None
     refused: str | None = None
-    """Why it cannot run this workload."""
+    """The reason why the candidate cannot run this workload; None where it can."""
 
     def __str__(self) -> str:
         return f"{self.strategy} on {self.launcher}"
@@ -77,17 +77,18 @@ class TuningTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningResult:
-    """What was tried, and what it led to."""
+    """The trials that were made, and what they led to."""
 
     tried: tuple[TuningTrial, ...]
-    """The fastest first; those that were refused at the end."""
+    """The trials, the fastest first; those that were refused are at the end."""
     chosen: TuningTrial
     confidence: float
-    """That the fastest is faster than the second: below ``apart.SURE`` they cannot be told apart."""
+    """The confidence that the fastest is faster than the second: below ``significance.SURE`` they cannot be told
+    apart."""
     correction: Correction
-    """Of the predictions, by the measurements."""
+    """The correction of the predictions by the measurements."""
     seconds: float
-    """It all took."""
+    """The seconds that everything took."""
 
 
 def refine(
@@ -98,8 +99,8 @@ def refine(
     seconds: float = TRIAL_SECONDS,
     most: int | None = None,
 ) -> TuningResult:
-    """Try what is worth trying of these (exact ones on this machine; ``most``: so many at most), and choose. ValueError
-    or WorkerFailed where none of it runs: what the first says."""
+    """Try what is worth trying of these candidates (exact ones on this machine; ``most``: so many at most), and choose.
+    Raises ValueError or WorkerFailed where none of them runs: the error of the first one."""
     Local().prepare()  # what workers are forked from is needed anyway
     began = time.monotonic()
     offers = [
@@ -133,8 +134,9 @@ def refine(
 
 
 def worth_trying(offers: Sequence[Offer]) -> list[Offer]:
-    """One process with all threads first; then the best by prediction; then what is always tried. Without predictions,
-    all."""
+    """Return the offers worth trying: plain strategies of one process with all threads first, then the best by
+    prediction, then plain data_parallel where it is best, and the others of one process with all threads; at last all
+    without predictions."""
     ranked = sorted(offers, key=_seconds_per_example)
     alone = [p for p in offers if p.strategy.one_process]
     most = max((p.launcher.threads_each(1) for p in alone), default=0)
@@ -147,8 +149,8 @@ def worth_trying(offers: Sequence[Offer]) -> list[Offer]:
 
 
 def surprising(offers: Sequence[Offer], known: Iterable[str], fitted: Correction, best: float | None) -> Offer | None:
-    """Of those that were not tried, the fastest by the corrected predictions, if it should beat the best measured one
-    (``best``: its seconds an example)."""
+    """Return the fastest untried offer by the corrected predictions, if it should beat the best measured candidate
+    (``best``: that candidate's seconds of an example); else None."""
     told = set(known)
     rest = [(p, p.cost) for p in offers if str(p) not in told]
     priced = [(i, family(p.strategy), cost) for i, (p, cost) in enumerate(rest) if cost is not None]
@@ -159,8 +161,9 @@ def surprising(offers: Sequence[Offer], known: Iterable[str], fitted: Correction
 
 
 def choose(ranking: Sequence[TuningTrial]) -> tuple[TuningTrial, float]:
-    """(the one to take, how confident one can be that the first is faster than the second). Whoever cannot be told
-    apart from the first, and is as good as equal, may be taken instead: the fewest processes, the fewest words."""
+    """Choose from the ranking: (the trial to take, how confident one can be that the first is faster than the second).
+    A trial that cannot be told apart from the first, and is as good as equal, may be taken instead: the one with the
+    fewest processes, then with the shortest name."""
     first = ranking[0]
     if len(ranking) == 1:
         return first, 1.0
@@ -179,12 +182,12 @@ def _alike(first: TuningTrial, other: TuningTrial) -> bool:
 
 
 def _sure(first: Measured, second: Measured) -> float:
-    """How confident one can be that the first is faster."""
+    """Return how confident one can be that the first is faster."""
     return told_apart(*_side_by_side(first, second))
 
 
 def _side_by_side(first: Measured, second: Measured) -> tuple[list[float], list[float]]:
-    """Seconds an example, of the rounds that they made in turns."""
+    """Return the seconds of an example, of the rounds that both candidates made in turns."""
     both = sorted(first.rounds.keys() & second.rounds.keys())
     a, b = ([m.rounds[turn] * len(m.seconds) / m.examples for turn in both] for m in (first, second))
     return a, b
@@ -199,7 +202,7 @@ def _seconds_per_example(offer: Offer) -> float:
 
 
 def _is_plain(offer: Offer) -> bool:
-    """Every field as it is where nothing is said?"""
+    """Report whether every field of the strategy has its default value."""
     return str(offer.strategy) == written_name(type(offer.strategy))
 
 
@@ -215,7 +218,7 @@ def _first_of_each(offers: Iterable[Offer]) -> Iterable[Offer]:
 
 
 class _Bench:
-    """Candidates as they are built and measured; their processes end with the stack."""
+    """The candidates as they are built and measured; their processes end with the stack."""
 
     def __init__(
         self, stack: ExitStack, workload: Workload | str, changes: Mapping[str, Any], building_until: float
@@ -227,7 +230,8 @@ class _Bench:
         self._refused: list[tuple[Offer, Exception]] = []
 
     def build(self, offers: Sequence[Offer]) -> None:
-        """In this order, as many as there is time for; two at least."""
+        """Build the offers in this order, as many as there is time for, and at least two. Raises the error of the first
+        one where none can be built."""
         for p in offers:
             if len(self.groups) < 2 or time.monotonic() < self._until:
                 self._add(p)
@@ -248,7 +252,8 @@ class _Bench:
         return group
 
     def measure(self, groups: Sequence[TrialWorkers], seconds: float) -> None:
-        """In turns. Who fails is out; where all do, that is what went wrong."""
+        """Measure the candidates in turns. A candidate that fails is left out; where all fail, the first error is
+        raised."""
         waiting = list(groups)
         while waiting:
             try:
@@ -263,26 +268,26 @@ class _Bench:
             raise self._refused[0][1]
 
     def one_more(self, offer: Offer, seconds: float) -> None:
-        """Beside the best so far."""
+        """Measure one more offer beside the best so far."""
         group = self._add(offer)
         if group is not None:
             self.measure([min(self.groups[:-1], key=lambda g: g.measured.seconds_per_example), group], seconds)
 
     def known(self) -> list[str]:
-        """What was tried, or refused."""
+        """Return the names of the offers that were tried, or refused."""
         return [str(p) for p in self._given]
 
     def trials(self) -> list[Trial]:
-        """Of all that was predicted and measured."""
+        """Return the trials of all candidates that were both predicted and measured."""
         found = [(self._of[id(g)], g.measured.step_seconds) for g in self.groups]
         return [Trial(family(p.strategy), p.cost, seconds) for p, seconds in found if p.cost is not None]
 
     def best(self) -> float | None:
-        """Seconds an example."""
+        """Return the seconds of an example of the fastest candidate; None where none was measured."""
         return min((g.measured.seconds_per_example for g in self.groups), default=None)
 
     def tried(self) -> list[TuningTrial]:
-        """The fastest first, the refused last."""
+        """Return the trials, the fastest first, the refused last."""
         ranked = sorted(self.groups, key=lambda g: g.measured.seconds_per_example)
         found = [_tried(self._of[id(g)], g.measured) for g in ranked]
         return found + [replace(_tried(p, None), refused=_told(error)) for p, error in self._refused]

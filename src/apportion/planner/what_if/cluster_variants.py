@@ -8,11 +8,13 @@ from dataclasses import replace
 from apportion.cost_model.cluster import Cluster, Device, Link
 
 ASSUMED = {"latency": 5e-5, "bandwidth": 1.25e9}
-"""Of the Ethernet that a second host is thought to be on, where there is only one: 10 Gb/s."""
+"""The latency in seconds and the bandwidth in bytes a second of the Ethernet that is assumed between hosts where there
+is only one: 10 Gb/s."""
 
 
 def with_bandwidth(cluster: Cluster, kind: str, factor: float) -> Cluster:
-    """Links of that kind carry so many times as much a second; what a message of no length takes stays."""
+    """Return the cluster with links of that kind that carry so many times as much a second; the time of a message of no
+    length stays."""
     return replace(cluster, links=tuple(_scaled(x, factor) if x.kind == kind else x for x in cluster.links))
 
 
@@ -26,7 +28,7 @@ def _scaled(link: Link, factor: float) -> Link:
 
 
 def one_host(cluster: Cluster) -> Cluster:
-    """The first of its hosts, alone."""
+    """Return the first of the cluster's hosts, alone."""
     devices = tuple(d for d in cluster.devices if d.host == cluster.hosts[0])
     names = {d.name for d in devices}
     links = tuple(
@@ -38,8 +40,8 @@ def one_host(cluster: Cluster) -> Cluster:
 
 
 def one_host_more(cluster: Cluster, across: Link | None = None) -> Cluster:
-    """With a copy of the last host. ``across``: what joins the hosts, where the cluster has one alone; None: Ethernet
-    as ``ASSUMED``."""
+    """Return the cluster with a copy of its last host. ``across``: the link that joins the hosts, where the cluster has
+    only one; None: Ethernet as ``ASSUMED``."""
     last = [d for d in cluster.devices if d.host == cluster.hosts[-1]]
     host = _unused(f"{cluster.hosts[-1]}+", cluster.hosts)
     twin = {d.name: f"{host}/{d.name.rpartition('/')[2]}" for d in last}
@@ -58,20 +60,21 @@ def one_host_more(cluster: Cluster, across: Link | None = None) -> Cluster:
 
 
 def _of_as_many(link: Link, cluster: Cluster) -> Link:
-    """Without sums over more ranks than it joins hosts: on other hosts so many ranks lie, and take, another way."""
+    """Return the link without measured sums over more ranks than it joins hosts: on more hosts as many ranks are placed
+    differently, and take another time."""
     hosts = len({cluster.device(name).host for name in link.devices})
     return replace(link, measured=tuple(m for m in link.measured if m.what == "message" or m.ranks <= hosts))
 
 
 def across_hosts(cluster: Cluster) -> Link | None:
-    """The fastest link that joins devices of different hosts."""
+    """Return the fastest link that joins devices of different hosts; None where there is none."""
     host = {d.name: d.host for d in cluster.devices}
     joining = [link for link in cluster.links if len({host[n] for n in link.devices}) > 1]
     return max(joining, key=lambda link: link.bandwidth, default=None)
 
 
 def of_hosts(cluster: Cluster, hosts: int) -> Cluster:
-    """So many hosts as its first one, joined as its hosts are."""
+    """Return a cluster of so many hosts like the first one of this cluster, joined as its hosts are."""
     grown, across = one_host(cluster), across_hosts(cluster)
     if across is not None:  # it joined the hosts, and joins one alone no more
         grown = replace(grown, links=tuple(link for link in grown.links if link.kind != across.kind))
@@ -82,7 +85,8 @@ def of_hosts(cluster: Cluster, hosts: int) -> Cluster:
 
 
 def one_gpu_more(cluster: Cluster) -> Cluster | None:
-    """With a copy of the last GPU of its only host; None where there are several hosts, or no GPU."""
+    """Return the cluster with a copy of the last GPU of its only host; None where there are several hosts, or no
+    GPU."""
     gpus = [d for d in cluster.devices if d.kind == "cuda"]
     if len(cluster.hosts) > 1 or not gpus:
         return None

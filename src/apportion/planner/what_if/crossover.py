@@ -1,4 +1,5 @@
-"""At which bandwidth of a kind of link the answer changes: looked for among a few, held against the whole search."""
+"""The bandwidths of a kind of link at which the answer changes: looked for among a few candidates, then checked by the
+whole search."""
 
 from __future__ import annotations
 
@@ -11,29 +12,31 @@ from apportion.planner.what_if.cluster_variants import with_bandwidth
 from apportion.planner.what_if.hypothetical import There, WhatIf, at
 
 STRIDE, FURTHEST = 4.0, 4
-"""A bandwidth is looked at so many times as large, and that again, so often; and as many times smaller."""
+"""The factor between one bandwidth that is looked at and the next, and the number of such factors, both above and below
+today's bandwidth."""
 HALVINGS = 8
-"""Of the last of them, to find where the answer changes."""
+"""The number of times that the interval between the last two bandwidths is halved, to find where the answer changes."""
 LOOKS = 3
-"""How often the few are asked, each time with those whom the whole search has named; after that it is asked alone."""
+"""The number of times that the few candidates are asked, each time with those that the whole search has added; after
+that only the whole search is asked."""
 
 
 class Crossing(NamedTuple):
-    """Where the answer changes."""
+    """A bandwidth at which the answer changes."""
 
     kind: str
-    """Of link."""
+    """The kind of link."""
     bandwidth: float
-    """Bytes a second."""
+    """The bandwidth at which the answer changes, in bytes a second."""
     now: float
-    """That there are today."""
+    """The bandwidth that there is today, in bytes a second."""
     below: Priced
     above: Priced
 
 
 def crossings(model: WhatIf) -> list[Crossing]:
-    """For each kind of link that workers talk over: the nearest bandwidth below and above today's at which a plan of
-    predictions would choose another one."""
+    """Find, for each kind of link that workers talk over, the nearest bandwidth below and above today's at which a plan
+    of predictions would choose another candidate."""
     found = []
     for kind in _kinds(model):
         scan = _Scan(model, kind)
@@ -47,7 +50,7 @@ def _kinds(model: WhatIf) -> list[str]:
 
 
 class _Scan:
-    """Over the factors on one kind of link."""
+    """A scan of the factors on the bandwidth of one kind of link."""
 
     def __init__(self, model: WhatIf, kind: str) -> None:
         self._model, self._kind = model, kind
@@ -56,8 +59,9 @@ class _Scan:
         self._note([model.chosen])
 
     def crossing(self, step: float) -> Crossing | None:
-        """In this direction. What the few say is held against all: whoever wins there joins them, and they are asked
-        again. Where they will not agree, as one of them is not looked at there, all are asked."""
+        """Find where the answer changes in this direction (``step``: the first factor). What the few candidates say is
+        checked against all: the winner of the whole search joins the few, and they are asked again. Where the few and
+        the whole search do not agree, since one of the few is not looked at there, all are asked."""
         self._look(step**FURTHEST)
         for changed in (*[self._few_changed] * LOOKS, self._all_changed):
             ends = self._change(step, changed)
@@ -75,7 +79,7 @@ class _Scan:
         return Crossing(self._kind, now * factor, now, below, above)
 
     def _look(self, factor: float) -> There:
-        """The whole search; where that takes long, the few alone."""
+        """Make the whole search at this factor; where that takes long, price the few candidates alone."""
         if factor not in self._looked:
             cluster = with_bandwidth(self._model.cluster, self._kind, factor)
             if self._model.narrow:
@@ -97,8 +101,8 @@ class _Scan:
         return self._model.other(self._look(factor)) is not None
 
     def _change(self, step: float, changed: Callable[[float], bool]) -> tuple[float, float] | None:
-        """Two factors close to each other, in this direction: at the first of them what is chosen today still is, at
-        the second it is not. None: it stays."""
+        """Find two factors close to each other, in this direction: at the first of them today's choice still holds, at
+        the second it does not. None: it holds throughout."""
         near = 1.0
         for n in range(1, FURTHEST + 1):
             far = step**n

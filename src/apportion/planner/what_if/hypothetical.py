@@ -1,7 +1,7 @@
-"""What a plan of predictions would say elsewhere: of other links, another batch, more hosts.
+"""The predictions of a plan elsewhere: for other links, another batch, more hosts.
 
 The whole search is made again there, corrected by what trials have taught here, and ranked by the rule that the plan
-itself was made by, ties included. Nothing that was measured here is carried over but that correction.
+itself was made by, ties included. That correction is all that is carried over from what was measured here.
 """
 
 from __future__ import annotations
@@ -19,43 +19,44 @@ from apportion.planner.candidate import TIE, Priced, family, priced, ranked
 from apportion.planner.search import among
 
 SHORT_LIST = 12
-"""Candidates that stand for all where a search takes long."""
+"""The number of candidates that stand for all where a search takes long."""
 OF_A_FAMILY, FAMILIES = 2, 3
 MOST_WORK = 10_000
-"""Prices times layers: with more of them a search takes so long that nobody waits for a few dozen."""
+"""The largest product of prices and layers for a whole search: above it a search takes so long that it is not repeated
+a few dozen times."""
 
 
 class There(NamedTuple):
-    """What predictions say somewhere else."""
+    """The predictions for another cluster or another batch."""
 
     ranking: list[Priced]
-    """Exact ones that a plan would look at, the best first."""
+    """The exact candidates that a plan would look at there, the best first."""
     ours: Priced | None
-    """What was chosen here; None: it cannot run there."""
+    """The candidate that was chosen here, priced there; None: it cannot run there."""
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Asked for what is chosen there, as it is held against what was chosen here."""
+    """A model that is asked what is chosen elsewhere, and compares it with what was chosen here."""
 
     found: Sequence[Priced]
-    """All that was priced here."""
+    """All candidates that were priced here."""
     chosen: Priced
-    """Of it: exact."""
+    """The candidate that was chosen here: one of ``found``, and exact."""
     profile: Profile
     cluster: Cluster
     taught: Correction | None = None
-    """By trials here; None: there were none."""
+    """The correction that trials here have taught; None: there were none."""
 
     @cached_property
     def here(self) -> list[Priced]:
-        """What predictions say here: exact ones, the best first, as in all that follow."""
+        """The predictions here: exact candidates, the best first, as in all that follow."""
         return self._ranked(replace(p, tried=None, corrected=None) for p in self.found)
 
     @cached_property
     def doubted(self) -> float:
-        """How many times as long as what they say is best here the chosen one should take, which trials found better;
-        1 where the two agree."""
+        """The factor by which the chosen candidate should take longer than the best by prediction, where trials found
+        the chosen one better; 1 where the two agree."""
         ours = at(self.here, self.chosen)
         if ours is None or same(self.here[0], self.chosen):
             return 1.0
@@ -68,7 +69,8 @@ class WhatIf:
         return ours is not None and self.doubted <= 1 + ours.with_overhead(self.profile).error
 
     def searched(self, *, profile: Profile | None = None, cluster: Cluster | None = None) -> There:
-        """Of the same layouts and strategies there."""
+        """Price the same layouts and strategies with this profile and on this cluster; None: with the profile, or on
+        the cluster, of here."""
         profile, cluster = profile or self.profile, cluster or self.cluster
         places = [_moved(devices, threads, cluster) for devices, threads in self._places]
         ranking = self._ranked(among(places, profile, strategies=self.strategies))
@@ -79,13 +81,14 @@ class WhatIf:
         return There(ranking, ours)
 
     def priced(self, some: Iterable[Priced], cluster: Cluster) -> There:
-        """Of these alone."""
+        """Price only these candidates on this cluster."""
         ranking = self._ranked(priced(p.strategy, _moved(*_place(p), cluster), self.profile) for p in some)
         return There(ranking, at(ranking, self.chosen))
 
     def other(self, there: There) -> Priced | None:
-        """What is chosen there instead; None: what is chosen here, or another value of the same kind that is as good.
-        What predictions hold against it here already, where trials found otherwise, counts for nothing there."""
+        """Return what is chosen there instead; None: what is chosen here, or another value of the same kind that is as
+        good. A lead that predictions already give another candidate here, where trials found otherwise, counts for
+        nothing there."""
         if not there.ranking or same(there.ranking[0], self.chosen):
             return None
         best = there.ranking[0]
@@ -97,13 +100,13 @@ class WhatIf:
 
     @property
     def narrow(self) -> bool:
-        """Does a search take so long that elsewhere only the best few strategies are looked for, where they are best
-        here?"""
+        """Does a search take so long that elsewhere only the best few strategies are looked for, in the places where
+        they are best here?"""
         return len(self.found) * len(self.profile.layers) > MOST_WORK
 
     @cached_property
     def short_list(self) -> list[Priced]:
-        """The best few here, of each strategy no more than two."""
+        """The best few candidates here, with at most ``OF_A_FAMILY`` of each strategy."""
         kept, many = list[Priced](), dict[str, int]()
         for p in sorted(self.here, key=lambda p: p.seconds_per_example):
             name = family(p.strategy)
@@ -114,14 +117,15 @@ class WhatIf:
 
     @cached_property
     def strategies(self) -> list[str]:
-        """By name."""
+        """The names of the strategies that are searched for elsewhere."""
         exact = (p for p in (self.short_list if self.narrow else self.found) if p.strategy.exact)
         names = list(dict.fromkeys(str(p.strategy).partition("(")[0] for p in exact))
         return names[:FAMILIES] if self.narrow else names
 
     @cached_property
     def _places(self) -> list[tuple[tuple[str, ...], int]]:
-        """Where something was priced: whoever asked for so many workers has these alone. The largest first."""
+        """The places where something was priced, the largest first: where a number of workers was asked for, there are
+        only places of so many."""
         some = self.short_list if self.narrow else self.found
         return sorted(dict.fromkeys(map(_place, some)), key=lambda place: (-len(place[0]), -place[1]))
 
@@ -129,7 +133,7 @@ class WhatIf:
         return [p for p in ranked(self.learned(found)) if p.cost is not None and p.strategy.exact]
 
     def learned(self, found: Iterable[Priced]) -> list[Priced]:
-        """With what trials have taught."""
+        """Return the candidates, corrected by what trials have taught."""
         if self.taught is None:
             return list(found)
         taught = self.taught
@@ -140,12 +144,12 @@ class WhatIf:
 
 
 def at(ranking: Iterable[Priced], p: Priced) -> Priced | None:
-    """The same value in the same place, if it is there."""
+    """Return the candidate of the ranking that is the same value in the same place; None where there is none."""
     return next((q for q in ranking if same(p, q)), None)
 
 
 def same(p: Priced, q: Priced) -> bool:
-    """One value in one place, whatever the machines are like?"""
+    """Report whether two candidates are one value in one place, whatever the machines are like."""
     return (str(p.strategy), *_place(p)) == (str(q.strategy), *_place(q))
 
 

@@ -1,5 +1,5 @@
-"""When the answer would change: the model run again with one thing changed. Only what changes something is told, and
-only by more than predictions may be off, except for the bandwidth at which two of them are as fast as each other."""
+"""The changes that would change the answer: the model is run again with one thing changed. Only changes of the answer
+by more than predictions may be off are told, except for the bandwidth at which two candidates are equally fast."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ def sensitivities(
     taught: Correction | None = None,
     workers: int | None = None,
 ) -> tuple[str, ...]:
-    """One line for each change that would change the answer.
+    """Write one line for each change that would change the answer.
 
-    ``found``: all that was priced; ``chosen``: one of it, by prediction or by trials, which ``taught`` something.
-    ``workers``: that were asked for, and would be elsewhere too. Nothing is said of an approximate one, which a pilot
-    has spoken for and no prediction does; and nothing where predictions do not agree with the trials by far.
+    ``found``: all candidates that were priced; ``chosen``: one of them, by prediction or by trials, from which
+    ``taught`` was learned. ``workers``: the number that was asked for, which would be asked for elsewhere too. Nothing
+    is said of an approximate candidate, which was chosen by a pilot and not by prediction; nor where predictions are
+    far from the trials.
     """
     if not chosen.strategy.exact:
         return ()
@@ -54,8 +55,8 @@ def _told(crossing: Crossing) -> str:
 
 
 def _batches(model: WhatIf) -> list[str]:
-    """Other batch sizes, no larger than the data set, at which another one is chosen, and is faster by more than
-    predictions may be off; each one once."""
+    """Find other batch sizes, no larger than the data set, at which another candidate is chosen, and is faster by more
+    than predictions may be off; each candidate once."""
     lines, told = list[str](), set[str]()
     for factor in BATCHES:
         batch = model.profile.batch_size * factor
@@ -79,12 +80,12 @@ def _batches(model: WhatIf) -> list[str]:
 
 
 def _off(model: WhatIf, profile: Profile, *two: Priced) -> float:
-    """By what part the ratio of two predictions may be off; and by what trials have refuted here."""
+    """Return the share by which the ratio of two predictions may be off, including what trials have refuted here."""
     return max(p.with_overhead(profile).error for p in two) + model.doubted - 1
 
 
 def _more(model: WhatIf, workers: int | None) -> list[str]:
-    """What one host more helps, or one GPU more."""
+    """Say how much one more host helps, or one more GPU."""
     lines, cluster = [], model.cluster
     grown = one_host_more(cluster)
     assumed = "" if across_hosts(cluster) is not None else f" on {rate('ethernet', ASSUMED['bandwidth'])} Ethernet"
@@ -98,8 +99,8 @@ def _more(model: WhatIf, workers: int | None) -> list[str]:
 
 
 def _helps(model: WhatIf, larger: Cluster, known: Collection[str], workers: int | None, what: str) -> list[str]:
-    """Of the layouts of a larger cluster those that use what is new there: the others are priced already. Less than a
-    tie is no help: a plan there would leave the new one idle."""
+    """Say how much a larger cluster helps, from those of its layouts that use what is new there: the others are priced
+    already. Less than a tie is not counted as help: a plan there would leave the new device idle."""
     new = [d.name for d in larger.devices if d.name not in known]
     found = search(model.profile, larger, workers=workers, strategies=model.strategies, using=new)
     best = next((p for p in ranked(model.learned(found)) if p.cost is not None and p.strategy.exact), None)

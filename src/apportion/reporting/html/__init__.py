@@ -1,8 +1,8 @@
 """The report of a run, or of a plan: one HTML file that needs nothing else, drawn from what the run wrote down.
 
-``history`` reads the run directory, ``curves`` thins and smooths, ``pictures`` draws (with matplotlib, the only file
-that imports it), ``tables`` says the same in numbers, ``page`` puts them together; ``plan_page`` and ``plan_pictures``
-do so for a plan. ``frame`` is what both stand in, ``style`` is how it looks.
+``history`` reads the run directory, ``curves`` thins and smooths, ``run_charts`` draws (with matplotlib, the only file
+that imports it besides ``plan_charts``), ``tables`` gives the numbers, ``run_page`` puts them together; ``plan_page``
+and ``plan_charts`` do the same for a plan. ``document`` is what both are built in, with the style sheet.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from apportion.reporting.journal import REPORT
 
 
 def write_html(run_dir: str | Path) -> Path:
-    """Write ``report.html`` into the directory of a run, finished or not; its path.
+    """Write ``report.html`` into the directory of a run, finished or not, and return its path.
 
     Without matplotlib the page holds the tables alone and says how to get the pictures. Raises CheckpointError where
     there are no events to be read, or the file cannot be written.
@@ -34,7 +34,8 @@ def write_html(run_dir: str | Path) -> Path:
 
 
 def write_plan_html(plan: Mapping[str, Any], path: str | Path) -> Path:
-    """Write what ``Plan.to_json`` gives as a page; its path. ValueError where there is no such folder."""
+    """Write what ``Plan.to_json`` gives as a page, and return its path. Raises ValueError where there is no such
+    folder."""
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent} to write {path.name} into: make it first")
@@ -43,7 +44,7 @@ def write_plan_html(plan: Mapping[str, Any], path: str | Path) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole, or not at all."""
+    """Write the file whole, or not at all."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")

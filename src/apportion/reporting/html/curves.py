@@ -1,4 +1,4 @@
-"""From a hundred thousand values to what a picture can show, without losing what matters."""
+"""Functions that reduce a hundred thousand values to what a picture can show, without losing what matters."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from apportion.reporting.html.history import Curve, Floats
 
 
 def finite(curve: Curve) -> Curve:
-    """Without the values that are not numbers, or have no end."""
+    """Return the curve without the values that are not finite."""
     keep = np.isfinite(curve.y)
     return Curve(curve.x[keep], curve.y[keep])
 
 
 def thinned(curve: Curve, buckets: int = 500) -> Curve:
-    """The smallest and the largest value of each of so many stretches, in their order: no spike is lost.
+    """Return the smallest and the largest value of each of so many stretches, in their order, so that no spike is lost.
 
     Values that are not finite stay as gaps.
     """
@@ -34,7 +34,7 @@ def thinned(curve: Curve, buckets: int = 500) -> Curve:
 
 
 def smoothed(curve: Curve, points: int = 200) -> Curve:
-    """The course of the finite values: means over stretches, then a weighted mean of the neighbouring ones."""
+    """Return the course of the finite values: means over stretches, then a weighted mean of the neighbouring ones."""
     curve = finite(curve)
     if len(curve.x) < 3:
         return curve
@@ -46,17 +46,18 @@ def smoothed(curve: Curve, points: int = 200) -> Curve:
 
 
 def _weighted(y: Floats, reach: int) -> Floats:
-    """Each value with its neighbours, the near ones weighing more; at the ends with those that are there."""
+    """Average each value with its neighbours, the near ones weighing more; at the ends with those that there are."""
     window = np.hanning(2 * reach + 3)[1:-1]
     return np.convolve(y, window, "same") / np.convolve(np.ones(len(y)), window, "same")
 
 
 def spread(count: int, most: int) -> NDArray[np.intp]:
-    """The indices of so many, or of ``most`` of them, from the first to the last."""
+    """Return the indices of so many, or of ``most`` of them, from the first to the last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.intp))
 
 
 def on_log_scale(curve: Curve) -> bool:
-    """Does the course of positive values span more than a factor of 30, so that a linear scale would hide its end?"""
+    """Report whether the course of positive values spans more than a factor of 30, so that a linear scale would hide
+    its end."""
     y = finite(curve).y
     return len(y) > 2 and float(y.min()) > 0 and float(y.max()) / float(y.min()) > 30

@@ -1,4 +1,4 @@
-"""What every page is put together from: the document, its sections, figures and tables that can be opened."""
+"""The building blocks of every page: the document, its sections, figures and tables that can be opened."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def document(title: str, body: str) -> str:
-    """The whole file."""
+    """Return the whole HTML file."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
@@ -25,7 +25,7 @@ def document(title: str, body: str) -> str:
 
 
 def drawing() -> ModuleType | None:
-    """What draws; None where matplotlib is not installed."""
+    """Return the module that draws; None where matplotlib is not installed."""
     try:
         from apportion.reporting.html import run_charts
     except ImportError:
@@ -34,7 +34,7 @@ def drawing() -> ModuleType | None:
 
 
 def without_pictures(run_charts: ModuleType | None) -> str:
-    """What is said where nothing draws."""
+    """Return the note on missing pictures; empty where they can be drawn."""
     if run_charts is not None:
         return ""
     return section(
@@ -45,12 +45,12 @@ def without_pictures(run_charts: ModuleType | None) -> str:
 
 
 def section(title: str, html: str) -> str:
-    """A part of the page with a heading."""
+    """Return a section of the page with a heading."""
     return f"<section>\n<h2>{escape(title)}</h2>\n{html}\n</section>"
 
 
 def figure(picture: Picture | None, title: str) -> str:
-    """A picture with the keys to its colours; nothing where there is none."""
+    """Return a picture with the keys to its colours; empty where there is none."""
     if picture is None:
         return ""
     keys = "".join(
@@ -67,13 +67,13 @@ def _faint(colour: str) -> str:
 
 
 def pair(parts: list[str]) -> str:
-    """Side by side, where there is room."""
+    """Place the parts side by side, where there is room."""
     cells = "".join(f"<div>{part}</div>" for part in parts if part)
     return f'<div class="pair">{cells}</div>' if cells else ""
 
 
 def numbers(title: str, html: str, *, shown: bool) -> str:
-    """A table to be opened by who wants it; open where it stands in for a picture."""
+    """Return a table that a reader can open; it is open at first where it stands in for a picture."""
     return f"<details{' open' if shown else ''}><summary>{escape(title)}</summary>{html}</details>"
 
 

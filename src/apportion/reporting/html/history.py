@@ -1,4 +1,4 @@
-"""A run as its events tell it, over all its sittings: curves by step, speeds by time, what happened when."""
+"""The history of a run from its events, over all its sittings: curves by step, speeds by time, what happened when."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class WorkerHistory:
 
     rank: int
     speed: Curve
-    """Examples a second against seconds."""
+    """The examples a second of the worker, against seconds of training."""
     stages: Mapping[str, float]
-    """Seconds a step, mean over the run: loading, computing, waiting, updating."""
+    """The seconds of a step, mean over the run: loading, computing, waiting, updating."""
 
     @property
     def step_seconds(self) -> float:
-        """How long its step takes."""
+        """The seconds that a step of the worker takes."""
         return sum(self.stages.values())
 
 
@@ -47,25 +47,25 @@ class Moment:
     """An event, when it came."""
 
     seconds: float
-    """Of training, over all sittings."""
+    """The seconds of training until the event, over all sittings."""
     time: float
-    """Since 1970."""
+    """The time of the event, in seconds since 1970."""
     event: Event
 
 
 @dataclass(frozen=True)
 class History:
-    """All that the report tells."""
+    """A run as the report shows it."""
 
     run_dir: Path
     run: Mapping[str, Any]
-    """What run.json holds; empty where there is none."""
+    """The content of run.json; empty where there is none."""
     rows: list[TableRow]
     values: Mapping[str, Curve]
-    """Each named value against the step."""
+    """The curve of each named value against the step."""
     learning_rate: Curve
     throughput: Curve
-    """Of all workers together, against seconds."""
+    """The examples a second of all workers together, against seconds of training."""
     workers: list[WorkerHistory]
     plans: list[Moment]
     drifts: list[Moment]
@@ -74,28 +74,30 @@ class History:
     checkpoints: list[Moment]
     faults: list[Moment]
     end: Moment | None
-    """None: the run has not ended, or was killed."""
+    """The moment of the end; None: the run has not ended, or was killed."""
     began: float | None
-    """Since 1970; None: there are no events."""
+    """The time of the first event, in seconds since 1970; None: there are no events."""
     ended: float | None
     seconds: float
-    """Of training."""
+    """The seconds of training, over all sittings."""
 
     @property
     def start(self) -> Mapping[str, Any]:
-        """What the latest sitting started with."""
+        """The data that the latest sitting started with."""
         return self.starts[-1].event.data if self.starts else {}
 
 
 def read_history(run_dir: str | Path) -> History:
-    """From run.json and events.jsonl. Raises CheckpointError where there are no events to be read."""
+    """Read the history of a run from run.json and events.jsonl. Raises CheckpointError where there are no events to be
+    read."""
     reader = _Reader()
     rows = summary(reader.taking(entries(run_dir)))
     return reader.history(Path(run_dir), rows)
 
 
 def _read_run(path: Path) -> Mapping[str, Any]:
-    """What the report can say without: a run that failed at once may not have written it."""
+    """Read run.json; empty where there is none: the report can do without it, and a run that failed at once may not
+    have written it."""
     try:
         run = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -104,8 +106,8 @@ def _read_run(path: Path) -> Mapping[str, Any]:
 
 
 class _Growing:
-    """A curve that is being read. What is recorded again replaces what was there: a run that lost a worker, or was
-    resumed, goes on from its last checkpoint."""
+    """A curve that is being read. A value that is recorded again replaces the earlier one: a run that lost a worker, or
+    was resumed, goes on from its last checkpoint."""
 
     def __init__(self) -> None:
         self._pieces: list[tuple[Floats, Floats]] = []
@@ -115,7 +117,7 @@ class _Growing:
         self._pieces.append((x, y))
 
     def rewind(self, x: float) -> None:
-        """Forget all from x on."""
+        """Forget all values from x on."""
         while self._pieces and self._pieces[-1][0][-1] >= x:
             xs, ys = self._pieces.pop()
             if xs[0] < x:
@@ -130,17 +132,17 @@ class _Growing:
 
 @dataclass
 class _WorkerReader:
-    """One rank's ``speed`` events, added up."""
+    """The ``speed`` events of one rank, added up."""
 
     step: int
-    """Of its previous event."""
+    """The step of the rank's previous event."""
     seconds: list[float] = field(default_factory=list)
     speeds: list[float] = field(default_factory=list)
     steps: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)
 
     def start(self, step: int) -> None:
-        """A new sitting: its steps may be divided otherwise, and only they count."""
+        """Begin a new sitting: its steps may be divided otherwise, and only they count."""
         self.step, self.steps, self.stages = step, 0.0, {}
 
     def take(self, seconds: float, event: Event) -> None:
@@ -160,7 +162,7 @@ class _WorkerReader:
 
 
 class _Reader:
-    """Events in, a History out."""
+    """A reader that turns events into a History."""
 
     def __init__(self) -> None:
         self._clock = RunClock()
@@ -176,7 +178,7 @@ class _Reader:
         self._fresh = False
 
     def taking(self, events: Iterable[tuple[float, Event]]) -> Iterator[Event]:
-        """The same events, taken in as they pass."""
+        """Yield the events unchanged, and take each in as it passes."""
         for time, event in events:
             self._take(time, event)
             yield event
@@ -243,12 +245,14 @@ class _Reader:
 
 
 def _steps_of(values: int, last: int, since: int) -> Floats:
-    """The steps that so many values belong to: one each, up to the last; wider apart where fewer came than steps."""
+    """Return the steps that so many values belong to: one each, up to the last; wider apart where there are fewer
+    values than steps."""
     return last - np.arange(values, dtype=np.float64)[::-1] * max(1.0, since / values)
 
 
 def _without_repeats(evaluations: list[Moment]) -> list[Moment]:
-    """Evaluated again after going back, or at the end of the last epoch and at the end: the later counts."""
+    """Leave out an evaluation that was repeated after going back, or at the end of the last epoch and at the end of the
+    run: the later one counts."""
     kept: list[Moment] = []
     for moment in evaluations:
         while kept and kept[-1].event.step >= moment.event.step:

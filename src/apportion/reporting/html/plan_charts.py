@@ -14,12 +14,13 @@ from apportion.reporting.journal import number
 TERMS = ("computing", "updating", "loading", "communicating", "bubble", "waiting")
 MOST_BARS = 14
 MOST_ROWS = 24
-"""Devices and links of the timeline."""
+"""The largest number of devices and links in the timeline."""
 _COLOURS = {term: f"series-{n}" for n, term in enumerate(TERMS, 1)}
 
 
 def terms_picture(candidates: Sequence[Mapping[str, Any]], batch_size: int) -> Picture | None:
-    """A bar for each candidate: predicted seconds for one batch by term, and a mark at what was measured."""
+    """Draw a bar for each candidate: predicted seconds for one batch by term, and a mark at what was measured. None
+    where there are no candidates."""
     shown = candidates[:MOST_BARS]
     if not shown:
         return None
@@ -51,7 +52,8 @@ def terms_picture(candidates: Sequence[Mapping[str, Any]], batch_size: int) -> P
 
 
 def timeline_picture(spans: Sequence[Mapping[str, Any]]) -> Picture | None:
-    """One step: a row for each device or link, a stretch for each thing that it does."""
+    """Draw one step: a row for each device or link, a stretch for each thing that it does. None where there are no
+    spans."""
     names = list(dict.fromkeys(span["on"] for span in spans))[:MOST_ROWS]
     if not names:
         return None
@@ -79,7 +81,7 @@ def timeline_picture(spans: Sequence[Mapping[str, Any]]) -> Picture | None:
 
 
 def _name(candidate: Mapping[str, Any]) -> str:
-    """What stands beside a bar: the launcher is in the table."""
+    """Return the text beside a bar, without the launcher, which is in the table."""
     text, many = candidate["strategy"], candidate["workers"]
     short = text if len(text) <= 44 else f"{text[:42]}.."
     return f"{short}\n{many} worker{'' if many == 1 else 's'} x {candidate['threads']}"

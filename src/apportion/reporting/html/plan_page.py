@@ -15,14 +15,15 @@ TERMS = ("computing", "updating", "loading", "communicating", "bubble", "waiting
 
 
 def plan_page(plan: Mapping[str, Any]) -> str:
-    """The whole document."""
+    """Return the whole HTML document of a plan."""
     pictures = drawing()
     sections = [_head(plan), without_pictures(pictures), *plan_sections(plan, pictures)]
     return document(f"Plan of {plan['workload']}", "\n".join(part for part in sections if part))
 
 
 def plan_sections(plan: Mapping[str, Any], pictures: ModuleType | None) -> list[str]:
-    """What was chosen and why, every strategy's step by what it goes to, one step as a picture, what to type."""
+    """Return the sections of a plan: what was chosen and why, every strategy's step by what it goes to, one step as a
+    picture, and what to type."""
     return [
         section("The plan", _chosen(plan)),
         section("Strategies", _strategies(plan, pictures)),

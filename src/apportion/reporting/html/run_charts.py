@@ -1,7 +1,7 @@
 """The drawn curves: matplotlib's SVG, made to stand in a page and to take its colours and its type.
 
-The only file that imports matplotlib. Figures are made without pyplot, and with matplotlib's own defaults whatever
-style the user has set, so that a report written from a notebook changes nothing there.
+The only file that imports matplotlib, besides ``plan_charts``. Figures are made without pyplot, and with matplotlib's
+own defaults whatever style the user has set, so that a report written from a notebook changes nothing there.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from apportion.reporting.html.history import STAGES, Curve, History, Moment, Wor
 from apportion.reporting.journal import measure, number
 
 BROAD, SLIM = 1000, 490
-"""Pixels across, at which the type has the size of the page's."""
+"""The widths of a broad and of a slim picture in pixels, at which the type has the size of the page's."""
 SERIES = 8
-"""Colours that can be told apart; more workers than that are drawn as a band."""
+"""The number of colours that can be told apart; more workers than that are drawn as a band."""
 MOST_BARS = 32
 
 _COLOURS = ("ink", "muted", "grid", "surface", "bad", *(f"series-{n}" for n in range(1, SERIES + 1)))
 MARKS = {name: f"#0{n:x}0b0c" for n, name in enumerate(_COLOURS)}
-"""Colours that are drawn with, each standing for one of the page's: light and dark are the style sheet's matter."""
+"""The colours to draw with, each a placeholder for one of the page's: light and dark are left to the style sheet."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: it takes the page's font, and can be searched and read aloud
     "svg.hashsalt": "apportion",
@@ -71,7 +71,7 @@ class Picture:
 
 
 def value_picture(name: str, curve: Curve, *, wide: bool) -> Picture | None:
-    """A named value against the step: every value faint, and its course. None where no value is finite."""
+    """Draw a named value against the step: every value faint, and its course. None where no value is finite."""
     if not len(finite(curve).x):
         return None
     course, points = smoothed(curve), thinned(curve)
@@ -102,7 +102,8 @@ def value_picture(name: str, curve: Curve, *, wide: bool) -> Picture | None:
 
 
 def metric_picture(name: str, curve: Curve, best: int | None) -> Picture | None:
-    """A metric against the epoch; ``best``: which of them is marked."""
+    """Draw a metric against the epoch. ``best``: the index of the value that is marked. None where no value is
+    finite."""
     if not len(finite(curve).x):
         return None
 
@@ -119,7 +120,7 @@ def metric_picture(name: str, curve: Curve, best: int | None) -> Picture | None:
 
 
 def learning_rate_picture(curve: Curve) -> Picture | None:
-    """The learning rate against the step; None where it does not change."""
+    """Draw the learning rate against the step; None where it does not change."""
     if len(finite(curve).x) < 2 or np.ptp(finite(curve).y) == 0:
         return None
 
@@ -133,7 +134,8 @@ def learning_rate_picture(curve: Curve) -> Picture | None:
 
 
 def speed_picture(history: History) -> Picture | None:
-    """Examples a second of each worker and of all, against time, above what happened then."""
+    """Draw the examples a second of each worker and of all, against time, above what happened then. None where there
+    are too few values."""
     drawn = [worker for worker in history.workers if len(worker.speed.x) > 1]
     if not drawn and len(history.throughput.x) < 2:
         return None
@@ -165,7 +167,7 @@ def speed_picture(history: History) -> Picture | None:
 
 
 def stages_picture(workers: Sequence[WorkerHistory]) -> Picture | None:
-    """Where a step's time goes: a bar for each worker."""
+    """Draw where a step's time goes: a bar for each worker. None where no worker has such times."""
     workers = slowest([worker for worker in workers if worker.step_seconds > 0])
     if not workers:
         return None
@@ -195,13 +197,14 @@ def stages_picture(workers: Sequence[WorkerHistory]) -> Picture | None:
 
 
 def slowest(workers: Sequence[WorkerHistory]) -> list[WorkerHistory]:
-    """As many as there is room for: all, or those with the longest own work a step (a fast worker waits)."""
+    """Return as many workers as there is room for: all, or those with the longest own work in a step (a fast worker
+    waits)."""
     own = sorted(workers, key=lambda worker: worker.stages.get("waiting", 0.0) - worker.step_seconds)
     return sorted(own[:MOST_BARS], key=lambda worker: worker.rank)
 
 
 def _speeds(axes: Axes) -> None:
-    """From nothing up: a small wobble shall look small."""
+    """Set the axis of speeds to start at zero, so that a small variation looks small."""
     axes.set_ylim(0, axes.get_ylim()[1] * 1.08)
     axes.yaxis.set_major_locator(MaxNLocator(5))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: number(y)))
@@ -239,7 +242,7 @@ def _happened(history: History) -> dict[str, list[Moment]]:
 
 
 def _draw_strip(axes: Axes, happened: Sequence[tuple[str, list[Moment]]], per: float) -> None:
-    """A row of marks for each kind of event."""
+    """Draw a row of marks for each kind of event."""
     look = {"faults": ("bad", "X", 7), "evaluations": ("series-2", "o", 5), "checkpoints": ("muted", "|", 8)}
     for row, (name, moments) in enumerate(happened):
         colour, marker, size = look[name]
@@ -261,7 +264,7 @@ def _label_last(axes: Axes, course: Curve) -> None:
 
 
 def _annotate(axes: Axes, text: str, x: float, y: float, *, below: bool = False) -> None:
-    """Beside a point, on the side where there is room."""
+    """Write a text beside a point, on the side where there is room."""
     low, high = axes.get_xlim()
     late = x > (low + high) / 2
     offset = (-8 if late else 8, -9 if below else 9)
@@ -270,7 +273,7 @@ def _annotate(axes: Axes, text: str, x: float, y: float, *, below: bool = False)
 
 
 def _mark_not_finite(axes: Axes, curve: Curve) -> None:
-    """Ticks along the upper edge."""
+    """Draw ticks along the upper edge, at the values that are not finite."""
     bad = curve.x[~np.isfinite(curve.y)]
     if len(bad):
         bad = bad[spread(len(bad), 500)]
@@ -302,12 +305,12 @@ def _time_unit(seconds: float) -> tuple[str, float]:
 
 
 def one_plot(draw: Callable[[Axes], None]) -> Callable[[Figure], None]:
-    """A figure of one plot."""
+    """Return a function that draws a figure of one plot."""
     return lambda figure: draw(figure.subplots())
 
 
 def broad_and_slim(draw: Callable[[Figure], None], what: str, height: int) -> str:
-    """Drawn twice, for a desk and for a telephone: the style sheet shows the one that fits."""
+    """Draw the figure twice, for a wide and for a narrow screen: the style sheet shows the one that fits."""
     return _figure(draw, what, (BROAD, height), "broad") + _figure(draw, what, (SLIM, height), "slim")
 
 
@@ -326,7 +329,8 @@ def _figure(draw: Callable[[Figure], None], what: str, pixels: tuple[int, int], 
 
 
 def _for_the_page(svg: str, what: str, shown: str) -> str:
-    """The element alone, named for those who cannot see it, in the page's colours and type, with ids of its own."""
+    """Return the SVG element alone, with a label for screen readers, in the page's colours and type, with ids of its
+    own."""
     svg = svg[svg.index("<svg") :]
     for name, mark in MARKS.items():
         svg = svg.replace(mark, f"var(--{name})")

@@ -1,4 +1,4 @@
-"""The page, section by section; those that have nothing to tell are left out."""
+"""The page of a run, section by section; those that have nothing to tell are left out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATES = {"finished": "good", "stopped": "warn", "interrupted": "warn", "failed"
 
 
 def page(history: History) -> str:
-    """The whole document."""
+    """Return the whole HTML document of a run."""
     pictures = drawing()
     title = str(history.run.get("address") or history.run_dir.name)
     sections = [
@@ -70,7 +70,7 @@ def _when(began: float, ended: float) -> str:
 
 
 def _tiles(history: History) -> str:
-    """The few numbers that one looks for first."""
+    """Return the tiles of the few numbers that a reader looks for first."""
     wanted = [row for row in history.rows if row.name.startswith(("test ", "final "))][:4]
     if not wanted:
         return ""
@@ -120,7 +120,7 @@ def _metrics(history: History, pictures: ModuleType | None) -> str:
 
 
 def _values(history: History, pictures: ModuleType | None) -> str:
-    """A broad picture for the one that matters most, slim ones for the others."""
+    """Draw a broad picture for the value that matters most, and slim ones for the others."""
     curves = {name: curve for name, curve in history.values.items() if len(curve.x)}
     sections = []
     if curves:
@@ -193,7 +193,7 @@ def _checkpoints(checkpoints: list[Moment]) -> str:
 
 
 def _environment(history: History) -> str:
-    """What else run.json holds; the fingerprint is for programs."""
+    """Return the section of what else run.json holds, without the fingerprint, which is for programs."""
     told = ("address", "strategy", "launcher", "fingerprint")
     pairs = [pair for name, value in history.run.items() if name not in told for pair in _flat(name, value)]
     return section("Environment", tables.facts(pairs)) if pairs else ""

@@ -17,7 +17,7 @@ MOST_ROWS = 24
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int = 1) -> str:
-    """A table of texts; its first ``texts`` columns read from the left, the others are numbers."""
+    """Return a table of texts; its first ``texts`` columns are aligned left, the others are numbers."""
     kind = ["text"] * texts + ["number"] * (len(heads) - texts)
     head = "".join(f'<th class="{k}" scope="col">{escape(cell)}</th>' for k, cell in zip(kind, heads, strict=True))
     body = "".join(
@@ -28,19 +28,19 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int = 1
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """Names and what they are."""
+    """Return a list of names and what they stand for."""
     cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>\n" for name, text in pairs if text)
     return f'<dl class="facts">\n{cells}</dl>' if cells else ""
 
 
 def values_table(curve: Curve) -> str:
-    """A named value, at steps through the whole run."""
+    """Return the table of a named value, at steps through the whole run."""
     rows = [(f"{curve.x[i]:,.0f}", measure(float(curve.y[i]))) for i in spread(len(curve.x), MOST_ROWS)]
     return table(["step", "value"], rows, texts=0)
 
 
 def metrics_table(history: History) -> str:
-    """Each metric: the last, and at the evaluation that was the best."""
+    """Return the table of each metric: the last value, and the value at the evaluation that was the best."""
     last = _metrics(history.evaluations[-1]) if history.evaluations else {}
     if history.end is not None:
         last = {**last, **(history.end.event.data.get("metrics") or {})}
@@ -58,7 +58,7 @@ def metrics_table(history: History) -> str:
 
 
 def evaluations_table(evaluations: Sequence[Moment]) -> str:
-    """Every evaluation, or as many as are readable."""
+    """Return the table of every evaluation, or of as many as are readable."""
     names = list(dict.fromkeys(name for moment in evaluations for name in _metrics(moment)))
     rows = []
     for i in spread(len(evaluations), 4 * MOST_ROWS):
@@ -69,7 +69,7 @@ def evaluations_table(evaluations: Sequence[Moment]) -> str:
 
 
 def workers_table(history: History) -> str:
-    """Each worker: its speed, and the parts of its step."""
+    """Return the table of each worker: its speed, and the parts of its step."""
     rows = []
     for worker in history.workers:
         total = worker.step_seconds
@@ -81,7 +81,7 @@ def workers_table(history: History) -> str:
 
 
 def checkpoints_table(checkpoints: Sequence[Moment]) -> str:
-    """The last few: the earlier ones are mostly gone."""
+    """Return the table of the last few checkpoints: the earlier ones are mostly gone."""
     rows = [
         (
             str(moment.event.data.get("path", "")),
@@ -97,7 +97,7 @@ def checkpoints_table(checkpoints: Sequence[Moment]) -> str:
 
 
 def plan_table(plan: Moment) -> str:
-    """What was predicted and tried before the run, the best first."""
+    """Return the table of what was predicted and tried before the run, the best first."""
     rows = [
         (
             str(c["strategy"]) + (f" (refused: {c['refused']})" if c.get("refused") else ""),
@@ -114,7 +114,7 @@ def plan_table(plan: Moment) -> str:
 
 
 def drifts_table(drifts: Sequence[Moment]) -> str:
-    """When the steps took another time than they should, and why."""
+    """Return the table of when the steps took another time than they should, and why."""
     rows = [(str(m.event.data.get("cause", "")), f"{m.event.step:,}", duration(m.seconds)) for m in drifts]
     return table(["what was seen", "step", "after"], rows)
 
@@ -124,24 +124,24 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def best_of(evaluations: Sequence[Moment]) -> int | None:
-    """Which evaluation was the best by the workload's own rule; None where it has none."""
+    """Return the index of the best evaluation by the workload's own rule; None where it has none."""
     best = [i for i, moment in enumerate(evaluations) if moment.event.data.get("best")]
     return best[-1] if best else None
 
 
 def metric_curve(evaluations: Sequence[Moment], name: str) -> Curve:
-    """One metric against the epoch; not a number where that evaluation lacks it."""
+    """Return one metric against the epoch; NaN where an evaluation lacks it."""
     x = np.array([moment.event.epoch for moment in evaluations], dtype=float)
     return Curve(x, np.array([_metrics(moment).get(name, np.nan) for moment in evaluations], dtype=float))
 
 
 def metric_names(evaluations: Sequence[Moment]) -> list[str]:
-    """In the order in which they came up."""
+    """Return the names of the metrics, in the order in which they came up."""
     return list(dict.fromkeys(name for moment in evaluations for name in _metrics(moment)))
 
 
 def not_finite(curve: Curve) -> str:
-    """A sentence about the values that are not finite; empty where all are."""
+    """Write a sentence about the values that are not finite; empty where all are."""
     bad = len(curve.x) - len(finite(curve).x)
     if not bad:
         return ""
@@ -150,7 +150,7 @@ def not_finite(curve: Curve) -> str:
 
 
 def size(count: float) -> str:
-    """12 B, 3.4 kB, 1.2 GB."""
+    """Format a number of bytes: 12 B, 3.4 kB, 1.2 GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -159,12 +159,12 @@ def size(count: float) -> str:
 
 
 def date(seconds: float) -> str:
-    """2026-03-01 14:05:09, local."""
+    """Format seconds since 1970 as local time: 2026-03-01 14:05:09."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def written(run_dir: Path) -> list[tuple[str, str]]:
-    """What the run directory holds: (path, what it is)."""
+    """List what the run directory holds: (path, what it is)."""
     known = {
         "run.json": "what was run, and with which versions",
         "events.jsonl": "every event, one line of JSON each",

@@ -1,4 +1,4 @@
-"""A file of lines that only grows. What finds no room on the disk waits in memory until there is some."""
+"""A file of lines that only grows. Lines that find no room on the disk wait in memory until there is some."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 MOST_WAITING = 64 << 20
-"""Bytes that wait for room; further lines are counted and left out."""
+"""The number of bytes that may wait for room; further lines are counted and left out."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _AT_ONCE = 1 << 20
 
 
 def open_own(path: Path, flags: int) -> int:
-    """The descriptor of an ordinary file at that very path: a symbolic link may lead out of a run directory, and a pipe
-    would never end. OSError otherwise."""
+    """Returns the descriptor of an ordinary file at that very path: a symbolic link may lead out of a run directory,
+    and a pipe would never end. Raises OSError otherwise."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -26,14 +26,15 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def reason(error: OSError) -> str:
-    """What a person reads of an error that ``open_own`` raises."""
+    """Returns what a person reads of an error that ``open_own`` raises."""
     return "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror or str(error)
 
 
 class Appended:
-    """Each line is handed to the operating system at once, so that a killed process loses at most the one it was
-    writing. ``is_line`` tells whether a torn last line, which an earlier process may have left, is whole but for its
-    end; otherwise it is cut off. OSError where the file cannot be opened or written for another reason than room."""
+    """Appends lines to a file. Each line is handed to the operating system at once, so that a killed process loses at
+    most the one it was writing. ``is_line`` tells whether a torn last line, which an earlier process may have left, is
+    whole but for its end; otherwise it is cut off. Raises OSError where the file cannot be opened or written for
+    another reason than room."""
 
     def __init__(self, path: Path, is_line: Callable[[bytes], bool]) -> None:
         self._path, self._is_line = path, is_line
@@ -52,7 +53,7 @@ class Appended:
         self._try()
 
     def close(self) -> None:
-        """Nothing more will come. Warns of what never found room."""
+        """Closes the file: nothing more will come. Warns of what never found room."""
         self._try()
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -88,7 +89,7 @@ class Appended:
 
 
 def _tail(descriptor: int) -> bytes:
-    """What follows the last end of line."""
+    """Returns what follows the last end of line."""
     start = size = os.fstat(descriptor).st_size
     tail = b""
     while start > 0 and b"\n" not in tail:

@@ -1,4 +1,4 @@
-"""Checkpoints are written beside the training, by a thread; what waits to be written is replaced by what is newer."""
+"""Writes checkpoints beside the training, in a thread; what waits to be written is replaced by what is newer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from apportion.errors import CheckpointError
 from apportion.runtime.checkpoint.run_directory import RunDirectory, Saved
 
 BEAT_SECONDS = 0.2
-"""Between two signs of life while others wait for a checkpoint to be written."""
+"""The seconds between two signs of life while others wait for a checkpoint to be written."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,11 @@ class Saver:
         self._failed: CheckpointError | None = None
         self._snapshot = 0.0
         self.seconds = 0.0
-        """What the last checkpoint took, snapshot and writing: of all the time, at most a share goes there."""
+        """The seconds that the last checkpoint took, snapshot and writing: of all the time, at most a share goes
+        there."""
 
     def submit(self, state: State, epoch: float, *, best: bool, seconds: float) -> None:
-        """Have this state written. ``seconds``: the snapshot took."""
+        """Has this state written. ``seconds``: the time that the snapshot took."""
         if self._directory is None:
             return
         with self._condition:
@@ -85,7 +86,7 @@ class Saver:
             self._news.append(saved)
 
     def news(self) -> list[Saved | CheckpointError]:
-        """What was written, or failed to be, since the last call."""
+        """Returns what was written, or failed to be, since the last call."""
         if not self._news:
             return []
         with self._condition:
@@ -106,6 +107,6 @@ class Saver:
                 beat()
 
     def check(self) -> None:
-        """Raise what the last write failed with."""
+        """Raises what the last write failed with."""
         if self._failed is not None:
             raise self._failed

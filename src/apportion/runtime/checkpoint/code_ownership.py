@@ -1,4 +1,4 @@
-"""Whose code a run directory names: the caller's own, or somebody else's.
+"""Tells whose code a run directory names: the caller's own, or somebody else's.
 
 A run directory is data, and may come from anywhere; the workload that it names is code. It is the caller's own where it
 lies in the project that the caller works in, outside any run directory, and is as it was when the run was started.
@@ -19,7 +19,7 @@ from typing import Any
 from apportion.process import PACKAGE
 
 MARKS = ("pyproject.toml", ".git")
-"""What the folder of a project holds."""
+"""The files or folders that mark the folder of a project."""
 CURE = "look at it, and say trust=True (--trust) if it may run"
 
 loading: list[str] = []
@@ -28,7 +28,7 @@ loading: list[str] = []
 
 @contextmanager
 def imported_by_load(address: str) -> Iterator[None]:
-    """While this address is imported."""
+    """Marks this address as being imported for ``load``, until the context is left."""
     loading.append(address)
     try:
         yield
@@ -37,13 +37,13 @@ def imported_by_load(address: str) -> Iterator[None]:
 
 
 def is_file(place: str) -> bool:
-    """Is the first half of an address a file, and not a module's name?"""
+    """Tells whether the first half of an address is a file, and not a module's name."""
     return place.endswith(".py") or os.sep in place
 
 
 def projects() -> list[Path]:
-    """The folders that hold what is the caller's own: of the project around the program's script, and of the one around
-    the current folder. A script that is installed, as the command line is, says nothing about its caller."""
+    """Returns the folders that hold what is the caller's own: of the project around the program's script, and of the
+    one around the current folder. A script that is installed, as the command line is, says nothing about its caller."""
     starts = [Path.cwd()]
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is not None and not is_installed(Path(script)):
@@ -61,7 +61,7 @@ def _project(start: Path) -> Path | None:
 
 
 def is_installed(file: Path) -> bool:
-    """Does a file belong to an installed package, to Python, or to this package?"""
+    """Tells whether a file belongs to an installed package, to Python, or to this package."""
     file = file.absolute()
     if any(part in ("site-packages", "dist-packages") for part in file.parts):
         return True
@@ -71,8 +71,8 @@ def is_installed(file: Path) -> bool:
 
 
 def refusal(file: Path, recorded: object, folders: Sequence[Path]) -> str | None:
-    """Why a file is not the caller's own, as the rest of a sentence; None where it is. ``recorded``: its digest in
-    run.json. ``folders``: see ``projects``."""
+    """Returns why a file is not the caller's own, as the rest of a sentence; None where it is. ``recorded``: its digest
+    in run.json. ``folders``: see ``projects``."""
     file = file.resolve()
     if not file.is_file():
         return None  # there is nothing to run
@@ -90,7 +90,7 @@ def refusal(file: Path, recorded: object, folders: Sequence[Path]) -> str | None
 
 
 def is_below(path: Path, folders: Sequence[Path]) -> bool:
-    """Does a file or a folder lie in one of these, and in no run directory?"""
+    """Tells whether a file or a folder lies in one of these, and in no run directory."""
     path = path.resolve()
     return any(path.is_relative_to(folder) for folder in folders) and _run_directory(path) is None
 
@@ -100,12 +100,12 @@ def _run_directory(path: Path) -> Path | None:
 
 
 def digest(file: Path) -> str:
-    """Of what a file holds."""
+    """Returns the SHA-256 digest of what a file holds."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def source_of(address: object, cwd: str) -> dict[str, str] | None:
-    """The file behind an address and its digest, for run.json; None where it cannot be told."""
+    """Returns the file behind an address and its digest, for run.json; None where it cannot be told."""
     if not isinstance(address, str):
         return None
     place = address.rpartition(":")[0]
@@ -114,8 +114,8 @@ def source_of(address: object, cwd: str) -> dict[str, str] | None:
 
 
 def factory_of(make: Callable[..., Any]) -> dict[str, str] | None:
-    """The same of what makes a model, with the ``name`` (package.module:name) that another process imports it by; None
-    where there is no such name."""
+    """Returns the file of what makes a model and its digest, with the ``name`` (package.module:name) that another
+    process imports it by; None where there is no such name."""
     place, name = getattr(make, "__module__", None), getattr(make, "__qualname__", None)
     if not isinstance(place, str) or not isinstance(name, str) or place == "__main__" or "<" in name:
         return None
@@ -131,7 +131,7 @@ def factory_of(make: Callable[..., Any]) -> dict[str, str] | None:
 
 
 def attribute(value: Any, name: str) -> Any:
-    """What a dotted name gives; None where it gives nothing."""
+    """Returns what a dotted name gives; None where it gives nothing."""
     for part in name.split("."):
         value = getattr(value, part, None)
     return value
@@ -145,7 +145,7 @@ def _described(file: Path | None) -> dict[str, str] | None:
 
 
 def located(module: str, folders: Sequence[str]) -> Path | None:
-    """The file of a module, by its dotted name. Nothing is imported for it, not even the package around it."""
+    """Returns the file of a module, by its dotted name. Nothing is imported for it, not even the package around it."""
     path: Sequence[str] | None = list(folders)
     found = None
     parts = module.split(".")
@@ -158,7 +158,8 @@ def located(module: str, folders: Sequence[str]) -> Path | None:
 
 
 def at_hand(file: Path) -> ModuleType | None:
-    """The module that this process has made of a file already, the running script among them."""
+    """Returns the module that this process has made of a file already, the running script among them; None where there
+    is none."""
     file = file.resolve()
     for module in list(sys.modules.values()):
         own = getattr(module, "__file__", None)

@@ -53,11 +53,11 @@ def load(
 def pinned(
     run_dir: str | os.PathLike[str], folder: Path, *, trust: bool = False, projects: Sequence[Path] | None = None
 ) -> Path:
-    """The checkpoint that ``load`` takes now, in a folder that is made: what is loaded from there stays the same when a
-    training that goes on finds a better one, and prunes this one. The code that the run names is held to be the
-    caller's own here (``projects``: of the caller, where this process has another script), so that who loads from the
-    folder may trust it. Errors are those of ``load`` and ``workload_of``, and OSError where the folder cannot be
-    filled."""
+    """Puts the checkpoint that ``load`` takes now into a folder that is made: what is loaded from there stays the same
+    when a training that goes on finds a better one, and prunes this one. The code that the run names is held to be the
+    caller's own here (``projects``: those of the caller, where this process has another script), so that a program that
+    loads from the folder may trust it. Errors are those of ``load`` and ``workload_of``, and OSError where the folder
+    cannot be filled."""
 
     def linked(checkpoint: Path) -> Path:
         made = folder / "checkpoints" / checkpoint.resolve().name
@@ -78,7 +78,7 @@ def pinned(
 
 
 def _link(path: Path, to: Path) -> None:
-    """Files of a checkpoint are never written again; on another disk it is copied."""
+    """Links a file of a checkpoint, which is never written again; on another disk it is copied."""
     try:
         os.link(path, to)
     except OSError:
@@ -86,8 +86,8 @@ def _link(path: Path, to: Path) -> None:
 
 
 def workload_of(path: str | os.PathLike[str], *, trust: bool = False) -> Workload:
-    """What a run, or the run of a checkpoint, has trained. ValueError where it was started from Python, or would run
-    code that is not the caller's own."""
+    """Returns what a run, or the run of a checkpoint, has trained. Raises ValueError where it was started from Python,
+    or would run code that is not the caller's own."""
     path = Path(path)
     run = RunDirectory(path.parent.parent if (path / "state.json").is_file() else path)
     return _workload(run, _about(run), trust)
@@ -101,7 +101,7 @@ def _about(run: RunDirectory) -> dict[str, Any]:
 
 
 def _read(path: Path, which: str | int | None, read: Callable[[Path], _T]) -> tuple[RunDirectory, _T]:
-    """What ``read`` makes of a checkpoint, and the run that it is of."""
+    """Returns the run that a checkpoint is of, and what ``read`` makes of the checkpoint."""
     if (path / "state.json").is_file():
         if which is not None:
             raise ValueError(f"{path} is one checkpoint: give which={which!r} with the run's folder")
@@ -131,7 +131,7 @@ def _build(run: RunDirectory, make: Callable[[], nn.Module] | None, trust: bool)
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """torch, numpy and Python start from the seed, as in a worker; afterwards they go on where they were."""
+    """Starts torch, numpy and Python from the seed, as in a worker; afterwards they go on where they were."""
     with fork_rng(gpus_in_use()):
         seed_host(seed)
         if torch.cuda.is_initialized():
@@ -140,7 +140,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _workload(run: RunDirectory, about: Mapping[str, Any], trust: bool) -> Workload:
-    """The workload that a run names: as this process has it, or imported where that may be."""
+    """Returns the workload that a run names: as this process has it, or imported where that may be."""
     place, _, name = about["address"].rpartition(":")
     found = _place(run, about["address"], about, "source", trust)
     if isinstance(found, ModuleType):
@@ -159,7 +159,7 @@ def _workload(run: RunDirectory, about: Mapping[str, Any], trust: bool) -> Workl
 
 
 def _factory(run: RunDirectory, about: Mapping[str, Any], trust: bool) -> Callable[[], nn.Module] | None:
-    """What has made the model of a run that was started from Python, where its workload is not at hand."""
+    """Returns what has made the model of a run that was started from Python, where its workload is not at hand."""
     address = about.get("address")
     place = address.rpartition(":")[0] if address else ""
     if code_ownership.is_file(place) and code_ownership.at_hand(Path(about.get("cwd", "."), place)) is not None:
@@ -182,8 +182,8 @@ def _place(
     trust: bool,
     projects: Sequence[Path] | None = None,
 ) -> str | ModuleType:
-    """The module of an address where this process has it already; else the place to import it from, which has been
-    found to be the caller's own, or is trusted. ValueError where it is neither."""
+    """Returns the module of an address where this process has it already; else the place to import it from, which has
+    been found to be the caller's own, or is trusted. Raises ValueError where it is neither."""
     place, cwd = address.rpartition(":")[0], about.get("cwd", ".")
     own = code_ownership.projects() if projects is None else projects
     # A folder that run.json alone names may hold anything under the name of what an own file imports.

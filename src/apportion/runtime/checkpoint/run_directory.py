@@ -53,7 +53,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Saved:
-    """What a save wrote: the step it is of, the checkpoint's folder, how long it took, how large it is."""
+    """The result of a save: the step it is of, the checkpoint's folder, how long it took in seconds, how large it is in
+    bytes."""
 
     step: int
     path: Path
@@ -95,8 +96,8 @@ class RunDirectory:
             raise _unwritten(self.path, error) from error
 
     def resume(self, fingerprint: Mapping[str, Any]) -> State:
-        """The newest state of this run. ValueError where it was started with another workload; CheckpointError where
-        there is no checkpoint yet (``steps()`` is empty) or the newest cannot be trusted."""
+        """Returns the newest state of this run. Raises ValueError where it was started with another workload;
+        CheckpointError where there is no checkpoint yet (``steps()`` is empty) or the newest cannot be trusted."""
         check_fingerprint(self.read_run().get("fingerprint", {}), fingerprint)
         if (self.checkpoints / "latest").is_dir():
             return self.restore("latest")
@@ -106,7 +107,8 @@ class RunDirectory:
         raise CheckpointError(f"{self.path} holds no checkpoint yet: start it again without --resume")
 
     def read_run(self) -> dict[str, Any]:
-        """``run.json``. ValueError where there is no run."""
+        """Returns what ``run.json`` holds. Raises ValueError where there is no run, CheckpointError where it cannot be
+        read."""
         path = self.path / "run.json"
         try:
             run = read_json(path)
@@ -117,7 +119,7 @@ class RunDirectory:
         return check_run(path, run)
 
     def steps(self) -> list[int]:
-        """The checkpoints that are there, oldest first."""
+        """Returns the steps of the checkpoints that are there, oldest first."""
         pattern = re.compile(rf"(?:{re.escape(_REPLACED)})?step-(\d{{8,}})")
         folders = [p.name for p in self.checkpoints.glob("*step-*") if p.is_dir()]
         return sorted({int(match[1]) for name in folders if (match := pattern.fullmatch(name))})
@@ -152,12 +154,12 @@ class RunDirectory:
         return Saved(state.step, path, time.perf_counter() - started, size)
 
     def restore(self, which: str | int = "latest") -> State:
-        """The state of ``"latest"``, ``"best"`` or a step, its tensors on the CPU, tied ones the same tensor.
-        CheckpointError where a file of it is missing, truncated, changed or of another format."""
+        """Returns the state of ``"latest"``, ``"best"`` or a step, its tensors on the CPU, tied ones the same tensor.
+        Raises CheckpointError where a file of it is missing, truncated, changed or of another format."""
         return self.trusted(which, _read_state)
 
     def best(self) -> float | None:
-        """What the metric was at the checkpoint that ``best`` points at; None where there is none yet."""
+        """Returns what the metric was at the checkpoint that ``best`` points at; None where there is none yet."""
         try:
             found = read_json(self._locate("best") / "state.json")["settings"]["best"]
             return float(found) if found is not None else None
@@ -165,7 +167,7 @@ class RunDirectory:
             return None
 
     def trusted(self, which: str | int, read: Callable[[Path], _T]) -> _T:
-        """What ``read`` makes of a checkpoint's folder, read again where a writer has just replaced it."""
+        """Returns what ``read`` makes of a checkpoint's folder, read again where a writer has just replaced it."""
         folder = self._locate(which)
         inode = _inode(folder)
         try:
@@ -180,7 +182,8 @@ class RunDirectory:
         return self.trusted(which, read)  # a training that goes on saved the step again, or pruned it meanwhile
 
     def _mark(self) -> str | None:
-        """What tells this run's checkpoints from another's: a digest of its fingerprint. None where there is none."""
+        """Returns what tells this run's checkpoints from another's: a digest of its fingerprint. None where there is
+        none."""
         try:
             mark = read_json(self.path / "run.json")["fingerprint"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -222,7 +225,7 @@ class RunDirectory:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """One writer at a time, so that whatever lies aside is of a dead one. A killed holder lets go."""
+        """Lets one writer in at a time, so that whatever lies aside is of a dead one. A killed holder lets go."""
         deadline = time.monotonic() + _LOCK_SECONDS
         with open(open_own(self.checkpoints / ".lock", os.O_WRONLY | os.O_CREAT), "ab") as file:
             while True:
@@ -300,20 +303,21 @@ def _read_state(folder: Path) -> State:
 
 
 def read_model(folder: Path) -> dict[str, Tensor]:
-    """The model's tensors alone, verified; among them the buffers that its ``state_dict()`` leaves out."""
+    """Returns the model's tensors alone, verified; among them the buffers that its ``state_dict()`` leaves out."""
     names = model_files(folder)
     _verify(folder, *names)
     return {name: tensor for file in names for name, tensor in read_tensors(folder / file).items()}
 
 
 def model_files(folder: Path) -> list[str]:
-    """Those of a checkpoint that have the model's tensors."""
+    """Returns those files of a checkpoint that have the model's tensors."""
     others = ("optimizer.safetensors", "carry.safetensors")
     return [name for name in _read_manifest(folder / "state.json")["files"] if name not in others]
 
 
 def _verify(folder: Path, *names: str) -> dict[str, Any]:
-    """``state.json``, after its own checks and those of the files (None named: all). CheckpointError otherwise."""
+    """Returns ``state.json``, after its own checks and those of the files (where none is named: of all). Raises
+    CheckpointError otherwise."""
     manifest = _read_manifest(folder / "state.json")
     for name in names or manifest["files"]:
         path, entry = folder / name, manifest["files"][name]
@@ -352,7 +356,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _holds(folder: Path, manifest: Mapping[str, Any]) -> bool:
-    """Is this very checkpoint already there, and whole?"""
+    """Tells whether this very checkpoint is already there, and whole."""
     try:
         return folder.exists() and _verify(folder) == _sealed(manifest)
     except CheckpointError:
@@ -377,7 +381,7 @@ def _inode(path: Path) -> int | None:
 
 
 def _sync(path: Path) -> None:
-    """To the disk, contents of a file or names in a folder."""
+    """Writes the contents of a file, or the names in a folder, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -386,7 +390,7 @@ def _sync(path: Path) -> None:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> int:
-    """Written and synced; how many bytes."""
+    """Writes and syncs a file of JSON; returns how many bytes it has."""
     text = json.dumps(content, indent=1).encode()
     with open(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(text)
@@ -396,7 +400,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> int:
 
 
 def _plain(value: Any, place: str) -> Any:
-    """As JSON gives it back (tuples as lists), or a ValueError that names what it cannot hold."""
+    """Returns a value as JSON gives it back (tuples as lists). Raises a ValueError that names what JSON cannot hold."""
     if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
         return {name: _plain(v, f"{place}/{name}") for name, v in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""One training at a time writes a run directory. A lock of the system says so, which ends with its holder."""
+"""One training at a time writes a run directory: a lock of the system keeps others out, and ends with its holder."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from apportion.errors import CheckpointError
 from apportion.runtime.checkpoint.append_only_file import open_own, reason
 
 LOCK = ".training"
-"""In the run directory: the file that is locked. It holds the process's number, for who finds it locked."""
+"""The file in the run directory that is locked. It holds the process's number, for a process that finds it locked."""
 
 
 @contextmanager
 def single_writer(run_dir: str | Path) -> Iterator[None]:
-    """Write this run directory alone; the folder is made, and goes again where nothing was written. ValueError where
-    another training writes it, CheckpointError where it cannot be made."""
+    """Lets this process alone write a run directory; the folder is made, and goes again where nothing was written.
+    Raises ValueError where another training writes it, CheckpointError where it cannot be made."""
     folder = Path(run_dir).absolute()
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     descriptor = _locked(folder)

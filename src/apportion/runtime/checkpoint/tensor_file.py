@@ -21,9 +21,9 @@ _DTYPES = {
 
 
 def storable(part: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors as safetensors takes them (on the CPU, contiguous, no memory in common), and notes to undo it: the
-    order, which name is tied to which, which are complex. In one note: several are written in no fixed order, and
-    equal states must give equal files."""
+    """Returns the tensors as safetensors takes them (on the CPU, contiguous, no memory in common), and notes to undo
+    it: the order, which name is tied to which, which are complex. All of it is in one note: several are written in no
+    fixed order, and equal states must give equal files."""
     stored: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}

@@ -1,4 +1,4 @@
-"""Is what a file of a run directory holds what apportion writes there? Each refusal is a sentence."""
+"""Checks that what a file of a run directory holds is what apportion writes there. Each refusal is a sentence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ PARTS = ("model.safetensors", "buffers.safetensors", "optimizer.safetensors", "c
 
 
 def read_json(path: Path) -> Any:
-    """OSError where it cannot be read, ValueError where it is no JSON, or nested so deep that it cannot be read."""
+    """Reads a file of JSON. Raises OSError where it cannot be read, ValueError where it is not JSON, or nested so deep
+    that it cannot be read."""
     try:
         return json.loads(path.read_bytes())
     except RecursionError:
@@ -24,7 +25,7 @@ def read_json(path: Path) -> Any:
 
 
 def check_run(path: Path, run: Any) -> dict[str, Any]:
-    """What run.json holds. CheckpointError where that is nothing of ours."""
+    """Returns what run.json holds. Raises CheckpointError where it does not hold what this package writes there."""
     if not isinstance(run, dict):
         raise CheckpointError(f"{path} is no run.json of apportion: put it back, or start a new run")
     for name, (is_right, what) in _OF_A_RUN.items():
@@ -37,14 +38,15 @@ def check_run(path: Path, run: Any) -> dict[str, Any]:
 
 
 def check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    """The same of a checkpoint's state.json, of which the format and the seal are right."""
+    """Checks what a checkpoint's state.json holds, of which the format and the seal are right. Raises CheckpointError
+    where a field was changed."""
     for name, (is_right, what) in _OF_A_CHECKPOINT.items():
         if not is_right(manifest.get(name)):
             raise CheckpointError(f"{path} was changed: its {name} is {_short(manifest.get(name))} and must be {what}")
 
 
 def _is_text(value: Any) -> bool:
-    """Text that can be the name of a file."""
+    """Tells whether a value is text that can be the name of a file."""
     try:
         return isinstance(value, str) and b"\0" not in os.fsencode(value)
     except UnicodeEncodeError:

@@ -14,9 +14,9 @@ class Env(Value):
     """Every rank runs the same script; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say which it is."""
 
     device: str | None = None
-    """"cpu" or "cuda"; None: the GPUs where there are any."""
+    """The device type, "cpu" or "cuda"; None: the GPUs where there are any."""
     loaders: int = 0
-    """Data-loading processes a worker."""
+    """The number of data-loading processes of each worker."""
 
     launched = True
-    """Are the ranks running already?"""
+    """True: the ranks are running already."""

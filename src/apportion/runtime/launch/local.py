@@ -19,19 +19,19 @@ from apportion.runtime.spawn.template import template
 @final
 @dataclass(frozen=True, repr=False)
 class Local(Value):
-    """So many processes on this machine, each with so many threads."""
+    """Worker processes on this machine, each with a number of threads."""
 
     workers: int | None = None
-    """Processes that take batches; None: one a core, or one a GPU."""
+    """The number of processes that take batches; None: one a core, or one a GPU."""
     threads: int | None = None
-    """Each worker's; None: the cores, divided."""
+    """The number of threads of each worker; None: the cores, divided among the workers."""
     device: str | None = None
-    """"cpu" or "cuda"; None: the GPUs where there are any."""
+    """The device type, "cpu" or "cuda"; None: the GPUs where there are any."""
     loaders: int = 0
-    """Data-loading processes a worker; they count against the cores."""
+    """The number of data-loading processes of each worker; they count against the cores."""
 
     launched = False
-    """Are the ranks running already? No: they have to be started."""
+    """False: the ranks are not running yet, and have to be started."""
 
     def __post_init__(self) -> None:
         for name, least in (("workers", 1), ("threads", 1), ("loaders", 0)):
@@ -42,25 +42,25 @@ class Local(Value):
             raise ValueError(f'device={self.device!r} must be "cpu" or "cuda"')
 
     def on_cpu(self) -> bool:
-        """Do its workers compute on the CPU?"""
+        """Tells whether the workers compute on the CPU."""
         import torch
 
         return self.device == "cpu" or not torch.cuda.device_count()
 
     def places(self) -> int:
-        """Workers where no number is given: one a GPU, or one a core."""
+        """Returns the number of workers where none is given: one a GPU, or one a core."""
         import torch  # the command line asks for help without it
 
         return (torch.cuda.device_count() if self.device != "cpu" else 0) or usable_cores()
 
     def threads_each(self, ranks: int) -> int:
-        """Threads of each of so many ranks: never more runnable ones than cores, unless asked for."""
+        """Returns the threads of each of so many ranks: never more runnable ones than cores, unless asked for."""
         if self.threads is not None:
             return self.threads
         return max(1, usable_cores() // ranks - self.loaders)
 
     def overload(self, ranks: int) -> str | None:
-        """A warning where there are more runnable threads than cores."""
+        """Returns a warning where there are more runnable threads than cores, else None."""
         cores, threads = usable_cores(), self.threads_each(ranks)
         wanted = ranks * (threads + self.loaders)
         if wanted <= cores:
@@ -71,11 +71,11 @@ class Local(Value):
         )
 
     def prepare(self) -> None:
-        """Block until processes can be started at once. ApportionError where they cannot."""
+        """Blocks until processes can be started at once. Raises ApportionError where they cannot."""
         template().wait_ready()
 
     def start(self, target: str, payload: bytes, ranks: int, port: int) -> list[Process]:
-        """One process a rank, which calls ``target`` with its channel and the payload."""
+        """Starts one process for each rank, which calls ``target`` with its channel and the payload."""
         parent, started = template(), list[Process]()
         try:
             for rank in range(ranks):
@@ -88,8 +88,8 @@ class Local(Value):
         return started
 
     def replace(self, payload: bytes, seat: int, seats: int, port: int, spare: Spare | None = None) -> Process:
-        """A process that takes the seat of one that was lost: forked from the spare where that can be, else from the
-        template."""
+        """Starts a process that takes the seat of one that was lost: forked from the spare where that can be, else from
+        the template."""
         place = (seat, seats, port)
         if spare is not None and spare.ready:
             try:
@@ -99,7 +99,7 @@ class Local(Value):
         return self._seat(seat, self._task("apportion.runtime.worker.entry:train", payload, place), template().spawn)
 
     def spare(self, payload: bytes) -> Spare:
-        """The process that replacements are forked from; it takes a while until it is ready."""
+        """Starts the process that replacements are forked from; it takes a while until it is ready."""
         return Spare(self._task(Spare.program, payload, None))
 
     def _seat(self, seat: int, task: SpawnTask, spawn: Callable[[SpawnTask, socket.socket], ForkedProcess]) -> Process:
@@ -146,23 +146,23 @@ class Process:
     _forked: ForkedProcess
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Have this called, from another thread, once it has ended; it may have by now."""
+        """Sets a function that is called, from another thread, once the process has ended; it may have ended by now."""
         self._forked.when_ended = call
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id of the worker."""
         assert self._forked.pid is not None
         return self._forked.pid
 
     def returncode(self) -> int | None:
-        """Negative for a signal, None while it runs."""
+        """Returns the exit status: negative for a signal, None while the process runs."""
         return self._forked.returncode()
 
     def wait(self, seconds: float) -> int | None:
-        """The same, once it has ended or the time is up."""
+        """Waits until the process has ended or the time is up, and returns the exit status as ``returncode`` does."""
         return self._forked.wait(seconds)
 
     def kill(self) -> None:
-        """SIGKILL, for it and for what it has started."""
+        """Sends SIGKILL to the process and to what it has started."""
         self._forked.kill()

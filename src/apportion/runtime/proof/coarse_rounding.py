@@ -13,7 +13,7 @@ from apportion.core import torch_private
 
 
 def eps_of(precision: str) -> float:
-    """The rounding of a type, by its name."""
+    """Returns the rounding of a type, by its name."""
     return float(torch.finfo(getattr(torch, precision)).eps)
 
 
@@ -30,10 +30,10 @@ class Coarse(torch_private.DispatchMode):
         super().__init__()
         self._eps, self._moves = eps_of(precision), moves
         self._least = max(self._eps, 2 * eps_of("float32"))
-        """Numbers are moved that come in a type with this rounding at least."""
+        """The least rounding of a type whose numbers are moved."""
         self._generator = torch.Generator().manual_seed(0)
         self.types: set[str] = set()
-        """The names of these types."""
+        """The names of the types that are coarser than the precision and were met."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -59,13 +59,13 @@ class Coarse(torch_private.DispatchMode):
 
 @contextmanager
 def coarse_types(precision: str, *, moves: bool) -> Iterator[set[str]]:
-    """The types that what is computed here uses, of those that are coarser than the precision."""
+    """Gives the types that what is computed in this context uses, of those that are coarser than the precision."""
     with Coarse(precision, moves=moves) as mode:
         yield mode.types
 
 
 def moved(tensor: Tensor, relative: float, generator: torch.Generator) -> Tensor:
-    """Every number multiplied by a little more or less than one, drawn from the generator."""
+    """Returns the tensor with every number multiplied by a little more or less than one, drawn from the generator."""
     if tensor.layout is not torch.strided:
         return tensor
     signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device, torch.float64) * 2 - 1

@@ -30,10 +30,10 @@ class NamedGlobal:
     name: str
     value: Any
     mentioned: frozenset[str]
-    """All names in the bytecode: of a module, its attributes among them are what the function can reach."""
+    """The set of all names in the bytecode: the attributes of a module among them are what the function can reach."""
 
     def attributes(self) -> Iterator[NamedGlobal]:
-        """Of the user's own module: the attributes that the function mentions; all, where it may reach any."""
+        """Yields the attributes of the user's own module that the function mentions; all, where it may reach any."""
         found = vars(self.value)
         every = not _ANY_NAME.isdisjoint(self.mentioned)
         for name in sorted(found if every else self.mentioned & found.keys()):
@@ -42,7 +42,8 @@ class NamedGlobal:
 
 
 def named_globals(code: types.CodeType, within: Mapping[str, Any]) -> Iterator[NamedGlobal]:
-    """What the code names of these globals, by name. A name that is none of them is a builtin, or not there yet."""
+    """Yields what the code names of these globals, by name. A name that is not among them is a builtin, or not there
+    yet."""
     names, imports, mentioned = _names(code)
     for name in names:
         if name in within:
@@ -55,7 +56,7 @@ def named_globals(code: types.CodeType, within: Mapping[str, Any]) -> Iterator[N
 
 @lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> tuple[list[str], list[str], frozenset[str]]:
-    """Globals, imported modules, and every name at all."""
+    """Returns the globals, the imported modules, and every name at all."""
     names: set[str] = set()
     imports: set[str] = set()
     mentioned = set(code.co_names)
@@ -81,7 +82,7 @@ def _names(code: types.CodeType) -> tuple[list[str], list[str], frozenset[str]]:
 
 
 def _imported(name: str, package: str) -> types.ModuleType | None:
-    """The module that a function imports when it is called, loaded now where it is the user's own."""
+    """Returns the module that a function imports when it is called, loaded now where it is the user's own."""
     parents = package.split(".") if package else []
     candidates = [name, *(f"{'.'.join(parents[:n])}.{name}".rstrip(".") for n in range(len(parents), 0, -1))]
     for candidate in candidates:

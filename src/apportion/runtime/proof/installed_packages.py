@@ -1,4 +1,4 @@
-"""Which modules belong to an installed package, and to which release of it; all others are the user's own."""
+"""Tells which modules belong to an installed package, and to which release of it; all others are the user's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _SELF = "apportion"
 
 @cache
 def release(module: str) -> str | None:
-    """The release of the installed package, or of Python, that a module belongs to; None for a module of the user's.
+    """Returns the release of the installed package, or of Python, that a module belongs to; None for a module of the
+    user's.
 
     It holds the size and the time of the module's file too: a package may be installed again under the same version.
     """
@@ -42,7 +43,7 @@ def release(module: str) -> str | None:
 
 
 def importable(value: Any, module: str, name: str) -> bool:
-    """Does this name in this module mean this very value?"""
+    """Tells whether this name in this module means this very value."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -51,13 +52,14 @@ def importable(value: Any, module: str, name: str) -> bool:
 
 @cache
 def _own_release() -> str:
-    """Of this package, whose files may be edited where they are used."""
+    """Returns the release of this package, whose files may be edited where they are used."""
     files = sorted(str(path) for path in PACKAGE.rglob("*.py"))
     return " ".join([_version(_SELF), *map(_stamp, files)])
 
 
 def _file(module: str, top: str) -> str | None:
-    """Of a module that is loaded; of the package of one that is not, since finding its own would load the package."""
+    """Returns the file of a module that is loaded, or of the package of one that is not, since finding its own would
+    load the package."""
     if module in sys.modules:
         return getattr(sys.modules[module], "__file__", None)
     try:

@@ -1,4 +1,4 @@
-"""What every submodule of a network computes in a step, recorded by hooks: its outputs, and the gradients of them."""
+"""Records by hooks what every submodule of a network computes in a step: its outputs, and the gradients of them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ class Tap:
     """One call of a submodule."""
 
     module: str
-    """Its first name in the network; "": the network itself."""
+    """The submodule's first name in the network; "" for the network itself."""
     call: int
-    """Which of its calls this is; the first is 0."""
+    """The number of this call among the submodule's calls; the first is 0."""
     outputs: list[Tensor]
-    """Copies of the tensors in what it gave, in the order of the pytree."""
+    """Copies of the tensors in the output of the call, in the order of the pytree."""
     gradients: list[Tensor | None]
-    """Of each output, the sum over all backward passes; None where none arrived."""
+    """The gradient of each output, summed over all backward passes; None where none arrived."""
 
 
 @dataclass
 class Taps:
-    """What was recorded, and can be sent to another process: tensors on the CPU, names and numbers."""
+    """The record of a step, which can be sent to another process: tensors on the CPU, names and numbers."""
 
     calls: list[Tap] = field(default_factory=list)
-    """In the order in which the calls ended: a layer stands before those that it is a part of."""
+    """The calls in the order in which they ended: a layer stands before those that it is a part of."""
     parameters: dict[str, Tensor] = field(default_factory=dict)
-    """What the backward passes have given as gradients, by name; of a rank of several this is its own term."""
+    """The gradients that the backward passes have given, by parameter name; of a rank of several this is its own
+    term."""
 
     def of(self, module: str) -> list[Tap]:
-        """The calls of one submodule, in their order."""
+        """Returns the calls of one submodule, in their order."""
         return [tap for tap in self.calls if tap.module == module]
 
 

@@ -1,4 +1,4 @@
-"""What a proof has found: how far two trainings differ in what they have changed, what rounding allows, the verdict.
+"""The findings of a proof: how far two trainings differ in what they have changed, what rounding allows, the verdict.
 
 A difference is held against the largest change since the start, not against the values: weights of 1e-3 that were to
 move by 1e-6 and stood still differ by all that there was to learn, though only by a thousandth of themselves.
@@ -18,14 +18,15 @@ FLOOR = 1e-10
 """Differences below this share of the change are rounding in float64, whatever the noise measured."""
 NOISE_FACTOR = 100.0
 ROUNDINGS = 64.0
-"""A buffer that has moved by no more than so many roundings of what its like have moved by was moved by rounding."""
+"""A buffer that has moved by at most this many roundings of what buffers of its kind have moved by was moved by
+rounding."""
 MULTIPLE = 1e-6
-"""A change is a multiple of another where no more than this share of it is left beside the factor."""
+"""A change is a multiple of another where a share of at most this is left beside the factor."""
 PIECE = 1 << 16
 """The number of elements of a tensor that are compared at once: half a megabyte."""
 CAP = 1e-3
-"""No difference above this share of the change is called equal, however much rounding is amplified: a mistake might
-hide in it."""
+"""A difference above this share of the change is never called equal, however much rounding is amplified: a mistake
+might hide in it."""
 
 WEIGHTS = "weights"
 
@@ -38,15 +39,16 @@ class Difference:
     """The tensor that differs most, at the step where it does."""
 
     name: str
-    """``model/...``, ``optimizer/...`` or ``carry/...``."""
+    """The name of the tensor: ``model/...``, ``optimizer/...`` or ``carry/...``."""
     step: int
-    """The first is 1."""
+    """The step at which it differs; the first is 1."""
     absolute: float
     relative: float
     """The difference as a share of the largest change since the start, of all weights, of all slots of its kind, or of
     this buffer; the bound is for this one."""
     factor: float | None = None
-    """What it has changed by, as a multiple of what it should have; None where it is no multiple."""
+    """The factor between what the tensor has changed by and what it should have; None where the one is not a multiple
+    of the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +60,14 @@ class Round:
     tensors: int
     worst: Difference
     noise: float
-    """The same measure between two runs of the reference, one of them with every weight and gradient moved by a
-    rounding; without bound where the reference comes to be no number, or where nothing has moved."""
+    """The relative difference between two runs of the reference, one of them with every weight and gradient moved by a
+    rounding; infinite where the reference comes to be NaN, or where nothing has moved."""
     bound: float
     disagreement: str | None
-    """A rank whose state is not rank 0's, and when."""
+    """A rank whose state differs from rank 0's, and when."""
     verdict: Verdict
-    """``undecided``: above what may be called equal, within 100 times the noise; or too little has moved."""
+    """The verdict of the round. ``undecided``: above what may be called equal, within 100 times the noise; or too
+    little has moved."""
     coarsest: str | None = None
     """A type that rounds more coarsely than the precision, in which the model computes in places; the round is held
     against its rounding where it could not be told within the precision's own."""
@@ -75,28 +78,28 @@ class Round:
 
     @property
     def arithmetic(self) -> str:
-        """The types that it is computed in."""
+        """The types that the round is computed in."""
         return self.precision if self.coarsest is None else f"{self.precision} with {self.coarsest} in places"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What ``check`` found."""
+    """The findings of ``check``."""
 
     strategy: str
     workers: int
     exact: bool
-    """Is the reference the one-device step, or the strategy's own (an approximate one)?"""
+    """True where the reference is the one-device step, False where it is the strategy's own (an approximate one)."""
     rounds: tuple[Round, ...]
     by_design: tuple[str, ...]
-    """What differs by design, or could not be checked, in words."""
+    """The things that differ by design, or could not be checked, in words."""
     gradients: Round | None = None
-    """The same where every optimizer is plain SGD of rate 1, so that the change is the gradient: an optimizer that
+    """The round where every optimizer is plain SGD of rate 1, so that the change is the gradient: an optimizer that
     divides by its size (Adam) hides a factor. None: the state shows it already, or the strategy is approximate."""
     first: str | None = None
     """The first module whose output or gradient differs in the step that does, in words."""
     causes: tuple[str, ...] = ()
-    """What a difference is likely to come from, in whole sentences."""
+    """The likely origins of a difference, in whole sentences."""
 
     @property
     def verdict(self) -> Verdict:
@@ -110,7 +113,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Is it shown to be the same network?"""
+        """True where it is shown to be the same network."""
         return self.verdict == "equal"
 
     @property
@@ -131,7 +134,7 @@ class Proof:
 
     @property
     def evidence(self) -> str:
-        """What differs, where, and by how much."""
+        """The evidence of a difference: what differs, where, and by how much."""
         shown = (*self.rounds, *(() if self.gradients is None else (self.gradients,)))
         found = next((r for r in shown if r.verdict == "different"), self.rounds[0])
         if found.disagreement is not None:
@@ -149,17 +152,17 @@ Answer = Literal["equal", "different", "undecided", "not proved"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settled:
-    """What a run knows of its strategy before it trains."""
+    """The knowledge that a run has of its strategy before it trains."""
 
     verdict: Answer
     sentence: str
     """The answer in words."""
     seconds: float
-    """Finding out took so many."""
+    """The seconds that finding out took."""
     remembered: bool = False
-    """Is it an earlier run's?"""
+    """True where the answer is an earlier run's."""
     plain: tuple[str, ...] = ()
-    """Fast paths that had to be switched off."""
+    """The fast paths that had to be switched off."""
 
     @property
     def proved(self) -> bool:
@@ -179,9 +182,9 @@ class Comparison:
     """Compares a strategy's states with its reference's, step by step, from what both began with."""
 
     def __init__(self, start: Mapping[str, Tensor], weights: Collection[str], *, eps: float = 0.0) -> None:
-        """``start``: the reference's tensors before the first step; a slot that is not there yet counts as zeros.
-        ``weights``: which of them are parameters; what else is the model's are buffers. ``eps``: the rounding of the
-        arithmetic, which a moved weight may not show where it is coarser than weights are."""
+        """Starts from ``start``: the reference's tensors before the first step; a slot that is not there yet counts as
+        zeros. ``weights``: which of them are parameters; what else is the model's are buffers. ``eps``: the rounding of
+        the arithmetic, which a moved weight may not show where it is coarser than weights are."""
         self._start, self._weights, self._eps = dict(start), frozenset(weights), eps
         self._worst: Difference | None = None
         self._worst_bound, self._worst_noise = FLOOR, 0.0
@@ -191,7 +194,8 @@ class Comparison:
         self._lost = False
 
     def take(self, step: int, found: Tensors, expected: Tensors, nudged: Tensors) -> None:
-        """The states after a step: the strategy's, the reference's, and the reference's that rounding leads astray."""
+        """Compares the states after a step: the strategy's, the reference's, and the reference's that rounding leads
+        astray."""
         self._tensors = len(expected)
         self._lost = self._lost or any(bool(t.isnan().any()) for t in expected.values() if _numeric(t))
         changes = self._changes(expected)
@@ -221,7 +225,7 @@ class Comparison:
         return factor if float((a - factor * b).abs().max()) <= MULTIPLE * float(a.abs().max()) else None
 
     def round(self, precision: str, steps: int, disagreement: str | None) -> Round:
-        """What all steps together show."""
+        """Returns what all steps together show."""
         worst = self._worst or Difference(name="nothing", step=steps, absolute=0.0, relative=0.0)
         verdict, noise = self._verdict, self._worst_noise
         if self._lost:
@@ -240,10 +244,10 @@ class Comparison:
         )
 
     def _changes(self, expected: Mapping[str, Tensor]) -> dict[str, float]:
-        """How far each tensor's like has moved: all weights together, all slots of a kind together, each buffer and
-        each carried tensor by itself, since nothing says that two of these are of one size. A buffer that rounding
-        alone has moved, as the mean of what is 0 by itself (behind a normalisation and a linear layer), is held against
-        those of other layers."""
+        """Returns how far the tensors of each one's kind have moved: all weights together, all slots of a kind
+        together, each buffer and each carried tensor by itself, since nothing says that two of these are of one size. A
+        buffer that rounding alone has moved, as the mean of what is 0 by itself (behind a normalisation and a linear
+        layer), is held against those of other layers."""
         own: dict[str, float] = {}
         for name, tensor in expected.items():
             before = self._start.get(name)
@@ -264,8 +268,8 @@ class Comparison:
     def _noise(
         self, nudged: Mapping[str, Tensor], expected: Mapping[str, Tensor], changes: Mapping[str, float]
     ) -> dict[str, float]:
-        """The largest share of the change that rounding alone has made, in each group; a rounding of the largest value
-        at least, which a coarser arithmetic in between may have swallowed."""
+        """Returns the largest share of the change that rounding alone has made, in each group; at least a rounding of
+        the largest value, which a coarser arithmetic in between may have swallowed."""
         noise: dict[str, float] = {}
         for name, change in changes.items():
             group, tensor = self._group(name), expected[name]
@@ -278,25 +282,25 @@ class Comparison:
         return noise
 
     def _group(self, name: str) -> str:
-        """What shares its noise."""
+        """Returns the group of tensors that share their noise."""
         part, _, rest = name.partition("/")
         if part == "model":
             return WEIGHTS if rest in self._weights else "buffers"
         return f"slots {name.rpartition('/')[2]}" if part == "optimizer" else part
 
     def _alike(self, name: str) -> str:
-        """The buffers of one name in all layers; of other tensors, what shares their scale."""
+        """Returns the buffers of one name in all layers; for other tensors, the group that shares their scale."""
         return f"buffers {name.rpartition('.')[2]}" if self._group(name) == "buffers" else self._kind(name)
 
     def _kind(self, name: str) -> str:
-        """What shares its scale."""
+        """Returns the group of tensors that share their scale."""
         group = self._group(name)
         return group if group == WEIGHTS or group.startswith("slots") else name
 
 
 def _graver(verdict: Verdict, difference: Difference, before: Verdict, worst: Difference | None) -> bool:
-    """Does this one take the place of the worst so far? A difference at an earlier step is nearer to its cause, so a
-    later one does not take its place."""
+    """Tells whether this difference takes the place of the worst so far. A difference at an earlier step is nearer to
+    its cause, so a later one does not take its place."""
     order = ("equal", "undecided", "different")
     if worst is None or order.index(verdict) != order.index(before):
         return worst is None or order.index(verdict) > order.index(before)
@@ -306,7 +310,8 @@ def _graver(verdict: Verdict, difference: Difference, before: Verdict, worst: Di
 
 
 def largest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], step: int) -> Difference:
-    """The tensor that differs most, relative to its largest value; a missing or foreign one differs without bound."""
+    """Returns the tensor that differs most, relative to its largest value; a missing or foreign one differs without
+    bound."""
     values = {name: max(1.0, _size(t)) for name, t in expected.items()}
     return max(
         _differences(found, expected, values, step),
@@ -336,20 +341,20 @@ def _numeric(tensor: Tensor) -> bool:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor as float64, in pieces that stay in a cache; complex elements as pairs."""
+    """Yields the tensor as float64, in pieces that stay in a cache; complex elements as pairs."""
     flat = tensor.detach().reshape(-1)
     for piece in (torch.view_as_real(flat) if flat.is_complex() else flat).split(PIECE):
         yield piece.to(torch.float64)
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """The tensor as float64; a complex one as pairs."""
+    """Returns the tensor as float64; a complex one as pairs."""
     tensor = tensor.detach()
     return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.to(torch.float64)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """The largest absolute difference of two elements; without bound where the shapes differ or one is no number."""
+    """Returns the largest absolute difference of two elements; infinite where the shapes differ or one is NaN."""
     if a.shape != b.shape or a.is_complex() != b.is_complex():
         return float("inf")
     if not a.numel():
@@ -366,7 +371,7 @@ def _piece_distance(left: Tensor, right: Tensor) -> float:
 
 
 def _size(tensor: Tensor) -> float:
-    """The largest absolute value of an element, of those that are numbers."""
+    """Returns the largest absolute value of an element, of those that are finite."""
     return max((_piece_size(piece) for piece in _pieces(tensor)), default=0.0) if tensor.numel() else 0.0
 
 

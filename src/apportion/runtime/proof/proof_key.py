@@ -1,4 +1,4 @@
-"""What a remembered proof is kept under: everything that decides which network is trained."""
+"""The key that a remembered proof is kept under: everything that decides which network is trained."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from apportion.runtime.proof.workload_digest import workload_digest
 
 
 def proof_key(workload: Workload, step: Step) -> str | None:
-    """The key of this workload; None where something of it cannot be told from another. It leaves no trace in the
-    generators."""
+    """Returns the key of this workload; None where something of it cannot be told from another. It leaves the
+    generators as they were."""
     with seeded_rng(workload.seed):
         network = workload.model()
         example = step.source.dataset[0]

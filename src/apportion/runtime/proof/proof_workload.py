@@ -18,27 +18,29 @@ from apportion.core.workload import Parameters, Workload
 from apportion.runtime.proof.short_sequences import with_short_sequences
 
 SMALL = 1e-2
-"""Below this share of the optimizer's own rate nothing much moves."""
+"""A rate below this share of the optimizer's own moves weights too little."""
 FURTHEST = 100_000
-"""Steps that a schedule is advanced by at most."""
+"""The number of steps that a schedule is advanced by at most."""
 
 
 def moving(workload: Workload) -> Workload:
-    """The same with its schedule begun where the rate is not next to nothing, as it is at the start of a warm-up."""
+    """Returns the workload with its schedule begun where the rate is not next to nothing, as it is at the start of a
+    warm-up."""
     if workload.schedule is None:
         return workload
     return replace(workload, schedule=_Moving(workload.schedule))
 
 
 def with_plain_sgd(workload: Workload) -> Workload:
-    """The same with SGD of rate 1 in the place of each optimizer: what the weights move by is the gradient."""
+    """Returns the workload with SGD of rate 1 in the place of each optimizer: what the weights move by is the
+    gradient."""
     return replace(workload, optimizer=_PlainSgd(workload.optimizer), schedule=None)
 
 
 def few_rows(workload: Workload, rows: int, steps: int, workers: int) -> Workload:
-    """The same on so many rows a batch, taken evenly from its data, with an epoch that ends in a short batch where the
-    workload's own does, and with as many steps as it has. ``steps``: that will be made of it; an epoch of whole batches
-    that is no longer than that stays as it is."""
+    """Returns the workload on so many rows a batch, taken evenly from its data, with an epoch that ends in a short
+    batch where the workload's own does, and with as many steps as it has. ``steps``: the number that will be made of
+    it; an epoch of whole batches that is not longer than that stays as it is."""
     with seeded_rng(workload.seed):
         examples: int = len(workload.open_data())  # type: ignore[arg-type]
     rows = min(rows, workload.batch_size)
@@ -59,13 +61,15 @@ def few_rows(workload: Workload, rows: int, steps: int, workers: int) -> Workloa
 
 
 def short_sequences(workload: Workload) -> Workload:
-    """The same on the beginnings of its sequences. Raises ValueError, as its data are opened, where it has none."""
+    """Returns the workload on the beginnings of its sequences. Raises ValueError, as its data are opened, where it has
+    none."""
     return replace(workload, data=lambda: with_short_sequences(workload.open_data()))
 
 
 def dealt_evenly(workload: Workload, workers: int) -> Workload:
-    """The same with as many batches for each worker as for the others. Where each takes whole batches, one that has
-    fewer in the last round waits for the others, which a proof has told to make no more steps than it."""
+    """Returns the workload with as many batches for each worker as for the others. Where each takes whole batches, a
+    worker that has fewer in the last round waits for the others, which a proof has told to make no more steps than
+    it."""
     with seeded_rng(workload.seed):
         examples: int = len(workload.open_data())  # type: ignore[arg-type]
     steps = workload.total_steps(-(-examples // workload.batch_size))
@@ -83,7 +87,7 @@ def _sample(data: Dataset[Any], wanted: int, *, evenly: bool) -> Dataset[Any]:
 
 @dataclass(frozen=True)
 class _Chosen(Dataset[Any]):
-    """These examples of a dataset, each asked for by itself: what it draws is then its own."""
+    """The chosen examples of a dataset, each asked for by itself: what it draws is then its own."""
 
     data: Dataset[Any]
     index: list[int]
@@ -96,7 +100,7 @@ class _Chosen(Dataset[Any]):
 
 
 class _ChosenTogether(_Chosen):
-    """The same of a dataset that is asked for many at once."""
+    """The chosen examples of a dataset that is asked for many at once."""
 
     def __getitems__(self, numbers: list[int]) -> Any:
         together: Any = self.data

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 from apportion.core.torch_private import pytree
 
 LENGTH = 16
-"""A sequence is cut to so many tokens."""
+"""The number of tokens that a sequence is cut to."""
 _TOKENS = (torch.int32, torch.int64)
 
 
@@ -44,7 +44,7 @@ class _Short(Dataset[Any]):
 
 
 class _ShortTogether(_Short):
-    """The same of a data set that is asked for many examples at once."""
+    """The shortened examples of a data set that is asked for many at once."""
 
     def __getitems__(self, numbers: list[int]) -> Any:
         together: Any = self.data
@@ -57,7 +57,7 @@ def _shortened(example: Any) -> Any:
 
 
 def _lengths(example: Any) -> set[int]:
-    """The lengths of an example's sequences that are to be cut."""
+    """Returns the lengths of an example's sequences that are to be cut."""
     inputs = example[0] if isinstance(example, tuple | list) and len(example) > 1 else example
     sequences = (leaf for leaf in pytree.tree_leaves(inputs) if _is_tokens(leaf))
     return {n for leaf in sequences if (n := int(leaf.shape[0])) > LENGTH}
@@ -70,7 +70,7 @@ def _is_tokens(leaf: Any) -> bool:
 
 
 def _cut(leaf: Any, lengths: Collection[int], *, first: int = 0) -> Any:
-    """The beginning along every dimension of one of these lengths, from the dimension ``first`` on."""
+    """Returns the beginning along every dimension of one of these lengths, from the dimension ``first`` on."""
     if not isinstance(leaf, Tensor | np.ndarray):
         return leaf
     found = leaf[tuple(slice(LENGTH if at >= first and n in lengths else None) for at, n in enumerate(leaf.shape))]

@@ -1,4 +1,5 @@
-"""Where a step of several ranks first computes something else than the step of one device: pure functions of taps."""
+"""Finds where a step of several ranks first computes something else than the step of one device: pure functions of
+taps."""
 
 from __future__ import annotations
 
@@ -13,18 +14,18 @@ from apportion.runtime.proof.module_taps import Tap, Taps
 
 Kind = Literal["equal on each rank", "concatenated", "sum over ranks", "differs"]
 TOLERANCE = 1e-9
-"""Of the largest value: what rounding may do in float64."""
+"""The share of the largest value that rounding may move in float64."""
 
 
 @dataclass(frozen=True)
 class Relation:
-    """How the ranks' tensors make the one device's."""
+    """The way in which the ranks' tensors make the one device's."""
 
     kind: Kind
     dim: int | None = None
-    """Along which they are concatenated, in rank order."""
+    """The dimension along which they are concatenated, in rank order."""
     factor: float = 1.0
-    """What the ranks' has to be multiplied by."""
+    """The factor that the ranks' tensor has to be multiplied by."""
 
     @property
     def same(self) -> bool:
@@ -41,7 +42,7 @@ class TapDifference:
     """The first submodule that computes something else."""
 
     module: str
-    """"" for the network itself; of a parameter's gradient, the parameter."""
+    """The name of the submodule, "" for the network itself; for a parameter's gradient, the name of the parameter."""
     call: int
     what: Literal["output", "gradient of the output", "gradient of the parameter"]
     relation: Relation
@@ -55,12 +56,13 @@ class TapDifference:
 def first_difference(
     whole: Taps, parts: Sequence[Taps], *, rows: Sequence[int] | None = None, tolerance: float = TOLERANCE
 ) -> TapDifference | None:
-    """What the ranks (``parts``, in rank order) compute otherwise than one device (``whole``): the first output in the
-    order of the forward pass; where all are the same, the first gradient in the order of the backward pass, which is
-    the reverse; then the first gradient of a parameter. None where everything is the same.
+    """Returns what the ranks (``parts``, in rank order) compute otherwise than one device (``whole``): the first output
+    in the order of the forward pass; where all are the same, the first gradient in the order of the backward pass,
+    which is the reverse; then the first gradient of a parameter. None where everything is the same.
 
-    ``rows``: of the batch, how many each rank had, where the batch is divided; a rank without any may have computed
-    with rows that do not count. What no rank has called is passed over, and what only some have is compared for those.
+    ``rows``: how many rows of the batch each rank had, where the batch is divided; a rank without any may have computed
+    with rows that do not count. A submodule that no rank has called is passed over, and one that only some have called
+    is compared for those.
     """
     order = [(tap, [_calls(part, whole, tap) for part in parts]) for tap in whole.calls]
     for tap, called in order:
@@ -80,8 +82,8 @@ def first_difference(
 
 
 def related(whole: Tensor, parts: Sequence[Tensor], *, tolerance: float = TOLERANCE) -> Relation:
-    """How these tensors of the ranks make the whole one: the first way that holds; else the first that holds but for
-    one factor; else they differ."""
+    """Returns how these tensors of the ranks make the whole one: the first way that holds; else the first that holds
+    but for one factor; else they differ."""
     ways = list(_ways(whole, parts))
     for kind, dim, make in ways:
         if all(_close(whole, made, tolerance) for made in make()):
@@ -112,7 +114,7 @@ def _fits(whole: tuple[int, ...], shapes: Sequence[tuple[int, ...]], dim: int) -
 
 
 def _calls(part: Taps, whole: Taps, tap: Tap) -> list[Tap]:
-    """A rank's calls that stand for this one; several where it computed its rows in micro-batches."""
+    """Returns a rank's calls that stand for this one; several where it computed its rows in micro-batches."""
     mine, calls = part.of(tap.module), len(whole.of(tap.module))
     return mine[tap.call :: calls] if len(mine) % calls == 0 else mine[tap.call : tap.call + 1]
 
@@ -123,7 +125,8 @@ def _first(
     rows: Sequence[int] | None,
     tolerance: float,
 ) -> Relation | None:
-    """The first of a call's tensors that differs; ``parts``: of each rank, of each of its calls."""
+    """Returns how the first of a call's tensors that differs does; ``parts``: the tensors of each rank, of each of its
+    calls."""
     for number, tensor in enumerate(whole):
         held = []
         for rank, calls in enumerate(parts):
@@ -158,7 +161,7 @@ def _close(whole: Tensor, made: Tensor, tolerance: float) -> bool:
 
 
 def _factor(whole: Tensor, made: Tensor) -> float | None:
-    """By which one has to be multiplied to be nearest to the other."""
+    """Returns the factor that ``made`` has to be multiplied by to be nearest to ``whole``; None where there is none."""
     a, b = whole.to(_wide(whole)), made.to(_wide(whole))
     square = float((b * b.conj()).sum().real)
     return float((a * b.conj()).sum().real) / square if square and square < float("inf") else None

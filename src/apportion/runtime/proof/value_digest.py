@@ -1,4 +1,4 @@
-"""A digest of any Python value by what it is and does: the same in every process, and another after every edit.
+"""Digests any Python value by what it is and does: the same in every process, and another after every edit.
 
 Functions are digested by bytecode, constants, defaults, closure and the globals that the bytecode names; classes by
 their attributes and bases; instances by class and attributes; tensors and arrays by their bytes. What an installed
@@ -36,7 +36,7 @@ _SKIPPED = frozenset((
     "__static_attributes__", "__weakref__", "_abc_impl", "_autograd_function_id",
 ))
 # fmt: on
-"""Attributes of a class that decide nothing, or that other attributes repeat."""
+"""The attributes of a class that decide nothing, or that other attributes repeat."""
 _MODULE_STATE = frozenset(("_parameters", "_buffers", "_modules", "_compiled_call_impl"))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented))
 
@@ -53,7 +53,7 @@ class UnhashableError(Exception):
 
 
 class Digester:
-    """Digests of values; what several of them hold is digested once."""
+    """Computes digests of values; what several of them hold is digested once."""
 
     def __init__(self) -> None:
         self._known: dict[int, bytes] = {}
@@ -61,7 +61,7 @@ class Digester:
         self._open: dict[int, int] = {}
 
     def __call__(self, label: str, value: Any) -> bytes:
-        """The digest of a value. UnhashableError, with the label among its places, where it has none."""
+        """Returns the digest of a value. Raises UnhashableError, with the label among its places, where it has none."""
         try:
             return self._digest(value)
         except UnhashableError as error:
@@ -71,7 +71,7 @@ class Digester:
             raise UnhashableError(f"a {type(value).__name__} that is nested too deeply") from None
 
     def stands_for(self, value: Any, digest: bytes) -> None:
-        """From here on this is the digest of that value, whatever it holds."""
+        """Sets the digest of a value from here on, whatever the value holds."""
         self._known[id(value)] = digest
         self._held.append(value)
 
@@ -111,7 +111,7 @@ class Digester:
         return seal(type(value).__name__, *items)
 
     def _set(self, value: Iterable[Any]) -> bytes:
-        """The items in the order of their digests. Each is digested as if it were the first that is met."""
+        """Digests the items in the order of their digests. Each is digested as if it were the first that is met."""
         found = []
         for item in value:
             alone = Digester()
@@ -124,14 +124,14 @@ class Digester:
         return seal("partial", *parts, self("attributes", vars(value)))
 
     def _attributes(self, found: Mapping[str, Any]) -> Iterator[Any]:
-        """Attributes of an object, by name: their order decides nothing."""
+        """Yields the attributes of an object, by name: their order decides nothing."""
         for name in sorted(found):
             yield from (name, self(name, found[name]))
 
     # Code
 
     def _code(self, code: types.CodeType) -> bytes:
-        """What it does, not where it stands."""
+        """Digests what the code does, not where it stands."""
         shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags, code.co_name)
         names = (*code.co_names, "", *code.co_varnames, "", *code.co_freevars, "", *code.co_cellvars)
         constants = (self("a constant", constant) for constant in code.co_consts)
@@ -175,7 +175,8 @@ class Digester:
         return seal("method", self("function", value.__func__), self("its object", value.__self__))
 
     def _descriptor(self, value: Any) -> bytes:
-        """A slot or a method made in C: its name in its class, which is digested as itself where it is the user's."""
+        """Digests a slot or a method made in C: its name in its class, which is digested as itself where it is the
+        user's."""
         return seal("descriptor", type(value).__name__, value.__objclass__.__qualname__, value.__name__)
 
     def _wrapping(self, value: staticmethod[Any, Any] | classmethod[Any, Any, Any]) -> bytes:
@@ -249,7 +250,7 @@ class Digester:
         )
 
     def layer(self, module: nn.Module) -> bytes:
-        """One layer: its class and its plain attributes, without its parameters, buffers and inner layers."""
+        """Digests one layer: its class and its plain attributes, without its parameters, buffers and inner layers."""
         kept: dict[str, Any] = {}
         compiled = type(module).__name__ == "OptimizedModule"  # by torch.compile: it holds the layer, and how
         for name, value in () if compiled else vars(module).items():
@@ -274,7 +275,7 @@ class Digester:
         return seal("instance", kind, *contents, *self._attributes(attributes))
 
     def _reduced(self, value: Any) -> bytes:
-        """Of what was made in C: what a pickle of it would hold."""
+        """Digests a value that was made in C by what a pickle of it would hold."""
         try:
             made = value.__reduce_ex__(4)
         except Exception as error:
@@ -287,8 +288,8 @@ class Digester:
 
 
 def _is_kept_hash(name: str, value: Any) -> bool:
-    """Whether an object keeps its own ``hash()`` there, as transformers' configurations do: of texts it is another one
-    in every process, and what it is of is digested anyway."""
+    """Tells whether an object keeps its own ``hash()`` there, as transformers' configurations do: the hash of a text is
+    another one in every process, and what it is of is digested anyway."""
     return name.startswith("_") and name.endswith("hash") and type(value) is int
 
 
@@ -325,7 +326,7 @@ def _short(key: Any) -> str:
 
 
 def _foreign(value: Any) -> bool:
-    """Is it the user's function, put into a class of an installed package?"""
+    """Tells whether it is the user's function, put into a class of an installed package."""
     return isinstance(value, types.FunctionType) and release(str(value.__globals__.get("__name__"))) is None
 
 
@@ -370,7 +371,7 @@ _RULES: dict[type, _Rule] = {
     torch.Generator: Digester._generator,
     weakref.ReferenceType: Digester._reference,
 }
-"""By the very type."""
+"""The rule for values of exactly this type."""
 _KINDS: tuple[tuple[Any, _Rule], ...] = (
     (type, Digester._class),
     (nn.Module, Digester._layer),
@@ -381,7 +382,7 @@ _KINDS: tuple[tuple[Any, _Rule], ...] = (
     (types.ModuleType, Digester._module),
     (logging.Logger, Digester._logger),
 )
-"""Subclasses too."""
+"""The rule for values of these types and of their subclasses."""
 _CONTENTS: Mapping[type, _Rule] = {
     tuple: Digester._sequence,
     list: Digester._sequence,
@@ -393,4 +394,4 @@ _CONTENTS: Mapping[type, _Rule] = {
     int: lambda _, value: seal("int", int.__repr__(value)),
     float: lambda _, value: seal("float", float.__repr__(value)),
 }
-"""What an instance of a subclass holds besides its attributes."""
+"""The rule for what an instance of a subclass holds besides its attributes."""

@@ -1,4 +1,5 @@
-"""What decides which network a workload trains, and on what, in one digest: a proof under it need not be made again."""
+"""Digests what decides which network a workload trains, and on what: a proof under the same digest need not be made
+again."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ FIELDS = (
     "precision",
     "compile",
 )
-"""Of the workload. The data and the seed are not among them: the proof is of the computation, on any rows."""
+"""The fields of the workload that are digested. The data and the seed are not among them: the proof is of the
+computation, on any rows."""
 
 
 class Digested(NamedTuple):
@@ -41,7 +43,7 @@ class Digested(NamedTuple):
 
     digest: str | None
     unhashable: str | None
-    """Where the value is that has no digest, and what it is: ``loss: log: a _io.TextIOWrapper``."""
+    """The place of the value that has no digest, and what it is: ``loss: log: a _io.TextIOWrapper``."""
 
 
 def workload_digest(
@@ -52,8 +54,8 @@ def workload_digest(
     batch: Any = None,
     given: Mapping[str, Any] | None = None,
 ) -> str | None:
-    """Everything that decides which network is trained, as a hexadecimal digest: the same in every process, another
-    after every edit. None where something has no digest (``digested`` names it).
+    """Returns everything that decides which network is trained, as a hexadecimal digest: the same in every process,
+    another after every edit. None where something has no digest (``digested`` names it).
 
     ``network``: as the workload's factory made it, before a strategy has changed it; ``optimizers``: made for it,
     before any update; ``batch``: a pytree, of which shapes and dtypes count; ``given``: what else decides, as plain
@@ -70,7 +72,7 @@ def digested(
     batch: Any = None,
     given: Mapping[str, Any] | None = None,
 ) -> Digested:
-    """``workload_digest``, with the name of what has none."""
+    """Returns what ``workload_digest`` does, with the name of a value that has no digest."""
     of = Digester()
     try:
         parts: list[Any] = [part for name in FIELDS for part in (name, of(name, getattr(workload, name)))]
@@ -86,8 +88,8 @@ def digested(
 
 
 def _network(of: Digester, network: nn.Module) -> Iterator[Any]:
-    """Every layer's class and plain attributes; names, shapes and dtypes of all parameters and buffers, and which of
-    them are one tensor. Not their values: a network is the same whatever its weights are."""
+    """Yields every layer's class and plain attributes; names, shapes and dtypes of all parameters and buffers, and
+    which of them are one tensor. The values are left out: a network is the same whatever its weights are."""
     first: dict[int, int] = {}
     tensors = (*network.named_parameters(remove_duplicate=False), *network.named_buffers(remove_duplicate=False))
     for number, (name, tensor) in enumerate(tensors):
@@ -114,7 +116,7 @@ def _optimizers(of: Digester, optimizers: Mapping[str, Optimizer]) -> Iterator[A
 
 
 def _versions() -> tuple[str, ...]:
-    """Of what computes, and how it is told to."""
+    """Returns the versions of what computes, and how it is told to."""
     switches = (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision())
     return (
         platform.python_version(),

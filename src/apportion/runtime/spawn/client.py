@@ -17,14 +17,14 @@ from apportion.errors import ApportionError
 
 @dataclass(frozen=True, kw_only=True)
 class SpawnTask:
-    """What a process is to do: call ``target`` (``module:function``) with its socket and the payload."""
+    """A task for a forked process: call ``target`` (``module:function``) with its socket and the payload."""
 
     target: str
     payload: bytes
     environment: Mapping[str, str]
-    """The whole of it: what the driver has set since the process that forks started counts too."""
+    """The whole environment: what the driver has set since the process that forks started counts too."""
     path: Sequence[str]
-    """sys.path, so that what the driver could import the worker can."""
+    """The driver's sys.path, so that the worker can import what the driver could."""
     directory: str
 
 
@@ -33,26 +33,28 @@ class ForkedProcess:
     """A forked process as the driver knows it."""
 
     number: int
-    """The driver's own: a process id is known only later, and another process may have it afterwards."""
+    """The driver's own number of the process: a process id is known only later, and another process may have it
+    afterwards."""
     _reaper: ForkServerClient
-    """Its parent, which is told when it ends."""
+    """The client of the process's parent, which is told when the process ends."""
     pid: int | None = None
     status: int | None = None
     refused: str | None = None
     when_ended: Callable[[], None] = lambda: None
-    """Called from another thread."""
+    """A function that is called from another thread when the process has ended."""
 
     def returncode(self) -> int | None:
-        """Like Popen's: negative for a signal, None while it runs."""
+        """Returns the exit status as Popen does: negative for a signal, None while the process runs."""
         return -signal.SIGKILL if self.status is None and self._reaper.gone else self.status
 
     def wait(self, seconds: float) -> int | None:
-        """The same, once it has ended or the time is up."""
+        """Waits until the process has ended or the time is up, and returns the exit status as ``returncode`` does."""
         self._reaper.wait_for(lambda: self.status is not None, seconds)
         return self.returncode()
 
     def kill(self) -> None:
-        """SIGKILL for it and what it has started, by its parent: no other process can have taken the number."""
+        """Sends SIGKILL to the process and what it has started, by its parent: no other process can have taken the
+        number."""
         self._reaper.kill(self)
 
 
@@ -65,7 +67,8 @@ _numbers = itertools.count()
 
 @final
 class ForkServerClient:
-    """The driver's end of a process that forks. ``reaper``: whose children they become, where it gives them away."""
+    """The driver's end of a process that forks. ``reaper``: the client whose children the forked processes become,
+    where this one gives them away."""
 
     def __init__(self, sock: socket.socket, reaper: ForkServerClient | None = None) -> None:
         self._lines = Lines(sock)
@@ -73,10 +76,10 @@ class ForkServerClient:
         self._condition = threading.Condition()
         self._workers: dict[int, ForkedProcess] = {}
         self.ready = self.gone = False
-        """Can it fork at once? Has it ended?"""
+        """The flags that the process can fork at once, and that it has ended."""
 
     def listen(self) -> None:
-        """Hear what it tells, until it is gone; in a thread of its own."""
+        """Hears what the process tells, until it is gone; runs in a thread of its own."""
         try:
             while (messages := self._lines.receive()) is not None:
                 ended = []
@@ -90,7 +93,7 @@ class ForkServerClient:
             self.lose()
 
     def lose(self) -> None:
-        """It has ended, and what it has forked with it."""
+        """Notes that the process has ended, and what it has forked with it."""
         with self._condition:
             self.gone = True
             self._condition.notify_all()
@@ -99,7 +102,7 @@ class ForkServerClient:
             worker.when_ended()
 
     def _note(self, message: dict[str, Any]) -> list[ForkedProcess]:
-        """Returns who has ended."""
+        """Notes a message, and returns the processes that have ended."""
         kind = message["kind"]
         if kind == "ready":
             self.ready = True
@@ -114,14 +117,14 @@ class ForkServerClient:
         return []
 
     def wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Block until it holds, or the process is gone, or the time is up; does it hold?"""
+        """Blocks until the condition holds, or the process is gone, or the time is up; returns whether it holds."""
         with self._condition:
             self._condition.wait_for(lambda: condition() or self.gone, seconds)
             return condition()
 
     def spawn(self, task: SpawnTask, channel: socket.socket, seconds: float) -> ForkedProcess:
-        """Fork a process that talks through the other end of ``channel``. NotForked where it is gone, or the time is
-        up; ApportionError where the system refuses."""
+        """Forks a process that talks through the other end of ``channel``. Raises NotForked where the process that
+        forks is gone, or the time is up; ApportionError where the system refuses."""
         worker = ForkedProcess(next(_numbers), self._reaper)
         self._workers[worker.number] = worker
         request = {
@@ -156,13 +159,13 @@ class ForkServerClient:
         return worker
 
     def adopt(self, worker: ForkedProcess) -> None:
-        """A process that another one has forked and given away."""
+        """Takes over a process that another one has forked and given away."""
         with self._condition:
             self._workers[worker.number] = worker
         self._tell({"kind": "adopt", "worker": worker.number, "pid": worker.pid})
 
     def kill(self, worker: ForkedProcess) -> None:
-        """SIGKILL, where it lives."""
+        """Sends SIGKILL to a forked process, by its parent."""
         self._tell({"kind": "kill", "worker": worker.number})
 
     def _tell(self, order: Mapping[str, Any]) -> None:
@@ -172,5 +175,5 @@ class ForkServerClient:
             pass  # it is gone, and its children with it
 
     def close(self) -> None:
-        """It ends."""
+        """Closes the connection, which ends the process that forks."""
         self._lines.close()

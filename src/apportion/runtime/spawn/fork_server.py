@@ -21,7 +21,7 @@ from apportion.comm.channel import Lines
 from apportion.process import die_with_parent
 
 _STRANGERS = 1000
-"""Of the ended processes that nobody has asked about, so many are remembered."""
+"""The number of ended processes that are remembered though nothing has asked about them."""
 
 
 @final
@@ -32,9 +32,10 @@ class ForkServer:
     def __init__(self, sock: socket.socket, *, gives_to: int | None = None) -> None:
         self._lines, self._gives_to = Lines(sock), gives_to
         self._children: dict[int, int] = {}
-        """The driver's numbers, by process id."""
+        """The driver's numbers of the child processes, by process id."""
         self._strangers: dict[int, int] = {}
-        """How processes ended that became ours when their parent did: orphans, and the spare's before it says so."""
+        """The exit codes of processes that became this one's children when their parent ended: orphans, and the spare's
+        children before they are adopted."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ)
         wake_read, wake_write = socket.socketpair()
@@ -46,7 +47,7 @@ class ForkServer:
         self._selector.register(wake_read, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """Until the driver is gone."""
+        """Serves requests until the driver is gone."""
         self._tell({"kind": "ready"})
         while True:
             for key, _ in self._selector.select():
@@ -156,8 +157,8 @@ class ForkServer:
 
 
 def _fork_away() -> int:
-    """fork, but the child is no child of this process: the one in between has ended, and been waited for, before the
-    new process goes on, so its parent is the nearest ancestor that takes orphans in."""
+    """Forks a process that is not a child of this one: the process in between has ended, and been waited for, before
+    the new process goes on, so its parent is the nearest ancestor that takes orphans in."""
     told, tell = os.pipe()
     gone, go = os.pipe()
     between = os.fork()
@@ -186,13 +187,13 @@ def _fork_away() -> int:
 
 
 def _kill(pid: int) -> None:
-    """A child that is not waited for yet, and all that it has started."""
+    """Kills a child that is not waited for yet, and all that it has started."""
     _kill_group(pid)
     os.kill(pid, signal.SIGKILL)  # it may not lead a group yet
 
 
 def _kill_group(pid: int) -> None:
-    """What a worker has started and left; its number is taken for as long as one of them lives."""
+    """Kills what a worker has started and left; its number is taken for as long as one of these processes lives."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

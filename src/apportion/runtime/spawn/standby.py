@@ -16,19 +16,20 @@ from apportion.runtime.spawn.client import ForkedProcess, ForkServerClient, Spaw
 from apportion.runtime.spawn.template import template
 
 SPAWN_SECONDS = 1.0
-"""A fork takes milliseconds; a spare that has not answered by then is stopped, or worse."""
+"""The seconds that a spare has to answer: a fork takes milliseconds, and a spare that takes longer is stopped, or
+worse."""
 CLOSE_SECONDS = 5.0
 UNFIT = 3
-"""Its exit status where it cannot stand by for the workload."""
+"""The exit status of a spare that cannot stand by for the workload."""
 
 
 @final
 class Spare:
-    """A spare, from its start on."""
+    """A spare as the driver sees it, from its start on."""
 
     program: ClassVar[str] = "apportion.runtime.worker.preloaded:serve"
     target: ClassVar[str] = "apportion.runtime.worker.preloaded:train_opened"
-    """What a replacement is to call."""
+    """The function that a replacement is to call."""
 
     def __init__(self, task: SpawnTask) -> None:
         ours, theirs = socket.socketpair()
@@ -41,30 +42,30 @@ class Spare:
 
     @property
     def ready(self) -> bool:
-        """Can it fork at once?"""
+        """True while the spare can fork at once."""
         return self._forks.ready and not self._forks.gone
 
     @property
     def gone(self) -> bool:
-        """Has it ended?"""
+        """True once the spare has ended."""
         return self._forks.gone
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id of the spare."""
         assert self._process.pid is not None
         return self._process.pid
 
     def unfit(self) -> bool:
-        """Once it is gone: because it cannot stand by for the workload?"""
+        """Tells, once the spare is gone, whether it ended because it cannot stand by for the workload."""
         return self._process.wait(SPAWN_SECONDS) == UNFIT
 
     def spawn(self, task: SpawnTask, channel: socket.socket) -> ForkedProcess:
-        """Fork a replacement. NotForked where it is gone, or does not answer."""
+        """Forks a replacement. Raises NotForked where the spare is gone, or does not answer."""
         return self._forks.spawn(task, channel, SPAWN_SECONDS)
 
     def close(self) -> None:
-        """End it; what it has forked lives on."""
+        """Ends the spare; what it has forked lives on."""
         self._process.kill()
         self._process.wait(CLOSE_SECONDS)
         self._forks.close()

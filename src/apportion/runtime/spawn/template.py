@@ -24,7 +24,7 @@ from apportion.runtime.spawn.client import ForkedProcess, ForkServerClient, NotF
 from apportion.runtime.spawn.fork_server import ForkServer
 
 START_SECONDS = 120.0
-"""To import torch on a busy machine with a cold disk."""
+"""The seconds that the template may take to import torch on a busy machine with a cold disk."""
 SPAWN_SECONDS = 10.0
 
 
@@ -33,8 +33,8 @@ class Template:
     """A running template; start it early, it imports while the driver goes on."""
 
     program: tuple[str, ...] = ("-m", "apportion.runtime.spawn.template")
-    """What Python is told to run. Whoever starts very many workers may name a program that imports more, and then
-    calls ``main``."""
+    """The arguments that Python is started with. A program that starts very many workers may name one that imports
+    more, and then calls ``main``."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -44,8 +44,8 @@ class Template:
         threading.Thread(target=self._live, args=(theirs,), name="template", daemon=True).start()
 
     def _live(self, theirs: socket.socket) -> None:
-        """Start it and listen to it. One thread for both: on Linux the process dies with the thread that started it,
-        and the caller's may end before the driver does."""
+        """Starts the template and listens to it. One thread does both: on Linux the process dies with the thread that
+        started it, and the caller's may end before the driver does."""
         try:
             with theirs:
                 self._process = self._start(theirs.fileno())
@@ -68,15 +68,15 @@ class Template:
 
     @property
     def alive(self) -> bool:
-        """Can it still fork?"""
+        """True while the template can still fork."""
         return not self.forks.gone and (self._process is None or self._process.poll() is None)
 
     def wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Block until it holds, or the template is gone, or the time is up; does it hold?"""
+        """Blocks until the condition holds, or the template is gone, or the time is up; returns whether it holds."""
         return self.forks.wait_for(condition, seconds)
 
     def wait_ready(self) -> None:
-        """Block until it can fork at once. ApportionError where it cannot start."""
+        """Blocks until the template can fork at once. Raises ApportionError where it cannot start."""
         if not self.wait_for(lambda: self.forks.ready, START_SECONDS):
             raise self._died()
 
@@ -98,7 +98,7 @@ class Template:
         )
 
     def close(self) -> None:
-        """End it and every worker."""
+        """Ends the template and every worker."""
         self.forks.close()
         self.wait_for(lambda: False, SPAWN_SECONDS)
         if self._process is None:
@@ -139,7 +139,8 @@ def close_template() -> None:
 
 
 def _warm_up() -> None:
-    """Everything that a worker imports and the first optimizer step sets up, done once for all."""
+    """Imports everything that a worker imports, and sets up what the first optimizer step does, once for all
+    workers."""
     import torch
 
     torch.set_num_threads(1)
@@ -150,7 +151,7 @@ def _warm_up() -> None:
 
 
 def main() -> None:
-    """``python -m apportion.runtime.spawn.template FD DRIVER_PID``."""
+    """Runs a template: ``python -m apportion.runtime.spawn.template FD DRIVER_PID``."""
     descriptor, driver = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(driver)
     take_orphans_in()

@@ -1,9 +1,9 @@
-"""What to do about what happened to the workers: pure decisions. The supervisor does the I/O around them.
+"""Decides what to do about what happened to the workers, by pure functions. The supervisor does the I/O around them.
 
 A worker that is lost (killed, crashed, stopped) is replaced, or the others go on without it, as the policy says and
-where the strategy survives that: ``max_restarts`` times in a run; the next one stops it. What the program itself does
-(an exception, an exit) stops the run at once: a replacement would do the same. Whoever is left then saves the last
-update.
+where the strategy survives that: ``max_restarts`` times in a run; the next loss stops it. What the program itself does
+(an exception, an exit) stops the run at once: a replacement would do the same. The workers that are left then save the
+last update.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from apportion.runtime.supervisor.failures import (
 )
 
 CAUSE_SECONDS = 1.0
-"""After a symptom (a lost peer), how long the cause has to arrive."""
+"""The seconds that the cause has to arrive after a symptom (a lost peer)."""
 REPEATS = 3
-"""A rank that is lost so often at one step, with no update in between, will be lost there again."""
+"""A rank that is lost this many times at one step, with no update in between, will be lost there again."""
 
 
 # What to do about it
@@ -37,7 +37,7 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class GoOn:
-    """Nothing to do yet; look again after so many seconds, or when something happens."""
+    """Nothing is to be done yet; look again after ``seconds``, or when something happens."""
 
     seconds: float | None = None
 
@@ -53,36 +53,36 @@ class Stop:
 
     rank: int
     cause: str
-    """In one line, where it can be said in one."""
+    """The cause of the stop, in one line where it can be said in one."""
     traceback: str | None = None
     where: str | None = None
-    """The user's own line that raised."""
+    """The line of the user's own code that raised the exception."""
     mistake: bool = False
     checkpoint: bool = False
     not_finite: bool = False
     differs: bool = False
-    """The ranks no longer hold one state, so there is none to be saved."""
+    """True where the ranks no longer hold one state, so there is none to be saved."""
     lost: tuple[int, ...] = ()
-    """Ranks without which the others can save the last update first; none: nobody can."""
+    """The ranks without which the others can save the last update first; empty: no rank can save it."""
 
 
 @dataclass(frozen=True)
 class Replace:
-    """Seat new workers in place of these; the others go on from the last update."""
+    """Seat new workers in place of the lost ones; the others go on from the last update."""
 
     losses: tuple[WorkerLost, ...]
 
 
 @dataclass(frozen=True)
 class Shrink:
-    """Go on without these."""
+    """Go on without the lost workers."""
 
     losses: tuple[WorkerLost, ...]
 
 
 @dataclass(frozen=True)
 class Restart:
-    """End every worker and begin again, from the last checkpoint where there is one: nobody has a state to go on
+    """End every worker and begin again, from the last checkpoint where there is one: no worker has a state to go on
     from."""
 
     losses: tuple[WorkerLost, ...]
@@ -99,11 +99,11 @@ def next_action(
     policy: Policy | None = None,
     survives: bool = False,
 ) -> Action:
-    """The decision after all of these happenings, in the order they arrived, ``seconds`` after the last of them.
+    """Decides after all of these events, in the order in which they arrived, ``seconds`` after the last of them.
 
-    ``workers``: that the run began with. ``survives``: the strategy can lose a worker. The first real cause wins: an
-    exception, then a death by a signal, then a rank that does not move. A lost peer or a closed connection is a
-    symptom, and waits a little for its cause.
+    ``workers``: the number that the run began with. ``survives``: the strategy can lose a worker. The first real cause
+    wins: an exception, then a death by a signal, then a rank that does not move. A lost peer or a closed connection is
+    a symptom, and waits a little for its cause.
     """
     seen = _Evidence(happened, workers)
     action = _decide(seen, seconds, policy or Policy(), survives)
@@ -135,12 +135,12 @@ def _decide(seen: _Evidence, seconds: float, policy: Policy, survives: bool) -> 
 
 
 class _Evidence:
-    """What happened, sorted: to the world as it is now, and the losses before."""
+    """Sorts what happened: what happened to the world as it is now, and the losses before."""
 
     def __init__(self, happened: Sequence[WorkerEvent], workers: int) -> None:
         changes = [(at, h) for at, h in enumerate(happened, 1) if isinstance(h, WorkersChanged)]
         self.workers = changes[-1][1].workers if changes else workers
-        """In the run now."""
+        """The number of workers in the run now."""
         self.before = [loss for _, change in changes for loss in change.losses]
         started = max((at for at, change in changes if change.restarted), default=0)
         now = happened[changes[-1][0] :] if changes else happened
@@ -149,26 +149,26 @@ class _Evidence:
         self.symptoms = [h for h in self.raised if not h.state_lost]
         self.state_lost = next((h for h in self.raised if h.state_lost), None)
         self.has_state = self.state_lost is None and any(isinstance(h, WorkerBegan) for h in happened[started:])
-        """Has every worker begun, and is the state still there?"""
+        """True where every worker has begun and the state is still there."""
         ended = [h for h in now if isinstance(h, WorkerExited) and h.rank not in self.finished]
         told = {h.rank for h in self.raised}
         self.exits = [h for h in ended if h.returncode >= 0 and h.rank not in told]
-        """By the program itself."""
+        """The exits by the program itself, not by a signal."""
         late = [h for h in now if isinstance(h, WorkerStalled)]
         self.late = next((h for h in late if not (h.stopped or h.silent)), None)
         self.gone = tuple(sorted(told | {h.rank for h in ended} | {rank for h in late for rank in h.ranks}))
-        """Ranks that take part in nothing more."""
+        """The ranks that take part in nothing more."""
         self.cure = ""
-        """Where it was no fault of the run's that the first of them was lost."""
+        """The advice to resume, where it was not the run's fault that the first of the ranks was lost; else empty."""
         self.losses = self._losses([h for h in now if h in late or (h in ended and h.rank not in told)])
 
     @property
     def can_save(self) -> bool:
-        """Have the others a last update that is not saved yet?"""
+        """True where the others have a last update that is not saved yet."""
         return self.has_state and not self.finished and len(self.gone) < self.workers
 
     def _losses(self, troubles: Sequence[WorkerEvent]) -> tuple[WorkerLost, ...]:
-        """One a rank, in the order in which they were noticed."""
+        """Returns one loss for each lost rank, in the order in which they were noticed."""
         lost: dict[int, WorkerLost] = {}
         for h in troubles:
             if isinstance(h, WorkerExited) and h.returncode < 0:

@@ -1,4 +1,4 @@
-"""What can happen to the workers of a run, and how it is told."""
+"""The events that can happen to the workers of a run, and the texts that report them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ class WorkerRaised:
 
     rank: int
     summary: str
-    """One line: the type and the message."""
+    """The type and the message of the exception in one line."""
     traceback: str | None
-    """None where the message alone says it all."""
+    """The traceback of the exception; None where the message alone says it all."""
     mistake: bool = False
-    """A ValueError of ours: the user's mistake."""
+    """True for a ValueError of this package: the user's mistake."""
     symptom: bool = False
-    """It lost another rank: look for the cause there."""
+    """True where the worker lost another rank, so that the cause is to be found there."""
     where: str | None = None
-    """The user's own line, "file.py:12 in forward: return 1 / 0"."""
+    """The line of the user's own code, such as "file.py:12 in forward: return 1 / 0"."""
     checkpoint: bool = False
-    """It could not keep the state, or cannot trust what was kept."""
+    """True where the worker could not save the state, or cannot trust what was saved."""
     not_finite: bool = False
-    """The loss, or a weight, is not finite: nothing that is worth keeping has come after the last checkpoint."""
+    """True where the loss or a weight is not finite: nothing worth keeping has come after the last checkpoint."""
     state_lost: bool = False
-    """Nobody who is left has the state."""
+    """True where none of the workers that are left has the state."""
     differs: bool = False
-    """The ranks no longer hold alike what they must."""
+    """True where the ranks no longer hold the same values where they must."""
     step: int = 0
-    """Updates that it had seen made."""
+    """The number of updates that the worker had seen made."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class WorkerExited:
 
     rank: int
     returncode: int
-    """Negative for a signal."""
+    """The exit status of the process; negative for a signal."""
     out_of_memory: bool = False
-    """The kernel says that it killed processes of this host or container for memory meanwhile."""
+    """True where the kernel says that it killed processes of this host or container for memory meanwhile."""
     step: int = 0
-    """Updates that it had seen made."""
+    """The number of updates that the worker had seen made."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class WorkerStalled:
     step: int
     seconds: float
     stopped: bool = False
-    """Their processes are stopped, as by SIGSTOP."""
+    """True where the processes of the ranks are stopped, as by SIGSTOP."""
     silent: bool = False
-    """They did not answer when another one was lost."""
+    """True where the ranks did not answer when another one was lost."""
 
 
 @dataclass(frozen=True)
@@ -73,24 +73,24 @@ class WorkerBegan:
 
 @dataclass(frozen=True)
 class WorkerLost:
-    """Of a worker."""
+    """The loss of a worker."""
 
     rank: int
     cause: str
     step: int
-    """Updates that it had seen made."""
+    """The number of updates that the worker had seen made."""
 
 
 @dataclass(frozen=True)
 class WorkersChanged:
-    """The supervisor has taken these workers out of the run, and put others in their places or not. What happens from
-    here on happens to the ranks of the new world."""
+    """The supervisor has taken the lost workers out of the run, and put others in their places or not. What happens
+    from here on happens to the ranks of the new world."""
 
     losses: tuple[WorkerLost, ...]
     workers: int
-    """In the run now."""
+    """The number of workers in the run now."""
     restarted: bool = False
-    """All workers are others, and have to begin."""
+    """True where all workers are new ones, which have to begin."""
 
 
 WorkerEvent = WorkerRaised | WorkerExited | WorkerFinished | WorkerStalled | WorkerBegan | WorkersChanged
@@ -102,12 +102,12 @@ _ENDED_BY = ("SIGTERM", "SIGINT", "SIGHUP")
 
 
 def was_ended(death: WorkerExited) -> bool:
-    """By someone, or the system, who wanted it to end."""
+    """Tells whether the signal that ended the worker is one by which a person or the system asks a process to end."""
     return _signal_name(-death.returncode) in _ENDED_BY
 
 
 def death_text(death: WorkerExited) -> str:
-    """Why it ended, and the cure."""
+    """Returns why a worker ended, and the cure."""
     if death.returncode >= 0:
         return (
             f"rank {death.rank} ended with exit status {death.returncode} before it was done: "
@@ -137,7 +137,7 @@ def _signal_name(number: int) -> str:
 
 
 def late_text(late: WorkerStalled) -> str:
-    """How long they kept the others waiting, and why."""
+    """Returns how long the ranks kept the others waiting, and why."""
     ranks = f"rank{'s' if len(late.ranks) > 1 else ''} {', '.join(map(str, late.ranks))}"
     has, waited = "have" if len(late.ranks) > 1 else "has", f"others waited {late.seconds:.0f} s at step {late.step}"
     if late.stopped:

@@ -18,29 +18,29 @@ class Interrupts:
     def __init__(self, outside: Callable[[], str]) -> None:
         self._outside, self._held, self._installed = outside, False, False
         self.outside = False
-        """Is the program in the body of the loop?"""
+        """True while the program is in the body of the loop."""
         self.pending = self.again = False
-        """It came; and a second time."""
+        """The flags that Ctrl-C has come, and that it has come a second time."""
 
     def install(self) -> None:
-        """From here on."""
+        """Installs the handler of Ctrl-C."""
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._note)
             self._installed = True
 
     def restore(self) -> None:
-        """As it was."""
+        """Puts Python's own handler back, where ``install`` has replaced it."""
         if self._installed and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._installed = False
 
     def hold(self) -> None:
-        """Only note it."""
+        """Holds Ctrl-C back: it is only noted, and not raised."""
         self._held = True
 
     def release(self) -> None:
-        """Raise it again; now, where one was noted."""
+        """Lets Ctrl-C be raised again, and raises it now where one was noted."""
         self._held = False
         if self.pending:
             self._held = True

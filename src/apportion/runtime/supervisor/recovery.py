@@ -1,4 +1,4 @@
-"""Looks after a crew in a thread of its own: whatever the body of the user's loop does, who is lost is replaced."""
+"""Watches a worker pool in a thread of its own: lost workers are replaced whatever the body of the user's loop does."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 
 ANSWER_SECONDS = 0.001
-"""Between two looks at who has answered that another is lost."""
+"""The seconds between two looks at which ranks have answered that another is lost."""
 STEP_SECONDS = 0.002
-"""Between two looks whether the training goes on."""
+"""The seconds between two looks whether the training goes on."""
 SPARE_SECONDS = 0.5
-"""After the first step, before a spare is started: the run's start is over, and a short run needs none."""
+"""The seconds from the first step to the start of a spare: the run's start is over by then, and a short run needs
+none."""
 SPARES = 5
-"""Started in a run, where they are lost too."""
+"""The number of spares that are started in a run at most, where they are lost too."""
 LEAVE_SECONDS = 3.5
-"""Before a run is stopped: how long those who are left may take to save the last update."""
+"""The seconds that the workers that are left may take to save the last update before a run is stopped."""
 CLOSE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Said:
-    """By a rank."""
+    """A message that a rank has sent."""
 
     rank: int
     message: Message
@@ -46,12 +47,12 @@ class Fault:
 
 
 News = Said | Fault | Finish | Stop | Exception
-"""After Finish, Stop or an exception nothing more comes."""
+"""The news of a recovery loop; after Finish, Stop or an exception nothing more comes."""
 
 
 @final
 class RecoveryLoop:
-    """Listens to a crew, does what is decided about its losses, and hands on what the user is to know."""
+    """Listens to a worker pool, does what is decided about its losses, and passes on what the user is to know."""
 
     def __init__(self, crew: WorkerPool, *, spares: bool) -> None:
         self._crew, self._spares_left = crew, SPARES if spares else 0
@@ -63,14 +64,14 @@ class RecoveryLoop:
         self._thread.start()
 
     def news(self, seconds: float) -> News | None:
-        """The next, or None within this time."""
+        """Returns the next news, or None where none comes within this time."""
         try:
             return self._news.get(timeout=max(0.0, seconds))
         except queue.Empty:
             return None
 
     def close(self) -> None:
-        """Do no more for the crew; then end it."""
+        """Stops looking after the worker pool, and then ends it."""
         self._closing = True
         self._crew.wake()
         self._thread.join(CLOSE_SECONDS)
@@ -116,7 +117,8 @@ class RecoveryLoop:
     # What is lost
 
     def _change(self, action: Replace | Shrink | Restart) -> Action:
-        """Take who is lost out of the run; whoever is lost meanwhile, too. What was decided in the end, and done."""
+        """Takes the lost workers out of the run, and those that are lost meanwhile, too. Returns what was decided in
+        the end, and done."""
         self._tell_mended(told=True)
         began = time.monotonic()
         if isinstance(action, Restart):
@@ -134,7 +136,8 @@ class RecoveryLoop:
         return decided
 
     def _settled(self, action: Action) -> Action:
-        """Once everyone lost is waited for, and everyone else has let go of the old world: what to do, again."""
+        """Waits until all lost workers have ended and all others have left the old world, and returns what is decided
+        then."""
         assert isinstance(action, Replace | Shrink)
         lost = [loss.rank for loss in action.losses]
         silence = self._crew.open_change(lost)
@@ -155,7 +158,7 @@ class RecoveryLoop:
         return GoOn()
 
     def _leave(self, lost: Sequence[int]) -> None:
-        """Have those who are left save the last update, and end; in the little time that there is."""
+        """Lets the workers that are left save the last update and end, in the little time that there is."""
         self._tell_mended(told=True)
         allowed = Allowance(LEAVE_SECONDS)
         silence = self._crew.open_change(lost)
@@ -167,7 +170,8 @@ class RecoveryLoop:
         self._say(self._crew.part(allowed.left))
 
     def _tell_mended(self, *, told: bool = False) -> None:
-        """That the training goes on after a loss, once it does. ``told``: now, whether it does or not."""
+        """Tells that the training goes on after a loss, once it does. ``told``: tells it now, whether the training goes
+        on or not."""
         mended = self._mended
         if mended is None:
             return
@@ -184,7 +188,8 @@ class RecoveryLoop:
             self._news.put(Fault(loss, action))
 
     def _prepare_spare(self) -> None:
-        """What replacements are forked from, once the run is under way; another one where it was lost too."""
+        """Starts the spare that replacements are forked from, once the run is under way, and another one where it was
+        lost too."""
         crew = self._crew
         if crew.spare is not None and crew.spare.gone:
             self._spares_left = 0 if crew.spare.unfit() else self._spares_left
@@ -204,7 +209,7 @@ class RecoveryLoop:
 
 @dataclass(frozen=True)
 class _Mended:
-    """Workers that were replaced, of whom it is not told yet how long it took until the next step was made."""
+    """Workers that were replaced, for which the time until the next step is not reported yet."""
 
     losses: tuple[WorkerLost, ...]
     began: float

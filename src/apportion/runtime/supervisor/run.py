@@ -1,4 +1,4 @@
-"""A run seen from the driver: starts the workers, passes on what they tell, and does what ``supervise`` decides."""
+"""A run seen from the driver: starts the workers, passes on what they tell, and does what ``decisions`` decides."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from apportion.runtime.supervisor.worker_pool import WorkerPool, failure
 from apportion.runtime.worker.job import Job
 
 SAVE_SECONDS = 3.5
-"""After Ctrl-C: how long writing the last update may take."""
+"""The seconds that writing the last update may take after Ctrl-C."""
 HURRY_SECONDS = 0.1
-"""Meanwhile: how soon a second Ctrl-C is noticed."""
+"""The seconds within which a second Ctrl-C is noticed while the last update is written."""
 STOP_SECONDS = 120.0
-"""After ``break``: how long the step under way and its checkpoint may take."""
+"""The seconds that the step under way and its checkpoint may take after ``break``."""
 
 
 class RunProof(Protocol):
-    """What proves a run before its first step (``api.run_proof``)."""
+    """Proves a run before its first step (``api.run_proof``)."""
 
     def known(self, asked: Mapping[str, Any]) -> Settled | None:
         """Returns what an earlier proof has found, or None."""
@@ -41,7 +41,7 @@ class RunProof(Protocol):
         """Returns the seconds that a proof may take before a run of so many steps."""
 
     def settle(self, asked: Mapping[str, Any]) -> Settled:
-        """Make the proof."""
+        """Makes the proof, and returns what it has found."""
 
     def check(self, settled: Settled) -> dict[str, Any]:
         """Returns the verdict as plain JSON. Raises NotProved where the run must not go on."""
@@ -51,28 +51,29 @@ class RunSupervisor:
     """One run of a job on this machine's processes."""
 
     def __init__(self, job: Job, launcher: Local, ranks: int, proof: RunProof | None = None) -> None:
-        """``proof``: what a job is asked about that is to prove itself."""
+        """Supervises a job. ``proof``: what a job is asked about that is to prove itself."""
         self._job, self._launcher, self._ranks, self._proof = job, launcher, ranks, proof
         self._crew: WorkerPool | None = None
         self._attendant: RecoveryLoop | None = None
         self.started = False
-        """Has a ``start`` been told?"""
+        """True once a ``start`` event has been passed on."""
         self._began = time.perf_counter()
         self._last: Event | None = None
         self._end: Event | None = None
         """The event that the run ends with, once it is known."""
         self._finished: Event | None = None
-        """The ``end`` that the workers have told."""
+        """The ``end`` event that the workers have sent."""
         self._over: Finish | Stop | Exception | None = None
-        """After this the workers have nothing more to tell, and nothing more to be asked."""
+        """The last news: after it the workers have nothing more to tell, and nothing more to be asked."""
         self._interrupts = Interrupts(self._interrupted_outside)
         self.rest: list[Event] = []
-        """What happened after the loop over the events was left."""
+        """The events after the loop over the events was left."""
 
     def events(self) -> Generator[Event, None, None]:
-        """Everything that happens, as it happens. Closing it (``break``) checkpoints and stops every rank at one step;
-        Ctrl-C, also in the body of the loop, writes the last update at once. Once the run is over, both leave it as it
-        is. Raises WorkerFailed, CheckpointError, RanksDiffer, or ValueError for the user's mistakes."""
+        """Yields everything that happens, as it happens. Closing the generator (``break``) checkpoints and stops every
+        rank at one step; Ctrl-C, also in the body of the loop, writes the last update at once. Once the run is over,
+        both leave it as it is. Raises WorkerFailed, CheckpointError, RanksDiffer, or ValueError for the user's
+        mistakes."""
         try:
             self._interrupts.install()
             yield from self._guarded()
@@ -94,7 +95,7 @@ class RunSupervisor:
             self._interrupts.restore()
 
     def _guarded(self) -> Iterator[Event]:
-        """The events, with the place of an interrupt noted: inside, or in the body of the user's loop."""
+        """Yields the events, and notes the place of an interrupt: inside the run, or in the body of the user's loop."""
         self._launcher.prepare()
         self._interrupts.hold()  # no worker may be started and not known
         self._crew = WorkerPool(self._launcher, "apportion.runtime.worker.entry:train", self._job, self._ranks)
@@ -138,7 +139,8 @@ class RunSupervisor:
                 raise news
 
     def _settle(self, asked: Mapping[str, Any]) -> Iterator[Event]:
-        """The ranks are built, and wait for what is known of their strategy."""
+        """Tells the ranks, which are built and wait, what is known of their strategy; makes the proof first where
+        nothing is known."""
         assert self._proof is not None
         assert self._crew is not None
         settled = self._proof.known(asked)
@@ -160,15 +162,15 @@ class RunSupervisor:
         return self._own_event("proof", **data)
 
     def _news(self, attendant: RecoveryLoop, seconds: float) -> News | None:
-        """The next, or None within this time; whether it is the last is noted."""
+        """Returns the next news, or None where none comes within this time; notes whether it is the last."""
         news = attendant.news(seconds)
         if isinstance(news, Finish | Stop | Exception):
             self._over = news
         return news
 
     def _told(self, news: News | None) -> Event | None:
-        """As an event, where it is one for the user. The ``end`` is kept: it comes last, also where another rank still
-        has something to tell."""
+        """Returns news as an event, where it is one for the user. The ``end`` is kept: it comes last, also where
+        another rank still has something to tell."""
         if isinstance(news, Fault):
             return self._fault(news.loss.rank, news.loss.cause, f"{news.action}{self._proved_for()}")
         if not isinstance(news, Said) or news.message["kind"] != "event":
@@ -189,7 +191,7 @@ class RunSupervisor:
         return self._own_event("fault", rank=rank, cause=cause, traceback=traceback, action=action)
 
     def _proved_for(self) -> str:
-        """Where the proof is of another number of workers than there are now."""
+        """Returns a remark where the proof is of another number of workers than there are now, else an empty text."""
         left = len(self._crew.pids()) if self._crew is not None else 0
         if self._proof is None or left in (0, self._ranks):
             return ""
@@ -206,7 +208,8 @@ class RunSupervisor:
         )
 
     def _interrupted_outside(self) -> str:
-        """Ctrl-C in the body of the loop: nobody knows when, or whether, it comes back here."""
+        """Saves and stops after Ctrl-C in the body of the loop, which may come back here late or never. Returns what to
+        tell."""
         if self._failed():
             return f"interrupted; the run had stopped: {failed_text(self._over)}"
         if self._end is None:
@@ -215,12 +218,12 @@ class RunSupervisor:
         return interrupted_text(self._end)
 
     def _failed(self) -> bool:
-        """Has the run ended with a failure, which is told and about to be raised?"""
+        """Tells whether the run has ended with a failure, which is reported and about to be raised."""
         return isinstance(self._over, Stop | Exception)
 
     def _save_and_stop(self) -> Event:
-        """The last update, without waiting for the step under way. A second Ctrl-C cuts it short. A run that has come
-        to its end by itself meanwhile keeps that end."""
+        """Saves the last update without waiting for the step under way, and returns the ``end`` event. A second Ctrl-C
+        cuts it short. A run that has come to its end by itself meanwhile keeps that end."""
         step, why = self._save() if self._last is not None else (None, "the first step had not begun")
         self._close()
         if self._finished is not None and (isinstance(self._over, Finish) or why is None):
@@ -243,7 +246,7 @@ class RunSupervisor:
         return RunDirectory(self._job.run_dir).steps() if self._job.run_dir is not None else []
 
     def _save(self) -> tuple[int | None, str | None]:
-        """(the step that was saved, why none was)."""
+        """Asks rank 0 to save; returns (the step that was saved, why none was)."""
         assert self._crew is not None
         assert self._attendant is not None
         if self._over is not None:
@@ -265,7 +268,7 @@ class RunSupervisor:
         return None, "interrupted again" if self._interrupts.again else f"it took longer than {SAVE_SECONDS:g} s"
 
     def _leave(self) -> None:
-        """The loop over the events was left: stop all ranks at one step."""
+        """Stops all ranks at one step, after the loop over the events was left."""
         self._interrupts.hold()
         if self._crew is None or self._attendant is None or self._end is not None or self._failed():
             return
@@ -290,12 +293,12 @@ class RunSupervisor:
 
 
 def failed_text(news: object) -> str:
-    """Why a run has stopped."""
+    """Returns why a run has stopped."""
     return news.cause if isinstance(news, Stop) else str(news)
 
 
 def interrupted_text(end: Event) -> str:
-    """What was saved of an interrupted run, and how to go on."""
+    """Returns what was saved of an interrupted run, and how to go on."""
     why, resume = end.data.get("why"), end.data["resume"]
     if end.data["reason"] != "interrupted":
         return f"interrupted; the run had {end.data['reason']} by then: step {end.step} is its last"
@@ -306,7 +309,7 @@ def interrupted_text(end: Event) -> str:
 
 
 def resume_command(job: Job) -> str | None:
-    """How to go on, as it is typed."""
+    """Returns how to go on, as it is typed; None where the run has no directory."""
     if job.run_dir is None:
         return None
     if job.address is None or Path(sys.argv[0]).name != "apportion":

@@ -1,6 +1,7 @@
-"""Who is late: what the supervisor sees of its workers from outside, by a clock of its own looks.
+"""Finds late workers: what the supervisor sees of its workers from outside, by a clock of its own looks.
 
-Time in which nobody looked (the driver was stopped, or the whole machine) does not count, so it makes nobody late.
+Time in which nothing was looked at (the driver was stopped, or the whole machine) does not count, so it makes no worker
+late.
 """
 
 from __future__ import annotations
@@ -17,53 +18,56 @@ from apportion.runtime.supervisor.failures import WorkerStalled
 from apportion.runtime.worker.progress import Progress
 
 LOOK_SECONDS = 0.5
-"""Between two looks at every rank's progress."""
+"""The seconds between two looks at every rank's progress."""
 LATE_SECONDS, LATE_STEPS, LATE_FIRST = 30.0, 20, 2
-"""A rank is late after others have waited for it this long, or so many of the slowest steps so far, or so many of the
-first one, which may have compiled the network: whichever is most."""
+"""A rank is late after others have waited for it LATE_SECONDS, or LATE_STEPS times the slowest step so far, or
+LATE_FIRST times the first one, which may have compiled the network: whichever is most."""
 FIRST_SECONDS = 900.0
-"""Before anything moves: data sets are opened, networks compiled."""
+"""The seconds that may pass before anything moves: data sets are opened, networks compiled."""
 STOPPED_SECONDS, STOPPED_STEPS = 1.0, 8
-"""A rank whose process is stopped is taken for dead after this long, or so many median steps, whichever is more: with
-the look that finds it, within 2 s or 10 median steps."""
+"""A rank whose process is stopped is taken for dead after STOPPED_SECONDS, or STOPPED_STEPS median steps, whichever is
+more: with the look that finds it, within 2 s or 10 median steps."""
 SILENT_SECONDS, SILENT_STEPS = 2.0, 10
-"""The same for one that does not answer when another is lost, and gets nothing done."""
+"""A rank that does not answer when another is lost, and gets nothing done, is taken for dead after SILENT_SECONDS, or
+SILENT_STEPS median steps, whichever is more."""
 SILENT_SLOWEST = 1.5
-"""Or so many of whatever took the longest so far: a batch of an evaluation may take longer than ten steps."""
+"""A silent rank also has this many times the longest that anything has taken so far: a batch of an evaluation may take
+longer than ten steps."""
 _DONE, _WAITING, _STEP, _BEGUN = (
     word.index for word in (Progress.beats, Progress.waiting, Progress.step, Progress.begun)
 )
 
 
 class LookClock:
-    """Seconds between two looks; at most what two of them may take."""
+    """Measures the seconds between two looks; counts at most the time that two looks may take."""
 
     def __init__(self, now: float | None = None) -> None:
         self._looked = time.monotonic() if now is None else now
 
     def passed(self, now: float) -> float:
-        """Since the last call."""
+        """Returns the seconds since the last call."""
         seconds = min(now - self._looked, 2 * LOOK_SECONDS)
         self._looked = now
         return seconds
 
 
 class Allowance:
-    """So many seconds, of which time in which nobody looked does not count."""
+    """A number of seconds that may be spent; time in which nothing was looked at does not count."""
 
     def __init__(self, seconds: float) -> None:
         self._left, self._clock = seconds, LookClock()
 
     @property
     def left(self) -> float:
-        """Seconds that are left now; negative once it has passed."""
+        """The seconds that are left now; negative once the time has passed."""
         self._left -= self._clock.passed(time.monotonic())
         return self._left
 
 
 @final
 class Watchdog:
-    """Finds the ranks that the others wait for, from each seat's line: what it got done, and whether it waits."""
+    """Finds the ranks that the others wait for, from the progress line of each seat: what it got done, and whether it
+    waits."""
 
     def __init__(self, lines: Any) -> None:
         self._all = lines
@@ -74,39 +78,40 @@ class Watchdog:
         self.sit(range(len(lines)))
 
     def sit(self, seats: Sequence[int]) -> None:
-        """These seats are in the run from now on, in the order of their ranks."""
+        """Puts these seats into the run from now on, in the order of their ranks."""
         self._seats = list(seats)
         self._seen = self._lines[:, _DONE]
         self._still = self._waited = 0.0
-        """Seconds since something moved; and of these, while a rank waited."""
+        """The seconds since something moved, and the seconds of these while a rank waited."""
         self._stopped = np.zeros(len(self._seats))
-        """Of each rank: seconds that its process has been stopped while another's ran."""
+        """The seconds that each rank's process has been stopped while another's ran."""
 
     @property
     def _lines(self) -> Any:
-        """By rank. A copy."""
+        """A copy of the progress lines, by rank."""
         return self._all[self._seats]
 
     @property
     def step(self) -> int:
-        """Updates made."""
+        """The number of updates that have been made."""
         return int(self._lines[:, _STEP].max())
 
     def step_of(self, seat: int) -> int:
-        """Updates that this one has seen made."""
+        """Returns the number of updates that the worker in this seat has seen made."""
         return int(self._all[seat, _STEP])
 
     @property
     def begun(self) -> bool:
-        """Is every rank in its loop?"""
+        """True where every rank is in its loop."""
         return bool(self._lines[:, _BEGUN].all())
 
     def reset(self, seat: int) -> None:
-        """Another process takes the seat."""
+        """Clears a seat's marks for another process, which takes the seat."""
         self._all[seat, [_WAITING, _BEGUN]] = 0
 
     def late(self, now: float, stopped: Collection[int] = ()) -> WorkerStalled | None:
-        """The ranks that have kept the others waiting for too long. ``stopped``: whose processes are."""
+        """Returns the ranks that have kept the others waiting for too long, or None. ``stopped``: the ranks whose
+        processes are stopped."""
         passed = self._clock.passed(now)
         self._still += passed
         found = self._too_long_stopped(passed, stopped)
@@ -152,7 +157,7 @@ class Watchdog:
         return max(seconds, steps * float(np.median(self._steps)) if self._steps else 0.0)
 
     def silence(self) -> UnresponsiveDetector:
-        """From now on."""
+        """Returns a detector of ranks that are unresponsive from now on."""
         usual = max(self._pace(SILENT_SECONDS, SILENT_STEPS), SILENT_SLOWEST * self._slowest)
         patience = FIRST_SECONDS if self._first is None else usual
         return UnresponsiveDetector(lambda: self._lines, patience, max(patience, self._allowed()))
@@ -171,7 +176,7 @@ class UnresponsiveDetector:
         self._still = np.zeros(len(lines))
 
     def broken_by(self, asked: Collection[int], now: float) -> WorkerStalled | None:
-        """Of those that have not answered yet, the ones that will not."""
+        """Returns those of the ranks ``asked``, which have not answered yet, that will not answer, or None."""
         lines = self._look()
         self._still += self._clock.passed(now)
         seen = lines[:, [_DONE, _BEGUN]]
@@ -185,7 +190,7 @@ class UnresponsiveDetector:
 
 
 def is_stopped(pid: int) -> bool:
-    """Is a process stopped, by a signal or a debugger? Known on Linux."""
+    """Tells whether a process is stopped, by a signal or a debugger. Known on Linux; False elsewhere."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except (OSError, IndexError):
@@ -193,7 +198,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def memory_kills() -> int:
-    """How many processes the kernel has killed for memory, as far as this one is told."""
+    """Returns how many processes the kernel has killed for memory, as far as this process is told."""
     return sum(map(_kills_in, _memory_counters()))
 
 

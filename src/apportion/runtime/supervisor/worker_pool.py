@@ -1,4 +1,4 @@
-"""The processes of a run, from the driver: started, heard, watched, replaced and ended.
+"""Manages the processes of a run from the driver: starts, hears, watches, replaces and ends them.
 
 Each has a seat, which a process that replaces it takes over; its rank is its place among the seats that are taken.
 """
@@ -46,11 +46,12 @@ from apportion.runtime.worker.job import Job, WorkerJob
 
 GONE_SECONDS = 5.0
 KILL_SECONDS = 30.0
-"""Nobody is replaced before its end: it could write to what it shares."""
+"""The seconds that a killed worker may take to end: it is not replaced before, since it could write to what it
+shares."""
 
 
 class WorkerPool:
-    """So many worker processes that run ``target`` (``module:function``) on a job."""
+    """Worker processes that run ``target`` (``module:function``) on a job, one for each rank."""
 
     def __init__(self, launcher: Local, target: str, job: WorkerJob, ranks: int) -> None:
         self._launcher, self._target, self._job, self._payload = launcher, target, job, cloudpickle.dumps(job)
@@ -67,7 +68,7 @@ class WorkerPool:
             end.setblocking(False)
         self._selector.register(self._awake, selectors.EVENT_READ)
         self._processes: dict[int, Process] = {}
-        """By seat, as everything is that belongs to a process."""
+        """The processes by seat, as everything is that belongs to a process."""
         self._lines: dict[int, Lines] = {}
         self._late_by: dict[int, float] = {}
         self._store: Any = None
@@ -82,7 +83,7 @@ class WorkerPool:
 
     def _start(self) -> None:
         self._places, self._seats = self.ranks, list(range(self.ranks))
-        """How many seats there are; that of each rank."""
+        """The number of seats, and the seat of each rank."""
         self.watch = Watchdog(progress.lines(self._memory.map("progress", progress.NBYTES * self.ranks)))
         self._members: Membership | None = None
         if self._replaceable:
@@ -101,19 +102,19 @@ class WorkerPool:
         process.when_ended(self.wake)
 
     def pids(self) -> list[int]:
-        """Process ids by rank; none while all are started again."""
+        """Returns the process ids by rank; none while all are started again."""
         processes = self._processes
         return [processes[seat].pid for seat in list(self._seats) if seat in processes]
 
     def wake(self) -> None:
-        """Have ``hear`` return now; from any thread."""
+        """Makes ``hear`` return now; may be called from any thread."""
         try:
             self._wake.send(b".")
         except OSError:
             pass  # it is full, which wakes too; or closed
 
     def send(self, order: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:
-        """An order to these ranks (None: all, and "stop" to whoever is seated later, too)."""
+        """Sends an order to these ranks (None: to all; "stop" also goes to workers that are seated later)."""
         self._stopping = self._stopping or order["kind"] == "stop"
         seats = list(self._seats)
         for seat in seats if ranks is None else [seats[rank] for rank in ranks]:
@@ -123,7 +124,8 @@ class WorkerPool:
                 pass  # it is gone; its exit says so
 
     def hear(self, seconds: float) -> Iterator[tuple[int, Message]]:
-        """What ranks say within this time; returns at the first words. What happens to them is noted."""
+        """Yields what ranks say within this time, and returns at the first words. What happens to the ranks is
+        noted."""
         if self._members is not None:
             self._members.tick()
         # Whoever had ended before we listened, and is silent now, has nothing more to say, even where a process that it
@@ -150,7 +152,7 @@ class WorkerPool:
                     yield self._seats.index(seat), self._dated(seat, message)
 
     def _listened(self) -> list[int]:
-        """Seats whose processes may still say something."""
+        """Returns the seats whose processes may still say something."""
         return [key.data for key in (self._selector.get_map() or {}).values() if key.data is not None]
 
     def _hand_out(self, seat: int, asked: Message) -> None:
@@ -165,7 +167,7 @@ class WorkerPool:
             pass  # it is gone; its exit says so
 
     def _dated(self, seat: int, message: Message) -> Message:
-        """A replacement counts the seconds from its own start."""
+        """Adds the time before its start to the seconds of a replacement's event: it counts from its own start."""
         if message["kind"] == "event" and self._late_by[seat] > 0.0:
             message["event"]["seconds"] += self._late_by[seat]
         return message
@@ -194,15 +196,16 @@ class WorkerPool:
 
     @property
     def step(self) -> int:
-        """Updates made, as far as the ranks show it."""
+        """The number of updates made, as far as the ranks show it."""
         return self.watch.step if self.watch is not None else 0
 
     def _seen_by(self, seat: int) -> int:
-        """Updates that this one had seen made: its own tale, where each goes its own way."""
+        """Returns the updates that the worker in this seat had seen made: its own count, where each worker trains on
+        its own."""
         return self.watch.step_of(seat) if self.watch is not None else 0
 
     def action(self) -> Action:
-        """What to do about all that happened so far."""
+        """Decides what to do about all that has happened so far."""
         if self._replaceable and not self._begun and self.watch is not None and self.watch.begun:
             self._begun = True
             self._note(WorkerBegan())
@@ -223,14 +226,14 @@ class WorkerPool:
         )
 
     def _now(self) -> list[WorkerEvent]:
-        """What happened since the last change."""
+        """Returns what happened since the last change."""
         since = max((at for at, h in enumerate(self._happened, 1) if isinstance(h, WorkersChanged)), default=0)
         return self._happened[since:]
 
     # A change of who is in the run (see comm/membership.py for its order)
 
     def open_change(self, lost: Collection[int]) -> UnresponsiveDetector:
-        """These ranks are lost, and all others have to answer."""
+        """Opens a change of the membership: these ranks are lost and killed, and all others have to answer."""
         assert self._members is not None
         assert self.watch is not None
         for rank in lost:
@@ -239,7 +242,8 @@ class WorkerPool:
         return self.watch.silence()
 
     def settled(self, lost: Collection[int], silence: UnresponsiveDetector) -> bool:
-        """Have the lost been waited for, and all others answered, or ended? Who does not answer is ended."""
+        """Tells whether the lost have been waited for, and all others have answered or ended. A rank that does not
+        answer is ended. Raises WorkerFailed where a killed process has not ended within KILL_SECONDS."""
         assert self._members is not None
         listened = {self._seats.index(seat) for seat in self._listened()}
         asked = [rank for rank in listened.difference(lost) if not self._members.acknowledged(self._seats[rank])]
@@ -259,7 +263,7 @@ class WorkerPool:
         return not asked and not undead
 
     def replace(self, losses: Sequence[WorkerLost]) -> None:
-        """Seat others in their places, and close the change."""
+        """Seats new workers in the places of the lost ones, and closes the change."""
         assert self._members is not None
         self._changed(losses)
         for loss in losses:
@@ -272,18 +276,18 @@ class WorkerPool:
             self.send({"kind": "stop"}, [loss.rank for loss in losses])
 
     def prepare_spare(self) -> None:
-        """Start what replacements are forked from."""
+        """Starts the spare that replacements are forked from."""
         self.spare = self._launcher.spare(self._payload)
 
     def shrink(self, losses: Sequence[WorkerLost]) -> None:
-        """Close the change without them."""
+        """Closes the change without the lost workers."""
         assert self._members is not None
         self._without([loss.rank for loss in losses])
         self._changed(losses)
         self._members.close_change(self._seats)
 
     def dismiss(self) -> None:
-        """Close the change for those who are left, who are to save and to leave."""
+        """Closes the change for the workers that are left, which are to save and to leave."""
         assert self._members is not None
         listened = set(self._listened())
         self._without([rank for rank, seat in enumerate(self._seats) if seat not in listened])
@@ -297,7 +301,7 @@ class WorkerPool:
         self.ranks = len(self._seats)
 
     def restart(self, losses: Sequence[WorkerLost]) -> None:
-        """End every process, and begin again with others and with memory of their own."""
+        """Ends every process, and begins again with others and with memory of their own."""
         self._end_processes()
         self._members = None
         self.watch = None
@@ -320,7 +324,7 @@ class WorkerPool:
             self.watch.sit(self._seats)
 
     def _leave(self, seat: int) -> None:
-        """What the lost process had is no longer its own."""
+        """Closes the lost process's channel, and clears its seat for another one."""
         self._lines.pop(seat).close()
         if self.watch is not None:
             self.watch.reset(seat)
@@ -328,12 +332,13 @@ class WorkerPool:
     # Asking all ranks
 
     def ask(self, order: Mapping[str, Any], kind: str, seconds: float) -> list[Message]:
-        """An order to all ranks and their answers of this kind, by rank. WorkerFailed where one fails instead."""
+        """Sends an order to all ranks and returns their answers of this kind, by rank. Raises WorkerFailed where one
+        fails instead."""
         self.send(order)
         return self.answers(kind, seconds)
 
     def answers(self, kind: str, seconds: float) -> list[Message]:
-        """One message of this kind from every rank."""
+        """Returns one message of this kind from every rank, by rank. Raises as ``ask`` does."""
         given: dict[int, Message] = {}
         allowed = Allowance(seconds)
         while len(given) < self.ranks:
@@ -351,7 +356,7 @@ class WorkerPool:
     # Ending
 
     def part(self, seconds: float = GONE_SECONDS) -> Iterator[tuple[int, Message]]:
-        """What ranks that are done still say, until they have ended by themselves."""
+        """Yields what ranks that are done still say, until they have ended by themselves or the time is up."""
         allowed = Allowance(seconds)
         while self._listened() and (left := allowed.left) > 0:
             yield from self.hear(min(LOOK_SECONDS, left))
@@ -380,7 +385,7 @@ class WorkerPool:
 
 
 def failure(stop: Stop) -> Exception:
-    """What the decision to stop is raised as: the user's mistake, or what could not be done."""
+    """Returns the exception that a decision to stop is raised as: the user's mistake, or what could not be done."""
     if stop.mistake:
         return ValueError(stop.cause)
     if stop.checkpoint:
@@ -393,7 +398,7 @@ def failure(stop: Stop) -> Exception:
 
 
 def _meeting_place() -> Any:
-    """Where the ranks find each other: reachable from this host alone."""
+    """Returns the store where the ranks find each other, reachable from this host alone."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(1024)

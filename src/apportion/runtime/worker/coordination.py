@@ -16,33 +16,35 @@ from apportion.core.policy import Policy
 from apportion.runtime.worker.progress import Progress
 
 ASK_SECONDS = 0.25
-"""Between two questions: how long a request to stop may wait for a step that all agree on."""
+"""The seconds between two polls: how long a request to stop may wait for a step that all ranks agree on."""
 SAVE_SECONDS, SAVE_SHARE = 2.0, 0.05
-"""Between two checkpoints, where nobody says how often: the seconds at least, and at most the share of the time."""
+"""The seconds between two checkpoints at least, and the share of the time that they take at most, where the policy does
+not say how often to save."""
 
 
 @dataclass
 class RunControl:
-    """What is wanted of the run, by someone outside its loop; and what the loop shows them."""
+    """The requests that reach a run from outside its loop, and what the loop shows to those who make them."""
 
     stop: bool = False
     progress: Progress = field(default_factory=Progress)
-    """How far this rank is."""
+    """The progress of this rank."""
 
     begun: threading.Event = field(default_factory=threading.Event)
-    """Is there a state?"""
+    """An event that is set once there is a state."""
     save_now: Callable[[], int] = lambda: 0
-    """Write the state after the last update, from another thread, not waiting for the step under way; its number. Once
-    it has begun."""
+    """Writes the state after the last update, called from another thread, without waiting for the step under way;
+    returns its number. It may be called once ``begun`` is set."""
     settle: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda asked: None
-    """Is the run proved? Called by every rank once its step is built, with ``key`` (that tells its workload from
-    others; None: nothing does), ``steps`` and ``parameters``; returns where the run may go on."""
+    """Asks whether the run is proved. Called by every rank once its step is built, with ``key`` (which tells its
+    workload from others; None: nothing does), ``steps`` and ``parameters``; returns where the run may go on."""
     rejoined: Callable[[World], None] = lambda world: None
     """Called when this rank has its place in a world whose membership has changed."""
 
 
 class StepCoordinator:
-    """One answer for all ranks, at steps that all know beforehand, so that asking costs one small message a while."""
+    """Gives one answer to all ranks, at steps that all know beforehand, so that asking costs one small message a
+    while."""
 
     def __init__(
         self,
@@ -68,14 +70,14 @@ class StepCoordinator:
         """The step after which ``poll`` is called, by all ranks."""
 
     def again(self, group: Group, done: int) -> None:
-        """In a world whose membership has changed, where ``poll`` is called before the next step. What was to be saved
-        after the last one may not have been."""
+        """Goes on in a world whose membership has changed, where ``poll`` is called before the next step. What was to
+        be saved after the last one may not have been."""
         self._group = group
         self._last, self._gap, self.next = done, 1, done
         self._saved_at = min(self._saved_at, max(0, done - 1))
 
     def poll(self, done: int, save_seconds: float) -> tuple[bool, bool]:
-        """(stop, save), the same on every rank. ``save_seconds``: what the last checkpoint took."""
+        """Returns (stop, save), the same on every rank. ``save_seconds``: the seconds that the last checkpoint took."""
         now = time.monotonic()
         save = self._save_due(done, save_seconds)
         answer = [int(self._control.stop), int(save), self._next(done, now)]

@@ -1,4 +1,4 @@
-"""How long a process could have gone on and had no core, because another program had it."""
+"""The time in which a process could have gone on and had no core, because another program had it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import time
 
 NOTED = 0.05
-"""What is measured while a core is missing for more than this share of the time is said to be so."""
+"""The share of the time without a core above which a measurement is said to have been disturbed."""
 
 
 def without_core() -> float:
-    """Seconds so far in which a thread of this process could have gone on and had no core; 0 where the system (Linux)
-    does not tell."""
+    """Returns the seconds so far in which a thread of this process could have gone on and had no core; 0 where the
+    system does not tell (Linux does)."""
     waited = 0
     try:
         for task in os.listdir("/proc/self/task"):
@@ -23,7 +23,7 @@ def without_core() -> float:
 
 
 class Waited:
-    """The share of the time since this was made in which the process had no core."""
+    """Measures the share of the time since it was made in which the process had no core."""
 
     def __init__(self) -> None:
         self._began, self._before = time.perf_counter(), without_core()
@@ -35,7 +35,7 @@ class Waited:
 
 
 def noted(share: float) -> str | None:
-    """A sentence on measurements of which this share had no core; None where it is too small for one."""
+    """Returns a sentence on measurements of which this share had no core; None where the share is too small for one."""
     if share <= NOTED:
         return None
     return (

@@ -1,4 +1,5 @@
-"""What a network draws while it computes: dropout is turned off for a proof and named; anything else is found."""
+"""Finds the random numbers that a network draws while it computes: dropout is turned off for a proof and named;
+anything else is found."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 
 @contextmanager
 def without_dropout() -> Iterator[set[str]]:
-    """Dropout passes everything on, in this process. Gives the functions that would have dropped something."""
+    """Makes dropout pass everything on, in this process. Gives the functions that would have dropped something."""
     used: set[str] = set()
     functional: Any = nn.functional
     originals = {name: getattr(functional, name) for name in (*_DROPOUTS, "scaled_dot_product_attention")}
@@ -50,7 +51,8 @@ def without_dropout() -> Iterator[set[str]]:
 
 
 def silence_recurrent_dropout(model: nn.Module) -> set[str]:
-    """Dropout between the layers of nn.LSTM, GRU and RNN is inside their kernels: set it to 0; where it was."""
+    """Sets dropout between the layers of nn.LSTM, GRU and RNN, which is inside their kernels, to 0; returns where it
+    was."""
     found = set()
     for name, layer in model.named_modules():
         if isinstance(layer, nn.RNNBase) and layer.dropout > 0:
@@ -68,12 +70,12 @@ class Observed(DispatchMode):
         self.draws: set[str] = set()
         self.narrow: set[str] = set()
         self.plain_draws: set[str] = set()
-        """Which of Python's and numpy's generators it draws from."""
+        """The names of Python's and numpy's generators that the model draws from."""
         self._before: tuple[object, ...] = ()
         self._depth = 0
 
     def watch(self, model: nn.Module) -> None:
-        """From here on, whichever of the model's layers is called first."""
+        """Watches the model from here on, whichever of its layers is called first."""
         for layer in model.modules():
             layer.register_forward_pre_hook(self._begin)
             layer.register_forward_hook(self._end, always_call=True)
@@ -110,7 +112,8 @@ def _plain_states() -> tuple[object, ...]:
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Operations that may draw (a dropout inside an attention) do so only with a probability above 0."""
+    """Tells whether an operation draws: one that may (a dropout inside an attention) does so only with a probability
+    above 0."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
             given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)

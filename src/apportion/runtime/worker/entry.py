@@ -1,4 +1,4 @@
-"""What a worker process does from its first line to its last: become a rank, do its job, tell how it went."""
+"""The program of a worker process from its first line to its last: become a rank, do its job, tell how it went."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def run_program(sock: socket.socket, payload: bytes, program: Callable[[Any, Wor
 def run_loaded(
     sock: socket.socket, load: Callable[[], WorkerJob], program: Callable[[Any, World, Channel], None]
 ) -> int:
-    """The same as ``run_program`` for a job that ``load`` returns."""
+    """Becomes a rank and calls ``program`` with the job that ``load`` returns; returns the exit status of the
+    process."""
     channel = Channel(sock)
     try:
         job = load()
@@ -80,7 +81,7 @@ def train_job(job: Job, world: World, channel: Channel) -> None:
 
 
 def progress(world: World) -> Progress:
-    """This rank's line of the progress that the supervisor reads; its group notes there when it waits."""
+    """Returns this rank's line of the progress that the supervisor reads; its group notes there when it waits."""
     line = Progress.of_slot(world.shared("progress", NBYTES * world.seats), world.seat)
     world.group().waiting = line.waiting_word
     return line
@@ -95,14 +96,14 @@ def _rejoined(world: World, control: RunControl) -> None:
 def _settle(
     asked: dict[str, Any], world: World, channel: Channel, settled: queue.SimpleQueue[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The supervisor's answer whether the run is proved; a run that it ends is waiting here."""
+    """Returns the supervisor's answer whether the run is proved; a run that the supervisor ends is waiting here."""
     if world.rank == 0:
         channel.send({"kind": "prove", **asked})
     return settled.get()
 
 
 def _obey(channel: Channel, control: RunControl, settled: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """The supervisor's orders, while the main thread trains."""
+    """Carries out the supervisor's orders, while the main thread trains."""
     while (order := channel.commands.get()) is not None:
         if order["kind"] == "stop":
             control.stop = True
@@ -114,8 +115,8 @@ def _obey(channel: Channel, control: RunControl, settled: queue.SimpleQueue[dict
 
 
 def _save_now(control: RunControl, seconds: float) -> dict[str, Any]:
-    """The last update, written without waiting for the step under way: its number, or None and why not. A replacement
-    has so many seconds until it has one."""
+    """Writes the last update without waiting for the step under way; returns its number, or None and why not. A
+    replacement has so many seconds until it has a state."""
     if not control.begun.wait(seconds):
         return {"step": None, "why": "its worker had not begun"}
     try:
@@ -167,7 +168,7 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _package(frame: traceback.FrameSummary) -> str | None:
-    """ "apportion" or "library" for installed code, None for the user's own."""
+    """Returns "apportion" or "library" for installed code, None for the user's own."""
     file = Path(frame.filename)
     if file.is_relative_to(PACKAGE):
         return "apportion"
@@ -180,7 +181,7 @@ _NOWHERE = traceback.FrameSummary("", None, "")
 
 
 def _where(error: BaseException) -> str | None:
-    """The innermost line of the user's own code."""
+    """Returns the innermost line of the user's own code; None where there is none."""
     if isinstance(error, SyntaxError):  # the line that did not even run
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
     own = [f for f in _frames(error) if _package(f) is None]

@@ -1,4 +1,4 @@
-"""How well the network does, over all ranks: means are weighted by examples; other metrics see every output."""
+"""Evaluates a network over all ranks: means are weighted by examples; other metrics see every output."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from apportion.core.workload import Evaluation
 def evaluate(
     step: Step, evaluation: Evaluation, source: BatchSource, group: Group, beat: Callable[[], None]
 ) -> Mapping[str, float]:
-    """Every metric over the evaluation set, the same on every rank. Called by all ranks of the group; ``beat`` after
-    each batch."""
+    """Returns every metric over the evaluation set, the same on every rank. Called by all ranks of the group; ``beat``
+    is called after each batch."""
     means: dict[str, Any] = {name: metric for name, metric in evaluation.metrics.items() if not is_factory(metric)}
     every: Mapping[str, Any] = evaluation.metrics
     objects = {name: make() for name, make in every.items() if is_factory(make)}
@@ -53,7 +53,8 @@ def evaluate(
 
 
 def is_factory(metric: Any) -> bool:
-    """A metric object's class (or any callable without parameters) is called without arguments; a mean takes two."""
+    """Tells whether a metric is a factory: a metric object's class (or any callable without parameters) is called
+    without arguments; a mean takes two."""
     if isinstance(metric, type):
         return True
     try:
@@ -63,7 +64,7 @@ def is_factory(metric: Any) -> bool:
 
 
 def feed(objects: Mapping[str, Any], outputs: Any, batch: Batch, group: Group, device: torch.device) -> None:
-    """Each rank's objects see the whole batch, in row order, so each of them computes the same value."""
+    """Shows the whole batch, in row order, to each rank's objects, so that each of them computes the same value."""
     if group.size > 1:
         outputs, targets = _whole(outputs, batch, group, device)
     else:
@@ -77,7 +78,8 @@ def _update(objects: Mapping[str, Any], outputs: Any, targets: Any) -> None:
 
 
 def _whole(outputs: Any, batch: Batch, group: Group, device: torch.device) -> tuple[Any, Any]:
-    """All ranks' outputs and targets. A rank without rows knows neither's shape: it learns them from the others."""
+    """Gathers all ranks' outputs and targets. A rank without rows knows the shape of neither: it learns them from the
+    others."""
     have = group.all_gather(torch.tensor([0 if outputs is None else 1], device=device))
     pair = (outputs, batch.targets) if outputs is not None else None
     if int(have.sum()) == group.size:
@@ -92,7 +94,7 @@ def _gather(pair: Any, group: Group) -> tuple[Any, Any]:
 
 
 def _templates(pair: Any, source: int, group: Group, device: torch.device) -> Any:
-    """The same tree with empty tensors, on every rank."""
+    """Returns the tree of one rank's tensors with empty tensors in their places, on every rank."""
     if pair is not None:
         leaves, spec = pytree.tree_flatten(pair)
         described = {

@@ -20,12 +20,13 @@ from apportion.errors import ApportionError, MembershipChanged
 from apportion.runtime.worker.evaluation import feed, is_factory
 
 _MAY_NEED_MORE = (ValueError, ArithmeticError)
-"""What a metric over the whole set may raise where it has seen only a part, as one that needs every class does."""
+"""The exceptions that a metric over the whole set may raise where it has seen only a part, as one that needs every
+class does."""
 
 
 def try_evaluation(step: Step, evaluation: Evaluation, source: BatchSource, group: Group) -> None:
-    """Compute every metric on the first batch, as an evaluation does. ValueError, which names the metric and what it
-    was given, where one cannot be computed. Called by all ranks of the group.
+    """Computes every metric on the first batch, as an evaluation does. Raises ValueError, which names the metric and
+    what it was given, where one cannot be computed. Called by all ranks of the group.
 
     It leaves no trace: buffers are put back, and so are the states of the generators."""
     buffers = [(b, b.detach().clone()) for b in step.model.buffers()]
@@ -70,7 +71,7 @@ def _compute(metric: Any, *, whole: bool) -> None:
 
 @contextmanager
 def _told(name: str, outputs: Any, batch: Batch) -> Iterator[None]:
-    """What the metric raises, as a sentence."""
+    """Raises what the metric raises as a ValueError that is a sentence."""
     try:
         yield
     except (ApportionError, MembershipChanged):

@@ -1,4 +1,4 @@
-"""What a worker process is given to do."""
+"""The description of what a worker process is given to do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ for _kind in (type(torch.ops), type(torch.classes)):
 
 
 class WorkerJob(Protocol):
-    """What a worker process has to know of its job before it becomes a rank."""
+    """The part of a job that a worker process has to know before it becomes a rank."""
 
     @property
     def threads(self) -> int:
@@ -47,7 +47,7 @@ class WorkerJob(Protocol):
 
     @property
     def replaceable(self) -> bool:
-        """Whether workers may be lost and replaced."""
+        """True where workers may be lost and replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,50 +55,55 @@ class Job:
     """A workload under a strategy, and what to do with it."""
 
     workload: Workload | str
-    """Itself, or its address: then each process imports it anew."""
+    """The workload itself, or its address: then each process imports it anew."""
     strategy: Strategy
     launcher: str = "local"
-    """As it is written."""
+    """The launcher, as it is written."""
     threads: int = 1
     device: str | None = None
     loaders: int = 0
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the workload to replace, for example ``{"steps": 100}``."""
     run_dir: str | None = None
-    """None: nothing is written."""
+    """The directory that the run writes to; None: nothing is written."""
     resume: bool = False
     policy: Policy = field(default_factory=Policy)
     address: str | None = None
-    """Where the workload can be found again."""
+    """The address where the workload can be found again."""
     prove: bool = False
-    """Is the run to ask, before its first step, whether it is proved?"""
+    """True where the run is to ask, before its first step, whether it is proved."""
 
     replaceable: bool = False
-    """May workers be lost and replaced?"""
+    """True where workers may be lost and replaced."""
     workers: int = 1
-    """At the start: what ``reference`` is told, and how large a share a spare gets ready for."""
+    """The number of workers at the start, which ``reference`` is told; a spare gets ready for the share of one of so
+    many."""
     proof: bool = False
-    """For a proof: dropout is off and named, and what else draws is found."""
+    """True for a proof: dropout is off and named, and what else draws is found."""
     rows: int = 0
-    """For a proof: examples in a batch, in the place of the workload's; 0: its own."""
+    """The examples in a batch of a proof, in the place of the workload's; 0: the workload's own."""
     short: bool = False
-    """For a proof: on the beginnings of the sequences."""
+    """True for a proof on the beginnings of the sequences."""
     cut: int = 0
-    """For a proof: so many steps are made, with the short last batch of an epoch among them; 0: as they come."""
+    """The number of steps that a proof makes, with the short last batch of an epoch among them; 0: the steps as they
+    come."""
     gradients: bool = False
-    """For a proof: plain SGD of rate 1 in the place of each optimizer."""
+    """True for a proof with plain SGD of rate 1 in the place of each optimizer."""
     nudge: float = 0.0
-    """Every initial weight is moved by this, relatively, up or down: how far rounding alone leads astray."""
+    """The relative amount by which every initial weight is moved, up or down: it shows how far rounding alone leads
+    astray."""
     jitter: float = 0.0
-    """The same for every gradient of every step."""
+    """The relative amount by which every gradient of every step is moved, up or down: it shows how far rounding leads
+    astray."""
     coarse: bool = False
-    """For a proof: the same for all that comes of operations in a type which is coarser than the precision."""
+    """True for a proof where every result of an operation in a type that is coarser than the precision is moved,
+    too."""
     plain: tuple[str, ...] = field(default_factory=fast_paths.chosen)
     """The fast paths that each process leaves for the plain ones (``plain_paths``)."""
 
     def open(self) -> Workload:
-        """The workload, imported where it is an address, with the changes; what this process builds from here on takes
-        the plain paths that the job names."""
+        """Returns the workload, imported where it is an address, with the changes; what this process builds from here
+        on takes the plain paths that the job names."""
         fast_paths.switch_off(self.plain)
         workload = replace(self.as_written(), **self.changes)
         if self.proof:
@@ -126,13 +131,13 @@ class Job:
         return with_plain_sgd(workload) if self.gradients else workload
 
     def as_written(self) -> Workload:
-        """The workload without the changes."""
+        """Returns the workload without the changes."""
         return load_workload(self.workload) if isinstance(self.workload, str) else self.workload
 
 
 @dataclass(frozen=True)
 class _Nudged:
-    """The same model with every weight moved by one rounding, or so, and every gradient."""
+    """Makes a model with every weight moved by one rounding, or so, and every gradient."""
 
     make: Callable[[], nn.Module]
     nudge: float

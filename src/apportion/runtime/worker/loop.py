@@ -41,13 +41,13 @@ from apportion.runtime.worker.schedule_lookahead import warning_of
 from apportion.runtime.worker.throughput import ThroughputMeter
 
 REPORT_SECONDS = 0.2
-"""Between two events of a kind: a person sees no more, and a step loses nothing to it."""
+"""The seconds between two events of a kind: a person sees no more, and a step loses nothing to it."""
 SPEED_SECONDS = 0.5
 
 
 def work(job: Job, world: World, control: RunControl) -> Generator[Event, None, None]:
-    """Train, as one rank of the world; what happens, as it happens. Closing the generator stops every rank at the
-    next step that they agree on."""
+    """Trains as one rank of the world, and yields what happens, as it happens. Closing the generator stops every rank
+    at the next step that they agree on."""
     run = _begin(job, world, control)
     events = run.events()
     try:
@@ -63,7 +63,7 @@ def work(job: Job, world: World, control: RunControl) -> Generator[Event, None, 
 
 
 def _begin(job: Job, world: World, control: RunControl) -> _TrainingLoop:
-    """This rank's part; a replacement may see the next loss before it has begun."""
+    """Makes this rank's part of the run; a replacement may see the next loss before it has begun."""
     while True:
         try:
             return _TrainingLoop(job, world, control)
@@ -110,7 +110,8 @@ class _TrainingLoop:
         control.begun.set()
 
     def _settled(self) -> dict[str, Any] | None:
-        """What is known of the strategy before the first step; a run that is disproved does not come back from here."""
+        """Returns what is known of the strategy before the first step; a run that is disproved does not come back from
+        here."""
         if not self.job.prove or self.world.generation or self.world.size == 1:
             return None
         key = None
@@ -123,11 +124,11 @@ class _TrainingLoop:
 
     @property
     def done(self) -> int:
-        """Updates so far."""
+        """The number of updates made so far."""
         return self.step.done
 
     def _take_place(self) -> None:
-        """Rank 0 keeps the run directory: now, or since the rank 0 before it has died."""
+        """Opens the run directory on rank 0, which keeps it: now, or since the rank 0 before it has died."""
         if self.job.run_dir is None or self.world.rank != 0 or self.directory is not None:
             return
         self.directory = RunDirectory(self.job.run_dir)
@@ -136,13 +137,13 @@ class _TrainingLoop:
             self.best = self.directory.best()
 
     def _regroup(self) -> None:
-        """Who goes its own way asks nobody."""
+        """Sets the group that this rank agrees with: a rank that trains on its own asks no other."""
         self.group = self.world.group() if self.step.lockstep else Alone()
         self.evaluates = self.step.lockstep or self.world.rank == 0
-        """Does this rank take part in evaluations and checkpoints?"""
+        """True where this rank takes part in evaluations and checkpoints."""
 
     def _rejoin(self) -> None:
-        """The membership has changed: on from the last update that is whole."""
+        """Goes on from the last update that is whole, after the membership has changed."""
         self.world = self.world.rejoin()
         self.control.rejoined(self.world)
         self._take_place()
@@ -151,7 +152,8 @@ class _TrainingLoop:
         self.coordinator.again(self.group, self.done)
 
     def save_committed(self) -> int:
-        """Write the state after the last update; the step it is of. Called from another thread than the loop's."""
+        """Writes the state after the last update, and returns the step it is of. Called from another thread than the
+        loop's."""
         if self.directory is None:
             raise CheckpointError("the run has no run_dir")
         state = self.step.committed()
@@ -174,7 +176,7 @@ class _TrainingLoop:
         return source
 
     def _prepare_evaluation(self) -> None:
-        """Try it, where nothing is trained yet in this sitting; then let it load ahead."""
+        """Tries the evaluation, where nothing is trained yet in this session; then lets it load ahead."""
         if self.workload.evaluation is None or self.evaluation is None:
             return
         if self.world.generation == 0 and self.evaluates:
@@ -184,7 +186,7 @@ class _TrainingLoop:
     # Starting
 
     def _restore(self) -> None:
-        """Start the run directory, or go on from it."""
+        """Starts the run directory, or goes on from it."""
         if self.job.run_dir is None:
             return
         state = None
@@ -202,7 +204,7 @@ class _TrainingLoop:
             self.best = state.settings.get("best")
 
     def _started(self, mark: Mapping[str, Any]) -> bool:
-        """Is there a run that was cut off before its first checkpoint? It begins again."""
+        """Tells whether there is a run that was cut off before its first checkpoint, which begins again."""
         assert self.directory is not None
         check_fingerprint(self.directory.read_run().get("fingerprint", {}), mark)
         return True
@@ -265,7 +267,7 @@ class _TrainingLoop:
                 self.meter.go_on()
 
     def _kept(self) -> str:
-        """What is left of a run that ends with a loss that is not finite, and what can be done."""
+        """Returns what is left of a run that ends with a loss that is not finite, and what can be done."""
         self.saver.flush()
         steps = [] if self.job.run_dir is None else RunDirectory(self.job.run_dir).steps()
         kept = f"the last finite checkpoint, step {steps[-1]}, is kept" if steps else "no checkpoint was saved before"
@@ -290,7 +292,7 @@ class _TrainingLoop:
                 pass
 
     def _train(self) -> Generator[Event, None, str]:
-        """Steps, until none is left or all ranks agree to stop: why it ended."""
+        """Makes steps until none is left or all ranks agree to stop; returns why it ended."""
         next_report = next_speed = time.perf_counter()
         progress = self.control.progress
         if self.world.generation:  # the change may have cut short what follows a step
@@ -325,7 +327,7 @@ class _TrainingLoop:
         return "finished"
 
     def _agree(self) -> Generator[Event, None, bool]:
-        """Save, where the ranks agree to; do they agree to stop?"""
+        """Saves where the ranks agree to; returns whether they agree to stop."""
         stop, save = self.coordinator.poll(self.done, self.saver.seconds)
         if save or stop:
             self.meter.pause()
@@ -340,7 +342,7 @@ class _TrainingLoop:
         return self._event("step", **told, learning_rate=self._learning_rate())
 
     def _warned(self) -> Iterator[Event]:
-        """What is amiss, and does not end the run."""
+        """Yields the faults that do not end the run."""
         while self.guarded.news:
             yield self._event(
                 "fault", rank=self.world.rank, cause=self.guarded.news.pop(0), traceback=None, action="goes on"
@@ -352,7 +354,7 @@ class _TrainingLoop:
         return 0.0
 
     def _evaluation_due(self, before: int) -> bool:
-        """Since so many updates."""
+        """Tells whether an evaluation has come due since there were ``before`` updates."""
         evaluation = self.workload.evaluation
         if evaluation is None or evaluation.every is None or self.done >= self.source.total or not self.evaluates:
             return False
@@ -371,12 +373,12 @@ class _TrainingLoop:
             yield self._event("evaluation", metrics=dict(self.metrics), final=final, best=best)
 
     def _beat(self) -> None:
-        """Something got done, or is being written: this rank is not late."""
+        """Notes that something got done, or is being written: this rank is not late."""
         self.control.progress.beats += 1
         self.world.check()
 
     def _agree_on_best(self, best: bool) -> bool:
-        """Rank 0's answer: a replacement does not know how well the network did before it came."""
+        """Returns rank 0's answer: a replacement does not know how well the network did before it came."""
         told = torch.tensor([float(best), math.nan if self.best is None else self.best], dtype=torch.float64)
         told = told.to(self.step.device)
         self.group.broadcast(told)
@@ -394,7 +396,8 @@ class _TrainingLoop:
         return True
 
     def _save(self, *, best: bool = False) -> None:
-        """Every rank takes part in making the state, where all hold it alike; one writes it, in the background."""
+        """Saves the state: every rank takes part in making it, where all hold it in the same way; one writes it, in the
+        background."""
         if self.job.run_dir is None or not self.evaluates:
             return
         began = time.perf_counter()

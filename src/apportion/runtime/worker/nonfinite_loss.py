@@ -25,15 +25,15 @@ from apportion.core.workload import Workload
 from apportion.errors import NotFinite
 
 OTHERS_SECONDS = 1.0
-"""A rank in whose rows nothing is found waits so long: the rank that holds the row is to tell it."""
+"""The seconds that a rank in whose rows nothing is found waits: the rank that holds the row is to tell it."""
 ROWS = 1024
-"""Looked at in one forward pass."""
+"""The number of rows that are looked at in one forward pass."""
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @final
 class LossGuard:
-    """Makes the steps of a rank, and looks at each loss; what it does about one that is not finite is the policy's.
+    """Makes the steps of a rank, and looks at each loss; the policy decides what to do about one that is not finite.
 
     On a CPU every step is looked at, which costs a microsecond. On other devices the loss would have to be waited for:
     there only what is reported anyway is looked at, by ``reported``.
@@ -48,10 +48,11 @@ class LossGuard:
         self._told = False
         self._exempt = frozenset(n for n, b in step.model.named_buffers() if b.is_floating_point() and _has_nan(b))
         self.news: list[str] = []
-        """What is to be told, under ``on_nan="warn"``."""
+        """The warnings that are to be told, under ``on_nan="warn"``."""
 
     def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
-        """One step: the named values of the global batch. NotFinite where the run ends here."""
+        """Makes one step, and returns the named values of the global batch. Raises NotFinite where the run ends
+        here."""
         if not self._each:
             return self._step(batch)
         if not self._apart:
@@ -67,7 +68,8 @@ class LossGuard:
         return values
 
     def reported(self, done: int, values: Mapping[str, list[float]]) -> None:
-        """The values of the last steps, as they are reported after so many updates. NotFinite as above."""
+        """Looks at the values of the last steps, as they are reported after ``done`` updates. Raises NotFinite where
+        the run ends here."""
         if self._each or not self._watches:
             return
         for name, numbers in values.items():
@@ -76,7 +78,7 @@ class LossGuard:
                     self._found(done - before, name, number)
 
     def may_keep(self, state: State) -> str | None:
-        """None where this state may be written down, else the name of a tensor that holds a NaN."""
+        """Returns None where this state may be written down, else the name of a tensor that holds a NaN."""
         if not self._watches:
             return None
         return next(
@@ -84,14 +86,14 @@ class LossGuard:
         )
 
     def not_kept(self, state: State, name: str) -> None:
-        """This state is not written down. NotFinite as above."""
+        """Tells that this state is not written down. Raises NotFinite where the run ends here."""
         self._say(
             f"{name} holds a NaN after step {state.step}, though the loss was finite until then: the gradient was not; "
             "this state is not saved"
         )
 
     def _found(self, number: int, name: str, value: float, batch: Batch | None = None) -> None:
-        """``batch``: with which to look where it begins."""
+        """Tells of a value that is not finite. ``batch``: the batch with which to look where it begins."""
         if self._told:
             return
         where = None if batch is None else where_it_begins(self._step, self._workload, batch)
@@ -116,8 +118,8 @@ def _has_nan(tensor: Tensor) -> bool:
 
 
 def where_it_begins(step: Step, workload: Workload, batch: Batch) -> str | None:
-    """What a second look at a step that gave such a loss finds, before its update; in words. None: nothing, in the rows
-    of this rank.
+    """Returns in words what a second look at a step that gave a loss that is not finite finds, before its update. None:
+    it finds nothing in the rows of this rank.
 
     It looks at the rows of this rank, with the draws of the step, on a copy of the plain network: it asks no other
     rank, and leaves the step as it was.
@@ -163,7 +165,7 @@ class FirstNotFinite:
 
     def __init__(self, model: nn.Module) -> None:
         self.found: str | None = None
-        """Where it begins, in words; None: nowhere."""
+        """The place where it begins, in words; None: it begins nowhere."""
         self._open: list[str] = []
         for name, module in model.named_modules():
             label = f"{name} ({type(module).__name__})" if name else type(module).__name__
@@ -185,7 +187,8 @@ class FirstNotFinite:
 
 
 def _here(tensor: Tensor) -> Tensor:
-    """What this rank holds of it: to ask for a whole sharded tensor would be to wait for the other ranks."""
+    """Returns what this rank holds of a tensor: to ask for a whole sharded tensor would be to wait for the other
+    ranks."""
     part: Any = tensor.detach()
     return part.to_local() if hasattr(part, "to_local") else part  # type: ignore[no-any-return] # a DTensor
 

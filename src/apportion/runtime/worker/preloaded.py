@@ -1,4 +1,4 @@
-"""A spare's own side: a job is opened before anybody needs it, and workers are forked that find it open.
+"""A spare's own side: it opens a job before a worker needs it, and forks workers that find it open.
 
 The spare is as single-threaded as the template, and shares nothing that moves: a workload that starts threads, or
 keeps files open (all copies of an open file read at one place of it), cannot be stood by for.
@@ -30,7 +30,7 @@ from apportion.runtime.worker.entry import run_loaded, train_job
 from apportion.runtime.worker.job import Job
 
 opened: Job | None = None
-"""What the processes forked here find."""
+"""The job that the processes forked here find open."""
 
 
 def train_opened(sock: socket.socket, payload: bytes) -> int:
@@ -41,7 +41,7 @@ def train_opened(sock: socket.socket, payload: bytes) -> int:
 
 
 def serve(sock: socket.socket, payload: bytes) -> int:
-    """Open the job, and fork what is asked for."""
+    """Opens the job, and forks the workers that are asked for."""
     global opened
     torch.set_num_threads(1)
     files = _files()
@@ -56,7 +56,7 @@ def serve(sock: socket.socket, payload: bytes) -> int:
 
 
 def _open(job: Job) -> Job:
-    """The same job with its data in memory, and everything imported that a first step imports."""
+    """Returns the job with its data in memory, and everything imported that a first step imports."""
     workload = job.open()
     data = BatchSource(workload).dataset
     opened = replace(workload, data=lambda: data)
@@ -69,7 +69,8 @@ def _open(job: Job) -> Job:
 
 
 def _warm(workload: Workload, rows: int) -> None:
-    """One step of a model that is thrown away, on as many rows as a worker takes: kernels are made for a shape."""
+    """Makes one step of a model that is thrown away, on as many rows as a worker takes: kernels are made for a
+    shape."""
     share = replace(workload, batch_size=rows, compile=False, evaluation=None)
     step = OneDeviceStep(share, torch.device("cpu"))
     batch = step.take()
@@ -78,14 +79,14 @@ def _warm(workload: Workload, rows: int) -> None:
 
 
 def _give_back() -> None:
-    """To the system, memory that is free: a child would copy its pages where fresh ones are zeros (glibc)."""
+    """Gives memory that is free back to the system: a child would copy its pages where fresh ones are zeros (glibc)."""
     gc.collect()
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class _Built:
-    """A workload's model, built before it is asked for: for who asks as it was built, once."""
+    """A workload's model, built before it is asked for: the first caller that asks in the same surroundings gets it."""
 
     def __init__(self, workload: Workload) -> None:
         self._make = workload.model
@@ -103,13 +104,13 @@ class _Built:
 
 
 def _surroundings() -> object:
-    """What a model that is built may depend on, besides the workload."""
+    """Returns what a model that is built may depend on, besides the workload."""
     return RngState.now().fingerprint(), torch.get_default_dtype(), torch.get_default_device()
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """What the workload prints while it is opened, its workers print too."""
+    """Silences what the workload prints while it is opened: its workers print it too."""
     kept = [os.dup(descriptor) for descriptor in (1, 2)]
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -131,7 +132,7 @@ def _threads() -> int:
 
 
 def _files() -> set[str]:
-    """The open descriptors, by number and what they are of."""
+    """Returns the open descriptors, by number and what they are of."""
     found = set[str]()
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the one that lists them is gone

@@ -1,4 +1,4 @@
-"""How far a rank is: a line of numbers in memory that the rank writes and its supervisor reads.
+"""The progress of a rank: a line of numbers in memory that the rank writes and its supervisor reads.
 
 A line outlives its rank's process: a worker that replaces another goes on with what that one has left there.
 """
@@ -49,12 +49,12 @@ class Progress:
     begun = _Word(3)
     """1 once the rank is in its loop."""
     saved_at = _Word(4)
-    """When the ranks last agreed to save, by ``time.monotonic_ns()``; 0: never."""
+    """The time when the ranks last agreed to save, by ``time.monotonic_ns()``; 0: never."""
     started = _Word(5)
     """1 once rank 0 has told the start of the run."""
 
     def __init__(self, words: Any = None) -> None:
-        """``words``: int64 of shape (WORDS,); None: a line that nobody else reads."""
+        """Wraps ``words``: int64 of shape (WORDS,); None: a line that no other process reads."""
         self.words = np.zeros(WORDS, dtype=np.int64) if words is None else words
 
     @classmethod
@@ -64,7 +64,7 @@ class Progress:
 
     @property
     def waiting_word(self) -> Any:
-        """The memory of ``waiting``, of shape (1,), for who sets it while it waits."""
+        """The memory of ``waiting``, of shape (1,), for the code that sets it while it waits."""
         return self.words[type(self).waiting.index :][:1]
 
 

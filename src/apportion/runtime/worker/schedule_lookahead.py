@@ -15,17 +15,17 @@ import torch
 from torch.optim import Optimizer
 
 SHRUNK = 1e6
-"""So many times smaller than the largest rate so far is no training any more."""
+"""A rate this many times smaller than the largest so far is too small to train with."""
 FOLLOWED = 5_000
-"""Updates that are followed at most: some ten microseconds each."""
+"""The number of updates that are followed at most: some ten microseconds each."""
 _LAST = 0.1
-"""Of all updates: a schedule may end the training with rates of nearly zero, as a cosine does."""
+"""The share of all updates, at the end, in which a schedule may have rates of nearly zero, as a cosine does."""
 
 
 def rates_ahead(
     schedule: Callable[[Optimizer, int], Any], optimizer: Optimizer, total: int, updates: int
 ) -> list[float]:
-    """The learning rate of the first group before each of so many updates. The optimizer is not touched."""
+    """Returns the learning rate of the first group before each of so many updates. The optimizer is not touched."""
     copied = copy.copy(optimizer)
     copied.defaults = dict(optimizer.defaults)
     # Its own weights, hyperparameters and hooks: a schedule writes into the groups, and wraps ``step``.
@@ -46,7 +46,8 @@ def rates_ahead(
 
 
 def shrunk_at(rates: list[float]) -> int | None:
-    """The update from which on, to the last, the rate is at most a millionth of the largest before it, or None."""
+    """Returns the update from which on, to the last, the rate is at most a millionth of the largest before it, or
+    None."""
     largest, since = 0.0, None
     for number, rate in enumerate(rates):
         largest = max(largest, rate)
@@ -60,7 +61,8 @@ def shrunk_at(rates: list[float]) -> int | None:
 def warning_of(
     schedule: Callable[[Optimizer, int], Any], optimizer: Optimizer, *, total: int, steps_per_epoch: int
 ) -> str | None:
-    """What is wrong with the schedule, and the cure; None where it does not shrink so within the first epoch."""
+    """Returns what is wrong with the schedule, and the cure; None where it does not shrink the rate so within the first
+    epoch."""
     try:
         rates = rates_ahead(schedule, optimizer, total, min(steps_per_epoch, total, FOLLOWED))
     except Exception:  # what it raises is raised where it is made for the training

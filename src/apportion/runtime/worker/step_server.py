@@ -71,14 +71,14 @@ def _serve_steps(job: Job, world: World, channel: Channel) -> Job | None:
 
 
 class _Serving:
-    """A step that is built, and what it is asked."""
+    """A step that is built, and the answers to what it is asked."""
 
     def __init__(self, job: Job, workload: Workload, step: Step, world: World, seen: _Seen) -> None:
         self._job, self._workload, self._step, self._world, self._seen = job, workload, step, world, seen
         self._kept: tuple[Evaluation, BatchSource] | None = None
 
     def answer(self, order: Message) -> Message:
-        """What an order is answered with."""
+        """Returns the answer to an order."""
         kind, rank = order["kind"], self._world.rank
         if kind == "go":
             return {"kind": "went", **_go(self._step, self._world, order["steps"]), **self._seen.told()}
@@ -98,8 +98,8 @@ class _Serving:
         return {"kind": "log"}
 
     def _loss(self, examples: int) -> float | None:
-        """The mean loss on at most so many examples of the evaluation set, or of the training set where there is none.
-        None of a rank that takes no part: where each goes its own way, all but the first."""
+        """Returns the mean loss on at most so many examples of the evaluation set, or of the training set where there
+        is none. None on a rank that takes no part: where each trains on its own, all but the first."""
         if not self._step.lockstep and self._world.rank != 0:
             return None
         if self._kept is None:
@@ -113,7 +113,7 @@ class _Serving:
         return evaluate(self._step, *self._kept, group, lambda: None)["loss"]
 
     def close(self) -> None:
-        """Let go of the examples."""
+        """Closes the source of the examples."""
         if self._kept is not None:
             self._kept[1].close()
 
@@ -131,7 +131,7 @@ def _kept(workload: Workload, examples: int) -> Evaluation:
 
 
 def _facts(step: Step, workload: Workload, written: Workload) -> dict[str, Any]:
-    """What tells this workload from others whose steps take another time; and how many there are of them."""
+    """Returns what tells this workload from others whose steps take another time, and how many steps there are."""
     mark = step.fingerprint(workload)
     for name in ("seed", "total steps", "schedule"):  # of no account here
         mark.pop(name, None)
@@ -145,8 +145,8 @@ def _facts(step: Step, workload: Workload, written: Workload) -> dict[str, Any]:
 
 
 def serve_reference(job: Job, world: World, channel: Channel) -> None:
-    """What the strategy must compute: one state on each ``next``, or the one that a log leads to; ``again`` and
-    ``close`` as above."""
+    """Gives the states that the strategy must compute: one on each ``next``, or the one that a log leads to; ``again``
+    and ``close`` as in ``serve_steps``."""
     again: Job | None = job
     while again is not None:
         again = _serve_reference(again, channel)
@@ -181,7 +181,7 @@ def _serve_reference(job: Job, channel: Channel) -> Job | None:
 
 
 def _after(workload: Workload, steps: int) -> Step:
-    """One device that has made so many steps."""
+    """Returns the step of one device that has made so many steps."""
     step = OneDeviceStep(workload, torch.device("cpu"))
     for batch in batches(step, stop=steps):
         step(batch)
@@ -189,7 +189,7 @@ def _after(workload: Workload, steps: int) -> Step:
 
 
 def _tapped(step: Step, path: str, rank: int) -> int:
-    """One step with what every submodule computes written into the file; how many rows this rank had."""
+    """Makes one step with what every submodule computes written into the file; returns how many rows this rank had."""
     batch = step.take()
     assert batch is not None, "a step that was compared can be made again"
     with taps(step.model) as found:
@@ -199,7 +199,7 @@ def _tapped(step: Step, path: str, rank: int) -> int:
 
 
 def _start(workload: Workload, path: str) -> dict[str, Any]:
-    """What one device begins with, into the file; and which of it are parameters."""
+    """Writes what one device begins with into the file, and tells which of it are parameters."""
     step = OneDeviceStep(workload, torch.device("cpu"))
     weights = [name for name, _ in step.model.named_parameters(remove_duplicate=False)]
     delivered = _deliver(step.state_dict(), path)
@@ -209,14 +209,15 @@ def _start(workload: Workload, path: str) -> dict[str, Any]:
 
 
 class _Seen:
-    """What a proof has to name; nothing is looked at otherwise."""
+    """Collects what a proof has to name; nothing is looked at otherwise."""
 
     def __init__(self, observed: Observed | None, dropped: set[str], uncompiled: ExitStack | None) -> None:
-        """``uncompiled``: how long what compiles itself does not, from where there is a model."""
+        """Collects for a proof. ``uncompiled``: the time during which parts that compile themselves do not, from where
+        there is a model."""
         self._observed, self._dropped, self._uncompiled = observed, dropped, uncompiled
 
     def quiet(self, workload: Workload) -> Workload:
-        """With the dropout turned off that is inside of kernels, and nothing compiled."""
+        """Returns the workload with the dropout turned off that is inside kernels, and with nothing compiled."""
         if self._observed is None:
             return workload
 
@@ -230,12 +231,12 @@ class _Seen:
         return replace(workload, model=model)
 
     def watch(self, model: nn.Module) -> None:
-        """Look for what else it draws."""
+        """Watches the model for what else it draws."""
         if self._observed is not None:
             self._observed.watch(model)
 
     def told(self) -> dict[str, list[str]]:
-        """Dropout that was turned off, other draws, and operations in less than float64."""
+        """Returns the dropout that was turned off, other draws, and operations in less than float64."""
         if self._observed is None:
             return {}
         seen = self._observed
@@ -249,7 +250,7 @@ class _Seen:
 
 @contextmanager
 def _proving(job: Job, workload: Workload) -> Iterator[_Seen]:
-    """What is proved is the network as it is written: parts that compile themselves do not, unless all of it does."""
+    """Prepares a proof of the network as it is written: parts that compile themselves do not, unless all of it does."""
     with ExitStack() as stack:
         if not job.proof:
             yield _Seen(None, set(), None)
@@ -259,26 +260,27 @@ def _proving(job: Job, workload: Workload) -> Iterator[_Seen]:
 
 
 def _is_linear(step: Step) -> bool:
-    """Is what the weights move by proportional to the gradient, whatever its size?"""
+    """Tells whether what the weights move by is proportional to the gradient, whatever its size."""
     optimizers = getattr(step, "optimizers", {})  # where each rank has a part, it may have none
     return bool(optimizers) and all(type(optimizer) is torch.optim.SGD for optimizer in optimizers.values())
 
 
 def _steps(step: Step) -> int:
-    """There are: where whole batches are dealt in turn, a round of them is a step."""
+    """Returns the number of steps that there are: where whole batches are dealt in turn, a round of them is a step."""
     shard = step.data_shard
     return step.source.total // (shard.of if shard is not None and shard.whole_batches else 1)
 
 
 def _each(step: Step, world: World, steps: int) -> int:
-    """That every rank can make: where each takes what comes next, its part of them."""
+    """Returns the number of steps that every rank can make: where each takes what comes next, a rank's part of them."""
     shard = step.data_shard
     shared = shard is not None and shard.whole_batches and shard.of == 1 and not step.lockstep
     return steps // world.size if shared else steps
 
 
 def _go(step: Step, world: World, many: int) -> Message:
-    """Steps, each timed; what the time went to; and every wait, by a clock that the host's processes share."""
+    """Makes steps, each timed; returns what the time went to, and every wait, by a clock that the host's processes
+    share."""
     group, values = world.group(), []
     step.source.start_over()  # what was loaded between commands would be free
     group.barrier()
@@ -311,7 +313,7 @@ def _peak_bytes() -> int:
 
 
 def _deliver(state: State, path: str | None) -> dict[str, Any]:
-    """The tensors of a state into the file, where one is asked for."""
+    """Writes the tensors of a state into the file, where one is asked for."""
     if path is not None:
         save_file(_delivered(state), path)
     return {"path": path, "step": state.step}
@@ -327,6 +329,7 @@ def _digested(state: State) -> str:
 
 
 def _delivered(state: State) -> dict[str, Tensor]:
-    """On the CPU and contiguous; complex numbers as pairs, since the file's format has no complex128."""
+    """Returns the tensors on the CPU and contiguous; complex numbers as pairs, since the file's format has no
+    complex128."""
     tensors = {name: tensor.detach().cpu().resolve_conj().resolve_neg() for name, tensor in state.tensors()}
     return {name: (torch.view_as_real(t) if t.is_complex() else t).contiguous() for name, t in tensors.items()}

@@ -1,4 +1,4 @@
-"""What a rank's steps gave, and how fast they went: measured beside them, told now and then."""
+"""Measures what a rank's steps gave, and how fast they went, beside the steps; it is told now and then."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ThroughputMeter:
         self._spent = dict(step.spent())
 
     def take(self, values: Mapping[str, Tensor], examples: int, own: int) -> None:
-        """One step's."""
+        """Takes the values of one step, with the examples of its batch and how many of them are this rank's own."""
         self.pending.append(values)
         self._examples += examples
         self._own += own
@@ -36,11 +36,11 @@ class ThroughputMeter:
             self._all_examples += examples
 
     def pause(self) -> None:
-        """What follows is no step: an evaluation, a checkpoint."""
+        """Pauses the clock: what follows is not a step, but an evaluation or a checkpoint."""
         self._paused = time.perf_counter(), dict(self._step.spent())
 
     def go_on(self) -> None:
-        """Steps again."""
+        """Goes on after a pause: steps follow again."""
         since, before = self._paused
         pause = time.perf_counter() - since
         self._own_since += pause
@@ -51,7 +51,7 @@ class ThroughputMeter:
             self._spent[name] += seconds - before[name]
 
     def flush(self) -> dict[str, Any]:
-        """What a step event tells."""
+        """Returns what a step event tells."""
         now = time.perf_counter()
         names = dict.fromkeys(name for values in self.pending for name in values)
         told = {
@@ -62,7 +62,7 @@ class ThroughputMeter:
         return told
 
     def speed(self) -> dict[str, Any]:
-        """What a speed event tells of this rank."""
+        """Returns what a speed event tells of this rank."""
         now, spent, steps = time.perf_counter(), dict(self._step.spent()), max(1, self.steps)
         parts = {name: (spent[name] - self._spent[name]) / steps for name in spent}
         elapsed = max(now - self._own_since, 1e-9)
@@ -76,7 +76,7 @@ class ThroughputMeter:
         return told
 
     def overall(self) -> float:
-        """Examples a second after the first step."""
+        """Returns the examples a second after the first step."""
         if self._first is None or not self._all_examples:
             return 0.0
         return self._all_examples / max(time.perf_counter() - self._first, 1e-9)

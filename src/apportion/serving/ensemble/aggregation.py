@@ -1,4 +1,4 @@
-"""What several members say together: the mean of their outputs, a weighted mean, or a vote."""
+"""The aggregation of several members' outputs: their mean, a weighted mean, or a vote."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = NDArray[Any]
 
 
 def check_aggregation(how: str, weights: Sequence[float] | None, members: int) -> None:
-    """ValueError where it cannot be done."""
+    """Raise ValueError where so many members cannot be aggregated in this way with these weights."""
     if how not in get_args(Aggregation):
         raise ValueError(f"aggregation={how!r} must be one of {', '.join(get_args(Aggregation))}")
     if (weights is not None) != (how == "weighted_mean"):
@@ -23,17 +23,19 @@ def check_aggregation(how: str, weights: Sequence[float] | None, members: int) -
 
 
 def check_outputs(how: str, kinds: Sequence[str]) -> None:
-    """``kinds``: numpy's, of the outputs. ValueError where they have no mean."""
+    """Raise ValueError where the outputs have no mean but the aggregation takes one. ``kinds``: numpy's kinds of the
+    outputs' dtypes."""
     if how != "vote" and (wrong := [kind for kind in kinds if kind not in "f"]):
         raise ValueError(f"outputs of kind {wrong[0]!r} have no mean: use aggregation='vote'")
 
 
 def combined(how: Aggregation, outputs: Sequence[Array], weights: Sequence[float] | None = None) -> Array:
-    """One output of each of the members that have answered, all of the same shape and type.
+    """Combine one output of each of the members that have answered, all of the same shape and type.
 
-    mean, weighted_mean: of these members, in their type, summed in float64 in their order. ``weights`` are these
-    members'. vote: of scores, [..., classes]: the share of the members whose largest score each class has (the first of
-    equal ones); of anything else: what most members say at each place, the smallest where as many say something else.
+    mean, weighted_mean: computed over these members, in their type, summed in float64 in their order. ``weights`` are
+    those of these members. vote: for scores, [..., classes], the share of the members whose largest score each class
+    has (the first of equal ones); for anything else, the value that most members give at each place, the smallest of
+    those that equally many give.
     """
     if len(outputs) == 1 and how != "vote":
         return outputs[0]

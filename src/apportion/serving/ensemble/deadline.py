@@ -1,4 +1,5 @@
-"""When a request is answered, and from whom: pure decisions, told what has happened and what time it is.
+"""The decisions on when a request is answered, and from which members: pure functions of what has happened and what
+time it is.
 
 ::
 
@@ -24,30 +25,31 @@ from apportion.serving.errors import DeadlineExceeded, NoQuorum
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """From these members, in the order in which they were named."""
+    """An answer, as members in the order in which they were named: ``used`` are those whose outputs it is made of."""
 
     used: tuple[str, ...]
     late: tuple[str, ...]
-    """Were waited for, and had not answered when the time was up."""
+    """The members that were waited for and had not answered when the time was up."""
     failed: tuple[str, ...]
-    """Died over it or refused it."""
+    """The members that died over the request or refused it."""
     absent: tuple[str, ...]
-    """Were not waited for: down, or out of the wait for being late too often."""
+    """The members that were not waited for: down, or left out for being late too often."""
 
     @property
     def degraded(self) -> bool:
-        """Is it other than what all members together would say?"""
+        """Return whether a member is missing, so that the answer may differ from that of all members together."""
         return bool(self.late or self.failed or self.absent)
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuorumState:
-    """One request's answers, as far as they have come."""
+    """The members' answers to one request, as far as they have come."""
 
     members: tuple[str, ...]
-    """All there are."""
+    """The names of all members that the request is for."""
     awaited: frozenset[str]
-    """Were asked, and are waited for. Others may be asked as well (a probe), and count if they are in time."""
+    """The members that were asked and are waited for. Others may be asked as well (a probe), and count if they are in
+    time."""
     quorum: int
     deadline: float
     answered: frozenset[str] = frozenset()
@@ -59,26 +61,26 @@ class QuorumState:
         assert not strangers, f"awaited {sorted(strangers)} of {self.members}"
 
     def with_answer(self, member: str) -> QuorumState:
-        """It has answered; who had failed before may."""
+        """Return the state after a member has answered; one that had failed before may answer too."""
         return self._with(self.answered | {member}, self.failed - {member})
 
     def with_failure(self, member: str) -> QuorumState:
-        """It will not answer; an answer that is there stays."""
+        """Return the state after a member has failed; an answer that it gave before stays."""
         return self if member in self.answered else self._with(self.answered, self.failed | {member})
 
     def _with(self, answered: frozenset[str], failed: frozenset[str]) -> QuorumState:
-        """``dataclasses.replace``, without checking again what has not changed."""
+        """Do what ``dataclasses.replace`` does, without checking again what has not changed."""
         made = object.__new__(QuorumState)
         made.__dict__.update(self.__dict__, answered=answered, failed=failed)
         return made
 
     @property
     def open(self) -> frozenset[str]:
-        """Who is still waited for."""
+        """The members that are still waited for."""
         return self.awaited - self.answered - self.failed
 
     def outcome(self, now: float) -> Answer | DeadlineExceeded | NoQuorum | None:
-        """None: wait, at most until the deadline."""
+        """Return the outcome of the request; None where it is still to wait, at most until the deadline."""
         reached = len(self.answered) >= self.quorum
         if not self.open and reached:
             return self._answer()
@@ -112,11 +114,11 @@ class QuorumState:
 
 
 def check_quorum(quorum: int, members: Collection[str]) -> None:
-    """ValueError where it can never be reached, or asks for nothing."""
+    """Raise ValueError where the quorum can never be reached, or is less than one member."""
     if not 1 <= quorum <= len(members):
         raise ValueError(f"quorum={quorum} of {len(members)} members: it is one member at least and all at most")
 
 
 def expires(now: float, seconds: float | None, default: float) -> float:
-    """The absolute deadline of a request that asks for so many seconds; None takes the server's own."""
+    """Return the absolute deadline of a request that asks for so many seconds; None takes the server's own."""
     return now + (default if seconds is None else seconds)

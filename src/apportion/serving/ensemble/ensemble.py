@@ -1,6 +1,8 @@
-"""Several members as one model: who is asked, who is waited for, and what comes of their answers.
+"""An ensemble of several members as one model: which members are asked, which are waited for, and what their answers
+come to.
 
-The decisions are pure (deadline.py, breaker.py, aggregation.py); here they meet the clock, the queues and the callers.
+The decisions are pure (deadline.py, circuit_breaker.py, aggregation.py); here they meet the clock, the queues and the
+callers.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from apportion.serving.pool.task import Lost, MemberTask, Outcome, Refused
 from apportion.serving.protocol.datatypes import Array
 
 SLOW = 4.0
-"""Who takes longer than usual by so many times as much as the others do holds everybody up: such an answer counts, and
-counts as late."""
+"""The factor by which a member's slowdown (``Member.strain``) may exceed the median of the others' where it answers
+last: beyond it the answer holds all others up, and counts as late, though it is used."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """An answer, and the outputs it came to."""
+    """The answer of the members, and the outputs that they were combined to."""
 
     answer: Answer
     outputs: list[Array]
@@ -34,7 +36,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """To these members, until this deadline. ``held``: the memory in which the tensors lie."""
+    """A request for these members, until this deadline. ``held``: the memory in which the tensors lie."""
 
     tensors: Sequence[Placed]
     rows: int
@@ -45,31 +47,33 @@ class InferenceRequest:
 
 @dataclass(eq=False)
 class Ensemble:
-    """``members``: names, each of a seat's. A seat that computes several gives their outputs one after the other."""
+    """The members that answer as one model. ``members``: by name; a ``Member`` that has several names gives their
+    outputs one after the other."""
 
     members: dict[str, Member]
     quorum: int
     aggregation: Aggregation = "mean"
     weights: dict[str, float] | None = None
     reserve: float = 0.001
-    """Seconds before the deadline in which an answer is put together and sent."""
+    """The seconds before the deadline in which an answer is put together and sent."""
     missed: Callable[[str], None] = lambda member: None
-    """Told of each deadline that a member that was waited for has missed."""
+    """Called with the name of a member that was waited for, for each deadline that it has missed."""
 
     @property
     def seats(self) -> list[Member]:
-        """Each once."""
+        """The ``Member`` objects, each of them once."""
         return list(dict.fromkeys(self.members.values()))
 
     def ask(self, question: InferenceRequest, told: Callable[[Result | Exception], None]) -> PendingRequest:
-        """What these members say by the deadline. ``told`` is called once, perhaps at once: with the result, or with
-        DeadlineExceeded, NoQuorum, Overloaded, or Refused where the nets do not take these inputs."""
+        """Ask the members, and take what they answer by the deadline. ``told`` is called once, perhaps at once: with
+        the result, or with DeadlineExceeded, NoQuorum, Overloaded, or Refused where the models do not take these
+        inputs."""
         asking = PendingRequest(self, question, told)
         asking.begin()
         return asking
 
     async def infer(self, question: InferenceRequest) -> Result:
-        """``ask``, for those who wait."""
+        """Ask the members as ``ask`` does, and wait for the result; raises the error where there is none."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
 
         def told(found: Result | Exception) -> None:
@@ -87,8 +91,8 @@ class Ensemble:
             asking.leave()
 
     def waited_for(self, names: Sequence[str], quorum: int, now: float) -> tuple[list[str], list[str]]:
-        """(those to wait for, those to probe). Who is down or out is waited for only where the quorum needs it, those
-        who are up first."""
+        """Return (the members to wait for, the members to probe). A member that is down or left out is waited for only
+        where the quorum needs it, those that are up first."""
         if all(self.members[name].unhurt for name in names):
             return list(names), []
         up = [name for name in names if self.members[name].state == "up"]
@@ -106,7 +110,7 @@ class Ensemble:
 
 
 class PendingRequest:
-    """One request, from the first queue to its outcome."""
+    """A request to the ensemble, from the first queue to its outcome."""
 
     def __init__(
         self, ensemble: Ensemble, question: InferenceRequest, told: Callable[[Result | Exception], None]
@@ -121,7 +125,7 @@ class PendingRequest:
         self.again: set[Member] = set()
 
     def begin(self) -> None:
-        """Ask them."""
+        """Ask the members that are waited for, and those that are probed."""
         loop = asyncio.get_running_loop()
         self.began = now = loop.time()
         quorum = min(self.ensemble.quorum, len(self.names))
@@ -149,7 +153,7 @@ class PendingRequest:
         self._decide()
 
     def leave(self) -> None:
-        """The caller has gone away: nobody waits for the rest."""
+        """Give the request up, because the caller has gone away: no other member is waited for."""
         if not self.over:
             self.over = True
             self.timer.cancel()
@@ -157,8 +161,8 @@ class PendingRequest:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Of all that refers back to this: the request's memory is free when the last member is done with it, and not
-        when Python comes to look for what nobody can reach."""
+        """Drop all that refers back to this request, so that its memory is free as soon as the last member is done with
+        it, and not only at Python's next garbage collection."""
         self.works, self.full, self.refused = {}, [], []
 
     def _ask(self, seat: Member, names: list[str], *, first: bool = False) -> None:
@@ -212,12 +216,13 @@ class PendingRequest:
         self._decide()
 
     def _holds_up(self, seat: Member) -> bool:
-        """Is it slower than usual by far more than the others of this request are?"""
+        """Return whether the member is slower than usual by far more than the others of this request are."""
         others = [other.strain for other in self.works if other is not seat]
         return bool(others) and seat.strain > SLOW * max(1.0, median(others))
 
     def _ask_again(self, seat: Member, names: list[str], now: float) -> bool:
-        """What a process took with it is asked of its successor, once, where the quorum cannot do without."""
+        """Ask the member's next process once more where the last one died with the request and the quorum cannot be
+        reached without it. Returns whether it was asked."""
         without = self.gathering
         for name in names:
             without = without.with_failure(name)
@@ -240,7 +245,8 @@ class PendingRequest:
             self.ensemble.missed(name)
 
     def _decide(self, at: float = 0.0) -> None:
-        """``at``: a clock may ring a little before its time."""
+        """Settle the request if its outcome is known. ``at``: the least time that it is taken to be, since a timer may
+        ring a little early."""
         if self.over:
             return
         now = max(at, asyncio.get_running_loop().time())

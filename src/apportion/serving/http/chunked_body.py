@@ -1,4 +1,4 @@
-"""A body that comes in chunks (RFC 9112, 7.1): each with its length before it, a chunk of none is the last."""
+"""A body that comes in chunks (RFC 9112, 7.1): each has its length before it, and one of length 0 is the last."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from apportion.serving.http.response import HTTPError
 
 MOST_LINE = 4096
-"""Bytes of a line: a length with what may follow it, or a trailer."""
+"""The largest number of bytes of a line: a length with what may follow it, or a trailer."""
 MOST_TRAILERS = 64 << 10
-"""Bytes of all trailers, which are not read."""
+"""The largest number of bytes of all trailers, which are not read."""
 _LENGTH = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?")
 
 
 class Chunks:
-    """``body``: what has come so far, ``most`` bytes at most."""
+    """A chunked body as it comes. ``body``: what has come so far, ``most`` bytes at most."""
 
     def __init__(self, most: int) -> None:
         self.body, self._most = bytearray(), most
@@ -22,8 +22,8 @@ class Chunks:
         self._left, self._within, self._last, self._whole = 0, False, False, False
 
     def feed(self, data: memoryview) -> tuple[int, bool]:
-        """(bytes that were its own, whether it is whole). What is of no use yet is to be fed again with what follows.
-        Wrong where it is malformed or too large."""
+        """Take what has come. Returns (the number of bytes that were taken, whether the body is complete); the rest is
+        to be fed again with what follows. Raises HTTPError where the body is malformed or too large."""
         at = 0
         while at < len(data) and not self._whole:
             took = self._data(data[at:]) if self._within else self._line(data[at:])

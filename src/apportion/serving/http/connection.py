@@ -1,4 +1,4 @@
-"""One client's connection: heads and bodies in, answers out, one request after the other (HTTP/1.1).
+"""A client's connection: heads and bodies in, answers out, one request after the other (HTTP/1.1).
 
 ::
 
@@ -6,9 +6,9 @@
       |                                                               ^
       +--- refused: what is left of the body is read and dropped -----+
 
-It is our own, on httptools' parser, for what lies between a body's first byte and an answer's last one: a server that
-hands bodies on in pieces takes longer over half a megabyte than all else here together. Every state has its time: who
-sends too slowly, or reads too slowly, is let go by ``look``.
+It is implemented here, on httptools' parser, to control what happens between a body's first byte and an answer's last
+one: a server that hands bodies on in pieces takes longer over half a megabyte than all else here together. Every state
+has a time limit: ``look`` disconnects a client that sends or reads too slowly.
 """
 
 from __future__ import annotations
@@ -25,48 +25,49 @@ from apportion.serving.http.unread_responses import LEAST_RATE, Unread
 from apportion.serving.pool.shared_arena import Lease
 
 IDLE_SECONDS = 75.0
-"""Between two requests."""
+"""The seconds that a connection may be idle between two requests."""
 HEAD_SECONDS = 10.0
-"""For a head to come."""
+"""The seconds in which a head has to come."""
 SENT_SECONDS = 30.0
-"""For some of an answer to be read, if only a little."""
+"""The seconds in which a client has to read at least some of an answer."""
 LINGER_SECONDS = 2.0
-"""For a client to see that it was refused, while it sends what nobody reads."""
+"""The seconds that a client has to see that it was refused, while what it still sends is not read."""
 SLOW_SECONDS = 0.25
-"""That every body has, also where there is no memory for others."""
+"""The seconds that every body has to come, also where there is no memory for others."""
 DROPPED_BYTES = 1 << 20
-"""Of a body that is not wanted: so much is read to keep the connection; with more it ends."""
+"""The number of bytes of an unwanted body that are read to keep the connection; with a longer one it ends."""
 CHUNKED_BYTES = 8 << 20
-"""Of a body that does not say how long it is."""
+"""The largest size in bytes of a body that does not say how long it is."""
 PIECE_BYTES = 1 << 20
-"""Of an answer that the transport is given at once, which copies what it cannot send."""
+"""The number of bytes of an answer that the transport is given at once, since it copies what it cannot send."""
 _FIRST_ROOM = 64 << 10
-"""Bytes that are received at once: a small request comes whole."""
+"""The number of bytes that are received at once: a small request comes whole."""
 
 
 class ConnectionRequest(Protocol):
-    """A request for inference: its head has come."""
+    """A request for inference whose head has come."""
 
     def room(self, length: int) -> tuple[memoryview, Lease | None]:
-        """Memory for its body. Wrong, Overloaded."""
+        """Return memory for the body. Raises HTTPError, or Overloaded where there is none."""
 
     def judged(self, so_far: memoryview) -> bool:
         """Look at a long body of which so much has come. Returns whether no more of it need be looked at before it is
-        whole; raises what it is refused with."""
+        whole; raises the error with which it is refused."""
 
     def came(self, body: memoryview, held: Lease | None, told: Callable[[Response], None]) -> None:
-        """The body. ``told`` is called once, perhaps at once."""
+        """Take the complete body. ``told`` is called once with the response, perhaps at once."""
 
     def failed(self, error: Exception) -> Response:
-        """What is answered where its body did not come."""
+        """Return the response where the body did not come."""
 
     def leave(self) -> None:
-        """The client has gone."""
+        """Give the request up, because the client has gone."""
 
 
 class Connection(asyncio.BufferedProtocol):
-    """``opened``: what a head is answered with, or who takes its body. ``every``: where it is while it is open.
-    ``last``: its first request is its last. ``unread``: the answers of all connections that are not read yet."""
+    """A connection to a client. ``opened``: returns the response to a head, or the request that takes its body.
+    ``every``: the set that holds the connection while it is open. ``last``: whether its first request is its last.
+    ``unread``: the answers of all connections that are not read yet."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Connection(asyncio.BufferedProtocol):
         self._forget()
 
     def _forget(self) -> None:
-        """The request that was."""
+        """Forget the last request, before the next one."""
         self._head: Head | None = None
         self._asked: ConnectionRequest | None = None
         self._refusal: Response | None = None
@@ -179,7 +180,7 @@ class Connection(asyncio.BufferedProtocol):
             self._begin = self._end = self._fed = 0
 
     def _take_head(self) -> bool:
-        """Has it come, whole?"""
+        """Read what has come of a head. Returns whether it is complete."""
         if self._fed <= self._begin:
             while self._begin + 2 <= self._end and self._buffer[self._begin : self._begin + 2] == END[:2]:
                 self._begin += 2  # an empty line before a request is no part of it
@@ -220,7 +221,7 @@ class Connection(asyncio.BufferedProtocol):
             self._whole()
 
     def _room(self, asked: ConnectionRequest, length: int) -> tuple[memoryview, Lease | None]:
-        """Memory for its body, if need be that of bodies which hardly come."""
+        """Return memory for the body, if need be that of bodies which hardly come."""
         try:
             return asked.room(length)
         except Overloaded:
@@ -233,14 +234,15 @@ class Connection(asyncio.BufferedProtocol):
         return asked.room(length)
 
     def slow(self, now: float) -> bool:
-        """Does it hold memory for a body of which less has come than its time so far allows for?"""
+        """Return whether the connection holds memory for a body of which less has come than its time so far allows
+        for."""
         if self._held is None or self._body is None or self._state != "body":
             return False
         took = now - self._since
         return took > SLOW_SECONDS and self._filled * self._body_seconds < len(self._body) * took
 
     def _take_body(self) -> bool:
-        """Has what is in the buffer been of use?"""
+        """Read what has come of a body. Returns whether any of the buffer was used."""
         assert self._head is not None
         some = memoryview(self._buffer)[self._begin : self._end]
         if self._chunks is not None:
@@ -311,7 +313,7 @@ class Connection(asyncio.BufferedProtocol):
             reply.sent()
 
     def _send_on(self) -> None:
-        """What is left of an answer, as far as the client reads it."""
+        """Send what is left of an answer, as far as the client reads it."""
         while self._answer_left is not None and self._stuck_since is None and not self._transport.is_closing():
             piece, rest = self._answer_left[:PIECE_BYTES], self._answer_left[PIECE_BYTES:]
             self._answer_left = rest if len(rest) else None
@@ -334,7 +336,7 @@ class Connection(asyncio.BufferedProtocol):
             self._loop.call_soon(self._advance)
 
     def _refuse(self, error: Exception) -> None:
-        """And read no further: where the next request would begin is not known."""
+        """Answer with the error and read no further: where the next request would begin is not known."""
         if self._asked is not None:
             self._answer(self._asked.failed(error), last=True)
         else:
@@ -342,7 +344,8 @@ class Connection(asyncio.BufferedProtocol):
             self._answer(error.reply(), last=True)
 
     def _end_it(self) -> None:
-        """Once the client has the answer: a socket that is closed with bytes unread takes what was sent back."""
+        """End the connection once the client has the answer: a socket that is closed with bytes unread takes back what
+        was sent."""
         self._state = "ending"
         self._read_on()
         if self._answer_left is None:
@@ -357,7 +360,7 @@ class Connection(asyncio.BufferedProtocol):
     # From outside
 
     def look(self, now: float) -> None:
-        """Called now and then: has it had its time?"""
+        """Disconnect the client where a time limit has passed. Called every ``LOOK_SECONDS`` by the listener."""
         if self._stuck_since is not None:
             if now > self._read_by:
                 self._transport.abort()
@@ -376,7 +379,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def busy(self) -> bool:
-        """Is an answer due, or on its way?"""
+        """Return whether an answer is due or still being sent."""
         return (
             self._state in ("body", "answer")
             or self._answer_left is not None
@@ -385,20 +388,20 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def idle_since(self) -> float | None:
-        """Since when has it asked nothing, or not finished to? None where a body or an answer is on its way."""
+        """The time since which no complete request has come; None where a body or an answer is on its way."""
         return self._since if self._state in ("head", "ending") and self._stuck_since is None else None
 
     def fileno(self) -> int:
-        """Of its socket."""
+        """Return the descriptor of the connection's socket; -1 where there is none."""
         sock = self._transport.get_extra_info("socket")
         return -1 if sock is None else sock.fileno()
 
     def drain(self) -> None:
-        """No request follows the one that it is at."""
+        """End the connection after the request that it is at."""
         self._last = True
         if self._state == "head" and self._answer_left is None:
             self._transport.close()
 
     def abort(self) -> None:
-        """At once."""
+        """Close the connection at once."""
         self._transport.abort()

@@ -1,8 +1,8 @@
-"""By which names this server may be addressed.
+"""The names by which clients may address this server.
 
 A page of another site can have its own name resolved to this machine (DNS rebinding) and then read every answer, since
-to the browser it is one site; or it can send requests without reading the answers. Both say their own name, in ``Host``
-or ``Origin``, and are refused here.
+to the browser it is one site; or it can send requests without reading the answers. In both cases the request gives the
+other site's name, in ``Host`` or ``Origin``, and is refused here.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from apportion.serving.http.request_head import Head
 from apportion.serving.http.response import HTTPError
 
 ANY = "*"
-"""A name that stands for all: nothing is checked."""
+"""The name that stands for all names: nothing is checked."""
 MOST_KNOWN = 1000
-"""Values of headers of which it is remembered that they are permitted."""
+"""The number of header values of which it is remembered that they are permitted."""
 _AUTHORITY = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\[\]:/@?#\s]+)(?::\d{0,5})?", re.ASCII)
 
 
 class Hosts:
-    """``listened``: the address that is listened at, as it was given. ``bound``: as the socket says it. ``names``:
-    others by which the server is known."""
+    """The names that requests may be sent to. ``listened``: the address that is listened at, as it was given.
+    ``bound``: as the socket gives it. ``names``: others by which the server is known."""
 
     def __init__(self, listened: str, bound: str, names: Sequence[str] = ()) -> None:
         own = socket.gethostname()
@@ -35,7 +35,7 @@ class Hosts:
         self._known: set[bytes] = set()
 
     def check(self, head: Head) -> None:
-        """Wrong (403) where the request was sent to another name, or by a page of another site."""
+        """Raise HTTPError (403) where the request was sent to another name, or by a page of another site."""
         if head.host is not None and head.host not in self._known:
             self._check(head.host, head.host.decode("latin-1"), "host", "")
         if head.origin is not None and head.origin not in self._known:

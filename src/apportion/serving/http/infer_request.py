@@ -1,4 +1,4 @@
-"""One request for inference: from its head to its answer."""
+"""A request for inference, from its head to its answer."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ from apportion.serving.runtimes.runtime import Spec
 VERSION = "1"
 BINARY = b"application/octet-stream"
 JUDGED_JSON_BYTES = 64 << 10
-"""JSON of at most so many bytes is read twice: once as soon as it has come, and with the tensors that follow it."""
+"""The largest size in bytes of JSON that is read twice: once as soon as it has come, and again with the tensors that
+follow it."""
 LEFT = 499
 """The status under which it is counted that a client did not wait for its answer."""
 _HEADER = HEADER.lower().encode()
 
 
 class InferServer(Protocol):
-    """What a request for inference needs of the server that has taken it."""
+    """The parts of the server that a request for inference needs."""
 
     @property
     def ensemble(self) -> Ensemble:
@@ -61,17 +62,17 @@ class InferServer(Protocol):
     """The number of requests for inference that are being answered."""
 
     def specs(self, model: str) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
-        """Returns the inputs and the outputs of a model."""
+        """Return the inputs and the outputs of a model."""
 
     def noted(self, reply: Response, model: str, began: float, result: Result | None = None) -> Response:
-        """Returns the response, which is counted once it is sent."""
+        """Return the response, which is counted once it is sent."""
 
     def note(self, model: str, status: int, seconds: float, result: Result | None) -> None:
         """Count a request that has been answered."""
 
 
 class InferCall:
-    """It takes a place among those that are answered, until it is over."""
+    """A request for inference, which is counted among those that are being answered until it is over."""
 
     def __init__(self, app: InferServer, head: Head, model: str, names: tuple[str, ...], began: float) -> None:
         if head.encoding != b"identity":
@@ -88,7 +89,8 @@ class InferCall:
         app.busy += 1
 
     def room(self, length: int) -> tuple[memoryview, Lease | None]:
-        """Memory for its body. Members read large tensors where they lie; the first one begins on a cache line."""
+        """Return memory for the body. Members read large tensors where they lie; the first one begins on a cache
+        line."""
         most = min(self._app.serving.most_bytes, self._app.inbox.nbytes - ALIGNED)
         if length > most:
             raise HTTPError(413, f"the body has {length} bytes, of {most} at most")
@@ -117,7 +119,7 @@ class InferCall:
         return True
 
     def came(self, body: memoryview, held: Lease | None, told: Callable[[Response], None]) -> None:
-        """The body: the members are asked. ``told`` is called once, perhaps at once."""
+        """Take the complete body and ask the members. ``told`` is called once with the response, perhaps at once."""
         self._told = told
         try:
             self._check_json(len(body) if self._json_bytes is None else self._json_bytes)
@@ -182,12 +184,12 @@ class InferCall:
         return Response(200, b"".join(pieces), BINARY, ((_HEADER, b"%d" % said),))
 
     def failed(self, error: Exception) -> Response:
-        """What is answered to that."""
+        """End the request with an error, and return the response to it."""
         self._leave()
         return self._app.noted(reply_to(error), self._model, self._began)
 
     def leave(self) -> None:
-        """The client has gone: nothing more is computed for it."""
+        """Give the request up, because the client has gone: nothing more is computed for it."""
         if not self._over:
             asking = self._asking
             self._leave()
@@ -202,7 +204,7 @@ class InferCall:
 
 
 def defect(error: Exception) -> Response:
-    """What is answered where the fault is ours."""
+    """Log an error of the server itself, and return the response to it."""
     log("defect", level="error", why=repr(error)[:500])
     return HTTPError(500, "the server failed at this request; its log says how").reply()
 
@@ -216,7 +218,8 @@ def _check(specs: Mapping[str, Spec], name: str, datatype: str, shape: Sequence[
 
 
 def _in_order(request: Request, inputs: tuple[Spec, ...]) -> list[NamedTensor]:
-    """The tensors as the net takes them. ValueError where one is missing."""
+    """Return the tensors in the order in which the model takes them. Raises ValueError where one is missing, or their
+    rows differ in number."""
     given = {tensor.name: tensor for tensor in request.inputs}
     found = []
     for spec in inputs:
@@ -246,13 +249,13 @@ def _head(model: str, request: Request, result: Result) -> dict[str, Any]:
 
 
 def reply_to(error: Exception) -> Response:
-    """What is answered where that has come of it."""
+    """Return the response to an error."""
     said = _wrong(error)
     return defect(error) if said is None else said.reply()
 
 
 def _wrong(error: Exception) -> HTTPError | None:
-    """None: the fault is ours."""
+    """Return the error as an HTTPError; None where it is a defect of the server itself."""
     match error:
         case HTTPError():
             return error

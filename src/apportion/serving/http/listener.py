@@ -1,4 +1,4 @@
-"""All connections: who may connect, who has had its time, and how they end."""
+"""The listening socket and all connections: which clients may connect, which have had their time, and how they end."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from apportion.serving.log import log
 
 MOST_CONNECTIONS = 1024
 REFUSED_AT_ONCE = 16
-"""Connections over the limit that are told so; others are closed at once."""
+"""The number of connections over the limit that are answered 503; others are closed at once."""
 ACCEPTED_AT_ONCE = 16
-"""Connections, before other work has its turn: those that give way to them are closed by then."""
+"""The number of connections that are accepted before other work has its turn: those that give way to them are closed by
+then."""
 SPARE_DESCRIPTORS = 32
-"""Kept free for files, besides those for members' processes, which are replaced however many clients there are."""
+"""The number of file descriptors that are kept free for files, besides those for members' processes, which are replaced
+however many clients there are."""
 DESCRIPTORS_OF_A_PROCESS = 6
-"""That a member's process needs while it is started, beside the one that it replaces."""
+"""The number of file descriptors that a member's process needs while it is started, beside the one that it replaces."""
 LOOK_SECONDS = 0.5
-"""Between two looks at what has had its time."""
+"""The seconds between two looks for connections whose time limit has passed."""
 SAID_SECONDS = 10.0
-"""Between two lines in the log about clients that were let go or turned away."""
+"""The seconds between two lines in the log about clients that were disconnected or turned away."""
 PAUSE_SECONDS = 0.1
-"""Without accepting connections, after one could not be accepted."""
+"""The seconds without accepting connections, after one could not be accepted."""
 
 
 class Listener:
-    """``sock``: bound."""
+    """The server's end of all connections. ``sock``: a socket that is bound."""
 
     def __init__(self, app: App, sock: socket.socket) -> None:
         self._app, self._sock = app, sock
@@ -45,7 +47,7 @@ class Listener:
         self._said_at = float("-inf")
 
     async def start(self) -> None:
-        """Whoever connects from now on is answered."""
+        """Start to answer the clients that connect."""
         self._loop = asyncio.get_running_loop()
         self._sock.setblocking(False)
         self._sock.listen(self._app.serving.most_requests)
@@ -71,7 +73,7 @@ class Listener:
             self._loop.add_reader(self._sock, self._accept)
 
     def _take(self, sock: socket.socket) -> None:
-        """It, in the place of those that ask nothing where there is no other."""
+        """Take a new connection; where there are too many, in the place of those that have been idle for longest."""
         full = len(self._every) + len(self._opening) >= self._most and not self._make_room()
         if full and len(self._refusing) >= REFUSED_AT_ONCE:
             self._turned_away += 1
@@ -94,7 +96,7 @@ class Listener:
             sock.close()
 
     def _make_room(self) -> bool:
-        """Close the connections that have asked nothing for longest."""
+        """Close the connections that have been idle for longest. Returns whether there were any."""
         idle = sorted((since, id(one), one) for one in self._every if (since := one.idle_since) is not None)
         for _, _, connection in idle[: max(1, self._most // 16)]:
             self._every.discard(connection)
@@ -119,7 +121,7 @@ class Listener:
                     connection.abort()
 
     def _say(self, now: float) -> None:
-        """How many clients were let go, now and then."""
+        """Log how many clients were disconnected, every ``SAID_SECONDS`` at most."""
         many = self._gave_way + self._turned_away + self._app.unread.let_go
         if many == self._said or now < self._said_at + SAID_SECONDS:
             return
@@ -134,7 +136,7 @@ class Listener:
         )
 
     async def close(self, seconds: float) -> None:
-        """No new connections; answers that are due are given, for so long."""
+        """Take no new connections, and give the answers that are due, for so many seconds at most."""
         self._loop.remove_reader(self._sock)
         self._sock.close()
         end = self._loop.time() + seconds
@@ -152,7 +154,8 @@ class Listener:
 
 
 def most_connections(descriptors: int, used: int, members: int) -> int:
-    """With so many descriptors that this process may have, of which so many are used."""
+    """Return how many connections there may be where this process may have so many descriptors, of which so many are
+    used."""
     if descriptors == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
     kept = used + SPARE_DESCRIPTORS + REFUSED_AT_ONCE + ACCEPTED_AT_ONCE + DESCRIPTORS_OF_A_PROCESS * (members + 1)

@@ -1,4 +1,4 @@
-"""The OpenAPI file of a server: what it answers to, and how, for the models that it has."""
+"""The OpenAPI file of a server: the requests that it answers, and how, for the models that it has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from apportion.serving.protocol.v2 import HEADER, MOST_DIMS, MOST_TIMEOUT
 
 
 def document(ensemble: Ensemble, serving: Serving) -> dict[str, Any]:
-    """OpenAPI 3.1."""
+    """Return the OpenAPI 3.1 description of this server."""
     names = list(ensemble.members)
     models = [*names, "ensemble"] if len(names) > 1 else names
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "enum": models}}

@@ -1,4 +1,4 @@
-"""What a person or a monitor looks at: the page at /, the numbers that it shows, metrics, and the OpenAPI file."""
+"""The pages for a person or a monitor: the page at /, the numbers that it shows, metrics, and the OpenAPI file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ JSON = b"application/json"
 def pages(
     staffed: Staffed, serving: Serving, inbox: Arena, metrics: Metrics
 ) -> dict[str, tuple[bytes, Callable[[], bytes]]]:
-    """By path: (content type, a function of the body)."""
+    """Return the pages by path: (content type, a function that returns the body)."""
     return {
         "/": (HTML, lambda: PAGE),
         "/status": (JSON, lambda: orjson.dumps(status(staffed, serving, inbox, metrics))),
@@ -34,7 +34,7 @@ def pages(
 
 
 def status(staffed: Staffed, serving: Serving, inbox: Arena, metrics: Metrics) -> dict[str, Any]:
-    """What the page shows."""
+    """Return the numbers that the page shows."""
     now, members = time.monotonic(), []
     for name, seat in staffed.ensemble.members.items():
         members.append(

@@ -1,4 +1,4 @@
-"""The head of an HTTP request: llhttp reads it (httptools), and what the server goes by is kept."""
+"""The head of an HTTP request: llhttp reads it (httptools), and the parts that the server uses are kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from apportion.serving.http.response import HTTPError
 from apportion.serving.protocol.v2 import HEADER
 
 MOST_BYTES = 64 << 10
-"""Of a head."""
+"""The largest size in bytes of a head."""
 END = b"\r\n\r\n"
 _JSON_BYTES = HEADER.lower().encode()
 _ONCE = (b"host", b"origin", b"content-length", b"transfer-encoding", _JSON_BYTES)
@@ -20,7 +20,8 @@ _ONCE = (b"host", b"origin", b"content-length", b"transfer-encoding", _JSON_BYTE
 
 @dataclass(slots=True)
 class Head:
-    """``length``: of the body; None: it says itself where it ends, by its chunks."""
+    """The head of a request. ``length``: the bytes of the body; None where it comes in chunks, which say themselves
+    where it ends."""
 
     method: str
     path: str
@@ -29,13 +30,13 @@ class Head:
     json_bytes: bytes | None = None
     encoding: bytes = b"identity"
     waits: bool = False
-    """Does the client wait to be told to go on (``Expect: 100-continue``)?"""
+    """Tells whether the client waits to be told to go on (``Expect: 100-continue``)."""
     host: bytes | None = None
     origin: bytes | None = None
 
 
 class HeadReader:
-    """One request's. ``feed`` takes it in pieces, up to its end and no further."""
+    """The reader of one request's head. ``feed`` takes it in pieces, up to its end and no further."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpRequestParser(self)
@@ -43,24 +44,25 @@ class HeadReader:
         self._whole = self._keep_alive = self._newest = False
 
     def on_url(self, url: bytes) -> None:
-        """Of httptools."""
+        """Called by httptools with a part of the URL."""
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Of httptools."""
+        """Called by httptools with a header."""
         name = name.lower()
         if name in _ONCE and name in self._headers:
             raise HTTPError(400, f"{name.decode()} is given twice")
         self._headers[name] = value
 
     def on_headers_complete(self) -> None:
-        """Of httptools. It forgets the second once a request without a body is whole."""
+        """Called by httptools at the end of the headers. It forgets whether to keep the connection once a request
+        without a body is whole."""
         self._whole = True
         self._newest = self._parser.get_http_version() == "1.1"
         self._keep_alive = self._newest and self._parser.should_keep_alive()
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Wrong where it is no HTTP."""
+        """Parse a piece of the head. Raises HTTPError where it is not HTTP."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:  # to what is not offered: the request is answered as it is
@@ -73,7 +75,7 @@ class HeadReader:
             raise HTTPError(400, f"this is no HTTP request: {error}") from error
 
     def head(self) -> Head:
-        """Once all has been fed."""
+        """Return the head, once all of it has been fed. Raises HTTPError where it is incomplete or not supported."""
         if not self._whole:
             raise HTTPError(400, "this is no HTTP request: its head ends too early")
         found = self._headers
@@ -102,7 +104,7 @@ class HeadReader:
 
 
 def number(name: bytes, value: bytes) -> int:
-    """Of bytes, in a header. Wrong where it is none."""
+    """Return the number of bytes that a header gives. Raises HTTPError where it is not a number."""
     if not value.isdigit() or len(value) > 18:
         raise HTTPError(400, f"{name.decode()}: {_text(value)[:60]!r} is no number of bytes")
     return int(value)

@@ -1,4 +1,4 @@
-"""What a request is answered with, and its bytes."""
+"""The response to a request, and its bytes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() 
 
 
 class HTTPError(Exception):
-    """An answer that is no result: its status, its sentence, and headers."""
+    """An error as an answer: its status, its sentence, and headers."""
 
     def __init__(self, status: int, message: str, *headers: tuple[bytes, bytes]) -> None:
         super().__init__(message)
         self.status, self.headers = status, headers
 
     def reply(self) -> Response:
-        """As it is sent."""
+        """Return the response that is sent for the error."""
         return Response(self.status, orjson.dumps({"error": str(self)}), JSON, self.headers)
 
 
 @dataclass(slots=True)
 class Response:
-    """``sent``: called once it is, to count it: nobody waits for that."""
+    """A response. ``sent``: called once the response is sent, to count it; no client waits for that."""
 
     status: int
     body: bytes
@@ -35,7 +35,7 @@ class Response:
     sent: Callable[[], None] | None = None
 
     def encoded(self, *, keep_alive: bool, head_only: bool = False) -> bytes:
-        """Whole."""
+        """Return the whole response as bytes; ``head_only`` leaves out the body."""
         rest = b"".join([b"%s: %s\r\n" % header for header in self.headers])
         return b"%scontent-type: %s\r\ncontent-length: %d\r\n%s%s\r\n%s" % (
             _LINES[self.status],

@@ -1,7 +1,7 @@
-"""The Open Inference Protocol over HTTP: what is asked, of whom, and how it is answered.
+"""The Open Inference Protocol over HTTP: the paths, the members that are asked, and the answers.
 
-Whatever goes wrong is ``{"error": "..."}`` with a status that says whose fault it is: 400 the request's, 429 too many
-of them, 503 the members', 504 the deadline's.
+Every error is ``{"error": "..."}`` with a status that says where the fault lies: 400 in the request, 429 in too many of
+them, 503 in the members, 504 in the deadline.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ Specs = tuple[Spec, ...]
 
 
 class App:
-    """``pages``: what is answered to GET besides the protocol, by its path: (content type, a function of its body)."""
+    """The routes of the server. ``pages``: the answers to GET besides the protocol's, by path: (content type, a
+    function that returns the body)."""
 
     def __init__(  # noqa: PLR0913 (what it answers from)
         self,
@@ -51,12 +52,12 @@ class App:
         self._models[ENSEMBLE if len(names) > 1 else names[0]] = tuple(names)
         self._known_specs: dict[str, tuple[Specs, tuple[Specs, Specs]]] = {}
         self.busy = 0
-        """Requests for inference that are being answered."""
+        """The number of requests for inference that are being answered."""
         self.draining = False
         self.unread = Unread()
 
     def opened(self, head: Head) -> Response | InferCall:
-        """What is answered to this head; or who takes its body."""
+        """Return the response to this head, or the request that takes its body."""
         try:
             self._hosts.check(head)
         except HTTPError as error:
@@ -112,7 +113,8 @@ class App:
 
     @property
     def ready(self) -> bool:
-        """Have as many members as the quorum answered, since their processes were started, and does it go on?"""
+        """Return whether as many members as the quorum have answered since their processes were started, and the server
+        is not ending."""
         return not self.draining and self._able(tuple(self.ensemble.members)) >= self.ensemble.quorum
 
     def _able(self, names: tuple[str, ...]) -> int:
@@ -138,7 +140,7 @@ class App:
         }
 
     def specs(self, model: str) -> tuple[Specs, Specs]:
-        """The inputs and outputs of a model."""
+        """Return the inputs and outputs of a model."""
         seat = self.ensemble.members[self._models[model][0]]
         if (known := self._known_specs.get(model)) is not None and known[0] is seat.outputs:
             return known[1]
@@ -166,12 +168,12 @@ class App:
         return names
 
     def noted(self, reply: Response, model: str, began: float, result: Result | None = None) -> Response:
-        """It, to be counted once it is sent."""
+        """Return the response, which is counted once it is sent."""
         reply.sent = lambda: self.note(model, reply.status, time.perf_counter() - began, result)
         return reply
 
     def note(self, model: str, status: int, seconds: float, result: Result | None) -> None:
-        """A request that has been answered."""
+        """Count and log a request that has been answered."""
         about: dict[str, Any] = {"model": model, "status": status, "ms": round(seconds * 1e3, 3)}
         used: tuple[str, ...] = ()
         degraded = False
@@ -193,7 +195,7 @@ def _told(answer: Mapping[str, Any], status: int = 200) -> Response:
 
 
 def _ready(ready: bool, **about: str) -> Response:
-    """Whatever is wrong has an "error"."""
+    """Return the response to a question whether the server or a model is ready; if not, it is 503 with an "error"."""
     if ready:
         return _told({**about, "ready": True})
     return _told({**about, "ready": False, "error": "fewer members have answered than the quorum needs"}, 503)

@@ -1,4 +1,5 @@
-"""Who is waited for: a member that keeps missing deadlines is left out, and asked now and then whether it is back.
+"""The circuit breaker of a member: one that keeps missing deadlines is left out, and asked now and then whether it is
+back.
 
 ::
 
@@ -7,7 +8,7 @@
       |                                +--- late: rests longer ----+
       +------------------- in time --------------------------------+
 
-(Nygard, "Release It!", 2007.) Pure: told what has happened and what time it is.
+(Nygard, "Release It!", 2007.) All of it is pure: it is given what has happened and what time it is.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class BreakerConfig:
-    """With one member."""
+    """The settings of a member's circuit breaker."""
 
     misses: int = 3
-    """In a row, until it is no longer waited for."""
+    """The number of deadlines missed in a row after which a member is no longer waited for."""
     rest: float = 0.25
-    """Seconds until it is probed."""
+    """The seconds until a member that is left out is probed."""
     longest: float = 4.0
-    """Rests double up to this while probes come back late, and while it does not stay ``proven`` seconds."""
+    """The longest rest in seconds: rests double up to it while probes come back late, and where a member was left out
+    again before it had been back for ``proven`` seconds."""
     proven: float = 10.0
 
     def __post_init__(self) -> None:
@@ -38,50 +40,54 @@ class BreakerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Breaker:
-    """What is known of one member."""
+    """The state of a member's circuit breaker."""
 
     patience: BreakerConfig = BreakerConfig()
     missed: int = 0
-    """In a row."""
+    """The number of deadlines that the member has missed in a row."""
     open_since: float | None = None
     closed_since: float = float("-inf")
     rest: float = 0.0
-    """The last one, in seconds; 0: it never was out."""
+    """The length of the last rest in seconds; 0 where the member never was left out."""
     probing: bool = False
 
     def state(self, now: float) -> Literal["closed", "open", "half_open"]:
-        """closed: waited for. open: not asked. half_open: asked, and not waited for."""
+        """Return the state. closed: the member is waited for. open: it is not asked. half_open: it is asked, and not
+        waited for."""
         if self.open_since is None:
             return "closed"
         return "half_open" if self.probing or now >= self.open_since + self.rest else "open"
 
     def probe_due(self, now: float) -> bool:
-        """Should the next request probe it?"""
+        """Return whether the next request should probe the member."""
         return not self.probing and self.state(now) == "half_open"
 
     def probed(self) -> Breaker:
-        """It has been asked."""
+        """Return the breaker after a probe has been sent to the member."""
         return replace(self, probing=True)
 
     def in_time(self, now: float) -> Breaker:
-        """It has answered before the deadline."""
+        """Return the breaker after the member has answered before the deadline."""
         if self.open_since is not None:
             return replace(self, missed=0, open_since=None, closed_since=now, probing=False)
         return replace(self, missed=0) if self.missed else self
 
     def late(self, now: float) -> Breaker:
-        """It was asked and had not answered at the deadline, or kept everybody waiting."""
+        """Return the breaker after the member was asked and had not answered at the deadline, or kept all others
+        waiting."""
         if self.open_since is not None:
             return self._opened(now) if self.probing else self
         missed = self.missed + 1
         return replace(self, missed=missed) if missed < self.patience.misses else self._opened(now)
 
     def refused(self) -> Breaker:
-        """It could not be asked: who was to probe it has not."""
+        """Return the breaker after the member could not be asked, so that a probe that was due is not counted as
+        sent."""
         return replace(self, probing=False) if self.probing else self
 
     def fresh(self, now: float) -> Breaker:
-        """Another process has taken its place: what is known of the last one does not hold for it."""
+        """Return the breaker after another process has taken the member's place: what is known of the last one does not
+        hold for it."""
         return Breaker(patience=self.patience, closed_since=now)
 
     def _opened(self, now: float) -> Breaker:

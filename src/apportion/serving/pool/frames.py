@@ -1,4 +1,4 @@
-"""What the server and a member's process say to each other: frames of a fixed head, tensors' heads, and their bytes.
+"""The messages between the server and a member's process: frames of a fixed head, tensors' heads, and their bytes.
 
 ::
 
@@ -27,35 +27,35 @@ _DATATYPES = tuple(DATATYPES)
 _CODES = {name: code for code, name in enumerate(_DATATYPES)}
 HEAD_BYTES = _HEAD.size
 ALIGNED = 8
-"""Bytes: where each tensor in a frame begins."""
+"""The alignment in bytes at which each tensor in a frame begins."""
 ROOM = 1 << 16
-"""Bytes that are received at once."""
+"""The number of bytes that are received at once."""
 INLINE_BYTES = 32 << 10
-"""Up to here a tensor is sent; a larger one lies in shared memory."""
+"""The size in bytes up to which a tensor is sent; a larger one lies in shared memory."""
 INLINE = -1
-"""Where a tensor's bytes are: in the frame itself; else an offset in the shared memory."""
+"""The offset that says that a tensor's bytes are in the frame itself; any other is an offset in the shared memory."""
 
 
 class Kind(IntEnum):
-    """Of a frame."""
+    """The kind of a frame."""
 
     RUN = 1
-    """To a member: these inputs, until this deadline."""
+    """A batch for a member's process: these inputs, until this deadline."""
     DONE = 2
-    """From it: these outputs."""
+    """A reply of the process: these are the outputs."""
     EXPIRED = 3
-    """From it: the deadline passed before or while it computed."""
+    """A reply of the process: the deadline passed before or while it computed."""
     REFUSED = 4
-    """From it: these are no inputs for the net; text says why."""
+    """A reply of the process: the model does not take these inputs; text says why."""
     FAILED = 5
-    """From it: they could not be computed; text says why."""
+    """A reply of the process: the outputs could not be computed; text says why."""
     TOLD = 6
-    """Either way: JSON, of what is not one request's."""
+    """A message in either direction: JSON that does not belong to a single request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor in a frame. ``offset``: of its bytes in shared memory, where they already lie; None: they are sent."""
+    """A tensor in a frame. ``offset``: where its bytes already lie in shared memory; None where they are sent."""
 
     datatype: str
     array: Array
@@ -65,8 +65,9 @@ class Placed:
 def placed(
     tensors: Iterable[tuple[str, Array]], inbox: Arena, held: Sequence[Lease] = ()
 ) -> tuple[list[Placed], list[Lease]]:
-    """(datatype, array) as they are sent: large ones lie in the inbox already, ``held`` by these leases, or are copied
-    there; where there is no room they are sent as they are."""
+    """Return (the tensors as they are sent, the leases of the memory they lie in) for (datatype, array) pairs: large
+    ones lie in the inbox already, ``held`` by these leases, or are copied there; where there is no room they are sent
+    as they are."""
     found, leases = [], [*held]
     for datatype, array in tensors:
         offset = inbox.offset(array) if held and datatype != "BYTES" else None
@@ -79,7 +80,7 @@ def placed(
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """As it was received."""
+    """A frame that was received."""
 
     kind: Kind
     number: int
@@ -89,7 +90,7 @@ class Frame:
 
 
 def encode(kind: Kind, number: int, deadline: float, tensors: Sequence[Placed] = (), text: bytes = b"") -> bytes:
-    """A frame, whole. ``text`` only where there are no tensors."""
+    """Return a whole frame as bytes. ``text`` is given only where there are no tensors."""
     heads, bodies = [], []
     for tensor in tensors:
         shape = tensor.array.shape
@@ -106,12 +107,12 @@ def encode(kind: Kind, number: int, deadline: float, tensors: Sequence[Placed] =
 
 
 def rest_of(buffer: bytes | bytearray | memoryview, at: int = 0) -> int:
-    """How many bytes follow the frame's head that is here."""
+    """Return how many bytes follow the frame's head that is here."""
     return int(_HEAD.unpack_from(buffer, at)[0])
 
 
 def decode(frame: memoryview, shared: memoryview) -> Frame:
-    """A whole frame. Arrays are views: of the frame, or of the shared memory."""
+    """Decode a whole frame. Arrays are views of the frame, or of the shared memory."""
     _, kind, many, number, deadline = _HEAD.unpack_from(frame)
     at, found = _HEAD.size, []
     for _ in range(many):
@@ -131,18 +132,19 @@ def decode(frame: memoryview, shared: memoryview) -> Frame:
 
 
 class Reader:
-    """Frames out of a stream: it is received into ``room``, as much as there is, then ``came`` is told how much."""
+    """A reader of frames out of a stream: bytes are received into ``room``, as much as there is, then ``came`` is told
+    how many."""
 
     def __init__(self) -> None:
         self._buffer, self._end = bytearray(ROOM), 0
 
     @property
     def room(self) -> memoryview:
-        """Never empty."""
+        """The memory to receive into, which is never empty."""
         return memoryview(self._buffer)[self._end :]
 
     def came(self, nbytes: int) -> list[memoryview]:
-        """The frames that are whole now."""
+        """Return the frames that are complete after so many bytes more."""
         self._end += nbytes
         whole, at = [], 0
         while self._end - at >= HEAD_BYTES:

@@ -1,4 +1,4 @@
-"""One member, as the server sees it: its queue, what it computes now, and the process that sits there for the moment.
+"""A member as the server sees it: its queue, what it computes now, and the process that it has at the moment.
 
 ::
 
@@ -29,20 +29,21 @@ from apportion.serving.runtimes.runtime import Expired, Spec
 from apportion.serving.runtimes.source import Source
 
 AT_ONCE = 2
-"""Batches that a process has: while one is computed the next one is there already."""
+"""The number of batches that a process has: while one is computed the next one is there already."""
 HUNG = 10.0
-"""A process is taken for hung when it has said nothing for so many times as long as its batch should have taken, ..."""
+"""The factor for hung processes: a process counts as hung when, after its batch's deadline, it has said nothing for so
+many times as long as the batch should have taken, and for ``LEAST_HUNG`` seconds."""
 LEAST_HUNG = 2.0
-"""... and at least for so many seconds, after the batch's deadline."""
+"""The least seconds after a batch's deadline in which a process has to say nothing before it counts as hung."""
 LEAST_USUAL = 1e-3
-"""Seconds: what takes less is at the mercy of whatever else the machine does."""
+"""The least seconds that a batch is taken to need: shorter times depend on whatever else the machine does."""
 STRAIN_WEIGHT = 0.3
-"""Of the newest batch in ``Member.strain``: one that had to wait for a core says little."""
+"""The weight of the newest batch in ``Member.strain``: one that had to wait for a core says little."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """Since the server was started."""
+    """The counts of a member since the server was started."""
 
     batches: int = 0
     rows: int = 0
@@ -53,7 +54,8 @@ class Counts:
 
 @dataclass(eq=False)
 class Member:
-    """``wanted``: called when its process has ended; whoever gives out processes answers with ``seated``."""
+    """A member of the ensemble. ``wanted``: called when its process has ended; the member pool, which gives out
+    processes, answers with ``seated``."""
 
     source: Source
     queue_length: int
@@ -64,9 +66,9 @@ class Member:
     child: WorkerHandle | None = None
     pace: Pace = field(default_factory=Pace)
     usual: Pace = field(default_factory=Pace)
-    """As it was timed by itself when the server was started."""
+    """The seconds that batches took when the member was timed by itself as the server was started."""
     strain: float = 1.0
-    """How many times as long as usual its latest batches took."""
+    """The factor by which the latest batches took longer than usual."""
     inputs: tuple[Spec, ...] = ()
     outputs: tuple[Spec, ...] = ()
     runtime: str = ""
@@ -75,34 +77,34 @@ class Member:
     queue: deque[MemberTask] = field(default_factory=deque)
     flights: dict[int, InFlightBatch] = field(default_factory=dict)
     refusal: str | None = None
-    """Why the net could not be loaded."""
+    """The reason why the model could not be loaded."""
     proven: bool = False
-    """Has this process answered a request that the server has made up?"""
+    """Tells whether this process has answered a request, such as the one that the server makes up for it."""
     closed: bool = False
     missed_at: float = float("-inf")
-    """When it last counted as late."""
+    """The time at which the member last counted as late."""
     _number: int = 0
     _heard_at: float = 0.0
 
     @property
     def name(self) -> str:
-        """Of the member."""
+        """The name of the member."""
         return self.source.name
 
     @property
     def unhurt(self) -> bool:
-        """Is it there, and waited for?"""
+        """Return whether the member has a process and is waited for."""
         return self.state == "up" and self.breaker.open_since is None
 
     @property
     def waiting(self) -> int:
-        """Requests in its queue."""
+        """The number of requests in the member's queue."""
         return len(self.queue)
 
     # Its process
 
     def seated(self, child: WorkerHandle, told: dict[str, Any]) -> None:
-        """By a process that has become this member; ``told``: what it said of it."""
+        """Take a process that has become this member; ``told``: what it said of the model."""
         self.child, self.state = child, "up"
         child.heard, child.gone = self._heard, self._gone
         self.inputs, self.outputs = (tuple(map(Spec.from_json, told[what])) for what in ("inputs", "outputs"))
@@ -113,7 +115,7 @@ class Member:
         self._prove()
 
     def _prove(self) -> None:
-        """By a canary: the sample, or zeros."""
+        """Send a first request to the process to see that it answers: the sample, or zeros."""
         rows = self.source.rows() or [spec.filled(1) for spec in self.inputs]
         tensors = [Placed(spec.datatype, row) for spec, row in zip(self.inputs, rows, strict=True)]
 
@@ -123,7 +125,7 @@ class Member:
         self.submit(MemberTask(tensors, 1, float("inf"), proven, alone=True), first=True)
 
     def unseat(self) -> None:
-        """For good: the server ends."""
+        """Close the member for good, because the server ends."""
         self.closed = True
         child, self.child, self.state, self.proven = self.child, None, "down", False
         if child is not None:
@@ -131,7 +133,7 @@ class Member:
         self._settle_all(Lost(f"{self.name} was shut down"))
 
     def check(self, now: float) -> None:
-        """Called now and then: a process that says nothing any more is killed, work that expired is dropped."""
+        """Kill a process that no longer says anything, and drop work that has expired. Called now and then."""
         if self.child is None:
             self._drop_expired(now)
             return
@@ -159,7 +161,8 @@ class Member:
     # Work
 
     def submit(self, work: MemberTask, *, first: bool = False) -> None:
-        """Overloaded where the queue is full. ``first``: it has been here before."""
+        """Add work to the queue. ``first``: it goes to the front and is always taken. Raises Overloaded where the queue
+        is full."""
         if self.closed:
             raise Overloaded(f"{self.name} was shut down", seconds=1.0)
         if self.waiting >= self.queue_length and not first:
@@ -187,14 +190,15 @@ class Member:
             self._fly(self.child, [self.queue.popleft() for _ in range(many)], now)
 
     def _alike(self) -> list[tuple[int, float]]:
-        """(rows, deadline) of those that the first in the queue may be computed with, and itself."""
+        """Return (rows, deadline) of the work at the front of the queue that may be computed together with the first,
+        and of the first itself."""
         first = self.queue[0]
         shapes = _row_shapes(first)
         same = takewhile(lambda w: w is first or not (w.alone or first.alone or _row_shapes(w) != shapes), self.queue)
         return [(work.rows, work.deadline) for work in same]
 
     def _begins(self, now: float) -> float:
-        """When its process comes to what is sent now."""
+        """Return the time at which the process comes to what is sent now."""
         at = self._heard_at
         for flight in self.flights.values():
             at = max(at, flight.sent) + self.pace.expected(flight.rows)

@@ -1,4 +1,5 @@
-"""Who sits where: starts the processes, keeps a spare one ready that has every net loaded, and replaces who dies.
+"""The pool of the members' processes: it starts them, keeps a spare one ready that has every model loaded, and replaces
+those that die.
 
 ::
 
@@ -24,29 +25,33 @@ from apportion.serving.pool.shared_arena import Arena
 from apportion.serving.pool.worker_handle import WorkerHandle
 
 LEAST_LIFE = 1.0
-"""Seconds: a process that dies younger makes its seat wait, twice as long each time, ..."""
+"""The lifetime in seconds below which a process that dies makes its member wait for the next one, twice as long each
+time, up to ``LONGEST_WAIT``."""
 LONGEST_WAIT = 5.0
-"""... up to this."""
+"""The longest time in seconds that a member waits for its next process."""
 BECOME_SECONDS = 1.0
-"""For a spare to become a member whose net it has loaded; then it is given up, and a new process started."""
+"""The seconds in which a spare has to become a member whose model it has loaded; then it is given up, and a new process
+started."""
 END_SECONDS = 0.5
-"""For processes to end by themselves when the server does; then they are killed."""
+"""The seconds in which processes have to end by themselves when the server does; then they are killed."""
 STOPPED_SECONDS = 2.0
-"""Then a process that is stopped, by a signal or a debugger, is given up where it loads its nets or waits as the spare;
-one that sits in a seat is missed when it does not answer."""
+"""The seconds after which a process that is stopped, by a signal or a debugger, is given up while it loads its models
+or waits as the spare; where it serves a member, it is noticed when it does not answer."""
 TOLD_SECONDS = 5.0
-"""Between two lines about a process that still loads or times its nets."""
+"""The seconds between two lines about a process that still loads or times its models."""
 LOOK_SECONDS = 0.05
-"""Between two looks at what has expired or hangs."""
+"""The seconds between two looks for what has expired or hangs."""
 STALLED_SECONDS = 0.5
-"""Longer than that between two looks: nobody was looked after, and nobody is to blame."""
+"""The seconds between two looks beyond which the server itself stood still: then no member is checked, and none counts
+as hung."""
 
 Log = Callable[..., None]
 Answer = asyncio.Future[dict[str, Any]]
 
 
 class MemberPool:
-    """``load_seconds``: for a process to start and load its nets. ``timing_seconds``: of that, for timing them."""
+    """The processes of all members. ``load_seconds``: the time for a process to start and load its models.
+    ``timing_seconds``: the part of that for timing them."""
 
     def __init__(
         self,
@@ -63,18 +68,18 @@ class MemberPool:
         self._load, self._timing = load_seconds, timing_seconds
         self._spare: WorkerHandle | None = None
         self._spare_has: frozenset[str] = frozenset()
-        """Members whose nets it has loaded."""
+        """The names of the members whose models the spare has loaded."""
         self._dead: list[WorkerHandle] = []
         self._born: dict[Member, float] = {}
         self._waits: dict[Member, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._spare_stopped = 0.0
-        """For how many seconds."""
+        """The number of seconds for which the spare has been stopped."""
         self._over = False
 
     async def start(self) -> None:
-        """All seats, one after the other loading so that each is timed alone. Raises ApportionError with what the net's
-        process says where one cannot be loaded."""
+        """Start the processes of all members, which load one after the other so that each is timed alone. Raises
+        ApportionError with what the process says where a model cannot be loaded."""
         for seat in self._seats:
             told = await self._hire(seat)
             if told["what"] == "refused":
@@ -82,11 +87,11 @@ class MemberPool:
         self._go(self._look())
 
     def keep_spare(self) -> None:
-        """From now on."""
+        """Keep a spare process ready from now on."""
         self._go(self._keep_spare())
 
     def vacant(self, seat: Member, child: WorkerHandle) -> None:
-        """Its process has died."""
+        """Replace the process of this member, which has died."""
         child.kill()  # its socket has ended; that it has is to be sure
         self._dead.append(child)
         now = asyncio.get_running_loop().time()
@@ -96,7 +101,7 @@ class MemberPool:
         self._go(self._replace(seat, self._waits[seat]))
 
     async def close(self) -> None:
-        """All processes have ended afterwards."""
+        """End all processes; none is left afterwards."""
         self._over = True
         for task in self._tasks:
             task.cancel()
@@ -117,7 +122,8 @@ class MemberPool:
     # One process
 
     async def _hire(self, seat: Member, child: WorkerHandle | None = None) -> dict[str, Any]:
-        """A process for the seat: this one, which has its net loaded, or a new one."""
+        """Give the member a process: this one, which has its model loaded, or a new one. Returns what the process
+        answers."""
         hired = child or self._new(seat.source.threads)
         try:
             told = await self._ask(
@@ -150,7 +156,8 @@ class MemberPool:
         return WorkerHandle(self._inbox, self._outbox_bytes, lambda frame: None, lambda: None, threads=threads)
 
     async def _ask(self, child: WorkerHandle, what: str, seconds: float, /, **how: Any) -> dict[str, Any]:
-        """What it says to that. ApportionError where it dies over it, or takes too long."""
+        """Return what the process answers to a message. Raises ApportionError where it dies over it, or takes too
+        long."""
         answer: Answer = asyncio.get_running_loop().create_future()
 
         def heard(frame: Frame) -> None:
@@ -190,7 +197,7 @@ class MemberPool:
     # The spare
 
     async def _keep_spare(self, wait: float = 0.0) -> None:
-        """Until there is one that is ready, with as many nets as can be loaded."""
+        """Start spares until one is ready, with as many models as can be loaded."""
         await asyncio.sleep(wait)
         sources = [asdict(seat.source) for seat in self._seats]
         while not self._over and self._spare is None:

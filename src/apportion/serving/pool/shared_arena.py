@@ -19,11 +19,11 @@ from apportion.comm.channel import memory_file
 from apportion.serving.protocol.datatypes import Array
 
 ALIGNED = 64
-"""Bytes: ranges begin on cache lines."""
+"""The alignment in bytes of ranges, which begin on cache lines."""
 
 
 class Lease:
-    """A range, as long as somebody holds this."""
+    """A range of the memory, which is taken as long as the lease exists."""
 
     __slots__ = ("_arena", "_taken", "memory")
 
@@ -36,8 +36,9 @@ class Lease:
 
 
 class Arena:
-    """``descriptor``: None makes the memory, of so many bytes; else it is mapped. ``readonly``: others read it
-    too, and a net that computes in place is not to change it under them."""
+    """A shared memory of which ranges are given out. ``descriptor``: None makes the memory, of so many bytes; else it
+    is mapped. ``readonly``: other processes read the memory too, and a model that computes in place must not change it
+    under them."""
 
     def __init__(self, nbytes: int, descriptor: int | None = None, *, readonly: bool = False) -> None:
         self.nbytes = nbytes
@@ -49,20 +50,20 @@ class Arena:
         self._begins = _address(np.frombuffer(self.memory, np.uint8))
         self._free = [(0, nbytes)]
         self.returned: deque[tuple[int, int]] = deque()
-        """Ranges that nobody holds any longer."""
+        """The ranges whose leases no longer exist."""
 
     def lease(self, nbytes: int) -> Lease | None:
-        """A range of so many bytes; None where there is none left."""
+        """Return the lease of a range of so many bytes; None where there is none left."""
         taken = self.take(nbytes)
         return None if taken is None else Lease(self, taken, nbytes)
 
     def offset(self, array: Array) -> int | None:
-        """Where this array lies in it; None where it lies elsewhere."""
+        """Return the offset at which this array lies in the memory; None where it lies elsewhere."""
         at = _address(array) - self._begins
         return at if 0 <= at < self.nbytes else None
 
     def copied(self, array: Array) -> tuple[Array, Lease] | None:
-        """It, lying here; None where there is no room."""
+        """Return (a copy of the array that lies in this memory, its lease); None where there is no room."""
         if (lease := self.lease(array.nbytes)) is None:
             return None
         there = np.frombuffer(lease.memory, array.dtype).reshape(array.shape)
@@ -70,7 +71,7 @@ class Arena:
         return there, lease
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
-        """A range (offset, bytes) of at least so many; None where there is none left."""
+        """Take a range of at least so many bytes, and return (offset, bytes); None where there is none left."""
         wanted = -(-nbytes // ALIGNED) * ALIGNED
         self._collect()
         for place, (offset, size) in enumerate(self._free):
@@ -84,7 +85,7 @@ class Arena:
             self.give_back(self.returned.popleft())
 
     def give_back(self, taken: tuple[int, int]) -> None:
-        """A range that was taken."""
+        """Give back a range that was taken."""
         insort(self._free, taken)
         merged = [self._free[0]]
         for offset, size in self._free[1:]:
@@ -98,12 +99,12 @@ class Arena:
 
     @property
     def free(self) -> int:
-        """Bytes."""
+        """The number of bytes that are free."""
         self._collect()
         return sum(size for _, size in self._free)
 
     def close(self) -> None:
-        """The mapping stays as long as arrays lie in it."""
+        """Close the memory; the mapping stays as long as arrays lie in it."""
         os.close(self.descriptor)
         try:
             self.memory.release()

@@ -1,4 +1,4 @@
-"""What a member is given to do, and what may become of it."""
+"""The work that is given to a member, and the outcomes that it may have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Lost(ApportionError):
 
 
 class Refused(ValueError):
-    """The net does not take these inputs."""
+    """The model does not take these inputs."""
 
 
 class Failed(ApportionError):
@@ -28,7 +28,7 @@ Outcome = list[Array] | Exception
 
 @dataclass(slots=True, eq=False)
 class MemberTask:
-    """One request, for one member. ``settle`` is called once: with the outputs, or with why there are none."""
+    """A request for one member. ``settle`` is called once: with the outputs, or with the reason why there are none."""
 
     tensors: Sequence[Placed]
     rows: int
@@ -37,14 +37,14 @@ class MemberTask:
     held: Sequence[Lease] = ()
     """The memory in which the tensors lie, if it is shared."""
     over: bool = False
-    """Nobody waits for it any more."""
+    """Tells that the request has been settled or given up, and its outcome is no longer waited for."""
     alone: bool = False
-    """Not to be computed together with others."""
+    """Tells that the request may not be computed together with others."""
 
 
 @dataclass(slots=True)
 class InFlightBatch:
-    """A batch that a process has."""
+    """A batch that a process computes or is about to."""
 
     works: list[MemberTask]
     rows: int

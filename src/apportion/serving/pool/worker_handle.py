@@ -1,7 +1,8 @@
-"""The server's end of a member's process: starts it, sends and receives frames without waiting, notices its death.
+"""The server's end of a member's process: it starts the process, sends and receives frames without waiting, and notices
+its death.
 
-Every process is a program of its own that was started anew, never a fork of this one, which has threads. It ends with
-the server, whatever ends the server.
+Every process is a program that is started anew, never a fork of the server, which has threads. It ends with the server,
+whatever ends the server.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from apportion.serving.pool.worker_main import NEVER
 
 
 class WorkerHandle:
-    """``inbox``: where requests' large tensors lie; its own outbox of so many bytes is for large outputs. ``heard``:
-    called with each frame; ``gone``: once, when the process has ended or its socket has."""
+    """The handle of a member's process. ``inbox``: where requests' large tensors lie; the process has an outbox of so
+    many bytes for large outputs. ``heard``: called with each frame; ``gone``: called once, when the process has ended
+    or its socket has."""
 
     def __init__(
         self,
@@ -59,16 +61,16 @@ class WorkerHandle:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The number of the process."""
         return self.process.pid
 
     @property
     def over(self) -> bool:
-        """Has its socket ended?"""
+        """Return whether the process's socket has ended."""
         return self._over
 
     def send(self, frame: bytes) -> None:
-        """Now, or as soon as the process has read what was sent before."""
+        """Send a frame now, or as soon as the process has read what was sent before."""
         if self._over:
             return
         if not self._unsent:
@@ -84,15 +86,15 @@ class WorkerHandle:
         self._unsent += frame
 
     def tell(self, what: str, **how: Any) -> None:
-        """What is not one request's."""
+        """Send a message in JSON that does not belong to a single request."""
         self.send(encode(Kind.TOLD, 0, NEVER, text=json.dumps({"what": what, **how}).encode()))
 
     def kill(self) -> None:
-        """At once; ``gone`` is called."""
+        """Kill the process at once; ``gone`` is called."""
         self.process.kill()
 
     def close(self) -> None:
-        """It ends by itself when it has read the end of the socket; ``gone`` is not called."""
+        """Close the socket: the process ends by itself when it has read the end of it; ``gone`` is not called."""
         self.gone = lambda: None
         self._end()
 
@@ -136,7 +138,7 @@ class WorkerHandle:
         self.gone()
 
     async def ended(self, seconds: float) -> bool:
-        """Has the process, within so long? Its status is collected then."""
+        """Return whether the process ends within so many seconds; its exit status is collected then."""
         end = self._loop.time() + seconds
         while self.process.poll() is None:
             if self._loop.time() >= end:

@@ -1,7 +1,8 @@
-"""A member's process: it loads what it is told to, and answers one batch after the other until its socket is closed.
+"""The process of a member: it loads the models that it is told to, and answers one batch after the other until its
+socket is closed.
 
-Started as ``python -m apportion.serving.pool.worker_main PARENT SOCKET INBOX BYTES OUTBOX BYTES``. It imports the
-runtimes that it needs and nothing else, so that it is there in a fraction of a second."""
+It is started as ``python -m apportion.serving.pool.worker_main PARENT SOCKET INBOX BYTES OUTBOX BYTES``. It imports the
+runtimes that it needs and nothing else, so that it is ready in a fraction of a second."""
 
 from __future__ import annotations
 
@@ -28,12 +29,12 @@ from apportion.serving.runtimes.source import Source
 
 NEVER = math.inf
 _REFUSALS = (ValueError, ApportionError, Expired, OSError, ImportError)
-"""What loading a net raises where it cannot be."""
+"""The errors that loading a model raises where it cannot be loaded."""
 
 
 class MemberProcess:
-    """One process's side of its socket. ``inbox``: where large inputs lie. ``outbox``: where large outputs are laid,
-    in one half of it for every other batch: while the server reads the one the other is written."""
+    """The process's side of its socket. ``inbox``: where large inputs lie. ``outbox``: where large outputs are laid, in
+    one half of it for every other batch: while the server reads the one the other is written."""
 
     def __init__(self, sock: socket.socket, inbox: Arena, outbox: Arena) -> None:
         self._socket, self._inbox, self._outbox = sock, inbox, outbox
@@ -41,7 +42,7 @@ class MemberProcess:
         self._program: Runtime | None = None
 
     def serve(self) -> None:
-        """Until the server closes the socket."""
+        """Answer frames until the server closes the socket."""
         reader = Reader()
         while came := self._socket.recv_into(reader.room):
             for whole in reader.came(came):
@@ -67,7 +68,7 @@ class MemberProcess:
             return {"what": "refused", "why": f"{error}"}
 
     def _prepared(self, sources: Sequence[dict[str, Any]]) -> dict[str, str]:
-        """By name, why some of them could not be loaded."""
+        """Load these models, and return by member name why some of them could not be loaded."""
         refused = {}
         for source in sources:
             try:
@@ -113,14 +114,15 @@ class MemberProcess:
             return encode(Kind.FAILED, frame.number, frame.deadline, text=text)
 
     def _inputs(self, tensors: Sequence[Placed]) -> list[Array]:
-        """The rows of all requests, one after the other. A client's tensor begins anywhere in its body."""
+        """Return the rows of all requests, one after the other, for each input. Tensors that are not aligned, as they
+        lie in a client's body, are copied."""
         assert self._program is not None
         many = len(self._program.inputs)
         arrays = [t.array if t.array.flags.aligned else t.array.copy() for t in tensors]
         return arrays if len(arrays) == many else [np.concatenate(arrays[n::many]) for n in range(many)]
 
     def _placed(self, number: int, outputs: Sequence[Array]) -> list[Placed]:
-        """In shared memory where they are large and fit; else they are sent."""
+        """Lay outputs in shared memory where they are large and fit; the others are sent."""
         assert self._program is not None
         half = self._outbox.nbytes // 2
         place = number % 2 * half
@@ -142,7 +144,7 @@ def _encoded(text: str) -> bytes:
 
 
 def main() -> None:
-    """Of the process."""
+    """Run the process of a member."""
     parent, descriptor, inbox, inbox_bytes, outbox, outbox_bytes = map(int, sys.argv[1:])
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal's processes; the server ends them

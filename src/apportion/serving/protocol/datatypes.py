@@ -1,6 +1,7 @@
-"""The Open Inference Protocol's datatypes, and what they are in numpy, in JSON and as bytes.
+"""The Open Inference Protocol's datatypes, and their forms in numpy, in JSON and as bytes.
 
-BYTES are arrays of ``bytes`` objects. BF16, which numpy has not, are the upper halves of float32's bits, as uint16.
+BYTES are arrays of ``bytes`` objects. BF16, which numpy does not have, are the upper halves of float32's bits, as
+uint16.
 """
 
 from __future__ import annotations
@@ -23,24 +24,25 @@ DATATYPES: dict[str, np.dtype[Any]] = {
     "BYTES": np.dtype(object),
     "BF16": np.dtype(np.uint16),
 }
-"""By the protocol's name."""
+"""The numpy dtypes by the protocol's name."""
 NAMES = {dtype: name for name, dtype in DATATYPES.items() if name != "BF16"}
 MOST_DIMS = 32
-"""Of a nested list."""
+"""The largest number of dimensions of a nested list."""
 MOST_TEXTS = 1 << 20
-"""Values of BYTES in a tensor: each is an object, and while they are made nothing else is done."""
+"""The number of BYTES values that a tensor may have: each is an object, and while they are made nothing else is
+done."""
 _LENGTH = struct.Struct("<I")
 
 
 def to_bf16(values: Array) -> Array:
-    """The nearest, ties to even; NaN stays NaN."""
+    """Round to the nearest bfloat16, ties to even, and return the bits; NaN stays NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
 def from_bf16(bits: Array) -> Array:
-    """As float32, exactly."""
+    """Return the values of bfloat16 bits as float32, exactly."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
@@ -48,8 +50,8 @@ def from_bf16(bits: Array) -> Array:
 
 
 def from_json(data: object, datatype: str, elements: int) -> Array:
-    """So many values in row-major order, given flat or nested, or as the array of numbers that ``json_numbers`` made of
-    them. ValueError where they are not of this type, or not so many."""
+    """Read so many values in row-major order, given flat or nested, or as the array of numbers that ``json_numbers``
+    made of them. Raises ValueError where they are not of this type, or not so many."""
     if isinstance(data, np.ndarray):
         values = _fitted(data, datatype).reshape(-1)
     elif isinstance(data, list):
@@ -62,7 +64,8 @@ def from_json(data: object, datatype: str, elements: int) -> Array:
 
 
 def _numbers(data: list[Any], datatype: str) -> Array:
-    """Only what is of the right Python type reaches numpy, which would make numbers of almost anything."""
+    """Convert a nested list to a flat array. Only values of the right Python type reach numpy, which would make numbers
+    of almost anything."""
     leaves = data
     for _ in range(MOST_DIMS):
         if not leaves or type(leaves[0]) is not list:
@@ -83,7 +86,8 @@ def _numbers(data: list[Any], datatype: str) -> Array:
 
 
 def _fitted(numbers: Array, datatype: str) -> Array:
-    """As this type: floating ones are rounded, as numpy does it."""
+    """Convert numbers to this type: floating ones are rounded, as numpy does it. Raises ValueError where one is outside
+    of it."""
     dtype = DATATYPES[datatype]
     if numbers.dtype.kind == "f":
         try:
@@ -123,14 +127,15 @@ def _flat(data: list[Any]) -> Iterator[Any]:
 
 
 def objects(values: Sequence[bytes]) -> Array:
-    """An array of BYTES."""
+    """Return an array of the datatype BYTES."""
     made = np.empty(len(values), dtype=object)
     made[:] = values
     return made
 
 
 def to_json(array: Array, datatype: str) -> Any:
-    """What orjson writes as a flat list (with OPT_SERIALIZE_NUMPY). ValueError where it is no JSON."""
+    """Return what orjson writes as a flat list (with OPT_SERIALIZE_NUMPY). Raises ValueError where the values cannot be
+    JSON."""
     flat = np.ascontiguousarray(array).reshape(-1)
     if datatype == "BYTES":
         try:
@@ -151,8 +156,8 @@ def _kind(value: object) -> str:
 
 
 def from_bytes(data: memoryview, datatype: str, elements: int) -> Array:
-    """So many values in row-major order, little-endian: a view of the bytes, where they are numbers. ValueError where
-    they are more or fewer."""
+    """Read so many values in row-major order, little-endian: a view of the bytes where the values are numbers. Raises
+    ValueError where they are more or fewer."""
     if datatype == "BYTES":
         if elements > MOST_TEXTS:
             raise ValueError(f"its shape asks for {elements} values of BYTES, of {MOST_TEXTS} at most")
@@ -182,7 +187,7 @@ def _strings(data: memoryview, elements: int) -> Iterator[bytes]:
 
 
 def to_bytes(array: Array, datatype: str) -> bytes | memoryview:
-    """In row-major order, little-endian; each value of BYTES with its length before it."""
+    """Return the values as bytes in row-major order, little-endian; each value of BYTES has its length before it."""
     if datatype == "BYTES":
         return b"".join(_LENGTH.pack(len(value)) + value for value in array.reshape(-1))
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -1,7 +1,7 @@
-"""JSON whose lists of numbers become arrays at once. A Python object for each number takes twice as long to make,
-to convert and to throw away, and much of what a server does for a request in JSON is that.
+"""A JSON reader that makes lists of numbers arrays at once. A Python object for each number takes twice as long to
+make, to convert and to throw away, and much of what a server does for a request in JSON is that.
 
-It reads what is usual; all else, and all that is wrong, is left to orjson and to those who look at what that found.
+It reads what is usual; all else, and all that is wrong, is left to orjson and to the checks of what orjson found.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from simdjson import Array, Object, Parser
 from apportion.serving.protocol.datatypes import DATATYPES
 
 LEAST_BYTES = 512
-"""Of less of it there is nothing to be gained."""
+"""The size in bytes below which a text is left to orjson: reading it here would gain nothing."""
 KEPT_BYTES = 256 << 10
-"""A parser keeps many times the memory of the longest text that it has read: a longer one has a parser of its own."""
+"""The largest size in bytes of a text for the parser that is kept: a parser keeps many times the memory of the longest
+text that it has read, so a longer one has a parser of its own."""
 MOST_TENSORS = 1000
-"""Of a request or an answer."""
+"""The number of tensors that a request or an answer with many lists may have."""
 MOST_LISTS, MOST_OBJECTS = 250_000, 20_000
-"""In a text of which Python objects are made: while they are, nothing else is done. Even lists of numbers, which become
-arrays, are not counted."""
+"""The numbers of lists and of objects that a text may have if Python objects are made of it: while they are made,
+nothing else is done. Even lists of numbers, which become arrays, are not counted."""
 FEW_LISTS = 10_000
-"""With fewer lists nothing needs to be counted."""
+"""The number of lists and objects up to which nothing in a text needs to be counted."""
 PLAIN_BYTES = 64 << 10
-"""Of what is no data, in a text with many lists."""
+"""The largest size in bytes of a value that is not data, in a text with many lists."""
 _KINDS: dict[str, tuple[Any, type[np.generic]]] = {
     **{name: ("d", np.float64) for name in ("FP16", "FP32", "FP64", "BF16")},
     **{name: ("i", np.int64) for name in DATATYPES if name.startswith("INT")},
     **{name: ("u", np.uint64) for name in DATATYPES if name.startswith("UINT")},
 }
-"""By datatype, what its numbers are read as; simdjson refuses what is none of these."""
+"""The type that numbers of each datatype are read as; simdjson refuses numbers that are not of it."""
 _OF_NUMBERS = b"0123456789+-.eE \t\r\n"
 
 
@@ -42,7 +43,7 @@ _parser = Parser()
 
 
 def check_lists(text: bytes) -> None:
-    """ValueError where it has more lists or objects than may be made at once."""
+    """Raise ValueError where the text has more lists or objects than may be made at once."""
     if text.count(b"[") <= MOST_LISTS and text.count(b"{") <= MOST_OBJECTS:
         return
     marks = np.frombuffer(text.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
@@ -53,8 +54,9 @@ def check_lists(text: bytes) -> None:
 
 
 def loads(text: bytes, what: str) -> dict[str, Any] | None:
-    """As ``orjson.loads``, but that ``data`` of each of the tensors listed under ``what`` is an array, of the shape in
-    which it is nested. None where it is anything but even lists of numbers of its datatype's kind."""
+    """Read a text as ``orjson.loads`` does, but with ``data`` of each of the tensors listed under ``what`` as an array,
+    of the shape in which it is nested. Returns None where it is anything but even lists of numbers of its datatype's
+    kind."""
     global _parser
     if len(text) < LEAST_BYTES or b"\\" in text:
         return None
@@ -97,7 +99,7 @@ def _numbers(tensor: Any, careful: bool) -> Any:
 
 
 def _shape(data: Any) -> list[int]:
-    """If all is nested as the first rows are."""
+    """Return the shape of a nested list, if all of it is nested as the first rows are."""
     shape, row = [], data
     while isinstance(row, Array):
         shape.append(len(row))
@@ -122,7 +124,8 @@ def _lists(value: Any) -> int:
 
 
 def _flat(text: bytes, lists: int) -> bool:
-    """Are there so many lists, and none within another's numbers? ``count`` would take ten times as long."""
+    """Return whether there are so many lists, and none within another's numbers. ``count`` would take ten times as
+    long."""
     many, at = 0, text.find(b"[")
     while at >= 0 and many <= lists:
         many, at = many + 1, text.find(b"[", at + 1)
@@ -130,7 +133,8 @@ def _flat(text: bytes, lists: int) -> bool:
 
 
 def _nested(text: bytes, arrays: Sequence[NDArray[Any]]) -> bool:
-    """Are there just these, nested just so? What is left of their text without the numbers says it."""
+    """Return whether the text has just these arrays, nested in just these shapes: what is left of it without the
+    numbers shows it."""
     _, *parts = text.translate(None, _OF_NUMBERS).split(b'"data":')
     if len(parts) != len(arrays):
         return False

@@ -8,8 +8,8 @@
     142 bytes of JSON, where a tensor has no "data" but "parameters": {"binary_data_size": 12288}
     12288 bytes of the first such tensor, then those of the next
 
-Specification: https://github.com/kserve/open-inference-protocol and Triton's "binary tensor data extension". Pure: what
-is wrong with a request is a ``ValueError`` with a sentence for whoever sent it.
+Specification: https://github.com/kserve/open-inference-protocol and Triton's "binary tensor data extension". All of it
+is pure: what is wrong with a request is a ``ValueError`` with a sentence for the client.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from apportion.serving.protocol.datatypes import DATATYPES, Array, from_bytes, f
 HEADER = "Inference-Header-Content-Length"
 MOST_DIMS = 32
 MOST_SIDE = 2**31
-"""Also where another side is 0."""
+"""The longest side of a shape, also where another side is 0."""
 MOST_OUTPUTS = 1000
 MOST_TENSORS = 1000
 MOST_TIMEOUT = 3600 * 10**6
-"""Microseconds."""
+"""The longest timeout that a request may ask for, in microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor."""
+    """A tensor with its name and its datatype."""
 
     name: str
     datatype: str
@@ -54,29 +54,30 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Of inference."""
+    """A request for inference."""
 
     inputs: tuple[NamedTensor, ...]
     id: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     outputs: tuple[Asked, ...] | None = None
-    """None: all."""
+    """The outputs that are asked for; None asks for all."""
     binary: bool = False
-    """What an output is that is not asked for by name."""
+    """Tells whether outputs that are not asked for by name are sent as bytes rather than JSON."""
 
     @property
     def timeout(self) -> float | None:
-        """Seconds; None: the server's."""
+        """The seconds that the request may take; None where the server's own deadline holds."""
         given = self.parameters.get("timeout", 0)
         return given / 1e6 if given else None
 
 
 class Unfit(ValueError):
-    """A tensor is not one that the net takes."""
+    """The tensor is not one that the model takes."""
 
 
 Check = Callable[[str, str, Sequence[int]], None]
-"""Of a tensor's name, datatype and shape, before its elements are made: ``Unfit`` where the net takes no such one."""
+"""A check of a tensor's name, datatype and shape, before its elements are made: it raises ``Unfit`` where the model
+does not take such a tensor."""
 
 
 def read_request(
@@ -86,7 +87,8 @@ def read_request(
     takes: Sequence[str] | None = None,
     check: Check | None = None,
 ) -> Request:
-    """``json_bytes``: what the header says; None where there is none. ``takes``: the names of the net's inputs."""
+    """Read a request. ``json_bytes``: the bytes of JSON as the header gives them; None where there is no header.
+    ``takes``: the names of the model's inputs."""
     told, binary = _parted(body, json_bytes, "inputs")
     parameters = _parameters(told)
     timeout = parameters.get("timeout", 0)
@@ -110,9 +112,10 @@ def read_request(
 
 
 def check_declared(text: memoryview, *, takes: Sequence[str], check: Check) -> None:
-    """Raise ValueError where the JSON of a request declares tensors that the net does not take, whatever bytes follow.
+    """Raise ValueError where the JSON of a request declares tensors that the model does not take, whatever bytes
+    follow.
 
-    What else may be wrong with it is said when the request is read.
+    Other errors in it are found when the request is read.
     """
     told, _ = _parted(text, None, "inputs")
     listed = told.get("inputs")
@@ -125,7 +128,7 @@ def check_declared(text: memoryview, *, takes: Sequence[str], check: Check) -> N
 
 
 def _must_be_whole(listed: Sequence[Any], takes: Sequence[str]) -> None:
-    """ValueError where a tensor is missing, or there are too many, before any is looked at."""
+    """Raise ValueError where a tensor is missing, or there are too many, before any is looked at."""
     if len(listed) > len(takes):
         raise ValueError(f"inputs has {len(listed)} tensors, the net takes {len(takes)}")
     named = {item["name"] for item in listed if isinstance(item, dict) and isinstance(item.get("name"), str)}
@@ -136,7 +139,7 @@ def _must_be_whole(listed: Sequence[Any], takes: Sequence[str]) -> None:
 
 
 def _parted(body: bytes | memoryview, json_bytes: int | None, what: str) -> tuple[dict[str, Any], memoryview]:
-    """(JSON, the bytes after it). ``what``: under which name the tensors are."""
+    """Return (the JSON, the bytes after it). ``what``: the name under which the tensors are listed."""
     whole = memoryview(body)
     if not whole:
         raise ValueError("the body is empty: it must be a JSON object")
@@ -158,7 +161,7 @@ def _parted(body: bytes | memoryview, json_bytes: int | None, what: str) -> tupl
 
 
 def shown(value: Any) -> str:
-    """What somebody has sent, in a sentence: however long or deep it is."""
+    """Return a value that a client has sent, short enough for a sentence however long or deep it is."""
     return reprlib.repr(value)
 
 
@@ -268,7 +271,7 @@ def _asked(told: Mapping[str, Any], *, binary: bool) -> tuple[Asked, ...] | None
 def write_response(
     head: Mapping[str, Any], outputs: Sequence[NamedTensor], request: Request
 ) -> tuple[list[bytes | memoryview], int | None]:
-    """(the body in pieces, the header's number or None). ``head``: model_name, parameters and the like."""
+    """Return (the body in pieces, the header's number or None). ``head``: model_name, parameters and the like."""
     binary = {asked.name: asked.binary for asked in request.outputs or ()}
     return _written(head, "outputs", [(t, binary.get(t.name, request.binary)) for t in outputs])
 
@@ -276,7 +279,8 @@ def write_response(
 def write_request(
     inputs: Sequence[NamedTensor], *, binary: bool = True, **head: Any
 ) -> tuple[list[bytes | memoryview], int | None]:
-    """What a client sends; ``head``: id, parameters, outputs."""
+    """Return what a client sends: (the body in pieces, the header's number or None). ``head``: id, parameters,
+    outputs."""
     return _written(head, "inputs", [(tensor, binary) for tensor in inputs])
 
 
@@ -301,6 +305,6 @@ def _written(
 def read_response(
     body: bytes | memoryview, json_bytes: int | None = None
 ) -> tuple[dict[str, Any], tuple[NamedTensor, ...]]:
-    """(all but the tensors, the outputs)."""
+    """Read a response. Returns (all of the JSON, the outputs)."""
     told, binary = _parted(body, json_bytes, "outputs")
     return told, _tensors(told, "outputs", binary)

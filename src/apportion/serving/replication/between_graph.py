@@ -1,4 +1,4 @@
-"""Each member in its own process: one that is slow or dies takes nobody with it.
+"""Every member in a process of its own: one that is slow or dies does not hold up or end the others.
 
 ::
 
@@ -26,7 +26,7 @@ from apportion.serving.runtimes.source import Source
 def staffed(
     sources: Sequence[Source], serving: Serving, inbox: Arena, log: Log, *, timing_seconds: float
 ) -> tuple[list[Member], MemberPool]:
-    """A seat for each source, and who gives out their processes; not started."""
+    """Return a member for each source, and the pool that gives out their processes; none is started."""
     seats = [
         Member(
             source=source,

@@ -1,4 +1,5 @@
-"""in_graph or between_graph: both measured on this machine, with requests one at a time and many at once."""
+"""The choice of in_graph or between_graph: both are measured on this machine, with requests one at a time and many at
+once."""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ from apportion.serving.runtimes.source import Source
 
 AT_ONCE = 16
 SECONDS = 0.6
-"""Of measuring each of the two, one at a time and at once."""
+"""The seconds for which each of the two is measured, one request at a time and many at once."""
 WORTH = 1.25
-"""in_graph gives up the answer by the deadline: it has to be so many times as fast."""
+"""The factor by which in_graph has to be faster, since it gives up the answer by the deadline."""
 TIMING_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Staffed:
-    """Members that answer."""
+    """The members that answer, with the pool of their processes."""
 
     ensemble: Ensemble
     staff: MemberPool
@@ -41,7 +42,8 @@ class Staffed:
 
 @dataclass(frozen=True)
 class Means:
-    """What members are started with. ``folder``: for files that are made. ``missed``: told of who was late."""
+    """The means with which members are started. ``folder``: holds the files that are made. ``missed``: called with the
+    name of a member that was late."""
 
     folder: Path
     inbox: Arena
@@ -50,8 +52,8 @@ class Means:
 
 
 async def replicated(sources: Sequence[Source], serving: Serving, means: Means) -> Staffed:
-    """The members, started as ``serving.replication`` says. ValueError where they cannot be: their inputs differ, they
-    cannot be merged."""
+    """Return the members, started as ``serving.replication`` says. Raises ValueError where they cannot be started:
+    their inputs differ, or they cannot be merged."""
     check_quorum(serving.quorum, [source.name for source in sources])
 
     async def start(kind: str) -> Staffed:
@@ -68,7 +70,7 @@ async def replicated(sources: Sequence[Source], serving: Serving, means: Means) 
 
 
 async def _better(between: Staffed, start: Callable[[str], Awaitable[Staffed]], means: Means) -> Staffed:
-    """This one or in_graph, as measured; the other one is closed, and both are where that fails."""
+    """Return these members or those of in_graph, as measured; the others are closed, and both are where that fails."""
     started = [between]
     try:
         try:
@@ -133,7 +135,7 @@ def _check_alike(seats: Sequence[Member]) -> None:
 
 
 async def _measured(ensemble: Ensemble, inbox: Arena) -> tuple[float, float]:
-    """(seconds of a request by itself, requests/s of many at once)."""
+    """Return (the seconds of a request by itself, the requests per second of many at once)."""
     seat = ensemble.seats[0]
     rows = seat.source.rows() or [spec.filled(1) for spec in seat.inputs]
     tensors, held = placed([(spec.datatype, row) for spec, row in zip(seat.inputs, rows, strict=True)], inbox)

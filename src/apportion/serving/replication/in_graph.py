@@ -21,12 +21,13 @@ from apportion.errors import ApportionError
 from apportion.serving.runtimes.source import Source
 
 MOST_BYTES = 2**31 - 2**20
-"""Of a file of ONNX."""
+"""The largest size in bytes of an ONNX file."""
 
 
 def merged(sources: Sequence[Source], folder: Path) -> Source:
-    """One source whose outputs are those of the first member, then of the second, and so on. ValueError where they
-    cannot be merged, with the reason; ApportionError where there is no room for what they come to."""
+    """Return one source whose outputs are those of the first member, then of the second, and so on. Raises ValueError
+    where the members cannot be merged, with the reason, and ApportionError where there is no room for the merged
+    file."""
     if {source.runtime for source in sources} == {"torch"}:
         others = tuple(source.path for source in sources[1:])
         return replace(sources[0], name="+".join(source.name for source in sources), others=others)
@@ -77,13 +78,13 @@ def _merged(sources: Sequence[Source], folder: Path) -> Source:
 
 
 def _fed(model: Any) -> list[Any]:
-    """Its inputs; old files list the weights among them."""
+    """Return the inputs of a model without its weights, which old files list among them."""
     held = {value.name for value in model.graph.initializer}
     return [value for value in model.graph.input if value.name not in held]
 
 
 def _kinds(model: Any) -> list[tuple[int, list[int | None]]]:
-    """(type, dims) of its inputs and outputs."""
+    """Return (type, dims) of a model's inputs and outputs."""
     found = []
     for value in (*_fed(model), *model.graph.output):
         tensor = value.type.tensor_type
@@ -92,7 +93,7 @@ def _kinds(model: Any) -> list[tuple[int, list[int | None]]]:
 
 
 def _rename(model: object, names: dict[str, str]) -> None:
-    """Inputs, wherever they are read; also inside of branches and loops."""
+    """Rename inputs wherever they are read, also inside of branches and loops."""
     stack = [model.graph]  # type: ignore[attr-defined]
     while stack:
         graph = stack.pop()

@@ -20,11 +20,11 @@ from typing import IO, Any
 from apportion.serving.runtimes.exported_graph import check_expression, check_guard, check_target, check_tree
 
 MOST_JSON_BYTES = 256 << 20
-"""Of one description of a graph."""
+"""The largest size in bytes of one description of a graph."""
 _PLAIN = re.compile(r"[\w.@+:-]*", re.ASCII)
-"""A name that is written into source code cannot call anything."""
+"""The form of a name that is written into source code: a name of these characters alone cannot call anything."""
 _TEXT = re.compile(r"[^\"'\\\x00-\x1f\x7f\u0085\u2028\u2029{}]{0,10000}")
-"""A text that an operator is called with stands between quotes."""
+"""The form of a text that an operator is called with: it stands between quotes in source code, and cannot end them."""
 _KEPT = ("archive_format", "archive_version", "byteorder", "version", ".data/version", ".data/serialization_id")
 _RAW = re.compile(r"data/(weights/weight_\d+|constants/tensor_\d+)")
 _CONFIG = re.compile(r"data/(weights|constants)/\w+_config\.json")
@@ -33,8 +33,8 @@ _MODEL = re.compile(r"models/\w+\.json")
 
 
 def checked(path: Path, check_pickle: Callable[[IO[bytes]], None]) -> IO[bytes]:
-    """A copy of this archive that runs no code when it is loaded; the caller closes it. ``check_pickle`` raises for a
-    pickle of more than tensors. ValueError where the file is no such archive, or would run code."""
+    """Return a copy of this archive that runs no code when it is loaded; the caller closes it. ``check_pickle`` raises
+    for a pickle of more than tensors. Raises ValueError where the file is not such an archive, or would run code."""
     copied = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
     try:
         with zipfile.ZipFile(path) as archive, zipfile.ZipFile(copied, "w", zipfile.ZIP_STORED) as copy:
@@ -99,7 +99,7 @@ def _json(archive: zipfile.ZipFile, name: str) -> Any:
 
 
 def _check_config(config: Any, inner: str) -> None:
-    """A tensor is raw bytes in an entry of its own; the other kinds are pickles."""
+    """Raise ValueError where a tensor is not raw bytes in an entry of its own: the other kinds are pickles."""
     listed = config.get("config") if isinstance(config, dict) else None
     if not isinstance(listed, dict):
         raise ValueError(f"{inner} lists no tensors")
@@ -116,7 +116,7 @@ def _check_config(config: Any, inner: str) -> None:
 
 
 def _strings(value: Any, where: str, key: str = "") -> None:
-    """Every text in it is checked by the name under which it lies. Metadata, from which comments in source code are
+    """Check every text in a value by the name under which it lies. Metadata, from which comments in source code are
     made, is emptied."""
     if isinstance(value, dict):
         metadata = value.get("metadata")

@@ -1,4 +1,4 @@
-"""What may stand in the graph of a ``torch.export`` archive: expressions of sizes, guards, operators and trees that are
+"""The checks of the graph in a ``torch.export`` archive: expressions of sizes, guards, operators and trees have to be
 data. torch evaluates, executes or imports these, so whatever is not on the lists here is refused."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _EXPRESSIONS = frozenset(
         "Identity",
     ]
 )
-"""What an expression of a size is made of."""
+"""The names of functions and classes that an expression of a size may use."""
 _GUARDS = frozenset(
     ["Max", "Min", "Mod", "FloorDiv", "PythonMod", "CeilToInt", "FloorToInt", "TruncToInt", "ToFloat", "IntTrueDiv"]
 )
@@ -73,7 +73,7 @@ _NODES = (
     ast.Tuple, ast.Load, ast.operator, ast.unaryop, ast.boolop, ast.cmpop,
 )  # fmt: skip
 _LONGEST = 20_000
-"""Characters of an expression."""
+"""The largest number of characters of an expression."""
 
 _HIGHER = frozenset(
     [
@@ -94,7 +94,7 @@ _HIGHER = frozenset(
         "strict_mode",
     ]
 )
-"""Operators that take a graph."""
+"""The names of operators that take a graph."""
 _TARGET = re.compile(
     r"torch\.ops\.(?:aten|prims|quantized_decomposed|torchvision)\.(?P<name>\w+)(?:\.\w+)?"
     rf"|torch\.ops\.higher_order\.(?:{'|'.join(sorted(_HIGHER))})"
@@ -105,12 +105,12 @@ _TARGET = re.compile(
     re.ASCII,
 )
 _FILES = frozenset(("from_file", "save", "load"))
-"""Operators that read or write files."""
+"""The names of operators that read or write files."""
 _TREES = ("builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict", "torch.Size", None)
 
 
 def check_expression(text: str, where: str) -> None:
-    """ValueError where it is more than arithmetic with sizes."""
+    """Raise ValueError where the expression is more than arithmetic with sizes."""
     for node in ast.walk(_parsed(text, where)):
         if not _of_sizes(node):
             raise _refused("expression", text, where)
@@ -126,7 +126,8 @@ def _of_sizes(node: ast.AST) -> bool:
 
 
 def check_guard(text: str, where: str) -> None:
-    """ValueError where it is more than a comparison of the inputs' sizes with each other and with numbers."""
+    """Raise ValueError where the guard is more than a comparison of the inputs' sizes with each other and with
+    numbers."""
     for node in ast.walk(_parsed(text, where)):
         if not _of_guards(node):
             raise _refused("guard", text, where)
@@ -156,14 +157,14 @@ def _is_number(value: Any) -> bool:
 
 
 def check_target(text: str, where: str) -> None:
-    """ValueError where it is no operator that computes with tensors and sizes alone."""
+    """Raise ValueError where the text does not name an operator that computes with tensors and sizes alone."""
     found = _TARGET.fullmatch(text)
     if found is None or found["name"] in _FILES:
         raise ValueError(f"{where}: {text[:80]!r} is not an operator of a network that apportion serves")
 
 
 def check_tree(text: str, where: str) -> None:
-    """ValueError where the inputs or outputs are more than tuples, lists and dicts."""
+    """Raise ValueError where the inputs or outputs are more than tuples, lists and dicts."""
     protocol_and_tree = json.loads(text) if text else [1, None]
     if not isinstance(protocol_and_tree, list) or len(protocol_and_tree) != 2:
         raise ValueError(f"{where}: {text[:80]!r} describes no inputs or outputs")
@@ -187,7 +188,7 @@ def _check_node(node: Any, where: str) -> None:
 
 
 def _keys(context: Any) -> list[Any]:
-    """Of a dict. What torch reads is JSON within JSON."""
+    """Return the keys of a dict in a tree. They come as JSON within JSON, which torch reads."""
     found = json.loads(context) if isinstance(context, str) else context
     return found if isinstance(found, list) else [] if found is None else [found]
 

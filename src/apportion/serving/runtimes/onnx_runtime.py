@@ -1,4 +1,5 @@
-"""An ONNX file, run by ONNX Runtime on the CPU. What is past its deadline is stopped after the operation it is at."""
+"""The runtime for ONNX files, which ONNX Runtime runs on the CPU. A run that is past its deadline is stopped after the
+operation it is at."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _TYPES = {
 
 @final
 class OnnxRuntime(Runtime):
-    """``threads``: that one run computes with; they block while they wait."""
+    """An ONNX file as a program of a member. ``threads``: the threads that one run computes with; they block while they
+    wait."""
 
     def __init__(self, path: str | Path, *, threads: int = 1) -> None:
         try:
@@ -39,7 +41,7 @@ class OnnxRuntime(Runtime):
         self._alarm = Alarm(self._stop)
 
     def run(self, inputs: Sequence[Array], deadline: float) -> list[Array]:
-        """See ``Runtime``."""
+        """Compute the outputs for these inputs, as ``Runtime.run`` says."""
         given = [_texts(x) if spec.datatype == "BYTES" else x for x, spec in zip(inputs, self.inputs, strict=True)]
         named = dict(zip(self._names, given, strict=True))
         self._running = options = self._ort.RunOptions()
@@ -58,7 +60,7 @@ class OnnxRuntime(Runtime):
         return [_bytes(x) if spec.datatype == "BYTES" else x for x, spec in zip(found, self.outputs, strict=True)]
 
     def close(self) -> None:
-        """See ``Runtime``."""
+        """Stop the thread that watches the deadlines."""
         self._alarm.close()
 
     def _stop(self) -> None:
@@ -66,7 +68,8 @@ class OnnxRuntime(Runtime):
 
 
 def _texts(values: Array) -> Array:
-    """ONNX Runtime's strings are Python's. A value that is no UTF-8 is a UnicodeDecodeError, which is a ValueError."""
+    """Convert bytes to Python's strings, which ONNX Runtime takes. A value that is not UTF-8 raises UnicodeDecodeError,
+    which is a ValueError."""
     made = np.empty(values.size, dtype=object)
     made[:] = [value.decode() for value in values.reshape(-1)]
     return made.reshape(values.shape)

@@ -1,4 +1,4 @@
-"""A model on another server of the Open Inference Protocol. The deadline goes with the request."""
+"""The runtime for a model on another server of the Open Inference Protocol. The deadline goes with the request."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from apportion.serving.runtimes.timer import Alarm
 
 CONNECT_SECONDS = 5.0
 MOST_SECONDS = 60.0
-"""For an answer; where there is more time than that the other server is asked by its own deadline."""
+"""The longest time in seconds that an answer is waited for; where the deadline is later, the other server is asked
+without a timeout, so that its own deadline holds."""
 MOST_BYTES = 256 << 20
-"""Of an answer."""
+"""The largest size in bytes of an answer."""
 
 
 class Unreachable(ApportionError):
-    """The other server does not answer, or answers what cannot be read."""
+    """The other server does not answer, or its answer cannot be read."""
 
 
 def check_address(address: str) -> None:
-    """ValueError where it names no model."""
+    """Raise ValueError where the address does not name a model."""
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname or "/v2/models/" not in parts.path:
         raise ValueError(f"{address} must be written http://host:port/v2/models/NAME")
@@ -36,7 +37,8 @@ def check_address(address: str) -> None:
 
 @final
 class RemoteRuntime(Runtime):
-    """``address``: http://host:port/v2/models/NAME. One connection, kept open; made again where it has ended."""
+    """A model on another server. ``address``: http://host:port/v2/models/NAME. One connection is kept open, and made
+    again where it has ended."""
 
     def __init__(self, address: str) -> None:
         check_address(address)
@@ -63,7 +65,7 @@ class RemoteRuntime(Runtime):
         self.inputs, self.outputs = (tuple(map(_spec, about[what])) for what in ("inputs", "outputs"))
 
     def run(self, inputs: Sequence[Array], deadline: float) -> list[Array]:
-        """See ``Runtime``."""
+        """Compute the outputs for these inputs, as ``Runtime.run`` says."""
         now = time.monotonic()
         left = deadline - now
         named = [NamedTensor(spec.name, spec.datatype, array) for spec, array in zip(self.inputs, inputs, strict=True)]
@@ -89,14 +91,14 @@ class RemoteRuntime(Runtime):
         return [by_name[spec.name, spec.datatype] for spec in self.outputs]
 
     def close(self) -> None:
-        """See ``Runtime``."""
+        """Close the connection, and stop the thread that watches the deadlines."""
         self._alarm.close()
         self._connection.close()
 
     def _asked(
         self, method: str, path: str, body: bytes, headers: dict[str, str], deadline: float
     ) -> tuple[int, int | None, bytes]:
-        """(status, bytes of JSON, body)."""
+        """Send a request and return (status, bytes of JSON, body)."""
         connection = self._connection
         for fresh in (connection.sock is None, True):
             try:
@@ -149,7 +151,7 @@ class RemoteRuntime(Runtime):
         return found
 
     def _stop(self) -> None:
-        """Whoever waits for the socket finds that it has ended."""
+        """Shut the socket down, so that a thread that waits for it goes on."""
         self._rung = True
         assert self._socket is not None
         try:

@@ -1,4 +1,4 @@
-"""What a member computes: a net, loaded, with the runtime it is run by."""
+"""The interface of what a member computes: a model that is loaded, with the runtime that runs it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from apportion.serving.batching import Pace
 from apportion.serving.protocol.datatypes import DATATYPES, Array, objects
 
 SIZES = (1, 2, 4, 8, 16, 32)
-"""Rows of the batches that are timed when a program is loaded."""
+"""The numbers of rows of the batches that are timed when a program is loaded."""
 TIMES = 5
-"""Of each, in turns."""
+"""The number of times that each size of batch is timed."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """An input or an output. None in its shape: any number."""
+    """The specification of an input or an output. None in its shape is any number."""
 
     name: str
     datatype: str
     shape: tuple[int | None, ...]
 
     def refusal(self, datatype: str, shape: Sequence[int]) -> str | None:
-        """Why a tensor does not fit; None where it does."""
+        """Return why a tensor does not fit; None where it does."""
         if datatype != self.datatype:
             return f"{self.name} is {datatype}, the net takes {self.datatype}"
         if len(shape) != len(self.shape) or any(w not in (None, n) for w, n in zip(self.shape, shape, strict=True)):
@@ -37,51 +37,53 @@ class Spec:
         return None
 
     def filled(self, rows: int) -> Array:
-        """Zeros of this shape; what is any number besides the rows is 1."""
+        """Return zeros of this shape; a dimension of any number is 1, except for that of the rows."""
         shape = [n if n is not None else rows if at == 0 else 1 for at, n in enumerate(self.shape)]
         if self.datatype == "BYTES":
             return objects([b""] * int(np.prod(shape))).reshape(shape)
         return np.zeros(shape, dtype=DATATYPES[self.datatype])
 
     def to_json(self) -> dict[str, Any]:
-        """As it is told between processes."""
+        """Return the specification as it is sent between processes."""
         return asdict(self)
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Spec:
-        """What ``to_json`` gave."""
+        """Return the specification that ``to_json`` gave as a dict."""
         return Spec(data["name"], data["datatype"], tuple(data["shape"]))
 
 
 class Expired(Exception):
-    """The deadline passed while it was computed; what was left of it was not."""
+    """The deadline passed while a batch was computed, and the rest of the batch was not computed."""
 
 
 class Runtime(ABC):
-    """Used by one thread."""
+    """A loaded program, which is used by one thread."""
 
     runtime: str
-    """What runs it, with its version."""
+    """The name of the runtime, with its version."""
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
 
     @abstractmethod
     def run(self, inputs: Sequence[Array], deadline: float) -> list[Array]:
-        """The outputs for these inputs, in the order of the specs. ``deadline`` is of ``time.monotonic``: past it
-        ``Expired`` is raised, as soon as one operation has ended. ValueError where the net refuses the inputs."""
+        """Compute the outputs for these inputs, in the order of the specs. ``deadline`` is a time of
+        ``time.monotonic``: past it ``Expired`` is raised, as soon as one operation has ended. Raises ValueError where
+        the model refuses the inputs."""
 
     def close(self) -> None:  # noqa: B027 (most hold nothing)
-        """Give back what it holds."""
+        """Give back what the program holds."""
 
     @property
     def batched(self) -> bool:
-        """May the rows of several requests be computed at once?"""
+        """Return whether the rows of several requests may be computed at once."""
         every = (*self.inputs, *self.outputs)
         return bool(every) and all(spec.shape and spec.shape[0] is None for spec in every)
 
 
 def rows_by_themselves(program: Runtime, sample: Sequence[Array] | None) -> bool:
-    """Are the outputs of two rows those of each of them? Only then may requests be computed together."""
+    """Return whether two rows that are computed together have the outputs of each of them alone: only then may requests
+    be computed together."""
     if not program.batched:
         return False
     first = list(sample) if sample is not None else [spec.filled(1) for spec in program.inputs]
@@ -99,7 +101,7 @@ def rows_by_themselves(program: Runtime, sample: Sequence[Array] | None) -> bool
 
 
 def _close(some: Array, other: Array) -> bool:
-    """But for rounding."""
+    """Return whether two outputs are equal but for rounding."""
     if some.shape != other.shape:
         return False
     if some.dtype.kind != "f":
@@ -109,7 +111,8 @@ def _close(some: Array, other: Array) -> bool:
 
 
 def timed(program: Runtime, sample: Sequence[Array] | None, *, seconds: float, sizes: Sequence[int]) -> Pace:
-    """How long its batches of these sizes take: medians, growing as far as the time allows. ``sample``: one row."""
+    """Return how long batches of these sizes take: medians, of growing sizes as far as the time allows. ``sample``: one
+    row."""
     pace, end = Pace(), time.monotonic() + seconds
     for rows in sizes:
         inputs = [spec.filled(rows) for spec in program.inputs]

@@ -1,4 +1,5 @@
-"""Where a member comes from, and what was found out about it before it is served: plain data, told to its process."""
+"""The place where a member comes from, and what was found out about it before it is served: plain data, sent to its
+process."""
 
 from __future__ import annotations
 
@@ -22,16 +23,17 @@ class Source:
     name: str
     runtime: RuntimeName
     path: str
-    """Of the ONNX file, of the run, checkpoint or program; the address of the other server."""
+    """The path of the ONNX file, of the run, checkpoint or program; or the address of the other server."""
     threads: int = 1
     channels_last: bool = False
     others: tuple[str, ...] = ()
-    """Of other programs of torch that are run as one with it; then the name has all their names, with + between."""
+    """The paths of other programs of torch that are run as one with it; then the name has all their names, with +
+    between."""
     sample: str | None = None
     """A file (.npz) of one row of each input, in their order, that the net is known to compute."""
 
     def open(self) -> Runtime:
-        """Load it, in this process. ValueError where it cannot be run."""
+        """Load the program in this process. Raises ValueError where it cannot be run."""
         if self.runtime == "onnx":
             from apportion.serving.runtimes.onnx_runtime import OnnxRuntime
 
@@ -48,7 +50,7 @@ class Source:
         return loaded(self.path, threads=self.threads, channels_last=self.channels_last)
 
     def rows(self) -> list[Array] | None:
-        """The sample."""
+        """Return the sample as a list of arrays, one for each input; None where there is none."""
         if self.sample is None:
             return None
         with np.load(self.sample) as file:
@@ -56,6 +58,6 @@ class Source:
 
 
 def save_rows(path: Path, rows: Sequence[Array]) -> str:
-    """A sample, where ``Source.rows`` finds it."""
+    """Write a sample to the path, as ``Source.rows`` reads it, and return the path."""
     np.savez(path, **{str(n): row for n, row in enumerate(rows)})  # type: ignore[arg-type]
     return str(path)

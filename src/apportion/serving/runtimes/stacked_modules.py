@@ -1,5 +1,5 @@
-"""Several modules of torch as one: in turn, or, where they are of one architecture, all at once with their weights
-stacked (``torch.func.vmap``). Whichever is faster here."""
+"""Modules of torch that are computed as one: in turn, or, where they are of one architecture, all at once with their
+weights stacked (``torch.func.vmap``), whichever is faster on this machine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from apportion.core.torch_private import pytree
 
 TURNS = 5
 TOLERANCE = 1e-4
-"""Between the two, of the largest output: vmap computes with other kernels."""
+"""The largest difference between the outputs of the two ways, relative to the largest output: vmap computes with other
+kernels."""
 
 
 class InTurn(nn.Module):
-    """Outputs: those of the first, then of the second, and so on."""
+    """Modules that are computed in turn: the outputs are those of the first, then of the second, and so on."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -30,7 +31,8 @@ class InTurn(nn.Module):
 
 
 class Stacked(nn.Module):
-    """The same, in one pass. RuntimeError where they are not alike."""
+    """Modules that are computed in one pass: the outputs are those of the first, then of the second, and so on. Raises
+    RuntimeError where they are of different architectures."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -46,7 +48,7 @@ class Stacked(nn.Module):
 
 
 def together(modules: Sequence[nn.Module], sample: Any) -> nn.Module:
-    """The faster one. ``sample``: what each is called with."""
+    """Return the faster of ``InTurn`` and ``Stacked``. ``sample``: the inputs that each module is called with."""
     in_turn = InTurn(modules)
     with torch.inference_mode():
         try:
@@ -66,7 +68,7 @@ def together(modules: Sequence[nn.Module], sample: Any) -> nn.Module:
 
 
 def called(module: nn.Module, sample: Any) -> Any:
-    """With a dict by names, with a tuple by position."""
+    """Call the module with a dict by names, with a tuple by position."""
     if isinstance(sample, dict):
         return module(**sample)
     return module(*sample) if isinstance(sample, tuple) else module(sample)

@@ -1,7 +1,7 @@
-"""A thread that rings at a time of ``time.monotonic``, unless it is told otherwise before.
+"""A thread that calls a function at a time of ``time.monotonic``, unless it is told otherwise before.
 
-What it is for comes every few milliseconds and seldom rings. So the thread is not woken to be told of a later time, or
-of none: it wakes at the time it knew, looks, and sleeps on.
+The deadline that it watches changes every few milliseconds and seldom passes. So the thread is not woken to be told of
+a later time, or of none: it wakes at the time it knew, looks, and sleeps on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 
 class Alarm:
-    """``ring`` is called in the thread; what it does must be quick."""
+    """An alarm that is set to one time after another. ``ring`` is called in the thread; what it does must be quick."""
 
     def __init__(self, ring: Callable[[], None]) -> None:
         self._ring = ring
@@ -24,19 +24,19 @@ class Alarm:
         self._thread.start()
 
     def set(self, at: float) -> None:
-        """Ring then, and not when it was to before."""
+        """Set the time at which to ring, in the place of the one before."""
         with self._changed:
             self._at = at
             if at < self._sleeps_until:
                 self._changed.notify()
 
     def clear(self) -> None:
-        """Do not ring. Once this has returned it has rung, or will not."""
+        """Set no time. Once this has returned, the alarm has rung or will not."""
         with self._changed:
             self._at = float("inf")
 
     def close(self) -> None:
-        """The thread has ended afterwards."""
+        """Stop the thread, which has ended afterwards."""
         with self._changed:
             self._over = True
             self._changed.notify()

@@ -1,5 +1,5 @@
-"""A torch module, or a program of ``torch.export``, for nets that ONNX has no words for. Past its deadline it stops at
-the next module, or the next operation of a program."""
+"""The runtime for a torch module, or a program of ``torch.export``, where the model cannot be written as ONNX. Past its
+deadline it stops at the next module, or the next operation of a program."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ assert {*_FROM_TORCH.values()} | {"BYTES"} == {*NAMES.values()} | {"BF16"}
 
 @final
 class TorchRuntime(Runtime):
-    """``sample``: inputs of one example or more, as the module is called with them; its dimension 0 is the example.
-    ``channels_last``: images go through it in that order."""
+    """A torch module as a program of a member. ``sample``: inputs of one example or more, as the module is called with
+    them; its dimension 0 is the example. ``channels_last``: images go through the module in that order."""
 
     def __init__(self, module: nn.Module, sample: Any, *, threads: int = 1, channels_last: bool = False) -> None:
         self._threads = threads
@@ -51,7 +51,7 @@ class TorchRuntime(Runtime):
         self.outputs = tuple(_spec(f"output_{n}" if len(outputs) > 1 else "output", x) for n, x in enumerate(outputs))
 
     def run(self, inputs: Sequence[Array], deadline: float) -> list[Array]:
-        """See ``Runtime``."""
+        """Compute the outputs for these inputs, as ``Runtime.run`` says."""
         if torch.get_num_threads() != self._threads:  # it is the process's, who has other programs as well
             torch.set_num_threads(self._threads)
         self._deadline = deadline
@@ -77,7 +77,7 @@ class TorchRuntime(Runtime):
 
 
 def _stopped(module: nn.Module, check: Any) -> nn.Module:
-    """The same, with a look at the clock between its parts."""
+    """Return the module with a look at the clock between its parts."""
     if isinstance(module, fx.GraphModule) and not any(True for _ in module.children()):
         return _ByNode(module, check)
     for part in module.modules():
@@ -86,7 +86,7 @@ def _stopped(module: nn.Module, check: Any) -> nn.Module:
 
 
 class _ByNode(nn.Module):
-    """A graph without modules, one operation at a time."""
+    """A graph without modules, which is run one operation at a time."""
 
     def __init__(self, graph: fx.GraphModule, check: Any) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def _array(tensor: Tensor) -> Array:
 
 
 def opened(path: Path) -> tuple[nn.Module, Any]:
-    """(the module, inputs of one example or more) of a run, a checkpoint, or a program of torch.export."""
+    """Return (the module, inputs of one example or more) of a run, a checkpoint, or a program of torch.export."""
     if path.is_file():
         try:
             with checked(path, lambda pickled: torch.load(BytesIO(pickled.read()), weights_only=True)) as archive:
@@ -145,7 +145,7 @@ def opened(path: Path) -> tuple[nn.Module, Any]:
 
 
 def _check_rows(program: torch.export.ExportedProgram, path: Path) -> None:
-    """ValueError where it takes so many examples and no other number."""
+    """Raise ValueError where the program takes a fixed number of examples, more than one."""
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if node.op != "placeholder" or node.name not in program.graph_signature.user_inputs or not value.ndim:
@@ -158,19 +158,19 @@ def _check_rows(program: torch.export.ExportedProgram, path: Path) -> None:
 
 
 def leaves_of(sample: Any) -> list[Array]:
-    """The first row of each tensor."""
+    """Return the first row of each tensor."""
     return [_array(x[:1]) for x in pytree.tree_leaves(sample)]
 
 
 def loaded(path: str, *, threads: int, channels_last: bool) -> TorchRuntime:
-    """What a ``Source`` of torch names."""
+    """Load the program that a ``Source`` of torch names."""
     module, sample = opened(Path(path))
     return TorchRuntime(module, sample, threads=threads, channels_last=channels_last)
 
 
 def loaded_together(members: Mapping[str, str], *, threads: int, channels_last: bool) -> TorchRuntime:
-    """These as one program, whose outputs are those of the first, then of the second, and so on. ValueError where they
-    do not take the same inputs, or give other outputs than each other."""
+    """Load these as one program, whose outputs are those of the first, then of the second, and so on. Raises ValueError
+    where they do not take the same inputs, or give other outputs than each other."""
     torch.set_num_threads(threads)
     modules, samples = zip(*(opened(Path(path)) for path in members.values()), strict=True)
     names, sample = list(members), samples[0]
