@@ -5,6 +5,8 @@
 slices_*          the step of a wide MLP, tensor_parallel against DDP over gloo at its best setting (peers/ddp.py), 2
                   processes: examples/s.
 slices_threads_*  the same step against one process with all threads (peers/threads.py): examples/s.
+slices_dtensor_*  the same step against torch's own tensor parallelism, parallelize_module and loss_parallel over gloo
+                  (peers/dtensor.py), 2 processes: examples/s.
 wave_2x256, ...   LSTM language models (recurrent.py), layers x hidden, wavefront_parallel on 2 workers against twins:
                   examples/s.
 wave_threads      2x256 against one process with all threads: examples/s.
@@ -13,7 +15,7 @@ conv_height       5 convolutions of 3x3 over images of 256x256, batch 2, conv_pa
 hybrid_ddp        an AlexNet, batch 128, hybrid_parallel against DDP, 2 processes: examples/s.
 hybrid_best       the same against the better of one process with all threads and data_parallel: examples/s.
 *_kept            the same, the others keeping the memory that they free, as apportion's workers do of themselves
-                  (allocator.py): by default the largest blocks are given back to the system, and asked for again.
+                  (process.py): by default the largest blocks are given back to the system, and asked for again.
 pipe              8 equal layers, 2 stages, 8 micro-batches, pipeline_parallel against torch.distributed.pipelining over
                   gloo (peers/pipelining.py), the faster of gpipe and 1f1b on each side: examples/s.
 pipe_bubble       (S - 1) / (M + S - 1), against the share of a step in which a stage waits, on average over the stages,
@@ -42,6 +44,7 @@ from table import main, measured
 
 HERE = Path(__file__).resolve().parent
 PIPELINING = str(HERE / "peers" / "pipelining.py")
+DTENSOR = str(HERE / "peers" / "dtensor.py")
 ALEXNET, CONV256, DEEP = (f"{HERE / name}.py:workload" for name in ("alexnet", "conv256", "deep_mlp"))
 WIDE = "MLP 3072-2048-2048-10"
 ROUNDS, SECONDS = 21, 60.0
@@ -105,6 +108,10 @@ def ours(workload, strategy, batch_size):
 
 def ddp(workload, batch_size):
     return Other((DDP, workload, str(batch_size), "memory"), ranks=2)
+
+
+def dtensor(workload, batch_size):
+    return Other((DTENSOR, workload, str(batch_size), "memory"), ranks=2)
 
 
 def threads(workload, batch_size):
@@ -200,6 +207,7 @@ class Peak:
 BATCHES = (32, 128, 1024)
 MEASUREMENTS = {
     **{f"slices_{size}": slices(size, "DDP", ddp) for size in BATCHES},
+    **{f"slices_dtensor_{size}": slices(size, "torch's DTensor", dtensor) for size in BATCHES},
     **{f"slices_threads_{size}": slices(size, "one process with all threads", threads) for size in BATCHES},
     "wave_2x256": wave(2, 256, 128, 32),
     "wave_4x512": wave(4, 512, 128, 32),

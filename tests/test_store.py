@@ -25,7 +25,8 @@ from apportion.parallel.parameter_store.store import Contents, Store
 from apportion.parallel.parameter_store.store_memory import DEALT, STATE, Memory, StoreSpec
 from apportion.process import die_with_parent
 
-FOLDER = f"{os.sep}store{os.sep}"
+FOLDERS = ("parameter_store", "process_lock")
+"""Parts of the paths of the files whose lines count."""
 SHARDS, WIDTH = 4, 64
 
 
@@ -96,7 +97,7 @@ def signal_at(line: int, number: signal.Signals) -> None:
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal left
-        if FOLDER not in frame.f_code.co_filename:
+        if not any(folder in frame.f_code.co_filename for folder in FOLDERS):
             return None
         if event == "line":
             left -= 1
@@ -319,7 +320,7 @@ def _lines_of_a_push() -> int:
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal seen
-        seen += event == "line" and FOLDER in frame.f_code.co_filename
+        seen += event == "line" and any(folder in frame.f_code.co_filename for folder in FOLDERS)
         return trace
 
     sys.settrace(trace)
