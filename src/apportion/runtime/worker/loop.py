@@ -176,7 +176,7 @@ class _TrainingLoop:
         return source
 
     def _prepare_evaluation(self) -> None:
-        """Tries the evaluation, where nothing is trained yet in this session; then lets it load ahead."""
+        """Tries the evaluation, before the first step of this attempt; then lets it load ahead."""
         if self.workload.evaluation is None or self.evaluation is None:
             return
         if self.world.generation == 0 and self.evaluates:
