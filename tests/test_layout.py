@@ -14,7 +14,15 @@ PACKAGE = Path(apportion.__file__).parent
 FOLDERS = sorted({path.parent for path in PACKAGE.rglob("*.py")})
 REGISTRIES = ("strategies", "runtime/launch", "exporting/targets", "cost_model/strategies")
 """Folders that hold one file for each of their peers, however many there are."""
-MODULES, ENTRIES, LINES = 15, 17, 600
+MODULES, ENTRIES, LINES = 15, 17, 450
+LONGER = {
+    "parallel/shared_weights/update.py": 590,
+    "api/prover.py": 530,
+    "parallel/replica/replica.py": 495,
+    "runtime/worker/loop.py": 470,
+    "core/data/batch.py": 460,
+}
+"""Files that hold more than one idea and are to be parted: until then they do not grow."""
 TWICE: dict[str, str] = {}
 """Class names that stand in two modules, each with its reason."""
 
@@ -50,6 +58,7 @@ def test_a_class_has_a_name_of_its_own() -> None:
     assert {n: found for n, found in places.items() if len(found) > 1 and n not in TWICE} == {}
 
 
-def test_no_file_is_longer_than_it_was() -> None:
-    lines = {path: path.read_text().count("\n") for path in PACKAGE.rglob("*.py")}
-    assert {path for path, many in lines.items() if many > LINES} == set()
+def test_no_file_is_long() -> None:
+    lines = {path.relative_to(PACKAGE).as_posix(): path.read_text().count("\n") for path in PACKAGE.rglob("*.py")}
+    assert {path: many for path, many in lines.items() if many > LONGER.get(path, LINES)} == {}
+    assert {path for path, most in LONGER.items() if lines.get(path, 0) <= LINES} == set(), "these are short by now"

@@ -1,5 +1,5 @@
-"""What the servers of other makers have in common: the net, opened as apportion opens it (src/apportion/ort.py), and
-when they end."""
+"""What the servers of other makers have in common: the net, opened as apportion opens it
+(src/apportion/exporting/onnxruntime_session.py), and when they end."""
 
 import os
 import signal

@@ -30,7 +30,7 @@ def take_orphans_in() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-# The C library's memory, as a process that makes the same step again and again wants it.
+# Memory of the C library
 
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
@@ -71,7 +71,7 @@ def give_back() -> None:
         trim(0)
 
 
-# How many cores this process may use.
+# Cores
 
 
 def usable_cores() -> int:

@@ -21,6 +21,15 @@ in the reverse of the order in which they were called, so the backward passes me
 is no other that two ranks could take. A rank whose part is empty calls them like the others.
 
 ``dim`` is the dimension that is divided, ``sizes`` the length of every rank's part of it; 0 is a length.
+
+The halo of a rank is the rows around its own, fetched from whichever ranks hold them::
+
+    rank 0    | 0 1 2 3 |
+    rank 1            | 4 5 |            before 3, after 1: wants 1 2 3 of rank 0 and 6 of rank 2
+    rank 2                | 6 7 8 |
+
+Only neighbours that hold what another wants talk to each other; a halo may reach over several ranks, and a rank may
+hold no rows.
 """
 
 from __future__ import annotations
@@ -232,7 +241,7 @@ def _reach(
     return Reach.of(tuple(sizes), tuple(before), tuple(after), group.rank, dim % x.dim())
 
 
-# The rows around a rank's own, from whichever ranks hold them, and their gradients back.
+# Halos
 
 
 Span = tuple[int, int, int]

@@ -1,4 +1,7 @@
-"""The collectives of torch.distributed: gloo on CPU, NCCL where every rank of the host has a GPU of its own."""
+"""The collectives of torch.distributed: gloo on CPU, NCCL where every rank of the host has a GPU of its own.
+
+The network interface that gloo talks over is chosen here too.
+"""
 
 from __future__ import annotations
 
@@ -329,7 +332,7 @@ def _say_waiting(rank: int, size: int, where: str) -> None:
     sys.stderr.flush()
 
 
-# Which network interface gloo talks over.
+# The network interface
 
 
 _SIOCGIFADDR = 0x8915

@@ -1,4 +1,7 @@
-"""Dataclasses from JSON that a person may have written: what is wrong is named with its place."""
+"""Dataclasses from JSON that a person may have written: what is wrong is named with its place.
+
+Settings go to plain JSON and back: what JSON has no word for (tuples, counters, keys that are no text) is tagged.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:38]}.."
 
 
-# Settings as plain JSON and back: what JSON has no word for (tuples, counters, keys that are no text) is tagged.
+# Settings
 
 
 def to_plain(value: Any, where: str) -> Any:

@@ -2,6 +2,11 @@
 
 Layers are timed one by one, and the network as a whole: what one call costs more, or less, inside of a network (caches,
 the loss) is dealt out over its layers.
+
+Strategies that multiply with few rows save time, since their products have a form of their own
+(``parallel/ops/matmul.py``) and the times of a profile are those of torch's. The ranks of a placement wait for each
+other: a step takes as long as the slowest of n, whose expected time is about the (n - 0.375) / (n + 0.25) quantile of
+normal times (Blom, "Statistical Estimates and Transformed Beta-Variables", 1958).
 """
 
 from __future__ import annotations
@@ -121,7 +126,7 @@ def worst(memories: Iterable[dict[str, int]]) -> dict[str, int]:
     return max(memories, key=lambda memory: sum(memory.values()))
 
 
-# What the ranks of a layout compute of a batch, each with rows of its own, and how long they wait for each other.
+# Shares of a batch
 
 
 @dataclass(frozen=True)
@@ -233,7 +238,7 @@ def _scaled(parts: Sequence[float], total: float) -> list[float]:
     return [total * part / known if known else total / len(parts) for part in parts]
 
 
-# What strategies save that multiply with few rows: their products have a form of their own
+# Products of few rows
 # (``parallel/ops/matmul.py``),
 
 
@@ -263,7 +268,7 @@ def saved(layers: Iterable[LayerProfile], forward: Iterable[float], backward: It
     return Seconds(ahead, back)
 
 
-# How much longer a step takes because everyone waits for the slowest: the expected largest of n.
+# The slowest rank
 
 
 def slowest(workers: int, spread: float) -> float:

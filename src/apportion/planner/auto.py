@@ -302,7 +302,7 @@ def _told(strategy: Strategy, launcher: Local, predicted_seconds: float | None) 
     }
 
 
-# How a run's strategy is to be chosen, and what was.
+# The decision
 
 
 @dataclass(frozen=True, kw_only=True)

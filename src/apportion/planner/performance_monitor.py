@@ -2,6 +2,10 @@
 
 A change is reported once: when the steps are 20 % off, again when they are 20 % off what was last reported, and when
 they are back within 10 %.
+
+The share of the time in which something on this machine waits for a core is Linux's own count
+(Documentation/accounting/psi.rst of its sources). It is not the load: that of the last minute knows little of the last
+seconds.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def _matched(matched: Matched) -> dict[str, Any]:
     return {"cluster": matched.other, "hosts": matched.hosts, "text": matched.text, "best": described(matched.best)}
 
 
-# What to type so that a plan happens: our command, and the same under torchrun.
+# The commands
 
 
 class Commands(NamedTuple):

@@ -266,7 +266,7 @@ def _both(timing: Timing) -> float:
     return timing.forward + timing.backward
 
 
-# What workers have measured of a workload, made into its profile.
+# The profile
 
 
 @dataclass

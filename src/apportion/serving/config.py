@@ -90,7 +90,7 @@ def seconds_of(text: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
-# How members are written on the command line: a place, or NAME=PLACE.
+# Members on the command line: a place, or NAME=PLACE
 
 
 ENSEMBLE = "ensemble"

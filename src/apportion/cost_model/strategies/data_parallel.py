@@ -1,4 +1,10 @@
-"""The price of a synchronous step whose ranks each have a copy of the weights and sum their gradients over a group."""
+"""The price of a synchronous step whose ranks each have a copy of the weights and sum their gradients over a group.
+
+The sum goes on during the backward pass (``parallel/replica/gradient_buckets.py``). A gradient is sent as soon as the
+backward pass has it, the last layer's first, in buckets (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3).
+Of each transfer a part can go on while the device computes, which it slows (``Link.hidden``, ``Link.slowdown``); the
+rest, and what comes too late, is waited for.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +84,7 @@ def asked_while_computing(profile: Profile, layout: Placement) -> float:
     return seconds
 
 
-# The sum of gradients over ranks during the backward pass (``parallel/replica/gradient_buckets.py``).
+# The sum of the gradients
 
 
 @dataclass(frozen=True)

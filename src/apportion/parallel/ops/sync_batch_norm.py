@@ -34,7 +34,7 @@ def use_whole_batch(model: nn.Module, attendance: NonEmptyRanks) -> list[str]:
     """Make every batch normalisation of the model take its statistics over all ranks of the group; returns their names.
 
     In place, by class: names, parameters, buffers and hooks stay. A layer with a ``forward`` of its own is left alone:
-    see ``batch_functions.py``.
+    see ``batch_coupling/sync_batch_functions.py``.
     """
     changed = []
     forward: Any = None

@@ -3,6 +3,8 @@ between its shards and whole tensors.
 
 Where the ranks share memory, the gathering of weights and the summing of gradients go through it; else through the
 process group, as FSDP does by itself. A shard is a run of rows: ``torch.chunk`` along dimension 0.
+
+The networks and optimizers that cannot be trained so are refused here by name.
 """
 
 from __future__ import annotations
@@ -292,7 +294,7 @@ def _shard_of(tensor: Tensor, p: DTensor) -> Tensor:
     return DTensor.from_local(rows, mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
-# Which networks and optimizers can be trained with every weight spread over the ranks, row by row.
+# Refusals
 
 
 ON_SHARDS = tuple(kind for kind in ELEMENTWISE if kind is not Rprop)

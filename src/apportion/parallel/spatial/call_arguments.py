@@ -1,4 +1,12 @@
-"""A call as it stands in the model: its arguments by name, and which of them lie in strips."""
+"""A call as it stands in the model: its arguments by name, and which of them lie in strips.
+
+A model may write in place on a strip that another part of the graph sees::
+
+    a = y[:, :, 1:]      in the full model a is a part of y; on strips a may be a copy, with rows of other ranks
+    a.mul_(2)            then y is not changed
+
+Where the two can be told apart, the call is refused.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +76,7 @@ def unflat(x: SpatialShard) -> SpatialShard:
     return x
 
 
-# What a model writes in place on a strip, and what else of the graph sees the same memory.
+# Calls in place
 
 
 _SAME = {

@@ -2,6 +2,14 @@
 
 Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014: what crosses is exchanged between
 the two, all of it at once, or one rank's share after the other.
+
+The network is cut in two parts, one after the other::
+
+    inputs -- features -- flatten --|-- classifier -- outputs
+                  front             cut      back
+
+Both call the network's own layers, and between them go tensors whose dimension 0 is the example. The rotation over the
+ranks' shares is scheme (b) of the paper: while the ranks work on one share, the next one is under way.
 """
 
 from __future__ import annotations
@@ -137,7 +145,7 @@ def _zero(outputs: Any) -> Tensor:
     return torch.stack([(t * 0.0).sum() for t in tree.tensors(outputs) if t.is_floating_point()]).sum()
 
 
-# A network in two parts, one after the other: everything that does not depend on some layers, and the rest.
+# The two parts
 
 
 @dataclass(frozen=True)
@@ -254,7 +262,7 @@ def what_crosses(parts: HybridParts, inputs: Any) -> str | None:
     return None
 
 
-# Every rank's tensors, one rank's after the other's, on all of them.
+# The rotation
 
 
 def rotation(own: Sequence[Tensor], sizes: Sequence[int], group: Group) -> Iterator[tuple[int, list[Tensor]]]:

@@ -77,7 +77,7 @@ def numbers(title: str, html: str, *, shown: bool) -> str:
     return f"<details{' open' if shown else ''}><summary>{escape(title)}</summary>{html}</details>"
 
 
-# How the report looks: light and dark, wide and narrow, and on paper.
+# The style: light and dark, wide and narrow, and on paper
 
 
 STYLE = """
