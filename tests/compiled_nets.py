@@ -110,6 +110,16 @@ def workload(model: type[nn.Module], **options: Any) -> Workload:
     return Workload(model=model, data=Numbers, **{**usual, **options})
 
 
+class Normalised(nn.Sequential):
+    """Batch normalisation behind Linear layers: gradients before it are small, and rounding decides their signs."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            *(nn.Linear(INPUTS, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()),
+            nn.Linear(16, CLASSES),
+        )
+
+
 class Expert(nn.Module):
     """Rows go to one expert or the other, by a product that torch has in float32 and less alone."""
 

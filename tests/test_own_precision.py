@@ -12,7 +12,7 @@ import networks
 import planted
 import pytest
 import torch
-from compiled_nets import Insists, Narrow, Sparse, balanced_loss, workload
+from compiled_nets import Insists, Narrow, Normalised, Sparse, balanced_loss, workload
 from planted import Faulty
 from ranks import by_value
 from torch import Tensor, nn
@@ -80,6 +80,15 @@ def test_the_rounding_of_every_operation_in_bfloat16_is_moved_whatever_the_preci
     assert torch.allclose(moved, plain, rtol=0.02)
     assert torch.equal(kept, torch.mm(x, w))
     assert types == ({"bfloat16", "float32"} if precision == "float64" else {"bfloat16"} - {precision})
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "tensor_parallel"])
+def test_adam_in_bfloat16_is_held_against_the_rounding_of_its_gradients_signs(strategy: str) -> None:
+    proof = check(workload(Normalised, precision="bfloat16", batch_size=16), strategy)
+    wide, own = proof.rounds
+    assert (wide.precision, own.precision) == ("float64", "bfloat16")
+    assert own.verdict != "different", own
+    assert proof.holds, proof.sentence
 
 
 def test_a_mistake_in_a_network_that_has_no_float64_is_caught() -> None:
