@@ -236,6 +236,12 @@ def test_what_cannot_be_cut_is_refused_by_a_sentence_of_our_own(model: type[nn.M
     refuse_fx(str(caught.value))
 
 
+def test_another_way_at_a_later_batch_ends_the_run_by_a_sentence_and_not_by_a_traceback() -> None:
+    later, strategy = networks.cases["frozen_and_unused_parameters"](13), "pipeline_parallel(microbatches=3)"
+    with by_value(networks), pytest.raises(ValueError, match=r"Partly calls other layers.*use data_parallel"):
+        apportion.check(later, f"data_parallel(of={strategy}, replicas=2)", workers=4, steps=networks.STEPS)
+
+
 def refuse_fx(text: str) -> None:
     for word in (
         "Proxy",
