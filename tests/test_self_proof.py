@@ -86,6 +86,17 @@ def test_the_next_run_like_it_remembers_the_proof_and_another_one_does_not(tmp_p
     assert other[0].kind == "proof"
 
 
+@pytest.mark.parametrize("strategy", ["data_parallel", None])
+def test_a_run_directory_that_holds_a_run_is_refused_before_anything_is_proved_or_tried(
+    strategy: str | None, tmp_path: Path
+) -> None:
+    events(net(), run_dir=tmp_path / "run", check=False)
+    told = apportion.run(net(), strategy, launcher=PLACE if strategy else None, run_dir=tmp_path / "run", check=True)
+    with pytest.raises(ValueError, match="already holds a run, at step 8: use --resume to go on, or another --run-dir"):
+        next(iter(told))
+    assert not (tmp_path / "cache" / "apportion").exists()
+
+
 def test_what_was_disproved_is_remembered_too(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(Disproved):

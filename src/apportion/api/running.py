@@ -23,6 +23,7 @@ from apportion.planner.trials.trial import candidate
 from apportion.reporting.journal import Journal
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.checkpoint.single_writer import single_writer
+from apportion.runtime.checkpoint.validation import refuse_started
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
 from apportion.runtime.proof.budget import STARTED_SECONDS
@@ -64,6 +65,8 @@ def started(
 ) -> Generator[Event, None, None]:
     """Runs on processes of this machine."""
     with single_writer(asked.run_dir):
+        if not asked.resume:
+            refuse_started(asked.run_dir)  # before anything is measured, tried or proved
         yield from _run_here(asked, strategy, launcher, planning)
 
 

@@ -43,11 +43,18 @@ from apportion.errors import CheckpointError
 from apportion.runtime.checkpoint.append_only_file import open_own
 from apportion.runtime.checkpoint.code_ownership import source_of
 from apportion.runtime.checkpoint.tensor_file import read_tensors, storable
-from apportion.runtime.checkpoint.validation import check_manifest, check_run, read_json
+from apportion.runtime.checkpoint.validation import (
+    REPLACED,
+    check_manifest,
+    check_run,
+    read_json,
+    refuse_started,
+    saved_steps,
+)
 
 FORMAT = 1
 _LOCK_SECONDS = 10.0  # a killed writer may still be syncing when the resumed run saves for the first time
-_WRITING, _REMOVED, _REPLACED, _LINK = ".writing", ".removed", ".replaced-", ".link"
+_WRITING, _REMOVED, _LINK = ".writing", ".removed", ".link"
 _T = TypeVar("_T")
 
 
@@ -75,10 +82,7 @@ class RunDirectory:
         the file behind the address with its digest.
 
         ValueError where it already holds a run that could be resumed; CheckpointError where it cannot be written."""
-        if steps := self.steps():
-            raise ValueError(
-                f"{self.path} already holds a run, at step {steps[-1]}: use --resume to go on, or another --run-dir"
-            )
+        refuse_started(self.path)
         about = {
             "cwd": os.getcwd(),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -120,9 +124,7 @@ class RunDirectory:
 
     def steps(self) -> list[int]:
         """Returns the steps of the checkpoints that are there, oldest first."""
-        pattern = re.compile(rf"(?:{re.escape(_REPLACED)})?step-(\d{{8,}})")
-        folders = [p.name for p in self.checkpoints.glob("*step-*") if p.is_dir()]
-        return sorted({int(match[1]) for name in folders if (match := pattern.fullmatch(name))})
+        return saved_steps(self.path)
 
     def save(self, state: State, *, epoch: float, strategy: str, keep: int, best: bool = False) -> Saved:
         """Write the state, point ``latest`` (and ``best``) at it, and leave the newest ``keep`` checkpoints up to this
@@ -202,7 +204,7 @@ class RunDirectory:
         name = _name(which) if isinstance(which, int) else os.readlink(link) if link.is_symlink() else which
         if link.is_symlink() and re.fullmatch(r"step-\d{8,}", name) is None:
             raise CheckpointError(f"{link} points at {name}, which is no checkpoint of this run: remove the link")
-        final, replaced = self.checkpoints / name, self.checkpoints / f"{_REPLACED}{name}"
+        final, replaced = self.checkpoints / name, self.checkpoints / f"{REPLACED}{name}"
         for folder in (final, replaced, final):  # the last for a writer that put it there meanwhile
             if folder.is_dir():
                 return folder
@@ -253,8 +255,8 @@ class RunDirectory:
         (self.checkpoints / _LINK).unlink(missing_ok=True)
         for name in (_WRITING, _REMOVED):
             shutil.rmtree(self.checkpoints / name, ignore_errors=True)
-        for folder in self.checkpoints.glob(f"{_REPLACED}*"):
-            whole = self.checkpoints / folder.name.removeprefix(_REPLACED)
+        for folder in self.checkpoints.glob(f"{REPLACED}*"):
+            whole = self.checkpoints / folder.name.removeprefix(REPLACED)
             if whole.exists():
                 shutil.rmtree(folder)
             else:
@@ -273,7 +275,7 @@ class RunDirectory:
             return {name: described.result() for name, (described, _) in files.items()}
 
     def _publish(self, path: Path, manifest: Mapping[str, Any], links: tuple[str, ...]) -> None:
-        written, replaced = self.checkpoints / _WRITING, self.checkpoints / f"{_REPLACED}{path.name}"
+        written, replaced = self.checkpoints / _WRITING, self.checkpoints / f"{REPLACED}{path.name}"
         _sync(written)
         if not _holds(path, manifest):
             if path.exists():

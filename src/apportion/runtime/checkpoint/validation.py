@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,26 @@ from apportion.errors import CheckpointError
 MOST_STEPS = 2**62
 PARTS = ("model.safetensors", "buffers.safetensors", "optimizer.safetensors", "carry.safetensors")
 """The files of a checkpoint, besides state.json."""
+
+
+REPLACED = ".replaced-"
+"""How the name of a checkpoint begins while another of its step takes its place."""
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """Returns the steps of the checkpoints in a run directory, oldest first."""
+    pattern = re.compile(rf"(?:{re.escape(REPLACED)})?step-(\d{{8,}})")
+    names = [path.name for path in (run_dir / "checkpoints").glob("*step-*") if path.is_dir()]
+    return sorted({int(match[1]) for name in names if (match := pattern.fullmatch(name))})
+
+
+def refuse_started(run_dir: str | os.PathLike[str]) -> None:
+    """Raises ValueError where a run directory holds a run that could be resumed: a new run would be written over it."""
+    path = Path(run_dir).absolute()
+    if steps := saved_steps(path):
+        raise ValueError(
+            f"{path} already holds a run, at step {steps[-1]}: use --resume to go on, or another --run-dir"
+        )
 
 
 def read_json(path: Path) -> Any:
