@@ -23,16 +23,18 @@ from torch.utils.data import Dataset, TensorDataset
 
 import apportion
 from apportion import Disproved, Event, Workload
-from apportion.api import prover, run_proof
-from apportion.api.prover import OutOfTimeError, ProofRequest, _Proving, likely_causes
+from apportion.api import proof_workers, prover, run_proof
+from apportion.api.proof_workers import ProofRequest, ProofWorkers
+from apportion.api.prover import likely_causes
 from apportion.core.value import parse
 from apportion.planner.auto import Decision, next_best
 from apportion.planner.trials.trial import candidate
 from apportion.reporting.journal import read_events
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.launch.local import Local
-from apportion.runtime.proof import proof_workload
+from apportion.runtime.proof import limits, proof_workload
 from apportion.runtime.proof.budget import ProofSteps
+from apportion.runtime.proof.limits import OutOfTimeError, ProofLimits
 from apportion.runtime.proof.proof import Difference, Round
 from apportion.runtime.proof.proof_workload import few_rows, with_plain_sgd
 from apportion.runtime.proof.short_sequences import LENGTH, with_short_sequences
@@ -238,23 +240,40 @@ def test_what_a_step_of_the_run_takes_is_told_by_steps_of_two_sizes() -> None:
 
 @pytest.mark.parametrize(("run_steps", "longer"), [(100, False), (10_000, True)])
 def test_a_proof_before_a_long_run_has_a_share_of_it(run_steps: int, longer: bool) -> None:
-    chosen = candidate(parse("data_parallel", "apportion.strategies"), PLACE)
-    asked = ProofRequest(workload=net(), chosen=chosen, steps=4, rows=10, seconds=10.0, run_steps=run_steps, share=0.05)
-    proving = _Proving(asked)
-    proving._batch_size = 20
-    before = proving._deadline
-    assert before is not None
+    given = ProofLimits(10.0, share=0.05, run_steps=run_steps)
+    before = given.left
     for seconds, rows in ((0.2, 2), (0.6, 6)):
-        proving._lengthen([{"seconds": [0.0], "examples": rows}, {"seconds": [seconds], "examples": 4}])
-    assert proving._deadline == (pytest.approx(proving._began + 0.05 * 10_000 * 0.6) if longer else before)
+        given.lengthen(rows, seconds, 2.0)
+    assert given.left == pytest.approx(0.05 * 10_000 * 0.6 if longer else before, abs=0.1)
 
 
 def test_a_proof_ends_at_its_first_step_where_there_is_no_time_for_the_others() -> None:
-    chosen = candidate(parse("data_parallel", "apportion.strategies"), PLACE)
-    proving = _Proving(ProofRequest(workload=net(), chosen=chosen, steps=4, rows=10, seconds=10.0))
-    proving._must_end_in_time(1.0)
+    ProofLimits(10.0, share=0.0, run_steps=0).step(1.0, 0.1, 5)
     with pytest.raises(OutOfTimeError, match="it needs about"):
-        proving._must_end_in_time(6.0)
+        ProofLimits(10.0, share=0.0, run_steps=0).step(6.0, 0.1, 5)
+
+
+def test_the_folder_of_a_proof_is_there_until_every_process_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker fails, and another is still writing its state: the failure is what the user reads."""
+    closed: list[Path] = []
+
+    class Writing:
+        def __init__(self, *given: object) -> None: ...
+
+        def close(self) -> None:
+            closed.append(workers.folder / f"state{len(closed)}")
+            closed[-1].write_bytes(b"late")
+
+    monkeypatch.setattr(proof_workers, "WorkerPool", Writing)
+    chosen = candidate(parse("data_parallel", "apportion.strategies"), PLACE)
+    asked = ProofRequest(workload=net(), chosen=chosen, steps=4)
+    with (
+        pytest.raises(ValueError, match="a rank failed"),
+        ProofWorkers.started(asked, ProofLimits(None, share=0.0, run_steps=0), "float64") as workers,
+    ):
+        raise ValueError("a rank failed")
+    assert len(closed) == 3
+    assert not workers.folder.exists()
 
 
 class Words(nn.Module):
@@ -329,7 +348,7 @@ def test_what_is_no_long_sequence_of_tokens_is_not_cut(x: torch.Tensor) -> None:
 def test_a_proof_that_does_not_fit_the_memory_is_not_begun_and_says_what_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prover, "_free_bytes", lambda: 1e6)
+    monkeypatch.setattr(limits, "_free_bytes", lambda: 1e6)
     wide = net(lambda: nn.Linear(10, 3000), epochs=None, steps=2)
     proof = next(e for e in events(wide, run_dir=tmp_path / "run") if e.kind == "start").data["proof"]
     assert proof["verdict"] == "not proved"

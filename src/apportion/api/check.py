@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from apportion.api.prover import ProofRequest, prove
+from apportion.api.proof_workers import ProofRequest
+from apportion.api.prover import prove
 from apportion.core.address import check_place
 from apportion.core.strategy import Strategy
 from apportion.core.value import parse

@@ -18,13 +18,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from apportion.api.prover import OutOfMemoryError, OutOfTimeError, ProofRequest, prove
+from apportion.api.proof_workers import ProofRequest
+from apportion.api.prover import prove
 from apportion.core import fast_paths
 from apportion.core.strategy import Strategy
 from apportion.errors import ApportionError, NotProved
 from apportion.planner.trials.trial import Candidate
 from apportion.process import give_back
 from apportion.runtime.proof.budget import BUDGET_SHARE, budget
+from apportion.runtime.proof.limits import OutOfMemoryError, OutOfTimeError
 from apportion.runtime.proof.proof import Proof, Settled
 from apportion.runtime.worker.job import Job
 

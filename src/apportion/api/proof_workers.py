@@ -1,0 +1,164 @@
+"""The processes of a proof: three worker pools that make the same steps, and the folder in which they leave states."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, final
+
+from apportion.comm.channel import Message
+from apportion.core.workload import Workload
+from apportion.errors import WorkerFailed
+from apportion.planner.trials.trial import Candidate
+from apportion.runtime.launch.local import Local
+from apportion.runtime.proof.coarse_rounding import eps_of
+from apportion.runtime.proof.limits import ProofLimits
+from apportion.runtime.supervisor.worker_pool import WorkerPool
+from apportion.runtime.worker.job import Job
+
+STEP_SECONDS = 600.0
+GRADIENT_STEPS = 2
+"""The number of steps of rate 1, which are few, since a network would not stand many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProofRequest:
+    """A request to prove a strategy, and how thoroughly."""
+
+    workload: Workload | str
+    chosen: Candidate
+    steps: int
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of the workload that the run replaces."""
+    rows: int = 0
+    """The examples in a batch; 0: the workload's own number."""
+    short: bool = False
+    """True where the proof is made on the beginnings of the sequences."""
+    seconds: float | None = None
+    """The seconds that the proof may take; None: as long as it does."""
+    parameters: int = 0
+    """The number of parameters of the network, where that is known before it is built; else 0."""
+    brief: bool = False
+    """True where a first difference is enough."""
+    plain: tuple[str, ...] = ()
+    """The fast paths that are switched off."""
+    run_steps: int = 0
+    """The number of steps of the run that waits for the proof."""
+    share: float = 0.0
+    """The share of the run that the proof may take, where that is more than ``seconds``."""
+
+
+@final
+class ProofWorkers:
+    """The worker pools of a proof, while they run: the strategy's (``tried``), its reference's, and those of a
+    reference that is led astray by rounding (``nudged``), where rounding is allowed for."""
+
+    def __init__(self, asked: ProofRequest, limits: ProofLimits, pools: Sequence[WorkerPool], folder: Path) -> None:
+        self._asked, self._limits, self._pools = asked, limits, pools
+        self.tried, self.reference = pools[:2]
+        self.folder = folder
+        """The folder for states: it outlives the processes, any of which may still be writing when another fails."""
+        self.linear = False
+        """True where every optimizer of the model is plain SGD."""
+        self.batch_size = 0
+
+    @property
+    def nudged(self) -> WorkerPool:
+        """The pool of the reference that is led astray by rounding."""
+        return self._pools[2]
+
+    @staticmethod
+    @contextmanager
+    def started(asked: ProofRequest, limits: ProofLimits, precision: str) -> Iterator[ProofWorkers]:
+        """Starts the processes, which build in this precision, and ends them."""
+        tried, *references = _jobs(asked, precision)
+        if _replays(asked):
+            del references[1:]
+        alone = Local(workers=1, threads=references[0].threads, device="cpu")
+        entry = "apportion.runtime.worker.entry"
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="apportion-check-"))
+            pools = [WorkerPool(asked.chosen.launcher, f"{entry}:steps", tried, asked.chosen.ranks)]
+            stack.callback(pools[0].close)
+            for job in references:
+                pools.append(WorkerPool(alone, f"{entry}:reference", job, 1))
+                stack.callback(pools[-1].close)
+            yield ProofWorkers(asked, limits, pools, Path(folder))
+
+    def again(self, precision: str, *, gradients: bool = False, coarse: bool = False) -> None:
+        """Lets all of them build anew, in another precision or with other optimizers; ``coarse``: the reference that is
+        led astray rounds as the coarsest types of the model do."""
+        for pool, job in zip(self._pools, _jobs(self._asked, precision, gradients, coarse), strict=False):
+            changed = {
+                name: getattr(job, name) for name in ("changes", "nudge", "jitter", "coarse", "gradients", "cut")
+            }
+            pool.send({"kind": "again", "job": changed})
+        self.built()
+
+    def built(self) -> Message:
+        """Waits until everything is built; returns what the strategy's first rank tells of it. Raises OutOfMemoryError
+        where the proof would not fit."""
+        told, *_ = (self.answers(pool, "built")[0] for pool in self._pools)
+        self.linear, self.batch_size = told["linear"], told["batch_size"]
+        must_fit(self._asked, self._limits, told["parameters"])
+        return told
+
+    def ask(self, pool: WorkerPool, order: Mapping[str, Any], kind: str) -> list[Message]:
+        """Sends an order to every rank; returns their answers."""
+        pool.send(order)
+        return self.answers(pool, kind)
+
+    def answers(self, pool: WorkerPool, kind: str) -> list[Message]:
+        """Returns one message of this kind from every rank, by rank. Raises OutOfTimeError, and what a worker fails
+        with."""
+        left = min(STEP_SECONDS, self._limits.left)
+        if left <= 0:
+            raise self._limits.out_of_time()
+        try:
+            return pool.answers(kind, left)
+        except WorkerFailed:
+            if self._limits.left <= 0:
+                raise self._limits.out_of_time() from None
+            raise
+
+
+def must_fit(asked: ProofRequest, limits: ProofLimits, parameters: int) -> None:
+    """Raises OutOfMemoryError where all the processes of the proof together would not fit what is free."""
+    limits.must_fit(parameters, asked.chosen.ranks + 2, 2 * asked.steps + GRADIENT_STEPS)
+
+
+def _replays(asked: ProofRequest) -> bool:
+    return asked.chosen.strategy.replays(asked.chosen.launcher.workers or 1)
+
+
+def _jobs(asked: ProofRequest, precision: str, gradients: bool = False, coarse: bool = False) -> tuple[Job, Job, Job]:
+    """Returns the jobs of the strategy, of its reference, and of the reference that is led astray by rounding."""
+    launcher, ranks, strategy = asked.chosen.launcher, asked.chosen.ranks, asked.chosen.strategy
+    steps = min(asked.steps, GRADIENT_STEPS) if gradients else asked.steps
+    tried = Job(
+        workload=asked.workload,
+        strategy=strategy,
+        launcher=str(launcher),
+        threads=launcher.threads_each(ranks),
+        device=launcher.device,
+        changes={
+            **asked.changes,
+            "precision": precision,
+            **({"compile": False} if precision == "float64" or asked.rows else {}),
+        },
+        workers=launcher.workers or 1,
+        proof=True,
+        rows=asked.rows,
+        short=asked.short,
+        cut=steps if steps > 1 and strategy.exact else 0,
+        gradients=gradients,
+        plain=asked.plain,
+    )
+    # A sum by other threads is another sum: what is to have the same bits has as many.
+    single = replace(tried, threads=tried.threads if _replays(asked) else 1, device="cpu")
+    # Weights stay float32 under autocast; it is the gradients that come in the shorter type.
+    weights = "float64" if precision == "float64" else "float32"
+    return tried, single, replace(single, nudge=eps_of(weights), jitter=eps_of(precision) / 2, coarse=coarse)

@@ -1,0 +1,90 @@
+"""The time and the memory that a proof may take, and how much of them it needs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import final
+
+from apportion.runtime.proof.budget import ProofSteps, comparing
+
+COPIES = 5
+"""A process of a proof holds this many times the bytes of the weights: weights, gradients, two slots, and the state
+that it gives."""
+SLOTS = 3
+"""A state has this many elements for each weight: the weight itself, and two slots of Adam's."""
+COMPARED = 12
+"""The comparison holds this many times the bytes of the weights: four states of weights and two slots."""
+WARMING = 2.0
+"""The first step of a process takes up to this many times as long as those after it."""
+
+
+class OutOfTimeError(Exception):
+    """The time that a proof was given is over; says how much it needs."""
+
+
+class OutOfMemoryError(Exception):
+    """The memory that a proof needs is not there; says how much that is."""
+
+
+@final
+class ProofLimits:
+    """The limits of one proof under way, and how far it is. Without ``seconds`` it takes as long as it does."""
+
+    def __init__(self, seconds: float | None, *, share: float, run_steps: int) -> None:
+        """``share``: the share of the run that the proof may take, where that is more than ``seconds``; ``run_steps``:
+        the steps of that run."""
+        self._began = time.monotonic()
+        self._deadline = None if seconds is None else self._began + seconds
+        self._share, self._run_steps = share, run_steps
+        self._steps = ProofSteps()
+        self._bytes = 0
+        self._progress = 0.0
+        """The share of the proof that is done."""
+
+    @property
+    def left(self) -> float:
+        """The seconds that are left; infinite where the proof is not limited."""
+        return float("inf") if self._deadline is None else self._deadline - time.monotonic()
+
+    def lengthen(self, rows: int, seconds: float, times: float) -> None:
+        """Gives the proof its share of the run, as far as its own steps tell how long the run will be: one of them took
+        so many seconds for so many rows, and the run has ``times`` as many."""
+        self._steps.take(rows, seconds)
+        if self._deadline is not None:
+            run = self._run_steps * self._steps.run_step(times)
+            self._deadline = max(self._deadline, self._began + self._share * run)
+
+    def step(self, seconds: float, share: float, ahead: int) -> None:
+        """Notes a step of the proof, which is so large a share of it. Raises OutOfTimeError where the first one took so
+        many seconds that those ``ahead`` cannot end in time."""
+        first = self._progress == 0.0
+        self._progress += share
+        if first and seconds / WARMING * ahead > self.left:
+            raise self.out_of_time()
+
+    def must_fit(self, parameters: int, processes: int, steps: int) -> None:
+        """Raises OutOfMemoryError where all the processes together would not fit what is free. ``steps``: the number of
+        states that are compared."""
+        self._bytes = parameters * 8 * (COPIES * processes + COMPARED)
+        free = _free_bytes()
+        if self._deadline is not None and self._bytes > free:
+            raise OutOfMemoryError(
+                f"it needs {self._bytes / 1e9:.3g} GB of memory, of which {free / 1e9:.3g} GB are free, and at least "
+                f"{comparing(SLOTS * parameters, steps):.0f} s"
+            )
+
+    def out_of_time(self) -> OutOfTimeError:
+        """Returns the error which says how long the whole proof would take."""
+        spent = time.monotonic() - self._began
+        about = f"about {spent / self._progress:.0f} s" if self._progress else f"more than {spent:.0f} s"
+        return OutOfTimeError(f"it needs {about} and {self._bytes / 1e9:.2g} GB of memory")
+
+
+def _free_bytes() -> float:
+    """Returns the bytes of memory that are free; infinite where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * float(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
+    except (OSError, StopIteration, ValueError):
+        return float("inf")
