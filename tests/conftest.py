@@ -15,10 +15,13 @@ from pathlib import Path
 import durations
 import pytest
 import torch
+import warm_ranks
 from browsers import BROWSER, Browser
 from leaks import Watch
 
+from apportion.api import proof_workers
 from apportion.runtime.spawn.template import Template
+from apportion.runtime.supervisor.worker_pool import WorkerPool
 
 Within = Callable[[float, str], AbstractContextManager[None]]
 Eventually = Callable[..., None]
@@ -71,6 +74,20 @@ def warm_template() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Template, "program", (str(Path(__file__).with_name("warm_template.py")),))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_ranks_for_proofs(watch: Watch) -> Iterator[None]:
+    """The processes of a proof stay for the next one, unless the test wants ``cold_ranks``."""
+    with pytest.MonkeyPatch.context() as patch, warm_ranks.keeping():
+        patch.setattr(proof_workers, "WorkerPool", warm_ranks.kept)
+        yield
+
+
+@pytest.fixture
+def cold_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proofs of this test start processes of their own."""
+    monkeypatch.setattr(proof_workers, "WorkerPool", WorkerPool)
 
 
 @pytest.fixture(scope="session", autouse=True)

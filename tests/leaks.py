@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import warm_ranks
 
 MARK = "APPORTION_TEST_SESSION"
 GRACE_SECONDS = 2.0
@@ -83,7 +84,7 @@ class Watch:
 
     def _new_processes(self, before: Snapshot) -> list[psutil.Process]:
         found = []
-        for pid in set(psutil.pids()) - before.processes:
+        for pid in set(psutil.pids()) - before.processes - warm_ranks.processes():
             with suppress(psutil.Error):
                 process = psutil.Process(pid)
                 if self._is_ours(process) and not self._is_helper(process):
