@@ -8,13 +8,15 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import durations
+import processes
 import pytest
 import torch
+import warm_python
 import warm_ranks
 from browsers import BROWSER, Browser
 from leaks import Watch
@@ -23,6 +25,7 @@ from apportion.api import proof_workers
 from apportion.runtime.spawn.template import Template
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 
+STARTED = pytest.StashKey[int]()
 Within = Callable[[float, str], AbstractContextManager[None]]
 Eventually = Callable[..., None]
 
@@ -46,6 +49,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             missing = [path for path in (folder, *(folder / name for name in marker.args)) if not path.exists()]
             if missing:
                 item.add_marker(pytest.mark.skip(reason=f"real data is not at {missing[0]}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
+    """Fails a test that starts a process and is not marked so: ``scripts/test fast`` would run it too."""
+    item.stash[STARTED] = processes.started()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    yield
+    unmarked = not (item.get_closest_marker("processes") or item.get_closest_marker("slow"))
+    if processes.started() > item.stash[STARTED] and unmarked:
+        pytest.fail("starts a process: mark it with pytest.mark.processes", pytrace=False)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -77,7 +95,21 @@ def warm_template() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_ranks_for_proofs(watch: Watch) -> Iterator[None]:
+def warm_programs(watch: Watch) -> Iterator[None]:
+    """What a test starts as its user would begins in a fork of a Python that has torch imported, unless the test wants
+    ``cold_programs``."""
+    with warm_python.installed():
+        yield
+
+
+@pytest.fixture
+def cold_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The programs of this test start as they do at a user's: each is a new Python."""
+    monkeypatch.setattr(subprocess, "Popen", warm_python._popen)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_ranks_for_proofs(watch: Watch, counted_processes: None) -> Iterator[None]:
     """The processes of a proof stay for the next one, unless the test wants ``cold_ranks``."""
     with pytest.MonkeyPatch.context() as patch, warm_ranks.keeping():
         patch.setattr(proof_workers, "WorkerPool", warm_ranks.kept)
@@ -103,6 +135,14 @@ def watch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watch]:
         patch.setenv("TMPDIR", str(own))
         patch.setattr(tempfile, "tempdir", None)
         yield Watch(own)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def counted_processes() -> Iterator[None]:
+    """Each process that a test starts is counted."""
+    with pytest.MonkeyPatch.context() as patch:
+        processes.watch(patch)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,18 +1,28 @@
 """How long each test takes: one line a test in a file, and the longest test files at the end of what pytest prints.
 
-``APPORTION_DURATIONS`` names the file; without it nothing is kept.
+``APPORTION_DURATIONS`` names the file; without it nothing is kept. A later run adds its tests to those of the file.
+``APPORTION_LONGEST`` is the number of seconds that a test may take on a machine that has nothing else to do: one that
+takes longer fails. ``python durations.py FILE SECONDS`` prints the tests of the file that took longer.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections import defaultdict
+from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
 VARIABLE = "APPORTION_DURATIONS"
+LONGEST = "APPORTION_LONGEST"
+OTHERS = 0.2
+"""The share of the processors that other programs may have while a test is timed: above it the time says nothing."""
 PHASES = ("setup", "call", "teardown")
 COLUMNS = ("file", "test", *PHASES, "total", "outcome")
 _WORST = ("passed", "skipped", "failed", "error")
@@ -50,8 +60,10 @@ class Durations:
 
     def pytest_sessionfinish(self) -> None:
         """The slowest test comes first."""
-        slowest = sorted(self._tests.items(), key=lambda item: (-item[1].total, item[0]))
-        lines = [COLUMNS, *(self._line(file, test, found) for (file, test), found in slowest)]
+        new = [self._line(file, test, found) for (file, test), found in self._tests.items()]
+        names = {line[:2] for line in new}
+        old = [line for line in read(self._path) if line[:2] not in names]
+        lines = [COLUMNS, *sorted([*old, *new], key=lambda line: (-float(line[5]), line[:2]))]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text("".join("\t".join(line) + "\n" for line in lines), encoding="utf-8")
 
@@ -73,8 +85,51 @@ class Durations:
             )
 
 
+class Longest:
+    """The plugin that fails a test which takes longer than ``seconds`` though nothing else keeps the machine busy."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
+        began, others = time.monotonic(), _spent_by_others()
+        yield
+        took = time.monotonic() - began
+        share = (_spent_by_others() - others) / took / (os.cpu_count() or 1)
+        if took > self._seconds and share <= OTHERS:
+            pytest.fail(
+                f"took {took:.1f} s: a test that is not marked slow may take {self._seconds:g} s", pytrace=False
+            )
+
+
+def _spent_by_others() -> float:
+    """Returns the processor seconds that processes other than this one and its descendants have spent."""
+    times = psutil.cpu_times()
+    ours = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with suppress(psutil.Error):
+            ours += sum(process.cpu_times()[:4])
+    return sum(times[:3]) - ours
+
+
+def read(path: Path) -> list[tuple[str, ...]]:
+    """Returns the lines of a file of durations, without the columns' names; none where there is no such file."""
+    if not path.exists():
+        return []
+    return [tuple(line.split("\t")) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+
+
 def register(config: pytest.Config) -> None:
-    """Keep the durations of this run of the tests, where the environment asks for it."""
-    path = os.environ.get(VARIABLE)
-    if path:
+    """Keeps the durations of this run of the tests, and holds each test to the longest, if the environment says so."""
+    path, longest = os.environ.get(VARIABLE), os.environ.get(LONGEST)
+    if path and not hasattr(config, "workerinput"):  # of several processes that run tests, the first hears of all
         config.pluginmanager.register(Durations(Path(path)), "durations-of-all-tests")
+    if longest:
+        config.pluginmanager.register(Longest(float(longest)), "longest-of-all-tests")
+
+
+if __name__ == "__main__":
+    for line in read(Path(sys.argv[1])):
+        if float(line[3]) > float(sys.argv[2]) and line[-1] == "passed":
+            print("::".join(line[:2]))

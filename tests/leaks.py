@@ -7,7 +7,11 @@ environment, and its temporary files have a folder of their own.
 from __future__ import annotations
 
 import gc
+import ipaddress
 import os
+import socket
+import struct
+import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -25,6 +29,7 @@ SHARED_MEMORY = Path("/dev/shm")
 HELPERS = (
     "apportion.runtime.spawn.template",
     "warm_template.py",
+    "warm_python.py",
     "model_template.py",
     "vision_template.py",
     "multiprocessing.resource_tracker",
@@ -134,20 +139,17 @@ class Watch:
         yield from filter(_lives, self._helpers.values())
 
     def _ports(self) -> Iterator[tuple[int, str]]:
+        listening = {f"socket:[{inode}]": address for inode, address in _listening()}
         for process in self._keepers():
-            with suppress(psutil.Error):
-                for connection in process.net_connections("tcp"):
-                    if connection.status == psutil.CONN_LISTEN:
-                        yield process.pid, f"{connection.laddr.ip}:{connection.laddr.port}"
+            for _, target in _descriptors(process.pid):
+                if target in listening:
+                    yield process.pid, listening[target]
 
     def _memfds(self) -> Iterator[tuple[int, str]]:
         for process in self._keepers():
-            folder = Path(f"/proc/{process.pid}/fd")
-            for fd in _names(folder):
-                with suppress(OSError):
-                    target = os.readlink(folder / fd)
-                    if target.startswith("/memfd:apportion"):
-                        yield process.pid, f"{target} as descriptor {fd}"
+            for fd, target in _descriptors(process.pid):
+                if target.startswith("/memfd:apportion"):
+                    yield process.pid, f"{target} as descriptor {fd}"
 
     def _is_held_by_others(self, path: Path) -> bool:
         """Does a process that is none of ours map or hold this file? Slow: asked only about what looks like a leak."""
@@ -166,6 +168,41 @@ def _names(folder: Path) -> Collection[str]:
         return os.listdir(folder)
     except OSError:
         return ()
+
+
+def _descriptors(pid: int) -> Iterator[tuple[str, str]]:
+    """The open descriptors of a process, and what each of them is."""
+    folder = Path(f"/proc/{pid}/fd")
+    for fd in _names(folder):
+        with suppress(OSError):
+            yield fd, os.readlink(folder / fd)
+
+
+def _listening() -> Iterator[tuple[int, str]]:
+    """The TCP sockets that listen, by inode, with address and port. They are asked for over netlink: the tables in
+    /proc hold every connection of the last minute too, and to read them took longer than most tests."""
+    if sys.platform != "linux":
+        return
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4) as netlink:  # 4: NETLINK_SOCK_DIAG
+        netlink.settimeout(5.0)
+        for family in (socket.AF_INET, socket.AF_INET6):
+            wanted = struct.pack("=BBBBI48x", family, socket.IPPROTO_TCP, 0, 0, 1 << 10)  # 10: TCP_LISTEN
+            netlink.send(struct.pack("=IHHII", 16 + len(wanted), 20, 0x301, 1, 0) + wanted)  # 20: by family; a dump
+            yield from _sockets(netlink)
+
+
+def _sockets(netlink: socket.socket) -> Iterator[tuple[int, str]]:
+    """The answers to one question: struct inet_diag_msg, as linux/inet_diag.h has it."""
+    while True:
+        answer = netlink.recv(1 << 16)
+        while answer:
+            length, kind = struct.unpack_from("=IH", answer)
+            if kind != 20:  # the end, or an error
+                return
+            family, port, source = struct.unpack_from("!B3xH2x16s", answer, 16)
+            address = ipaddress.ip_address(source if family == socket.AF_INET6 else source[:4])
+            yield struct.unpack_from("=I", answer, 16 + 68)[0], f"{address}:{port}"
+            answer = answer[(length + 3) & ~3 :]
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from warm_python import FORKER
 
 START_SECONDS, SECONDS = 60.0, 15.0
 PROGRAM = ("-m", "apportion", "serve", "--port", "0")
@@ -153,8 +154,9 @@ def net(seed: int, width: int = 16) -> nn.Module:
 
 
 def children(pid: int) -> list[int]:
-    """Its own, not theirs."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Its own, not theirs; and not the one that makes them."""
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in listed if Path(f"/proc/{child}/comm").read_text().strip() != FORKER]
 
 
 def descriptors(pid: int) -> int:

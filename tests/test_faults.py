@@ -7,6 +7,7 @@ process, where the template that workers are forked from is warm.
 from __future__ import annotations
 
 import json
+import operator
 import os
 import pty
 import random
@@ -443,7 +444,7 @@ def test_a_thread_that_trains_and_ends_takes_no_later_run_with_it(tmp_path: Path
     assert template() is before
 
 
-def test_many_trainings_in_one_program_gather_nothing(tmp_path: Path) -> None:
+def test_many_trainings_in_one_program_gather_nothing(tmp_path: Path, eventually) -> None:
     def used() -> tuple[int, int, int]:
         me, parent = psutil.Process(), template()._process
         assert parent is not None
@@ -457,7 +458,8 @@ def test_many_trainings_in_one_program_gather_nothing(tmp_path: Path) -> None:
     before, memory = used(), psutil.Process().memory_info().rss
     for number in range(2, 20):
         once(number)
-    assert used() == before
+    # A thread of the last run may still be about to end, here and where it was counted before.
+    eventually(lambda: all(map(operator.le, used(), before)), within=10, what=f"no more is used than {before}")
     assert psutil.Process().memory_info().rss - memory < 20 << 20
 
 

@@ -11,6 +11,8 @@ import pytest
 
 import apportion
 
+pytestmark = pytest.mark.usefixtures("cold_programs")
+
 NAMES = [
     "ApportionError",
     "Batch",

@@ -21,6 +21,8 @@ from apportion.serving.pool.shared_arena import Arena
 from apportion.serving.replication.choose import Means, replicated
 from apportion.serving.runtimes.source import Source
 
+pytestmark = [pytest.mark.usefixtures("cold_programs"), pytest.mark.serial]
+
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:

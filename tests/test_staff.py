@@ -15,7 +15,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper
-from served import Server, alive, eventually, net, serving
+from served import Server, alive, children, eventually, net, serving
 
 from apportion.exporting.exporter import export
 
@@ -86,8 +86,8 @@ def test_a_process_that_is_stopped_while_it_becomes_the_spare_is_given_up_soon(s
 
 def children_but(server: Server, *others: int) -> list[int]:
     """Lists the server's processes that sit in no seat."""
-    listed = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    return [pid for pid in map(int, listed) if pid not in (*others, server.pid("m1"), server.pid("m2"))]
+    seated = (server.pid("m1"), server.pid("m2"))
+    return [pid for pid in children(server.process.pid) if pid not in (*others, *seated)]
 
 
 def test_a_net_that_does_not_come_to_an_end_is_told_while_it_is_waited_for(tmp_path: Path) -> None:

@@ -239,7 +239,8 @@ class RunSupervisor:
             resume=resume_command(self._job) if saved else None,
             why=why,
         )
-        self._end = replace(end, step=step if step is not None else max(saved, default=0))
+        # A replacement of rank 0 may have been asked too, and may have saved a later step before it was ended.
+        self._end = replace(end, step=max(step or 0, *saved, 0))
         return self._end
 
     def _steps_saved(self) -> list[int]:
