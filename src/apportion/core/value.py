@@ -49,23 +49,24 @@ class Value:
 
 def names(package: str) -> list[str]:
     """The values that a folder holds, ``names("apportion.strategies")``, and that installed packages add to it."""
-    return sorted({*_own(package), *_added(package)})
+    return sorted({*own_names(package), *_added(package)})
 
 
-def _own(package: str) -> list[str]:
+def own_names(package: str) -> list[str]:
+    """The values that a folder holds."""
     path = importlib.import_module(package).__path__
-    return [m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_")]
+    return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
 
 
 @cache
 def _added(package: str) -> dict[str, EntryPoint]:
     """The entry points of installed packages, by name; none takes the place of a file in the folder."""
-    return {given.name: given for given in entry_points(group=package) if given.name not in _own(package)}
+    return {given.name: given for given in entry_points(group=package) if given.name not in own_names(package)}
 
 
 def find(name: str, package: str) -> type:
     """The class that is written with this name: in the file of that name in that folder, or in an installed package."""
-    if name not in _own(package):
+    if name not in own_names(package):
         return _find_added(name, package)
     module = importlib.import_module(f"{package}.{name}")
     for cls in vars(module).values():
