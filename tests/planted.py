@@ -76,21 +76,21 @@ class LosesAnUpdate(Strategy):
 
 def mean_of_means(step: Any, world: World) -> None:
     """Every rank weighs the same, however many rows it has."""
-    step._total_count = lambda batch: batch.count * world.size or 1.0
+    step._share.total = lambda batch: batch.count * world.size or 1.0
 
 
 def a_little_too_much(step: Any, world: World) -> None:
     """One rank's gradient is a ten-millionth too large."""
-    right = step._total_count
+    right = step._share.total
     if world.rank == 1:
-        step._total_count = lambda batch: right(batch) * (1 - 1e-7)
+        step._share.total = lambda batch: right(batch) * (1 - 1e-7)
 
 
 def dropped_shard(step: Any, world: World) -> None:
     """The last rank's rows count for nothing."""
-    right = step._loss_of
+    right = step._share.weighted_loss
     if world.rank == world.size - 1:
-        step._loss_of = lambda part, outputs: (right(part, outputs)[0], 0.0)
+        step._share.weighted_loss = lambda part, **how: (right(part, **how)[0], 0.0)
 
 
 def stale_parameter(step: Any, world: World) -> None:

@@ -27,7 +27,7 @@ from apportion.comm.world import World
 from apportion.core.data.batch import Batch, BatchSource
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard
-from apportion.core.strategy import State, Step, Strategy
+from apportion.core.strategy import Recoverable, State, Step, Strategy
 from apportion.errors import StateLost
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.replica.single_process import reference
@@ -169,7 +169,7 @@ class _Word:
         (self._after if now else _nothing)()
 
 
-class SurvivingStep(Step):
+class SurvivingStep(Step, Recoverable):
     forgets = False
 
     def __init__(self, workload: Workload, world: World) -> None:
@@ -246,9 +246,6 @@ class SurvivingStep(Step):
 
     def spent(self) -> Mapping[str, float]:
         return {"loading": self.source.seconds, "waiting": self._group.waited, "updating": self._replica.seconds}
-
-    def close(self) -> None:
-        pass
 
 
 def happens(where: str, step: int = -1) -> None:

@@ -92,9 +92,9 @@ __all__ = sorted(_HOMES)
 
 
 def _values() -> dict[str, str]:
-    from apportion.core.value import names
+    from apportion.core.value import own_names
 
-    return {name: folder for folder in _FOLDERS for name in names(folder)}
+    return {name: folder for folder in _FOLDERS for name in own_names(folder)}
 
 
 def __getattr__(name: str) -> Any:

@@ -81,6 +81,9 @@ def held(model: nn.Module, optimizers: Mapping[str, Optimizer], shared: memoryvi
 class Step(ABC):
     """One optimizer update, made by this rank's part of the world.
 
+    A step takes a batch, goes backward, updates, predicts, and gives and takes its state: these are abstract. The rest
+    is for steps that have it; one that goes on after the loss of a worker is ``Recoverable``, too.
+
     The state changes in ``update`` alone: whatever interrupts ``backward`` leaves the last update whole.
     """
 
@@ -102,12 +105,6 @@ class Step(ABC):
     split."""
 
     @property
-    def cuts(self) -> tuple[str, ...] | None:
-        """The names of the layers that stages begin with: what is proved of a run is cut there too, wherever the times
-        of the layers have had it cut. None where there are none, or where a name would stand for another place."""
-        return None
-
-    @property
     @abstractmethod
     def done(self) -> int:
         """The number of updates that the state has behind it, whichever rank made them."""
@@ -116,15 +113,6 @@ class Step(ABC):
         """Return this rank's next batch; None where no more are left."""
         assert self.data_shard is not None, "a rank without batches calls step.serve()"
         return self.source.at(self.done, self.data_shard) if self.done < self.source.total else None
-
-    @abstractmethod
-    def predict(self, batch: Batch) -> Any | None:
-        """Outputs for this rank's rows, in evaluation mode; called by all ranks. None where the batch has no rows
-        here, or another rank holds the outputs."""
-
-    def looked(self) -> None:  # noqa: B027 (where nothing is kept nothing can be put back)
-        """End some calls of ``predict``: what their forward passes have changed of buffers, and of parameters that no
-        optimizer has, is put back as the last update left it."""
 
     @abstractmethod
     def backward(self, batch: Batch) -> Tensor | None:
@@ -136,16 +124,35 @@ class Step(ABC):
         """Make one optimizer update with the gradients of all ranks, and return the named values of the whole global
         batch (``{"loss": ...}``), each a detached tensor of one element, the same on every rank."""
 
-    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
-        """Make one update of that optimizer's parameters along the gradient of the loss, a mean over this rank's rows;
-        the other parameters get no gradient. For ``Workload.update``. Returns the detached loss, unchanged."""
-        raise ValueError("minimize() is for update=, which this strategy does not go with: use data_parallel")
-
     def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
         """Call ``backward``, then ``update``; or the workload's own ``update``. Returns the named values of the global
         batch."""
         self.backward(batch)
         return self.update()
+
+    @abstractmethod
+    def predict(self, batch: Batch) -> Any | None:
+        """Outputs for this rank's rows, in evaluation mode; called by all ranks. None where the batch has no rows
+        here, or another rank holds the outputs."""
+
+    @abstractmethod
+    def state_dict(self) -> State:
+        """The whole state, in the plain model's names; the tensors are copies. Called by all ranks."""
+
+    @abstractmethod
+    def load_state_dict(self, state: State) -> None:
+        """Go on from a state that any strategy at any world size gave. Called by all ranks."""
+
+    # What a step may have besides
+
+    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
+        """Make one update of that optimizer's parameters along the gradient of the loss, a mean over this rank's rows;
+        the other parameters get no gradient. For ``Workload.update``. Returns the detached loss, unchanged."""
+        raise ValueError("minimize() is for update=, which this strategy does not go with: use data_parallel")
+
+    def looked(self) -> None:  # noqa: B027 (where nothing is kept nothing can be put back)
+        """End some calls of ``predict``: what their forward passes have changed of buffers, and of parameters that no
+        optimizer has, is put back as the last update left it."""
 
     def leave(self) -> None:  # noqa: B027 (nobody waits for it is the common case)
         """Take no more batches on this rank for now."""
@@ -157,20 +164,6 @@ class Step(ABC):
         """Return what the steps have written down so far, for ``Strategy.reference``. Called between steps."""
         return ()
 
-    @abstractmethod
-    def state_dict(self) -> State:
-        """The whole state, in the plain model's names; the tensors are copies. Called by all ranks."""
-
-    @abstractmethod
-    def load_state_dict(self, state: State) -> None:
-        """Go on from a state that any strategy at any world size gave. Called by all ranks."""
-
-    def rejoin(self, world: World) -> None:
-        """Go on in a world whose membership has changed, from the last update that is whole; what was begun after it
-        is forgotten, and done again with the same draws. Called by all ranks of that world: by those that were there
-        before after ``MembershipChanged``, by a replacement right after ``build``. Where the strategy ``survives``."""
-        raise AssertionError(f"{type(self).__name__} does not survive the loss of a worker")
-
     def committed(self) -> State | None:
         """The state after the last update, asked from another thread while ``backward`` may be running, without any
         other rank; None where that cannot be had."""
@@ -181,9 +174,15 @@ class Step(ABC):
         same groups in the same order on all of their ranks. Called by all ranks, between steps."""
         return ()
 
-    @abstractmethod
     def spent(self) -> Mapping[str, float]:
         """Seconds so far in ``loading``, ``waiting`` (in collectives) and ``updating``; the rest is computing."""
+        return {"loading": self.source.seconds, "waiting": 0.0, "updating": 0.0}
+
+    @property
+    def cuts(self) -> tuple[str, ...] | None:
+        """The names of the layers that stages begin with: what is proved of a run is cut there too, wherever the times
+        of the layers have had it cut. None where there are none, or where a name would stand for another place."""
+        return None
 
     @property
     def parameters(self) -> int:
@@ -198,9 +197,18 @@ class Step(ABC):
         """The bytes of the weights, optimizer slots and buffers by where they are in memory, now."""
         return held(self.model, self.optimizers)
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (there is nothing to let go of where all is this process's own)
         """Let go of what the step holds: groups, memory."""
+
+
+class Recoverable(ABC):
+    """A step that goes on after the loss of a worker: a mix-in, for the steps of strategies that survive it."""
+
+    @abstractmethod
+    def rejoin(self, world: World) -> None:
+        """Go on in a world whose membership has changed, from the last update that is whole; what was begun after it
+        is forgotten, and done again with the same draws. Called by all ranks of that world: by those that were there
+        before after ``MembershipChanged``, by a replacement right after ``build``."""
 
 
 class Strategy(Value, ABC):
@@ -212,8 +220,8 @@ class Strategy(Value, ABC):
     splits: ClassVar[bool] = False
     """Does the strategy divide one network among its workers, so that ``of=`` can have replicas of them?"""
     survives: ClassVar[bool] = False
-    """Can a run go on after the loss of a worker, with ``Step.rejoin``? False: the run ends, and resumes from the last
-    checkpoint."""
+    """Can a run go on after the loss of a worker, since the steps are ``Recoverable``? False: the run ends, and resumes
+    from the last checkpoint."""
 
     @property
     @abstractmethod

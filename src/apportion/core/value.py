@@ -2,7 +2,9 @@
 reports.
 
 ``data_parallel(microbatches=2)`` is the class in ``strategies/data_parallel.py`` with that field: the folder is the
-registry, and the name in the report is the file you open.
+registry, and the name in the report is the file you open. An installed package adds one of its own by an entry point in
+the group that is called as the folder: ``local_average = "my_package.local_average:LocalAverage"`` in
+``apportion.strategies``.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import difflib
 import importlib
 import pkgutil
 import re
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 _KINDS = {
@@ -44,23 +48,44 @@ class Value:
 
 
 def names(package: str) -> list[str]:
-    """The values that a folder holds: ``names("apportion.strategies")``."""
+    """The values that a folder holds, ``names("apportion.strategies")``, and that installed packages add to it."""
+    return sorted({*own_names(package), *_added(package)})
+
+
+def own_names(package: str) -> list[str]:
+    """The values that a folder holds."""
     path = importlib.import_module(package).__path__
     return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
 
 
+@cache
+def _added(package: str) -> dict[str, EntryPoint]:
+    """The entry points of installed packages, by name; none takes the place of a file in the folder."""
+    return {given.name: given for given in entry_points(group=package) if given.name not in own_names(package)}
+
+
 def find(name: str, package: str) -> type:
-    """The class that is written with this name: in the file of that name, in that folder."""
-    known = names(package)
-    if name not in known:
-        close = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {close[0]}?" if close else "one of " + ", ".join(known)
-        raise ValueError(f"{name!r} is no {_KINDS.get(package, 'value')}: {hint}")
+    """The class that is written with this name: in the file of that name in that folder, or in an installed package."""
+    if name not in own_names(package):
+        return _find_added(name, package)
     module = importlib.import_module(f"{package}.{name}")
     for cls in vars(module).values():
         if isinstance(cls, type) and cls.__module__ == module.__name__ and written_name(cls) == name:
             return cls
     raise AssertionError(f"{module.__name__} defines no class written {name}")
+
+
+def _find_added(name: str, package: str) -> type:
+    given = _added(package).get(name)
+    if given is None:
+        known = names(package)
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {close[0]}?" if close else "one of " + ", ".join(known)
+        raise ValueError(f"{name!r} is no {_KINDS.get(package, 'value')}: {hint}")
+    added = given.load()
+    if not (isinstance(added, type) and issubclass(added, Value) and written_name(added) == name):
+        raise ValueError(f"{name} = {given.value!r} in the group {package} must be a class of values written {name}")
+    return added
 
 
 def parse(text: str, package: str) -> Any:

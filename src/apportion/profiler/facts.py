@@ -33,7 +33,7 @@ def facts(own: TimedStep) -> Message:
     batch_norm = any(isinstance(m, BatchNormBase) and m.training for m in model.modules())
     own.step(own.rows(min(len(own.batch), max(2, len(own.batch) // FEW))))  # from now on there are slots
     numel = sum(p.numel() for p in replica.trainable())
-    slots = sum(t.numel() for _, t in replica.slots() if t.dim())
+    slots = sum(t.numel() for _, t in replica.optimizers.slots() if t.dim())
     layers, untraceable = _layers(own)
     return {
         "batch_size": len(own.batch),  # fewer than asked for where there are fewer examples

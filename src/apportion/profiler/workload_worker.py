@@ -89,7 +89,7 @@ class StepProfiler:
         """Return an update by torch's fused kernels, as the strategies make it that divide the weights; None where the
         workload's own update is the same, or it is not known when the update comes."""
         replica = self._own.replica
-        if self._workload.update is not None or replica.searching:
+        if self._workload.update is not None or replica.optimizers.searching:
             return None
         made: Any = with_fused_updates(self._workload).optimizer(list(replica.model.named_parameters()))
         if not step_hooked(made, before_only=True):

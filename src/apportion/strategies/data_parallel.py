@@ -41,15 +41,11 @@ from typing import TYPE_CHECKING, Any, Self, final
 import torch
 from torch import Tensor, nn
 
-from apportion.comm.differentiable import gather_rows
 from apportion.comm.world import World
-from apportion.core import tree
-from apportion.core.data.batch import Batch, BatchSource
+from apportion.core.data.batch import Batch
 from apportion.core.replica_digest import Replicated, apart_from
-from apportion.core.rng import seed_everything
-from apportion.core.sampler import DataShard
-from apportion.core.strategy import Held, State, Step, Strategy, held
-from apportion.core.workload import Workload, examples
+from apportion.core.strategy import Held, Recoverable, State, Step, Strategy, held
+from apportion.core.workload import Workload
 from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
 from apportion.parallel.partition.replica_groups import check_of, check_replicas
 from apportion.parallel.partition.replicated_step import ReplicatedStep
@@ -57,9 +53,9 @@ from apportion.parallel.replica.gradient_buckets import LARGE_BYTES, GradientSum
 from apportion.parallel.replica.gradient_hooks import GradientHooks
 from apportion.parallel.replica.initial_model import refuse_renormalising
 from apportion.parallel.replica.load_balancing import MeasuredShares
-from apportion.parallel.replica.replica import Replica
 from apportion.parallel.replica.resync import agree
 from apportion.parallel.replica.single_process import reference
+from apportion.parallel.replica.step import ReplicaStep
 from apportion.parallel.shared_weights.update import SharedUpdate, unsuited
 
 if TYPE_CHECKING:
@@ -167,34 +163,23 @@ class DataParallel(Strategy):
 
 
 @final
-class DataParallelStep(Step):
+class DataParallelStep(ReplicaStep, Recoverable):
     """Computes this rank's share of each batch, and the update that is the same on all ranks."""
 
     def __init__(self, workload: Workload, world: World, microbatches: int, *, measured: bool = False) -> None:
-        self.rank, self.device = world.rank, world.device
-        self._group = world.group()
-        self._workload, self._microbatches = workload, microbatches
-        self._attendance = NonEmptyRanks(self._group)
-        dtype = torch.float64 if workload.precision == "float64" else None
-        self.source = BatchSource(workload, device=world.device, dtype=dtype, rank=world.rank)
-        self._again = world.generation > 0
-        self._replica = Replica(workload, rank=world.rank, device=world.device, prepare=self._prepare)
-        self.model, self.optimizers = self._replica.model, self._replica.optimizers
+        self._microbatches, self._again = microbatches, world.generation > 0
+        self._attendance = NonEmptyRanks(world.group())
+        super().__init__(workload, world)
         if microbatches > 1:
             self._replica.forward.begin(first=True)
         sparse: list[Any] = [
             m.weight for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
         ]
-        self.data_shard = self._shard = DataShard(world.rank, world.size)
         self._measured = MeasuredShares(world.rank, world.size, workload.batch_size) if measured else None
         self._waited = 0.0
         divides = world.size > 1 or microbatches > 1
         self._trained = {p: self._replica.names[p] for p in self._replica.trainable() if divides}
         self._hooks = GradientHooks((name, p) for p, name in self._trained.items())
-        seed_everything(workload.seed)
-        self._replica.start_schedules(self.source.total)
-        self._loss: tuple[Tensor, float] | None = None
-        self._own_rows = 0
         self._whole = self._replica.state() if workload.update is not None and world.members is not None else None
         """The state to go back to with several updates in a step, should another rank be lost between them."""
         self._shared: SharedUpdate | None = None
@@ -219,7 +204,7 @@ class DataParallelStep(Step):
         """Returns what is summed at once: all gradients, or with ``update`` one optimizer's at a time."""
         return [None] if self._workload.update is None else list(self._replica.optimizers)
 
-    def _prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module) -> None:
         if self._group.size > 1:
             refuse_renormalising(model, "each rank would rescale what its own examples look up")
             normalised = use_whole_batch(model, self._attendance)
@@ -244,10 +229,6 @@ class DataParallelStep(Step):
             )
             use_whole_functions(model, own, self._attendance)
 
-    @property
-    def done(self) -> int:
-        return self._replica.step
-
     def predict(self, batch: Batch) -> Any | None:
         self._attendance.present = len(batch) > 0
         if len(batch):
@@ -255,32 +236,26 @@ class DataParallelStep(Step):
         self._replica.predict(batch.borrowed())
         return None
 
-    def looked(self) -> None:
-        self._replica.forward.put_back()
-
     def backward(self, batch: Batch) -> Tensor | None:
         if self._measured is not None:  # from here: what is between two steps (an evaluation) is no rank's own speed
             self._measured.begin()
             self._waited = self._group.waited
         self._attend(batch)
         own = batch if len(batch) else batch.borrowed()
-        total = self._total_count(own)
+        total = self._share.total(own)
         mean, weight = None, 0.0
         parts = own.parts(self._microbatches)
         for part in parts:
             if part is not parts[0]:
                 self._replica.again(batch.step)
-            with self._replica.autocast():
-                outputs = self._replica.outputs(part)
-                loss, count = self._loss_of(part, outputs)
+            loss, share = self._share.weighted_loss(part, own=len(batch) > 0, total=total)
             if part is parts[-1] and self._shared is None:
                 self._sums[None].begin()
-            self._replica.backward(loss, count / total)
-            weight += count / total
-            share = loss.detach() * (count / total)
-            mean = share if mean is None else mean + share
+            self._replica.backward(loss, share)
+            weight += share
+            mean = loss.detach() * share if mean is None else mean + loss.detach() * share
         assert mean is not None
-        self._loss = (mean, weight)
+        self._loss = mean
         return mean / weight if len(batch) and weight else None
 
     def _attend(self, batch: Batch) -> None:
@@ -290,59 +265,28 @@ class DataParallelStep(Step):
         if self._shared is not None:
             self._shared.begin(batch)
 
-    def _loss_of(self, part: Batch, outputs: Any) -> tuple[Tensor, float]:
-        """Returns the mean loss of these rows, and how many terms it is the mean of."""
-        if self._workload.count is None:
-            outputs, targets = self._gathered(outputs, len(part)), self._gathered(part.targets, len(part))
-            return self._replica.loss(outputs, targets), 1.0
-        count = part.count
-        if count == 0:
-            # No terms: a mean of nothing is a NaN, and 0 times NaN is one too. Zero, through the same layers.
-            zeros = [(t * 0.0).sum() for t in tree.tensors(outputs) if t.is_floating_point()]
-            return torch.stack(zeros).sum(), 0.0
-        return self._replica.loss(outputs, part.targets), count
-
-    def _gathered(self, rows: Any, own: int) -> Any:
-        own = own if self._own_rows else 0
-        return tree.map_tensors(lambda t: gather_rows(t[:own], self._group), rows)
-
-    def _total_count(self, batch: Batch) -> float:
-        """Returns the number of loss terms in the global batch."""
-        if self._workload.count is None:
-            return 1.0
-        if self._workload.count is examples or self._group.size == 1:
-            return float(batch.size) if self._workload.count is examples else batch.count or 1.0
-        count = torch.tensor([batch.count], dtype=torch.float64, device=self.device)
-        self._group.all_reduce(count).wait()
-        return count.item() or 1.0
-
     def update(self) -> Mapping[str, Tensor]:
-        assert self._loss is not None, "update() follows backward()"
-        mean, _ = self._loss
         if self._measured is not None:
-            self._measured.computed(self._own_rows, self._group.waited - self._waited)
-        values = self._update(mean)
+            self._measured.computed(self._own_rows or 0, self._group.waited - self._waited)
+        if self._shared is not None:
+            assert self._loss is not None, "update() follows backward()"
+            mean, self._loss = self._loss, None
+            values: Mapping[str, Tensor] = {"loss": self._shared(mean, self._share.told())}
+        else:
+            values = super().update()
         if self._measured is not None:
             self._measured.look(self._group)
             self.data_shard = self._measured.shard
         return values
 
-    def _update(self, mean: Tensor) -> Mapping[str, Tensor]:
-        # Coupled losses are the same on every rank: each adds its part of one.
-        share = 1.0 / self._group.size if self._workload.count is None else 1.0
-        self._loss = None
-        if self._shared is not None:
-            return {"loss": self._shared(mean, share)}
-        loss = self._sums[None](mean, share)
+    def reduce_gradients(self, loss: Tensor) -> Tensor:
+        loss = self._sums[None](loss, self._share.told())
         if self._hooks:
             self._hooks(self._trained)
-        for name in self.optimizers:
-            self._replica.apply(name)
-        self._replica.commit()
-        return {"loss": loss}
+        return loss
 
     def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
-        weight = batch.count / self._total_count(batch)
+        weight = batch.count / self._share.total(batch)
         self._replica.gradient(loss, weight, optimizer)
         self._sums[optimizer](None, 0.0)
         if self._hooks:
@@ -364,14 +308,11 @@ class DataParallelStep(Step):
         return self._means(values, own)
 
     def _means(self, values: Mapping[str, Tensor], batch: Batch) -> Mapping[str, Tensor]:
-        weight = batch.count / self._total_count(batch)
+        weight = batch.count / self._share.total(batch)
         stacked = torch.stack([v.detach().reshape(()) for v in values.values()])
         stacked = stacked * weight if weight else torch.zeros_like(stacked)
         self._group.all_reduce(stacked).wait()
         return dict(zip(values, stacked.unbind(0), strict=True))
-
-    def state_dict(self) -> State:
-        return self._replica.state(self._group, self._own_rows)
 
     def replicated(self) -> Iterable[Replicated]:
         held = self._replica.tensors()
@@ -381,19 +322,15 @@ class DataParallelStep(Step):
     def load_state_dict(self, state: State) -> None:
         if self._shared is not None:
             self._shared.loading()
-        self._replica.load(state, self._shard.rows(self._workload.batch_size))
+        super().load_state_dict(state)
         if self._shared is not None:
             self._shared.loaded()
-        self._own_rows = self._replica.carry.held if self._replica.carry is not None else 0
 
     def rejoin(self, world: World) -> None:
-        self.rank, self._group = world.rank, world.group()
+        self._sit(world)
         self._attendance.group = self._group
-        self._replica.sit(world.rank)
-        self.source.sit(world.rank)
         for sums in self._sums.values():
             sums.rejoin(self._group)
-        self.data_shard = self._shard = DataShard(world.rank, world.size)
         if self._measured is not None:
             self._measured.start_over(world.rank, world.size)
         self._loss = None
@@ -406,17 +343,12 @@ class DataParallelStep(Step):
             self._replica.load(self._whole, slice(0, 0))
         agree(self._replica, world)
 
-    def committed(self) -> State | None:
-        return self._replica.committed() if self._workload.carry is None else None
-
     def spent(self) -> Mapping[str, float]:
-        return {"loading": self.source.seconds, "waiting": self._group.waited, "updating": self._updating()}
+        own = super().spent()
+        return own if self._shared is None else {**own, "updating": own["updating"] + self._shared.seconds}
 
     def held(self) -> Held:
         return held(self.model, self.optimizers, self._shared.kept if self._shared is not None else None)
-
-    def _updating(self) -> float:
-        return self._replica.seconds + (self._shared.seconds if self._shared is not None else 0.0)
 
     def close(self) -> None:
         for sums in self._sums.values():

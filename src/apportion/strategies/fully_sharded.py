@@ -25,7 +25,7 @@ since the last checkpoint is lost; from there the run resumes, on any number of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
@@ -34,9 +34,8 @@ import torch
 from torch import Tensor, nn
 
 from apportion.comm.world import World
-from apportion.core.data.batch import Batch, BatchSource
+from apportion.core.data.batch import Batch
 from apportion.core.replica_digest import Replicated
-from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import Held, State, Step, Strategy
 from apportion.core.workload import Workload
@@ -53,9 +52,9 @@ from apportion.parallel.batch_coupling.sync_batch_functions import use_whole_fun
 from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
 from apportion.parallel.replica.forward_state import moved
 from apportion.parallel.replica.fsdp import NOT_ELEMENTWISE, WHOLE_KERNEL, refuse_layers, refuse_optimizer
-from apportion.parallel.replica.loss_weighting import LossShare
-from apportion.parallel.replica.replica import Replica, called
+from apportion.parallel.replica.replica import called
 from apportion.parallel.replica.single_process import reference
+from apportion.parallel.replica.step import ReplicaStep
 
 if TYPE_CHECKING:
     from apportion.parallel.replica.fsdp import Sharded
@@ -174,35 +173,22 @@ class FullySharded(Strategy):
 
 
 @final
-class FullyShardedStep(Step):
+class FullyShardedStep(ReplicaStep):
     """Computes this rank's share of each batch, with its share of the weights. A world of one has nothing to spread."""
 
     def __init__(self, workload: Workload, world: World, settings: FullySharded) -> None:
-        self.rank, self.device = world.rank, world.device
-        self._world, self._group, self._settings = world, world.group(), settings
-        self._workload = workload
-        self._attendance = NonEmptyRanks(self._group)
+        self._world, self._settings = world, settings
+        self._attendance = NonEmptyRanks(world.group())
         self._sharded: Sharded | None = None
         # A rank has no whole gradient to measure: clipping is between the sum and the update.
-        own = workload if world.size == 1 else replace(workload, clip_grad_norm=None)
-        seed_everything(workload.seed)
-        dtype = torch.float64 if workload.precision == "float64" else None
-        self.source = BatchSource(workload, device=world.device, dtype=dtype, rank=world.rank)
         self._clip = None if world.size == 1 else workload.clip_grad_norm
-        self._replica = Replica(own, rank=world.rank, device=world.device, prepare=self._prepare)
-        self.model, self.optimizers = self._replica.model, self._replica.optimizers
+        super().__init__(workload if world.size == 1 else replace(workload, clip_grad_norm=None), world)
         if settings.microbatches > 1:
             self._replica.forward.begin(first=True)
         for name, optimizer in self.optimizers.items():
-            refuse_optimizer(optimizer, searches=name in self._replica.searching, alone=world.size == 1)
-        self._share = LossShare(self._replica, self._group)
-        self.data_shard = self._shard = DataShard(world.rank, world.size)
-        seed_everything(workload.seed)
-        self._replica.start_schedules(self.source.total)
-        self._loss: Tensor | None = None
-        self._own_rows = 0
+            refuse_optimizer(optimizer, searches=name in self._replica.optimizers.searching, alone=world.size == 1)
 
-    def _prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module) -> None:
         refuse_layers(model, self._settings.microbatches)
         functions = self._functions(model)
         if self._world.size > 1:
@@ -226,10 +212,6 @@ class FullyShardedStep(Step):
             return whole_batch_functions(model, workload, self.source.sample, strategy="fully_sharded")
         return []
 
-    @property
-    def done(self) -> int:
-        return self._replica.step
-
     def predict(self, batch: Batch) -> Any | None:
         self._attendance.present = len(batch) > 0
         with _layers_called():
@@ -237,9 +219,6 @@ class FullyShardedStep(Step):
         if self._sharded is not None:
             self._sharded.let_go()
         return outputs if len(batch) else None
-
-    def looked(self) -> None:
-        self._replica.forward.put_back()
 
     def backward(self, batch: Batch) -> Tensor | None:
         self._replica.reseed(batch.step)
@@ -251,7 +230,7 @@ class FullyShardedStep(Step):
                 self._replica.again(batch.step)
             self._attendance.present = own
             with _layers_called():
-                loss, share = self._share(part, own=own, total=total)
+                loss, share = self._share.weighted_loss(part, own=own, total=total)
                 self._replica.backward(loss, share)
             sums.append(loss.detach() * share)
             weight += share
@@ -266,20 +245,16 @@ class FullyShardedStep(Step):
         yield from ((part, True) for part in own)
         yield from ((batch.borrowed(), False) for _ in range(many - len(own)))
 
-    def update(self) -> Mapping[str, Tensor]:
-        assert self._loss is not None, "update() follows backward()"
-        loss, self._loss = self._loss * self._share.told(), None
+    def reduce_gradients(self, loss: Tensor) -> Tensor:
+        loss = loss * self._share.told()
         if self._sharded is not None:
             loss = self._sharded.sum(loss)
             if self._clip is not None:
                 self._sharded.clip_grad_norm(self._replica.trainable(), self._clip)
-        for name in self.optimizers:
-            self._replica.apply(name)
-        self._replica.commit()
-        return {"loss": loss}
+        return loss
 
     def state_dict(self) -> State:
-        state = self._replica.state(self._group, self._own_rows)
+        state = super().state_dict()
         return state if self._sharded is None else self._sharded.whole(state)
 
     def replicated(self) -> Iterable[Replicated]:
@@ -290,19 +265,15 @@ class FullyShardedStep(Step):
     def load_state_dict(self, state: State) -> None:
         if self._sharded is not None:
             state = self._sharded.spread(state, self.optimizers)
-        self._replica.load(state, self._shard.rows(self._replica.workload.batch_size))
-        self._own_rows = self._replica.carry.held if self._replica.carry is not None else 0
+        super().load_state_dict(state)
 
-    def spent(self) -> Mapping[str, float]:
-        return {"loading": self.source.seconds, "waiting": self._group.waited, "updating": self._replica.seconds}
+    def committed(self) -> None:
+        """The state without any other rank, which no rank has: None."""
 
     def held(self) -> Held:
         if self._sharded is None:
             return super().held()
-        return Held(0, self._sharded.nbytes(slot for _, slot in self._replica.slots()))
-
-    def close(self) -> None:
-        pass
+        return Held(0, self._sharded.nbytes(slot for _, slot in self._replica.optimizers.slots()))
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
-from apportion.core.strategy import Held, State, Step, Strategy
+from apportion.core.strategy import Held, Recoverable, State, Step, Strategy
 from apportion.core.workload import Workload
 from apportion.cost_model.compute import call_seconds, computed, memory_rate, updating
 from apportion.cost_model.constraints import must_have_store
@@ -105,7 +105,7 @@ class Hogwild(Strategy):
 
 
 @final
-class HogwildStep(Step):
+class HogwildStep(Step, Recoverable):
     """One worker: torch's own optimizer, on memory that others write to as well."""
 
     lockstep = False
@@ -262,6 +262,3 @@ class HogwildStep(Step):
 
     def leave(self) -> None:
         self._store.deal.leave()
-
-    def close(self) -> None:
-        pass

@@ -38,8 +38,7 @@ from torch import Tensor
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.sampler import DataShard
-from apportion.core.strategy import State, Step, Strategy
-from apportion.core.torch_private import mark_stepped
+from apportion.core.strategy import Recoverable, State, Step, Strategy
 from apportion.core.workload import Workload
 from apportion.cost_model.cost import Cost
 from apportion.cost_model.placement import Placement
@@ -118,16 +117,13 @@ class LocalSgd(Strategy):
 
 
 @final
-class LocalSgdStep(Step):
+class LocalSgdStep(OneDeviceStep, Recoverable):
     """Trains this rank's replica, and averages it with the others."""
 
     lockstep = False
 
     def __init__(self, workload: Workload, world: World, strategy: LocalSgd) -> None:
-        self.device, self._world = world.device, world
-        self._local = OneDeviceStep(workload, world.device, rank=world.rank)
-        self._replica = self._local.replica
-        self.model, self.optimizers, self.source = self._local.model, self._local.optimizers, self._local.source
+        super().__init__(workload, world.device, rank=world.rank)
         if "outer" in self.optimizers:
             raise ValueError('an optimizer called "outer" is local_sgd\'s own: give yours another name')
         self._averages_slots, self._outer = strategy.slots == "averaged", strategy._outer
@@ -148,8 +144,11 @@ class LocalSgdStep(Step):
         self._sit(world)
 
     def _sit(self, world: World) -> None:
-        self.rank, self._group = world.rank, world.group()
+        world.group()  # connected here, since all ranks come by
+        self._world, self.rank = world, world.rank
         self.data_shard = DataShard(world.rank, world.size, whole_batches=True)
+        self._replica.sit(world.rank)
+        self.source.sit(world.rank)
 
     @property
     def done(self) -> int:
@@ -167,13 +166,13 @@ class LocalSgdStep(Step):
                 self._go_on()
             assert self._round is not None
             if self._made < self._round.many:
-                return self._batch(self._round.batch(self._made))
+                return self._batch_of(self._round.batch(self._made))
             if self._round.many == 0 and self._round.done >= self.source.total:
                 self._exchange.leave()
                 return None
             self._meet()
 
-    def _batch(self, number: int) -> Batch:
+    def _batch_of(self, number: int) -> Batch:
         shard = self.data_shard
         assert shard is not None
         if number % shard.of == shard.index:  # in turn: what comes next can be loaded ahead
@@ -200,7 +199,7 @@ class LocalSgdStep(Step):
         with self._turning:
             self._round = self._exchange.take(self._average)
             self._advance(self._round.place(0))
-            self._settings = self._replica.settings()
+            self._settings = self._replica.optimizers.settings()
         _copy((self._average.weights, self._average.counts), self._frame.own())
         if self._averages_slots or joins:
             self._take_slots()
@@ -208,7 +207,7 @@ class LocalSgdStep(Step):
         self._made, self._examples, self._met = 0, 0, False
 
     def _take_slots(self) -> None:
-        averaged, own = self._frame.named_slots(self._average), dict(self._replica.slots())
+        averaged, own = self._frame.named_slots(self._average), dict(self._replica.optimizers.slots())
         if averaged.keys() <= own.keys():
             for name, slot in averaged.items():
                 own[name].copy_(slot)
@@ -233,32 +232,25 @@ class LocalSgdStep(Step):
     def _advance(self, batches: int) -> None:
         """Advances the schedules to the batches that all replicas together have taken."""
         while self._scheduled < min(batches, self.source.total):
-            for name, schedule in self._replica.schedules.items():
-                mark_stepped(self.optimizers[name])  # a schedule warns without
-                schedule.step()
+            self._replica.optimizers.advance(1)
             self._scheduled += 1
 
     # A step
 
-    def looked(self) -> None:
-        self._local.looked()
-
-    def backward(self, batch: Batch) -> Tensor | None:
+    def backward(self, batch: Batch) -> Tensor:
         self._rows = len(batch)
-        return self._local.backward(batch)
+        return super().backward(batch)
 
     def update(self) -> Mapping[str, Tensor]:
-        values = self._local.update()
+        values = super().update()
         self._count()
         return values
 
-    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
-        return self._local.minimize(loss, batch, optimizer=optimizer)
-
     def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
         self._rows = len(batch)
-        values = self._local(batch)
-        self._count()
+        values = super().__call__(batch)
+        if self._workload.update is not None:  # else ``update`` has counted
+            self._count()
         return values
 
     def _count(self) -> None:
@@ -279,7 +271,7 @@ class LocalSgdStep(Step):
         if not len(batch):
             return None
         with self._averaged():
-            return self._local.predict(batch)
+            return super().predict(batch)
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
@@ -299,7 +291,7 @@ class LocalSgdStep(Step):
         with self._turning:
             round, average = self._round, self._average
             if round is None:
-                return self._local.state_dict()
+                return super().state_dict()
             optimizer = dict(self._frame.named_slots(average))
             if round.done:
                 outer = zip(self._frame.parameters, average.momentum, strict=False)
@@ -313,7 +305,7 @@ class LocalSgdStep(Step):
             )
 
     def load_state_dict(self, state: State) -> None:
-        self._local.load_state_dict(state)
+        super().load_state_dict(state)
         self._round = None
         self._begin(state.optimizer)
         self._go_on()
@@ -323,20 +315,14 @@ class LocalSgdStep(Step):
         assert isinstance(exchange, SharedAverage), "whoever replaces workers holds memory for them"
         if not exchange.begun:
             raise StateLost("a worker was lost before the first round: there is nothing to go on from")
-        self._world = world
         self._sit(world)
-        self._replica.sit(world.rank)
-        self.source.sit(world.rank)
         exchange.sit(world)
 
     def committed(self) -> State | None:
-        return self.state_dict() if self._round is not None else self._local.committed()
+        return self.state_dict() if self._round is not None else super().committed()
 
     def spent(self) -> Mapping[str, float]:
-        return {"loading": self.source.seconds, "waiting": self._exchange.waited, "updating": self._replica.seconds}
-
-    def close(self) -> None:
-        pass
+        return {**super().spent(), "waiting": self._exchange.waited}
 
 
 Tensors = tuple[Sequence[Tensor], Sequence[Tensor]]

@@ -28,7 +28,7 @@ update, which lies in shared memory (``parallel/replica/committed_state.py``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, final
 
@@ -37,11 +37,8 @@ from torch import Tensor, nn
 
 from apportion.comm.world import World
 from apportion.core import tree
-from apportion.core.data.batch import Batch, BatchSource
-from apportion.core.replica_digest import Replicated
-from apportion.core.rng import seed_everything
-from apportion.core.sampler import DataShard
-from apportion.core.strategy import State, Step, Strategy
+from apportion.core.data.batch import Batch
+from apportion.core.strategy import Recoverable, State, Step, Strategy
 from apportion.core.workload import Workload, examples
 from apportion.cost_model.collectives import all_reduce
 from apportion.cost_model.compute import computed, dealt
@@ -52,13 +49,12 @@ from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.errors import StateLost
 from apportion.parallel.batch_coupling.analysis import refuse_coupling
-from apportion.parallel.optim.closure import Closure
 from apportion.parallel.replica.committed_state import CommittedState
 from apportion.parallel.replica.gradient_buckets import LARGE_BYTES, GradientSum
 from apportion.parallel.replica.gradient_hooks import GradientHooks
 from apportion.parallel.replica.initial_model import refuse_renormalising
-from apportion.parallel.replica.replica import Replica
 from apportion.parallel.replica.single_process import reference
+from apportion.parallel.replica.step import ReplicaStep
 
 STEP_CALLS, PART_CALLS, LAYER_CALLS = 10.0, 5.0, 2.0
 """The time of Python, in ``Device.call_seconds``: of a step (the state is kept, and its tensors are found by name), of
@@ -146,18 +142,14 @@ class MapReduce(Strategy):
 
 
 @final
-class MapReduceStep(Step):
+class MapReduceStep(ReplicaStep, Recoverable):
     """Computes this rank's parts of each batch, and the update that is the same on all ranks."""
 
+    repeats = True
+
     def __init__(self, workload: Workload, world: World, part: int) -> None:
-        self.device = world.device
-        self._workload, self._part = workload, part
-        dtype = torch.float64 if workload.precision == "float64" else None
-        self.source = BatchSource(workload, device=world.device, dtype=dtype, rank=world.rank)
-        self._divides = world.size > 1 or part < min(workload.batch_size, self.source.deal.examples)
-        self._looks = self._divides and world.generation == 0
-        self._replica = Replica(workload, rank=world.rank, device=world.device, prepare=self._prepare)
-        self.model, self.optimizers = self._replica.model, self._replica.optimizers
+        self._part, self._looks = part, world.generation == 0
+        super().__init__(workload, world)
         self._replica.forward.begin(first=True)
         sparse: list[Any] = [
             m.weight for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
@@ -165,39 +157,23 @@ class MapReduceStep(Step):
         if world.size > 1:
             refuse_renormalising(self.model, "each rank would rescale what its own examples look up")
         self._sum = GradientSum(
-            self._replica.trainable(), world.group(), sparse=sparse, optimizers=[*self.optimizers.values()]
+            self._replica.trainable(), self._group, sparse=sparse, optimizers=[*self.optimizers.values()]
         )
         self._trained = {p: self._replica.names[p] for p in self._replica.trainable() if self._divides}
         self._hooks = GradientHooks((name, p) for p, name in self._trained.items())
-        seed_everything(workload.seed)
-        self._replica.start_schedules(self.source.total)
-        self._batch: Batch | None = None
-        self._loss: Tensor | None = None
         self._before: State | None = None
         """The state that an optimizer started from, while it searches."""
         self._kept = CommittedState(world) if world.members is not None else None
-        self._sit(world)
-
-    def _prepare(self, model: nn.Module) -> None:
-        _refuse_batch_norm(model)
-        if self._looks:
-            refuse_coupling(model, self._workload, self.source.sample, strategy="map_reduce")
-
-    def _sit(self, world: World) -> None:
-        """Takes this process's place among the others."""
-        self.rank, self._group = world.rank, world.group()
-        self.data_shard = DataShard(world.rank, world.size)
-        self._sum.rejoin(self._group)
 
     @property
-    def done(self) -> int:
-        return self._replica.step
+    def _divides(self) -> bool:
+        most = min(self._workload.batch_size, self.source.deal.examples)
+        return self._group.size > 1 or self._part < most
 
-    def predict(self, batch: Batch) -> Any | None:
-        return self._replica.predict(batch) if len(batch) else None
-
-    def looked(self) -> None:
-        self._replica.forward.put_back()
+    def prepare(self, model: nn.Module) -> None:
+        _refuse_batch_norm(model)
+        if self._divides and self._looks:
+            refuse_coupling(model, self._workload, self.source.sample, strategy="map_reduce")
 
     def backward(self, batch: Batch) -> Tensor:
         """Makes one pass: ``p.grad`` becomes the gradient of the whole global batch, on every rank; returns its mean
@@ -247,27 +223,12 @@ class MapReduceStep(Step):
         return loss * scale
 
     def update(self) -> Mapping[str, Tensor]:
-        replica, loss = self._replica, self._loss
-        assert loss is not None, "update() follows backward()"
-        if replica.searching:  # it moves the weights between passes, where the state may be asked for
-            self._before = replica.state()
-        for name in self.optimizers:
-            if name in replica.searching:
-                replica.search(name, Closure(loss, replica.trainable(name), self._again))
-            else:
-                replica.apply(name)
-        replica.commit()
-        self._forget()
+        if self._replica.optimizers.searching:  # it moves the weights between passes, where the state may be asked for
+            self._before = self._replica.state()
+        values = super().update()
+        self._before = None
         self._keep()
-        return {"loss": loss}
-
-    def _again(self) -> Tensor:
-        assert self._batch is not None, "update() follows backward()"
-        return self.backward(self._batch)
-
-    def _forget(self) -> None:
-        """Forgets the pass under way, and the search."""
-        self._batch = self._loss = self._before = None
+        return values
 
     def _keep(self) -> None:
         """Keeps this state as the one to go on from. All ranks have the same: one writes it, and has it before it
@@ -275,19 +236,13 @@ class MapReduceStep(Step):
         if self._kept is not None and self.rank == 0:
             self._kept.write(self._replica.state())
 
-    def state_dict(self) -> State:
-        return self._replica.state()
-
-    def replicated(self) -> Iterable[Replicated]:
-        yield Replicated(self._group, self._replica.tensors())
-
     def load_state_dict(self, state: State) -> None:
         self._load(state)
         self._keep()
 
     def _load(self, state: State) -> None:
-        self._forget()
-        self._replica.load(state, slice(0, 0))
+        self._batch = self._loss = self._before = None
+        super().load_state_dict(state)
         for p in self.model.parameters():
             p.grad = None
 
@@ -298,19 +253,12 @@ class MapReduceStep(Step):
             raise StateLost("a worker was lost before the first update: there is nothing to go on from")
         # A rank that was one update further, because rank 0 died before it had kept that, makes it again.
         self._load(state)
-        self._replica.sit(world.rank)
-        self.source.sit(world.rank)
         self._sit(world)
+        self._sum.rejoin(self._group)
 
     def committed(self) -> State | None:
         before = self._before
-        return before if before is not None else self._replica.committed()
-
-    def spent(self) -> Mapping[str, float]:
-        return {"loading": self.source.seconds, "waiting": self._group.waited, "updating": self._replica.seconds}
-
-    def close(self) -> None:
-        pass
+        return before if before is not None else super().committed()
 
 
 def _refuse_batch_norm(model: nn.Module) -> None:

@@ -110,7 +110,7 @@ class ReplicaTensors:
 
     def write_slots(self, parts: Contribution) -> None:
         """Write this replica's slots, as they are now, into a contribution."""
-        slots = dict(self.replica.slots())
+        slots = dict(self.replica.optimizers.slots())
         for i, name in enumerate(self.slots):
             parts.has[i] = name in slots
             if name in slots:
@@ -209,8 +209,8 @@ def _rounded(t: Tensor) -> int:
 
 def _slots_to_come(replica: Replica) -> Mapping[str, Tensor]:
     """Return the slots that the optimizers will keep, by name: found by an update of a copy."""
-    if replica.searching:
-        kind = type(replica.optimizers[min(replica.searching)]).__name__
+    if replica.optimizers.searching:
+        kind = type(replica.optimizers[min(replica.optimizers.searching)]).__name__
         raise ValueError(f"{kind} searches along the loss of one batch, which replicas do not share: use map_reduce")
     # Of the parameters, not of the model: what it makes of them anew before each call cannot be copied.
     own = list(replica.model.named_parameters())

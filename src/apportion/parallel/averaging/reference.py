@@ -34,7 +34,7 @@ def simulated(
             batch = step.source.at(first + rank)
             step(batch)
             seen[rank] += len(batch)
-            for schedule in step.replica.schedules.values():
+            for schedule in step.replica.optimizers.schedules.values():
                 for _ in range(min(total, first + replicas) - first - 1):
                     schedule.step()
         if number % every == 0 or first + replicas >= total:

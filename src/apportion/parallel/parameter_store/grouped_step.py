@@ -24,7 +24,7 @@ from torch import Tensor
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch, Whole
 from apportion.core.sampler import DataShard
-from apportion.core.strategy import Held, State, Step, Strategy
+from apportion.core.strategy import Held, Recoverable, State, Step, Strategy
 from apportion.core.workload import Workload
 from apportion.errors import StateLost
 from apportion.parallel.parameter_store.store import Store
@@ -36,7 +36,7 @@ from apportion.parallel.partition.replicated_step import build_split, predict
 
 
 @final
-class GroupsStep(Step):
+class GroupsStep(Step, Recoverable):
     """One rank of one group, and the store of its place in the group."""
 
     whole = True

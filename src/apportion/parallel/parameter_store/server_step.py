@@ -11,7 +11,7 @@ from torch import Tensor
 
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
-from apportion.core.strategy import Held, State, Step
+from apportion.core.strategy import Held, Recoverable, State, Step
 from apportion.core.workload import Workload
 from apportion.errors import StateLost
 from apportion.parallel.parameter_store.protocol import StoreServer
@@ -23,7 +23,7 @@ from apportion.parallel.parameter_store.worker_step import SNAPSHOT_SECONDS, ext
 
 
 @final
-class ServerStep(Step):
+class ServerStep(Step, Recoverable):
     """One server, on one of the last seats; it answers from the beginning to the end."""
 
     lockstep = False

@@ -174,7 +174,7 @@ class StoreWorker:
                 optimizer[f"{key}/{slot}"] = views[slot][number].clone()
         self.replica.catch_up(done)
         plain = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
-        schedules = {name: schedule.state_dict() for name, schedule in self.replica.schedules.items()}
+        schedules = {name: schedule.state_dict() for name, schedule in self.replica.optimizers.schedules.items()}
         model, buffers = self.model.state(found.data[0], found.buffers)
         return State(
             step=done,
@@ -201,7 +201,7 @@ class StoreWorker:
             if schedule is not None:
                 schedule.load_state_dict(schedules[self.owner])
 
-        put(self.optimizer, self.replica.schedules.get(self.owner))
+        put(self.optimizer, self.replica.optimizers.schedules.get(self.owner))
         self.hyper.start_from(state.step, put)
         self.replica.step = state.step
         contents = self.initial()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch, Whole
-from apportion.core.strategy import Held, State, Step
+from apportion.core.strategy import Held, Recoverable, State, Step
 from apportion.core.workload import Workload
 from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.protocol import Sessions
@@ -51,7 +51,7 @@ def extent_of(worker: StoreWorker, world: World, *, lock_free: bool = False, ser
 
 
 @final
-class DownpourStep(Step):
+class DownpourStep(Step, Recoverable):
     """The training step of one worker, which pulls, computes and pushes batch by batch."""
 
     def __init__(self, workload: Workload, world: World, rhythm: PushPullSchedule, *, servers: int = 0) -> None:

@@ -30,7 +30,7 @@ from apportion.core.data.batch import Batch, BatchSource
 from apportion.core.replica_digest import Replicated
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard
-from apportion.core.strategy import State, Step
+from apportion.core.strategy import Recoverable, State, Step
 from apportion.core.workload import Workload
 from apportion.errors import StateLost
 from apportion.parallel.partition import equivalence
@@ -51,7 +51,7 @@ from apportion.process import give_back
 
 
 @final
-class SplitStep(Step):
+class SplitStep(Step, Recoverable):
     """One update of a network that the ranks hold in parts.
 
     ``part``: given the plain model, seeded, and the inputs of a batch, returns this rank's part; it may take the
@@ -126,7 +126,7 @@ class SplitStep(Step):
         pieces = self._plain.pieces(self.model, self._part.pieces)
         self._layout = ShardLayout.of(gather_messages(pieces, self._group, device=world.device))
         self._spread = Resharder(self._plain, self._layout, pieces, world.rank, list(self.optimizers))
-        refuse_optimizers(self.optimizers, self._replica.searching, self._layout, self._group.size)
+        refuse_optimizers(self.optimizers, self._replica.optimizers.searching, self._layout, self._group.size)
         self._counted = self._layout.owned(world.rank)
         for name in self._hooks.names:
             if name in pieces and TensorShard.from_plain(pieces[name]).index is not None:
@@ -324,8 +324,8 @@ class SplitStep(Step):
         own = State(
             step=replica.step,
             model=model,
-            optimizer=dict(replica.slots()),
-            settings=replica.settings(),
+            optimizer=dict(replica.optimizers.slots()),
+            settings=replica.optimizers.settings(),
             buffers=replica.forward.beside(),
         )
         return own, self._spread.pieces
@@ -351,8 +351,7 @@ class SplitStep(Step):
         self._build(world, self._again(world))
 
     def rejoin(self, world: World) -> None:
-        if self._again is None:
-            return super().rejoin(world)
+        assert self._again is not None, "the strategy says that it does not survive the loss of a worker"
         if self._workload.carry is not None:
             raise StateLost("the recurrent state of a rank's rows died with it")
         if self._built != world.generation:  # who has come anew has just built

@@ -30,7 +30,7 @@ from apportion.core.data.batch import Batch, BatchSource
 from apportion.core.replica_digest import Replicated
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard
-from apportion.core.strategy import State, Step, Strategy
+from apportion.core.strategy import Recoverable, State, Step, Strategy
 from apportion.core.torch_private import BatchNormBase
 from apportion.core.workload import Workload, examples
 from apportion.errors import StateLost
@@ -78,7 +78,7 @@ class _Both(NonEmptyRanks):
 
 
 @final
-class ReplicatedStep(Step):
+class ReplicatedStep(Step, Recoverable):
     """This rank's part of one replica, and the sums over all of them."""
 
     whole = True

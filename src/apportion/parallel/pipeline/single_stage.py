@@ -53,7 +53,7 @@ class InParts(Part):
         for part in parts:
             if part is not parts[0]:
                 replica.decide(batch.step)
-            loss, weight = share(part, own=True, total=total)
+            loss, weight = share.weighted_loss(part, own=True, total=total)
             replica.backward(loss, weight)
             self._products.add_up()
             losses.append(loss.detach() * weight)

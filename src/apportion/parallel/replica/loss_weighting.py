@@ -21,7 +21,7 @@ class LossShare:
     def __init__(self, replica: Replica, group: Group) -> None:
         self._replica, self._workload, self._group = replica, replica.workload, group
 
-    def __call__(self, batch: Batch, *, own: bool, total: float) -> tuple[Tensor, float]:
+    def weighted_loss(self, batch: Batch, *, own: bool, total: float) -> tuple[Tensor, float]:
         """Run the forward on a batch that has rows; returns its loss and weight. ``own``: the rows are this rank's, and
         not borrowed; ``total``: the loss terms in all. Called by all ranks."""
         with self._replica.autocast():
@@ -51,6 +51,8 @@ class LossShare:
             return 1.0
         if self._workload.count is examples:
             return float(batch.size)
+        if self._group.size == 1:
+            return batch.count or 1.0
         count = torch.tensor([batch.count], dtype=torch.float64, device=self._replica.device)
         self._group.all_reduce(count).wait()
         return count.item() or 1.0

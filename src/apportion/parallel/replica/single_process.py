@@ -3,51 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from apportion.core.data.batch import Batch, BatchSource
-from apportion.core.rng import seed_everything
-from apportion.core.sampler import DataShard
-from apportion.core.strategy import State, Step, batches
+from apportion.comm.world import World
+from apportion.core.data.batch import Batch
+from apportion.core.strategy import State, batches
 from apportion.core.workload import Workload
-from apportion.parallel.optim.closure import Closure
-from apportion.parallel.replica.replica import Replica
+from apportion.parallel.replica.step import ReplicaStep
 
 
-@final
-class OneDeviceStep(Step):
+class OneDeviceStep(ReplicaStep):
     """The whole batch, forward, backward and update, in this process."""
+
+    repeats = True
 
     def __init__(self, workload: Workload, device: torch.device, rank: int = 0, *, alone: bool = False) -> None:
         """Build the step. ``alone``: this is the only rank, so that no other has to know of a weight that thaws."""
-        self.replica = Replica(workload, rank=rank, device=device)
+        super().__init__(workload, World(rank=rank, device=device))
         if alone:
-            self.replica.may_thaw()
-        self.rank, self.device = rank, device
-        self.model, self.optimizers = self.replica.model, self.replica.optimizers
-        self.data_shard = DataShard()
-        seed_everything(workload.seed)
-        self.source = BatchSource(workload, device=device, dtype=self.replica.input_dtype, rank=rank)
-        self.replica.start_schedules(self.source.total)
-        self._update, self._count = workload.update, workload.count
-        self._loss: Tensor | None = None
-        self._batch: Batch | None = None
-
-    @property
-    def done(self) -> int:
-        return self.replica.step
-
-    def predict(self, batch: Batch) -> Any | None:
-        return self.replica.predict(batch)
-
-    def looked(self) -> None:
-        self.replica.forward.put_back()
+            self._replica.trained.may_thaw()
 
     def backward(self, batch: Batch) -> Tensor:
-        replica = self.replica
+        replica = self._replica
         replica.reseed(batch.step)
         with replica.autocast():
             loss = replica.loss(replica.outputs(batch), batch.targets)
@@ -55,51 +34,20 @@ class OneDeviceStep(Step):
         self._loss, self._batch = loss.detach(), batch
         return self._loss
 
-    def update(self) -> Mapping[str, Tensor]:
-        replica, loss = self.replica, self._loss
-        assert loss is not None, "update() follows backward()"
-        for name in self.optimizers:
-            if name in replica.searching:
-                replica.search(name, Closure(loss, replica.trainable(name), self._again))
-            else:
-                replica.apply(name)
-        replica.commit()
-        self._batch = None
-        return {"loss": loss}
-
-    def _again(self) -> Tensor:
-        assert self._batch is not None, "update() follows backward()"
-        return self.backward(self._batch)
-
     def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
-        self.replica.gradient(loss, 1.0, optimizer)
-        self.replica.apply(optimizer)
+        self._replica.gradient(loss, 1.0, optimizer)
+        self._replica.apply(optimizer)
         return loss.detach()
 
     def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
-        if self._update is None:
+        if self._workload.update is None:
             self.backward(batch)
             return self.update()
-        self.replica.reseed(batch.step)
-        with self.replica.autocast():
-            values = self._update(self, batch)
-        self.replica.commit()
+        self._replica.reseed(batch.step)
+        with self._replica.autocast():
+            values = self._workload.update(self, batch)
+        self._replica.commit()
         return {name: value.detach() for name, value in values.items()}
-
-    def state_dict(self) -> State:
-        return self.replica.state()
-
-    def load_state_dict(self, state: State) -> None:
-        self.replica.load(state, slice(0, self.source.deal.batch_size))
-
-    def committed(self) -> State | None:
-        return self.replica.committed()
-
-    def spent(self) -> Mapping[str, float]:
-        return {"loading": self.source.seconds, "waiting": 0.0, "updating": self.replica.seconds}
-
-    def close(self) -> None:
-        pass
 
 
 def reference(workload: Workload) -> Iterator[State]:

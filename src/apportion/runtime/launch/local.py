@@ -7,7 +7,6 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import final
 
 from apportion.core.value import Value
 from apportion.process import usable_cores
@@ -16,7 +15,6 @@ from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.spawn.template import template
 
 
-@final
 @dataclass(frozen=True, repr=False)
 class Local(Value):
     """Worker processes on this machine, each with a number of threads."""

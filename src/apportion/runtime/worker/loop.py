@@ -25,7 +25,7 @@ from apportion.core.data.batch import BatchSource
 from apportion.core.event import Event
 from apportion.core.fingerprint import check_fingerprint
 from apportion.core.replica_digest import check_replicated
-from apportion.core.strategy import Step, batches
+from apportion.core.strategy import Recoverable, Step, batches
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError, MembershipChanged, NotFinite
 from apportion.parallel.replica.resync import broadcast_state
@@ -89,7 +89,7 @@ class _TrainingLoop:
         if world.generation == 0:
             self._restore()
         else:
-            self.step.rejoin(world)
+            self._rejoin_step()
         self._regroup()
         self.coordinator = StepCoordinator(
             self.group,
@@ -147,9 +147,13 @@ class _TrainingLoop:
         self.world = self.world.rejoin()
         self.control.rejoined(self.world)
         self._take_place()
-        self.step.rejoin(self.world)
+        self._rejoin_step()
         self._regroup()
         self.coordinator.again(self.group, self.done)
+
+    def _rejoin_step(self) -> None:
+        assert isinstance(self.step, Recoverable), f"{type(self.step).__name__} does not survive the loss of a worker"
+        self.step.rejoin(self.world)
 
     def save_committed(self) -> int:
         """Writes the state after the last update, and returns the step it is of. Called from another thread than the

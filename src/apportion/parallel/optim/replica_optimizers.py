@@ -1,0 +1,169 @@
+"""The optimizers of a replica with their schedules and the loss scale: made, stepped, saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from apportion.core.json_data import from_plain, to_plain
+from apportion.core.strategy import State
+from apportion.core.torch_private import mark_stepped
+from apportion.core.workload import Workload
+from apportion.parallel.optim import closure
+
+
+@final
+class ReplicaOptimizers(dict[str, Optimizer]):
+    """The optimizers of one model by name. ``names``: what their parameters are called in a state."""
+
+    def __init__(
+        self, workload: Workload, model: nn.Module, names: Mapping[nn.Parameter, str], device: torch.device
+    ) -> None:
+        super().__init__(self._made(workload, model))
+        self._workload, self._names = workload, names
+        self.searching = frozenset(n for n, o in self.items() if closure.needs_closure(o))
+        """The optimizers that evaluate the loss themselves."""
+        self._refuse_search()
+        self.schedules: dict[str, LRScheduler] = {}
+        self.scaler = torch.amp.GradScaler(device.type) if workload.precision == "float16" else None
+
+    @staticmethod
+    def _made(workload: Workload, model: nn.Module) -> dict[str, Optimizer]:
+        made, own = workload.optimizer(list(model.named_parameters())), set(model.parameters())
+        optimizers = {"": made} if isinstance(made, Optimizer) else dict(made)
+        for optimizer in optimizers.values():
+            for group in optimizer.param_groups:
+                foreign = [p for p in group["params"] if p not in own]
+                if foreign:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} was given a tensor of shape {tuple(foreign[0].shape)} that is no "
+                        "parameter of the model: build the optimizer from the parameters that it is called with"
+                    )
+        if len(optimizers) > 1 and workload.update is None:
+            raise ValueError(
+                f"{len(optimizers)} optimizers need update=(step, batch) -> values, which says when each steps"
+            )
+        return optimizers
+
+    def _refuse_search(self) -> None:
+        for name in self.searching:
+            kind = type(self[name]).__name__
+            for what, given in (
+                (f"clip_grad_norm={self._workload.clip_grad_norm}", self._workload.clip_grad_norm is not None),
+                ('precision="float16"', self._workload.precision == "float16"),
+                ("update=", self._workload.update is not None),
+            ):
+                if given:
+                    raise ValueError(f"{what} does not go with {kind}, which evaluates the loss itself")
+
+    def start_schedules(self, total_steps: int) -> None:
+        """Make the learning-rate schedules, now that the number of updates is known."""
+        schedule = self._workload.schedule
+        if schedule is None:
+            return
+        for name, optimizer in self.items():
+            made: Any = schedule(optimizer, total_steps)
+            if isinstance(made, ReduceLROnPlateau):
+                raise ValueError(
+                    "ReduceLROnPlateau needs a metric, and the schedule is stepped once an update without one: "
+                    "use a schedule of the step alone (StepLR, CosineAnnealingLR, OneCycleLR, LambdaLR)"
+                )
+            self.schedules[name] = made
+
+    # An update
+
+    def unscale_and_clip(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
+        """Make the gradients of this optimizer's parameters those that it is to see."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self[name])
+        if self._workload.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self._workload.clip_grad_norm)
+
+    def step(self, name: str) -> None:
+        """Make the update of one optimizer."""
+        if self.scaler is not None:
+            self.scaler.step(self[name])
+            self.scaler.update()
+        else:
+            self[name].step()
+
+    def advance(self, steps: int) -> None:
+        """Let the schedules go on by so many updates that were made elsewhere."""
+        for name, schedule in self.schedules.items():
+            mark_stepped(self[name])  # a schedule warns without
+            for _ in range(steps):
+                schedule.step()
+
+    # State
+
+    def slots(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the optimizers' state by name, as they are."""
+        for owner, optimizer in self.items():
+            parameters: Mapping[Any, Mapping[str, Any]] = optimizer.state
+            for p, slots in parameters.items():
+                for slot, value in slots.items():
+                    if not closure.can_be_kept(value):
+                        raise ValueError(
+                            f"{type(optimizer).__name__} keeps {slot} of {self._names[p]} as a {type(value).__name__}: "
+                            "only optimizers whose state is tensors, numbers and lists of them can be saved"
+                        )
+                    for name, tensor in closure.tensors(slot, value):
+                        yield f"{owner}/{self._names[p]}/{name}".lstrip("/"), tensor
+
+    def settings(self) -> dict[str, Any]:
+        """The part of the state that is not tensors, as plain JSON."""
+        groups = {
+            name: [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
+            for name, optimizer in self.items()
+        }
+        schedules = {name: schedule.state_dict() for name, schedule in self.schedules.items()}
+        settings = {"groups": to_plain(groups, "optimizer"), "schedules": to_plain(schedules, "schedule")}
+        plain = {name: self._plain_slots(optimizer) for name, optimizer in self.items()}
+        if any(plain.values()):
+            settings["slots"] = to_plain(plain, "optimizer")
+        if self.scaler is not None:
+            settings["scaler"] = to_plain(self.scaler.state_dict(), "loss scale")
+        return settings
+
+    def _plain_slots(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        """The part of the optimizer's state that is not tensors, by parameter."""
+        state: Mapping[Any, Mapping[str, Any]] = optimizer.state
+        rests = {self._names[p]: closure.rest(slots) for p, slots in state.items()}
+        return {name: rest for name, rest in rests.items() if rest}
+
+    def load(self, state: State) -> None:
+        """Go on from the part of a state that is the optimizers'."""
+        groups = from_plain(state.settings["groups"])
+        for name, optimizer in self.items():
+            optimizer.load_state_dict(self._optimizer_state(name, optimizer, state, groups[name]))
+        schedules = from_plain(state.settings["schedules"])
+        for name, schedule in self.schedules.items():
+            schedule.load_state_dict(schedules[name])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(from_plain(state.settings["scaler"]))
+
+    def _optimizer_state(self, owner: str, optimizer: Optimizer, state: State, groups: list[Any]) -> dict[str, Any]:
+        """The state in the optimizer's own form, with parameters by number."""
+        numbers: dict[str, int] = {}
+        numbered = []
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            indices = []
+            for p in group["params"]:
+                indices.append(numbers.setdefault(self._names[p], len(numbers)))
+            numbered.append({**saved, "params": indices})
+        slots: dict[int, dict[str, Any]] = {}
+        for key, tensor in state.optimizer.items():
+            name, _, slot = key.rpartition("/")
+            name = name.removeprefix(f"{owner}/") if owner else name
+            if name in numbers:
+                slots.setdefault(numbers[name], {})[slot] = tensor.clone()
+        plain = from_plain(state.settings["slots"]) if "slots" in state.settings else {}
+        for name, rest in plain.get(owner, {}).items():
+            if name in numbers:
+                slots[numbers[name]] = closure.put_together(slots.get(numbers[name], {}), rest)
+        return {"state": slots, "param_groups": numbered}

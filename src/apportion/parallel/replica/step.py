@@ -1,0 +1,137 @@
+"""The step of a rank that holds a whole replica of the network: the order of its calls, for strategies to build on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from apportion.comm.world import World
+from apportion.core.data.batch import Batch, BatchSource
+from apportion.core.replica_digest import Replicated
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
+from apportion.core.strategy import State, Step
+from apportion.core.workload import Workload
+from apportion.parallel.optim.closure import Closure
+from apportion.parallel.replica.loss_weighting import LossShare
+from apportion.parallel.replica.replica import Replica
+
+
+class ReplicaStep(Step):
+    """One update by ranks that each hold a replica of the network and compute a share of the batch.
+
+    The calls of a step, in their order::
+
+        backward(batch)   replica.reseed(batch.step)       what the model draws is a function of the step
+                          replica.outputs(batch)           the forward pass of this rank's rows
+                          replica.loss(outputs, targets)   their mean loss
+                          replica.backward(loss, weight)   adds to p.grad, by the rows' weight in the whole batch
+        update()          reduce_gradients(loss)           p.grad becomes the whole batch's, the same on every rank
+                          replica.apply(name)              each optimizer and its schedule; p.grad is None again
+                          replica.commit()                 the step is done: what the forward changed counts
+
+    A strategy writes ``reduce_gradients``, and overrides ``prepare``, ``backward`` or ``update`` where it has to.
+    """
+
+    repeats: ClassVar[bool] = False
+    """Does ``backward`` itself give the whole batch's gradient, so that an optimizer may call it again as its closure?
+    Then ``backward`` keeps the batch in ``_batch``."""
+
+    def __init__(self, workload: Workload, world: World) -> None:
+        self.rank, self.device, self._group = world.rank, world.device, world.group()
+        self._workload = workload
+        dtype = torch.float64 if workload.precision == "float64" else None
+        self.source = BatchSource(workload, device=world.device, dtype=dtype, rank=world.rank)
+        self._replica = Replica(workload, rank=world.rank, device=world.device, prepare=self.prepare)
+        self.model, self.optimizers = self._replica.model, self._replica.optimizers
+        self._share = LossShare(self._replica, self._group)
+        self.data_shard = DataShard(self._group.rank, self._group.size)
+        seed_everything(workload.seed)
+        self._replica.start_schedules(self.source.total)
+        self._batch: Batch | None = None
+        self._loss: Tensor | None = None
+        """The mean loss of this rank's rows times their weight, until the update."""
+        self._own_rows: int | None = None
+        """The number of the rows computed last that are this rank's own, and not borrowed; None: all of them."""
+
+    def prepare(self, model: nn.Module) -> None:
+        """Change layers of the fresh model, or refuse them, before its optimizers are made."""
+
+    def reduce_gradients(self, loss: Tensor) -> Tensor:
+        """Make every ``p.grad`` the gradient of the whole batch; given this rank's weighted loss, return that of the
+        whole batch. Called by all ranks."""
+        return loss
+
+    @property
+    def done(self) -> int:
+        return self._replica.step
+
+    def backward(self, batch: Batch) -> Tensor | None:
+        self._replica.reseed(batch.step)
+        self._own_rows, own = len(batch), batch if len(batch) else batch.borrowed()
+        loss, weight = self._share.weighted_loss(own, own=len(batch) > 0, total=self._share.total(own))
+        self._replica.backward(loss, weight)
+        self._loss = loss.detach() * (weight * self._share.told())
+        return loss.detach() if len(batch) and weight else None
+
+    def update(self) -> Mapping[str, Tensor]:
+        loss, replica = self._loss, self._replica
+        assert loss is not None, "update() follows backward()"
+        loss = self.reduce_gradients(loss)
+        for name in self.optimizers:
+            if self.repeats and name in replica.optimizers.searching:
+                replica.search(name, Closure(loss, replica.trainable(name), self._backward_again))
+            else:
+                replica.apply(name)
+        replica.commit()
+        self._batch = self._loss = None
+        return {"loss": loss}
+
+    def _backward_again(self) -> Tensor:
+        assert self._batch is not None, "update() follows backward()"
+        loss = self.backward(self._batch)
+        assert loss is not None, "backward() gives the whole batch's loss where it may be repeated"
+        return loss
+
+    def predict(self, batch: Batch) -> Any | None:
+        return self._replica.predict(batch) if len(batch) else None
+
+    def looked(self) -> None:
+        self._replica.forward.put_back()
+
+    # State
+
+    @property
+    def replica(self) -> Replica:
+        """The replica that this rank trains."""
+        return self._replica
+
+    def state_dict(self) -> State:
+        return self._replica.state(self._group, self._own_rows)
+
+    def load_state_dict(self, state: State) -> None:
+        rows = DataShard(self._group.rank, self._group.size).rows(self._workload.batch_size)
+        self._replica.load(state, rows)
+        self._own_rows = None
+
+    def committed(self) -> State | None:
+        alone = self._group.size == 1 or self._workload.carry is None  # rows of a carried state are a rank's own
+        return self._replica.committed() if alone else None
+
+    def replicated(self) -> Iterable[Replicated]:
+        if self._group.size > 1:
+            yield Replicated(self._group, self._replica.tensors())
+
+    def spent(self) -> Mapping[str, float]:
+        return {"loading": self.source.seconds, "waiting": self._group.waited, "updating": self._replica.seconds}
+
+    def _sit(self, world: World) -> None:
+        """Take this process's place among the ranks of another world."""
+        self.rank, self._group = world.rank, world.group()
+        self._share = LossShare(self._replica, self._group)
+        self.data_shard = DataShard(self._group.rank, self._group.size)
+        self._replica.sit(world.rank)
+        self.source.sit(world.rank)
