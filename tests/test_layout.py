@@ -16,7 +16,6 @@ REGISTRIES = ("strategies", "runtime/launch", "exporting/targets", "cost_model/s
 """Folders that hold one file for each of their peers, however many there are."""
 MODULES, ENTRIES, LINES = 15, 17, 450
 LONGER = {
-    "core/data/batch.py": 460,
     "parallel/shared_weights/update.py": 590,
     "parallel/replica/replica.py": 495,
 }

@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 from apportion.comm.objects import gather_messages
 from apportion.comm.world import World
 from apportion.core import tree
-from apportion.core.data.batch import Batch, BatchSource
+from apportion.core.data.batch import Batch
+from apportion.core.data.source import BatchSource
 from apportion.core.replica_digest import Replicated
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard

@@ -26,7 +26,8 @@ from apportion.comm.differentiable import gather_rows
 from apportion.comm.group import Alone, Group
 from apportion.comm.world import World
 from apportion.core import tree
-from apportion.core.data.batch import Batch, BatchSource
+from apportion.core.data.batch import Batch
+from apportion.core.data.source import BatchSource
 from apportion.core.replica_digest import Replicated
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard

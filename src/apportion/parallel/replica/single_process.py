@@ -8,7 +8,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from apportion.core.data.batch import Batch, BatchSource
+from apportion.core.data.batch import Batch
+from apportion.core.data.source import BatchSource
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Step, batches

@@ -12,7 +12,8 @@ from torch import Tensor
 from apportion.comm.group import Group
 from apportion.comm.objects import broadcast_message
 from apportion.core import tree
-from apportion.core.data.batch import Batch, BatchSource
+from apportion.core.data.batch import Batch
+from apportion.core.data.source import BatchSource
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import Step
 from apportion.core.torch_private import pytree

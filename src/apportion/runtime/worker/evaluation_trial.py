@@ -11,7 +11,8 @@ import torch
 
 from apportion.comm.group import Group
 from apportion.core import tree
-from apportion.core.data.batch import Batch, BatchSource
+from apportion.core.data.batch import Batch
+from apportion.core.data.source import BatchSource
 from apportion.core.rng import fork_rng
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import Step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from apportion.comm.group import Group
-from apportion.core.data.batch import BatchSource
+from apportion.core.data.source import BatchSource
 from apportion.core.strategy import Step
 from apportion.core.workload import Workload
 from apportion.runtime.worker.evaluation import evaluate
