@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apportion.comm.group import collective, inherit_collectives
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
@@ -102,6 +103,9 @@ class Step(ABC):
     """Does every rank take whole batches, of which one rank has the outputs? This is the case where the network is
     split."""
 
+    def __init_subclass__(cls) -> None:
+        inherit_collectives(cls)
+
     @property
     def cuts(self) -> tuple[str, ...] | None:
         """The names of the layers that stages begin with: what is proved of a run is cut there too, wherever the times
@@ -119,6 +123,7 @@ class Step(ABC):
         return self.source.at(self.done, self.data_shard) if self.done < self.source.total else None
 
     @abstractmethod
+    @collective
     def predict(self, batch: Batch) -> Any | None:
         """Outputs for this rank's rows, in evaluation mode; called by all ranks. None where the batch has no rows
         here, or another rank holds the outputs."""
@@ -159,13 +164,16 @@ class Step(ABC):
         return ()
 
     @abstractmethod
+    @collective
     def state_dict(self) -> State:
         """The whole state, in the plain model's names; the tensors are copies. Called by all ranks."""
 
     @abstractmethod
+    @collective
     def load_state_dict(self, state: State) -> None:
         """Go on from a state that any strategy at any world size gave. Called by all ranks."""
 
+    @collective
     def rejoin(self, world: World) -> None:
         """Go on in a world whose membership has changed, from the last update that is whole; what was begun after it
         is forgotten, and done again with the same draws. Called by all ranks of that world: by those that were there
@@ -177,6 +185,7 @@ class Step(ABC):
         other rank; None where that cannot be had."""
         return None
 
+    @collective
     def replicated(self) -> Iterable[Replicated]:
         """The tensors that the last update has left equal on this rank and others, each in a memory of its own; the
         same groups in the same order on all of their ranks. Called by all ranks, between steps."""
@@ -216,6 +225,9 @@ class Strategy(Value, ABC):
     """Can a run go on after the loss of a worker, with ``Step.rejoin``? False: the run ends, and resumes from the last
     checkpoint."""
 
+    def __init_subclass__(cls) -> None:
+        inherit_collectives(cls)
+
     @property
     @abstractmethod
     def exact(self) -> bool:
@@ -241,6 +253,7 @@ class Strategy(Value, ABC):
         raise ValueError(f"{self} has no price yet")
 
     @abstractmethod
+    @collective
     def build(self, workload: Workload, world: World) -> Step:
         """Build this rank's part of the step. Called inside each process, by all ranks of the world."""
 

@@ -35,6 +35,7 @@ from typing import Any, ClassVar, Self, final
 import torch
 from torch import Tensor, nn
 
+from apportion.comm.group import collective
 from apportion.comm.world import World
 from apportion.core import tree
 from apportion.core.data.batch import Batch
@@ -200,6 +201,7 @@ class MapReduceStep(Step):
     def looked(self) -> None:
         self._replica.forward.put_back()
 
+    @collective
     def backward(self, batch: Batch) -> Tensor:
         """Makes one pass: ``p.grad`` becomes the gradient of the whole global batch, on every rank; returns its mean
         loss. Called by all ranks. This is the closure of an optimizer that asks for one: ``optimizer.step(lambda:

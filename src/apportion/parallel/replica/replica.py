@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from apportion.comm.group import Alone, Group
+from apportion.comm.group import Alone, Group, collective
 from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.json_data import from_plain, to_plain
@@ -330,6 +330,7 @@ class Replica:
 
     # State
 
+    @collective
     def state(self, group: Group | None = None, rows: int | None = None) -> State:
         """The state, in copies; with a carried state, called by all ranks of the group, each saying how many of its
         carried rows are its own."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apportion.comm.group import Group
+from apportion.comm.group import Group, collective
 from apportion.comm.objects import broadcast_message
 from apportion.core import tree
 from apportion.core.data.batch import Batch
@@ -20,6 +20,7 @@ from apportion.core.torch_private import pytree
 from apportion.core.workload import Evaluation
 
 
+@collective
 def evaluate(
     step: Step, evaluation: Evaluation, source: BatchSource, group: Group, beat: Callable[[], None]
 ) -> Mapping[str, float]:

@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from apportion.comm.group import Group
+from apportion.comm.group import Group, collective
 
 
 @final
@@ -30,6 +30,7 @@ class BestMetric:
         self.value = value
         return True
 
+    @collective
     def agree(self, best: bool, group: Group, device: torch.device) -> bool:
         """Returns rank 0's answer: a replacement does not know how well the network did before it came. Called by all
         ranks of the group."""

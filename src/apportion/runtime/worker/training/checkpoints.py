@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from apportion.comm.group import collective
 from apportion.comm.world import World
 from apportion.core.replica_digest import check_replicated
 from apportion.core.strategy import Step
@@ -38,6 +39,7 @@ class RunCheckpoints:
             self._open(directory)
             self.best.value = directory.best()
 
+    @collective
     def save(self, world: World, *, best: bool = False) -> None:
         """Saves the state: every rank takes part in making it, where all hold it in the same way; one writes it, in the
         background."""

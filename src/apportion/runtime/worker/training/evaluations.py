@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from apportion.comm.group import Group
+from apportion.comm.group import Group, collective
 from apportion.core.data.source import BatchSource
 from apportion.core.strategy import Step
 from apportion.core.workload import Workload
@@ -26,6 +26,7 @@ class RunEvaluations:
             dtype = step.source.dtype
             self._source = BatchSource.of_evaluation(workload, device=step.device, dtype=dtype, rank=rank)
 
+    @collective
     def attempt(self, group: Group) -> None:
         """Tries the evaluation before the first step. Called by all ranks of the group."""
         if self._evaluation is not None and self._source is not None:
@@ -44,6 +45,7 @@ class RunEvaluations:
         every = evaluation.every * self._step.source.deal.batches
         return int(done / every) > int(before / every)
 
+    @collective
     def run(self, group: Group, best: BestMetric, beat: Callable[[], None]) -> bool | None:
         """Evaluates the network, and returns whether it is the best so far; None where the workload has no evaluation.
         Called by all ranks of the group; ``beat`` is called after each batch."""

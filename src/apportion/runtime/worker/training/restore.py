@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from apportion.comm.group import collective
 from apportion.comm.world import World
 from apportion.core.fingerprint import check_fingerprint
 from apportion.core.strategy import Step
@@ -20,6 +21,7 @@ def open_directory(job: Job, world: World) -> RunDirectory | None:
     return RunDirectory(job.run_dir) if job.run_dir is not None and world.rank == 0 else None
 
 
+@collective
 def restore(
     job: Job,
     directory: RunDirectory | None,
