@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-import apportion.core.data.batch
+import apportion.core.data.source
 from apportion import Workload
-from apportion.core.data.batch import BatchSource
+from apportion.core.data.source import BatchSource
 from apportion.core.sampler import DataShard
 
 
@@ -78,7 +78,7 @@ def test_the_shards_of_a_batch_are_the_batch(n: int, batch: int, workers: int, s
 def test_gathered_blocks_give_what_indexing_gives(n: int, batch: int, block: int, seed: int) -> None:
     data = tensors(n)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(apportion.core.data.batch, "BLOCK_BYTES", block)
+        patch.setattr(apportion.core.data.source, "BLOCK_BYTES", block)
         made = source(data, batch, epochs=3, seed=seed)
         order = random.Random(seed).choices(range(made.total), k=6)
         for step in [*range(made.total), *order]:

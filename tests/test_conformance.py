@@ -19,7 +19,7 @@ import apportion
 from apportion import Evaluation, Workload, accuracy
 from apportion.comm.world import World
 from apportion.core.address import load_workload
-from apportion.core.data.batch import BatchSource
+from apportion.core.data.source import BatchSource
 from apportion.core.strategy import State, Strategy
 from apportion.core.value import find, names
 from apportion.runtime.proof.proof import Proof

@@ -27,8 +27,10 @@ from apportion.serving.batching import Pace
 from apportion.serving.http import connection as connections
 from apportion.serving.http.chunked_body import Chunks
 from apportion.serving.http.connection import Connection
+from apportion.serving.http.connection_state import FOLLOWING, ConnectionState
 from apportion.serving.http.request_head import Head
 from apportion.serving.http.response import HTTPError, Response
+from apportion.serving.http.response_writer import SENT_SECONDS
 from apportion.serving.pool.circuit_breaker import Breaker
 from apportion.serving.pool.frames import Frame, Kind, Placed, decode
 from apportion.serving.pool.member import AT_ONCE, Member
@@ -39,6 +41,23 @@ from apportion.serving.runtimes.source import Source
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(1, 8)
 JSON = json.dumps({"inputs": [{"name": "input", "shape": [1, 8], "datatype": "FP32", "data": X[0].tolist()}]}).encode()
 INFER = b"POST /v2/models/m1/infer HTTP/1.1\r\nhost: localhost\r\n"
+
+
+class Followed:
+    """The state of a connection, which changes as the table says."""
+
+    def __get__(self, connection: Any, kind: Any) -> Any:
+        return connection.__dict__["_state"] if connection is not None else self
+
+    def __set__(self, connection: Any, state: ConnectionState) -> None:
+        before = connection.__dict__.get("_state")
+        assert before is None or state in FOLLOWING[before], f"{state.name} follows {before.name}"
+        connection.__dict__["_state"] = state
+
+
+@pytest.fixture(autouse=True)
+def _every_state_follows_from_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "_state", Followed(), raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -426,7 +445,7 @@ def test_who_does_not_read_its_answer_is_let_go() -> None:
         at = now
         for left in (5000, 4000, 4000):
             transport.left = left
-            at += connections.SENT_SECONDS - 0.5
+            at += SENT_SECONDS - 0.5
             connection.look(at)
             assert transport.done == "", "some of it has been read"
         connection.look(at + 1.0)

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Workload
-from apportion.core.data.batch import BatchSource
+from apportion.core.data.source import BatchSource
 from apportion.core.strategy import Strategy
 from apportion.parallel.batch_coupling.analysis import refuse_coupling, whole_batch_functions
 from apportion.strategies.data_parallel import DataParallel

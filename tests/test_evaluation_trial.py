@@ -22,7 +22,7 @@ from apportion import Evaluation, Workload
 from apportion.cli.app import app
 from apportion.comm.group import Alone
 from apportion.comm.world import World
-from apportion.core.data.batch import BatchSource
+from apportion.core.data.source import BatchSource
 from apportion.reporting.journal import read_events
 from apportion.runtime.worker.evaluation_trial import try_evaluation
 from apportion.strategies.single_device import SingleDevice

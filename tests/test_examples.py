@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 from apportion import DataShard, Step, Workload, World, batches, single_device
 from apportion.core.address import load_workload
-from apportion.core.data.batch import BatchSource
+from apportion.core.data.source import BatchSource
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NAMES = (

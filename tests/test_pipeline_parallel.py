@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 import apportion
 from apportion import Workload
 from apportion.comm.world import World
-from apportion.core.data.batch import BatchSource
+from apportion.core.data.source import BatchSource
 from apportion.core.strategy import State, Strategy
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.layer_placement import LayerPlacement

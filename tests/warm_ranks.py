@@ -10,7 +10,6 @@ import base64
 import os
 import socket
 import sys
-import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,14 +17,11 @@ from typing import Any
 import cloudpickle
 import torch
 
-from apportion.comm.channel import Channel, Message, SharedMemoryOwner
+from apportion.comm.channel import Channel, Message
 from apportion.comm.world import World
 from apportion.process import keep_what_is_freed
 from apportion.runtime.launch.local import Local
-from apportion.runtime.supervisor import worker_pool
-from apportion.runtime.supervisor.watchdog import Watchdog
 from apportion.runtime.supervisor.worker_pool import WorkerPool
-from apportion.runtime.worker import progress
 from apportion.runtime.worker.job import Job
 
 SECONDS = 10.0
@@ -44,12 +40,8 @@ class _Pool(WorkerPool):
 
     def begin(self, target: str, job: Job) -> None:
         """Gives the ranks a job, with memory and a store that no other job has seen."""
-        self._happened.clear()
-        self._last = self._began = time.monotonic()
-        self._let_go()
-        self.watch = Watchdog(progress.lines(self._memory.map("progress", progress.NBYTES * self.ranks)))
-        self._store = worker_pool._meeting_place() if self.ranks > 1 else None
-        port = self._store.port if self._store is not None else 0
+        self.history.clear()
+        port = self.renew()
         data = base64.b64encode(cloudpickle.dumps(job)).decode()
         self.send({"kind": "job", "target": target, "port": port, "data": data})
 
@@ -57,12 +49,7 @@ class _Pool(WorkerPool):
         """Lets go of what the job had."""
         self.send({"kind": "close"})
         self.answers("idle", SECONDS)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        self.watch = self._store = None  # the one maps the memory, the other listens
-        self._memory.close()
-        self._memory = SharedMemoryOwner()
+        self.release()
 
 
 class Kept:

@@ -19,7 +19,7 @@ from parked import serve, settle
 
 import apportion
 from apportion import DataShard
-from apportion.core.data.batch import BatchSource
+from apportion.core.data.source import BatchSource
 
 
 def main(address, batch_size=None, *options):

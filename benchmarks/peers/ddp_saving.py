@@ -20,7 +20,7 @@ from noted import cifar10
 from parked import settle
 
 from apportion import DataShard
-from apportion.core.data.batch import BatchSource
+from apportion.core.data.source import BatchSource
 
 EVERY = 20
 

@@ -23,7 +23,7 @@ from endless import STEPS, endless, in_memory
 from parked import serve, settle
 
 from apportion import DataShard
-from apportion.core.data.batch import BatchSource
+from apportion.core.data.source import BatchSource
 
 
 def divided(model):

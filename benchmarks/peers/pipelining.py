@@ -18,7 +18,7 @@ from endless import endless, fused, in_memory
 from parked import serve, settle
 
 from apportion import DataShard
-from apportion.core.data.batch import BatchSource
+from apportion.core.data.source import BatchSource
 
 MICROBATCHES = 8
 

@@ -15,7 +15,7 @@ from endless import STEPS, endless, fused, in_memory
 from parked import serve, settle
 
 from apportion import DataShard
-from apportion.core.data.batch import BatchSource
+from apportion.core.data.source import BatchSource
 from apportion.process import usable_cores
 
 

@@ -30,7 +30,7 @@ from apportion.runtime.proof.budget import STARTED_SECONDS
 from apportion.runtime.supervisor.run import RunSupervisor
 from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job
-from apportion.runtime.worker.loop import work
+from apportion.runtime.worker.training.loop import work
 
 Launcher = Local | Env
 

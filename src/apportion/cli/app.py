@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,7 @@ from apportion.errors import ApportionError, Disproved, NotFinite, RanksDiffer, 
 from apportion.runtime.spawn.template import template
 
 if TYPE_CHECKING:
+    from apportion.core.event import Event
     from apportion.planner.plan import Plan
 
 NO, WRONG_USE, FAILED, INTERRUPTED = 1, 2, 3, 130
@@ -98,18 +99,14 @@ def train(  # noqa: PLR0913 (the flags)
 ) -> None:
     """Train a workload, and say how well it does."""
     if members is not None:
-        given = {
+        _train_members(workload, members, run_dir, {
             "--strategy": strategy, "--workers": workers, "--steps": steps, "--seed": seed, "--launcher": launcher,
-            "--policy": policy,
-        }  # fmt: skip
-        said = {"--resume": resume, "--no-trial": no_trial, "--remeasure": remeasure}
-        said |= {"--allow-approximate": allow_approximate, "--no-check": no_check, "--require-proof": require_proof}
-        flags = [word for name, value in given.items() if value is not None for word in (name, str(value))]
-        _train_members(workload, members, run_dir, [*flags, *(name for name, on in said.items() if on)])
+            "--policy": policy, "--resume": resume, "--no-trial": no_trial, "--remeasure": remeasure,
+            "--allow-approximate": allow_approximate, "--no-check": no_check, "--require-proof": require_proof,
+        })  # fmt: skip
         return
     with _guarded():
         from apportion.api.train import run
-        from apportion.cli.run_display import Display
         from apportion.core.policy import Policy
         from apportion.core.value import parse_as
 
@@ -128,23 +125,36 @@ def train(  # noqa: PLR0913 (the flags)
             check=not no_check,
             require_proof=require_proof,
         )
-        with closing(events), Display() as display:
-            if strategy is None and workers is None and launcher is None and not resume:
-                display.say("finding out which strategy is fastest here")
-            for event in events:
-                display.show(event)
-        display.summarize()
+        _show(events, searches=strategy is None and workers is None and launcher is None and not resume)
 
 
-def _train_members(workload: str, members: int, run_dir: str | None, flags: list[str]) -> None:
-    """Each by this same command, with these flags."""
+def _show(events: Generator[Event, None, None], *, searches: bool) -> None:
+    """Shows a run while it goes on. ``searches``: whether it begins with a search for the fastest strategy."""
+    from apportion.cli.run_display import Display
+
+    with closing(events), Display() as display:
+        if searches:
+            display.say("finding out which strategy is fastest here")
+        for event in events:
+            display.show(event)
+    display.summarize()
+
+
+def _train_members(workload: str, members: int, run_dir: str | None, given: Mapping[str, object]) -> None:
+    """Trains each member by this same command, with the flags that were given."""
     with _guarded():
         from apportion.api.train import fresh_run_dir
         from apportion.api.train_ensemble import train_members
 
-        if "--seed" in flags:
+        if given["--seed"] is not None:
             raise ValueError("--members counts on from the workload's seed: leave --seed out")
         folder = run_dir or str(fresh_run_dir(workload))
+        flags = [
+            word
+            for name, value in given.items()
+            if value is not None and value is not False
+            for word in ((name,) if value is True else (name, str(value)))
+        ]
         trained = train_members(workload, members, folder, flags, typer.echo)
         if done := [str(one.run_dir) for one in trained if one.status == 0]:
             typer.echo(f"apportion serve {' '.join(done)}")

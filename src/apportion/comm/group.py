@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+RECORDED: list[str] | None = [] if os.environ.get("APPORTION_RECORD_COLLECTIVES") else None
+"""The names of the collective functions that this process has called, in order. None: they are not recorded, since the
+environment did not ask for it when this module was imported."""
+
+
+def collective(function: _Function) -> _Function:
+    """Marks a function that all ranks of a group call, in the same order as its other collective functions: a rank that
+    leaves one out has the others wait for ever. The function is the same as without the mark, unless calls are
+    recorded."""
+    record = RECORDED
+    if record is not None:
+        called = function
+
+        @functools.wraps(called)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            record.append(called.__qualname__)
+            return called(*args, **kwargs)
+
+        function = recorded  # type: ignore[assignment]
+    function.is_collective = True  # type: ignore[attr-defined]
+    return function
+
+
+def inherit_collectives(kind: type) -> None:
+    """Marks the functions of a class that stand for collective ones of its bases."""
+    for name, function in list(vars(kind).items()):
+        inherited = (getattr(base, name, None) for base in kind.__mro__[1:])
+        if inspect.isfunction(function) and any(getattr(found, "is_collective", False) for found in inherited):
+            setattr(kind, name, collective(function))
 
 
 class Work(ABC):
@@ -141,6 +176,7 @@ class Group(ABC):
         for part, row in zip(parts, gathered, strict=True):
             part.view(-1).copy_(row[: part.numel()])
 
+    @collective
     def lane(self) -> Group:
         """Return another group of the same ranks, whose collectives and this one's may begin in any order. Called by
         all of them; for the groups that are ``beside``."""

@@ -23,7 +23,7 @@ import torch
 from apportion.comm import p2p
 from apportion.comm.barrier import DEADLINE_SECONDS
 from apportion.comm.channel import memory_file
-from apportion.comm.group import Group
+from apportion.comm.group import Group, collective
 from apportion.comm.objects import broadcast_message
 from apportion.comm.shared_memory_group import SharedMemoryGroup, links_in, nbytes
 
@@ -32,6 +32,7 @@ MEASURED_BYTES = 64 << 10, 1 << 20
 ROUNDS = 5
 
 
+@collective
 def host_memory(group: Group, *, spins: bool = True, deadline: float = DEADLINE_SECONDS) -> SharedMemoryGroup | None:
     """Make a group of the same ranks whose collectives go through shared memory; None where not every rank can map it.
     Called by all ranks of the group.
@@ -48,6 +49,7 @@ def host_memory(group: Group, *, spins: bool = True, deadline: float = DEADLINE_
     )  # fmt: skip
 
 
+@collective
 def shared_memory(group: Group, size: int) -> memoryview | None:
     """Make shared memory of so many bytes, zeros at first, that every rank of the group maps; None where not every rank
     can. Called by all ranks of the group."""

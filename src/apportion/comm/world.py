@@ -14,7 +14,7 @@ import torch
 
 from apportion.comm import p2p
 from apportion.comm.channel import Channel
-from apportion.comm.group import Alone, Group, WaitClock
+from apportion.comm.group import Alone, Group, WaitClock, collective
 from apportion.comm.host_memory import host_memory, is_faster, shared_memory
 from apportion.comm.membership import Membership
 from apportion.comm.objects import gather_messages
@@ -133,6 +133,7 @@ class World:
         if self.members is not None:
             self.members.check(self.generation)
 
+    @collective
     def split(self, axis: str, ranks: Sequence[Sequence[int]]) -> World:
         """The part of this world that this rank belongs to, as a world of its own: its rank there is its place in its
         list, its memory and its groups are those of its ranks alone, ``local_size`` counts those of them on this host.
@@ -176,6 +177,7 @@ class World:
                 part._groups["world"] = self._connect_part(part, ranks)
         return part
 
+    @collective
     def _hosts(self) -> list[int]:
         """The number of every rank's host, by rank. Called by all ranks."""
         if self.local_size == self.size:

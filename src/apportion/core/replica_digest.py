@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from apportion.comm.group import Group
+from apportion.comm.group import Group, collective
 from apportion.comm.objects import gather_messages
 from apportion.errors import RanksDiffer
 
@@ -41,6 +41,7 @@ def apart_from(shared: memoryview, tensors: Mapping[str, Tensor]) -> dict[str, T
     return {k: t for k, t in tensors.items() if not begin <= t.untyped_storage().data_ptr() < begin + shared.nbytes}
 
 
+@collective
 def check_replicated(held: Iterable[Replicated], *, rank: int, step: int, device: torch.device) -> None:
     """Raise RanksDiffer, on every rank, where one holds another tensor than the others. Called by all ranks, between
     steps.

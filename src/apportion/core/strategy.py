@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apportion.comm.group import collective, inherit_collectives
 from apportion.comm.world import World
-from apportion.core.data.batch import Batch, BatchSource
+from apportion.core.data.batch import Batch
+from apportion.core.data.source import BatchSource
 from apportion.core.fingerprint import fingerprint
 from apportion.core.replica_digest import Replicated
 from apportion.core.sampler import DataShard
@@ -104,6 +106,9 @@ class Step(ABC):
     """Does every rank take whole batches, of which one rank has the outputs? This is the case where the network is
     split."""
 
+    def __init_subclass__(cls) -> None:
+        inherit_collectives(cls)
+
     @property
     @abstractmethod
     def done(self) -> int:
@@ -131,15 +136,18 @@ class Step(ABC):
         return self.update()
 
     @abstractmethod
+    @collective
     def predict(self, batch: Batch) -> Any | None:
         """Outputs for this rank's rows, in evaluation mode; called by all ranks. None where the batch has no rows
         here, or another rank holds the outputs."""
 
     @abstractmethod
+    @collective
     def state_dict(self) -> State:
         """The whole state, in the plain model's names; the tensors are copies. Called by all ranks."""
 
     @abstractmethod
+    @collective
     def load_state_dict(self, state: State) -> None:
         """Go on from a state that any strategy at any world size gave. Called by all ranks."""
 
@@ -169,6 +177,7 @@ class Step(ABC):
         other rank; None where that cannot be had."""
         return None
 
+    @collective
     def replicated(self) -> Iterable[Replicated]:
         """The tensors that the last update has left equal on this rank and others, each in a memory of its own; the
         same groups in the same order on all of their ranks. Called by all ranks, between steps."""
@@ -204,7 +213,11 @@ class Step(ABC):
 class Recoverable(ABC):
     """A step that goes on after the loss of a worker: a mix-in, for the steps of strategies that survive it."""
 
+    def __init_subclass__(cls) -> None:
+        inherit_collectives(cls)
+
     @abstractmethod
+    @collective
     def rejoin(self, world: World) -> None:
         """Go on in a world whose membership has changed, from the last update that is whole; what was begun after it
         is forgotten, and done again with the same draws. Called by all ranks of that world: by those that were there
@@ -222,6 +235,9 @@ class Strategy(Value, ABC):
     survives: ClassVar[bool] = False
     """Can a run go on after the loss of a worker, since the steps are ``Recoverable``? False: the run ends, and resumes
     from the last checkpoint."""
+
+    def __init_subclass__(cls) -> None:
+        inherit_collectives(cls)
 
     @property
     @abstractmethod
@@ -248,6 +264,7 @@ class Strategy(Value, ABC):
         raise ValueError(f"{self} has no price yet")
 
     @abstractmethod
+    @collective
     def build(self, workload: Workload, world: World) -> Step:
         """Build this rank's part of the step. Called inside each process, by all ranks of the world."""
 

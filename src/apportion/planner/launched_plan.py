@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import torch
 
+from apportion.comm.group import collective
 from apportion.comm.objects import broadcast_message, gather_messages
 from apportion.comm.world import World, hosts
 from apportion.core.address import load_workload
@@ -43,6 +44,7 @@ AGAIN = 2
 """The number of further rounds of trials, in which what was learned may bring another candidate into question."""
 
 
+@collective
 def plan_launched(
     workload: Workload | str,
     world: World,

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from apportion.comm.group import collective
 from apportion.comm.objects import broadcast_message, gather_messages
 from apportion.comm.world import World, hosts
 from apportion.cost_model.cluster import Cluster, Device, Link, Rate
@@ -38,6 +39,7 @@ Found = dict[str, Any]
 """The findings that a rank reports: plain JSON."""
 
 
+@collective
 def measure_here(world: World, *, seconds: float = SECONDS) -> Cluster:
     """Measure the devices of all ranks of the world, and the links within and between their hosts, in about so many
     seconds. All ranks call it, and each returns the same cluster."""

@@ -38,7 +38,7 @@ from torch import Tensor, fx, nn
 
 from apportion.comm.world import World
 from apportion.core import tree
-from apportion.core.data.batch import BatchSource
+from apportion.core.data.source import BatchSource
 from apportion.core.strategy import State, Step, Strategy
 from apportion.core.torch_private import BatchNormBase, ConvBase
 from apportion.core.workload import Workload, examples

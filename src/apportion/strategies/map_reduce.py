@@ -35,6 +35,7 @@ from typing import Any, ClassVar, Self, final
 import torch
 from torch import Tensor, nn
 
+from apportion.comm.group import collective
 from apportion.comm.world import World
 from apportion.core import tree
 from apportion.core.data.batch import Batch
@@ -175,6 +176,7 @@ class MapReduceStep(ReplicaStep, Recoverable):
         if self._divides and self._looks:
             refuse_coupling(model, self._workload, self.source.sample, strategy="map_reduce")
 
+    @collective
     def backward(self, batch: Batch) -> Tensor:
         """Makes one pass: ``p.grad`` becomes the gradient of the whole global batch, on every rank; returns its mean
         loss. Called by all ranks. This is the closure of an optimizer that asks for one: ``optimizer.step(lambda:

@@ -42,7 +42,7 @@ from typing import Any, Self, final
 from torch import nn
 
 from apportion.comm.world import World
-from apportion.core.data.batch import BatchSource
+from apportion.core.data.source import BatchSource
 from apportion.core.strategy import State, Step, Strategy
 from apportion.core.workload import Workload
 from apportion.cost_model.cost import Cost

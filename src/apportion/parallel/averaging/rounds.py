@@ -14,6 +14,7 @@ from typing import final
 import numpy as np
 import torch
 
+from apportion.comm.group import collective, inherit_collectives
 from apportion.comm.world import World
 from apportion.parallel.averaging.contribution import Contribution, ReplicaTensors, average, copy_parts
 
@@ -66,7 +67,11 @@ Write = Callable[[Contribution], float]
 class Exchange(ABC):
     """The place where replicas exchange contributions for an average."""
 
+    def __init_subclass__(cls) -> None:
+        inherit_collectives(cls)
+
     @abstractmethod
+    @collective
     def begin(self, first: Contribution, done: int) -> None:
         """Set the average before the first round: the same on every rank. Called by all."""
 

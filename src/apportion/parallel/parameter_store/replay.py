@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from apportion.core.data.batch import BatchSource
+from apportion.core.data.source import BatchSource
 from apportion.core.rng import seed_everything
 from apportion.core.strategy import State
 from apportion.core.workload import Workload

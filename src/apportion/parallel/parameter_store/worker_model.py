@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from apportion.core.data.batch import Batch, BatchSource
+from apportion.core.data.batch import Batch
+from apportion.core.data.source import BatchSource
 from apportion.core.json_data import from_plain, to_plain
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard

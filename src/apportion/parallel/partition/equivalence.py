@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apportion.comm.group import Group
+from apportion.comm.group import Group, collective
 from apportion.core import tree
 from apportion.parallel.tracing.network import evaluating, undisturbed
 
@@ -35,6 +35,7 @@ def outputs_of(model: nn.Module, call: Callable[[], Any]) -> list[Tensor] | None
     return first if difference(first, second) == 0.0 else None
 
 
+@collective
 def refuse_others(
     model: nn.Module, call: Callable[[], Any], expected: Sequence[Tensor] | None, precision: str, group: Group
 ) -> None:

@@ -23,10 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apportion.comm.group import collective
 from apportion.comm.objects import gather_messages
 from apportion.comm.world import World
 from apportion.core import tree
-from apportion.core.data.batch import Batch, BatchSource
+from apportion.core.data.batch import Batch
+from apportion.core.data.source import BatchSource
 from apportion.core.replica_digest import Replicated
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard
@@ -87,6 +89,7 @@ class SplitStep(Step, Recoverable):
         if world.members is None:
             self._sample = None
 
+    @collective
     def _build(self, world: World, part: MakePart) -> None:
         """Build everything that depends on the other ranks, as it is before the first update. Called by all ranks."""
         workload = self._workload
@@ -108,15 +111,7 @@ class SplitStep(Step, Recoverable):
         compares = world.size > 1 and world.generation == 0 and workload.update is None
         if compares:
             expected = equivalence.outputs_of(plain, partial(self._called, plain, sample))
-        refused = self._refused(plain) if world.generation == 0 else None
-        with uncompiled():
-            self._part = part(plain, sample.inputs)
-        if refused is not None:  # what the part says of the same layers is said first: it knows what to do instead
-            raise refused
-        if workload.update is not None and not self._part.alike:
-            raise ValueError(
-                "update= asks for the gradient of a loss that only one of the ranks computes: use data_parallel"
-            )
+        self._divide(plain, part, sample, refused=self._refused(plain) if world.generation == 0 else None)
         del plain
         rank = 0 if self._part.alike else world.rank
         self._replica = Replica(self._own_workload(made), rank=rank, device=world.device)
@@ -128,12 +123,7 @@ class SplitStep(Step, Recoverable):
         self._spread = Resharder(self._plain, self._layout, pieces, world.rank, list(self.optimizers))
         refuse_optimizers(self.optimizers, self._replica.optimizers.searching, self._layout, self._group.size)
         self._counted = self._layout.owned(world.rank)
-        for name in self._hooks.names:
-            if name in pieces and TensorShard.from_plain(pieces[name]).index is not None:
-                raise ValueError(
-                    f"{name} has a hook on its gradient, of which each worker would have a part: remove the hook, or "
-                    "use data_parallel, which calls it with the whole gradient"
-                )
+        self._refuse_divided_hooks(pieces)
         self._others: list[nn.Parameter] = []
         """The parameters whose gradients other ranks sum, and of which nothing is held here."""
         self._sums = self._make_sums()
@@ -152,6 +142,26 @@ class SplitStep(Step, Recoverable):
         self._kept = KeptParts(world) if survives else None
         sample.let_go()
         give_back()  # the plain model
+
+    def _divide(self, plain: nn.Module, part: MakePart, sample: Batch, *, refused: ValueError | None) -> None:
+        """Make this rank's part of the plain model. Raises ``refused``, where the part says nothing else."""
+        with uncompiled():
+            self._part = part(plain, sample.inputs)
+        if refused is not None:  # what the part says of the same layers is said first: it knows what to do instead
+            raise refused
+        if self._workload.update is not None and not self._part.alike:
+            raise ValueError(
+                "update= asks for the gradient of a loss that only one of the ranks computes: use data_parallel"
+            )
+
+    def _refuse_divided_hooks(self, pieces: Mapping[str, Any]) -> None:
+        """Raise ValueError where a parameter with a hook on its gradient is divided."""
+        for name in self._hooks.names:
+            if name in pieces and TensorShard.from_plain(pieces[name]).index is not None:
+                raise ValueError(
+                    f"{name} has a hook on its gradient, of which each worker would have a part: remove the hook, or "
+                    "use data_parallel, which calls it with the whole gradient"
+                )
 
     def _settle(self, plain: nn.Module) -> None:
         """Call the model once, so that hooks that its forward pass installs when it is first called are there from the
@@ -295,6 +305,7 @@ class SplitStep(Step, Recoverable):
     def state_dict(self) -> State:
         return self.gathered(self._replica.state())
 
+    @collective
     def gathered(self, own: State) -> State:
         """Return the whole state, gathered from this rank's part and the others'. Called by all ranks."""
         return self._spread.gathered(own, self._group, self.device)
@@ -344,6 +355,7 @@ class SplitStep(Step, Recoverable):
         """The weights that this rank trains whose gradients are sparse."""
         return [p for p in self._replica.trainable() if self._replica.names[p] in self._plain.sparse]
 
+    @collective
     def move(self, world: World) -> None:
         """Move into another world, in the condition before the first update. Called by all ranks."""
         assert self._again is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from apportion.comm.group import collective
 from apportion.comm.world import World
 from apportion.core.strategy import Strategy
 from apportion.core.value import find, names
@@ -73,6 +74,7 @@ class ReplicaGroup:
     """The world of the ranks, one in each replica, that hold the same pieces as this one."""
 
     @classmethod
+    @collective
     def of(cls, world: World, replicas: int) -> ReplicaGroup:
         """Return this rank's place in a world that is divided into so many replicas. Called by all ranks."""
         size = world.size // replicas

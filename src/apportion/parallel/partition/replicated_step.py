@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from apportion.comm.differentiable import gather_rows
-from apportion.comm.group import Alone, Group
+from apportion.comm.group import Alone, Group, collective
 from apportion.comm.world import World
 from apportion.core import tree
-from apportion.core.data.batch import Batch, BatchSource
+from apportion.core.data.batch import Batch
+from apportion.core.data.source import BatchSource
 from apportion.core.replica_digest import Replicated
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard
@@ -101,6 +102,7 @@ class ReplicatedStep(Step, Recoverable):
         number = how_many_are_left if world.generation else how_many
         return ReplicaGroup.of(world, number(self._of, self._asked, world.size))
 
+    @collective
     def _settle(self, world: World, place: ReplicaGroup) -> None:
         """Set up what depends on the other ranks, now that this rank's part is built. Called by all ranks."""
         inner, self._place, self._world = self._inner, place, world
@@ -239,6 +241,7 @@ class ReplicatedStep(Step, Recoverable):
         self._inner.close()
 
 
+@collective
 def predict(inner: SplitStep, place: ReplicaGroup, batch: Batch, *, divides: bool = True) -> Any | None:
     """Return the outputs of a whole batch on one rank of the first replica, None on the others. Called by all ranks."""
     replicas = place.replicas

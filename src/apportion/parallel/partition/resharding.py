@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from apportion.comm.group import Group
+from apportion.comm.group import Group, collective
 from apportion.comm.objects import broadcast_tensors, gather_messages
 from apportion.core.json_data import from_plain, to_plain
 from apportion.core.strategy import State
@@ -29,6 +29,7 @@ class Resharder:
         self._plain, self._layout, self._rank, self._optimizers = plain, layout, rank, optimizers
         self.pieces = pieces
 
+    @collective
     def gathered(self, own: State, group: Group, device: torch.device) -> State:
         """Return the whole state, on every rank. Called by all of them, with what each holds."""
         if group.size == 1:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
-from apportion.comm.group import Group
+from apportion.comm.group import Group, collective
 from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.workload import examples
@@ -38,6 +38,7 @@ class StageLinks:
     """The group whose connection carries these messages alone; None where they go through the group of the stages."""
 
     @classmethod
+    @collective
     def of(cls, group: Group, device: torch.device) -> StageLinks:
         """The links of the stage that a rank is. Called by all ranks of the group."""
         first, last = group.rank == 0, group.rank == group.size - 1

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apportion.comm.group import Group
+from apportion.comm.group import Group, collective
 from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.torch_private import pytree
@@ -64,6 +64,7 @@ class Carry:
             [t.narrow(d, start, n).contiguous() for t, d in zip(leaves, self._dims, strict=True)], structure
         )
 
+    @collective
     def gather(self, group: Group, rows: int | None) -> dict[str, Tensor]:
         """Gather all ranks' rows of each leaf, whole. ``rows``: how many of the rows here are this rank's (a borrowed
         one is not; None: all). Empty before the first step. Called by all ranks."""

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, Rprop
 
-from apportion.comm.group import Group
+from apportion.comm.group import Group, collective
 from apportion.comm.process_group import ProcessGroup
 from apportion.comm.shared_memory_group import SharedMemoryGroup
 from apportion.comm.world import World
@@ -148,6 +148,7 @@ class Sharded:
             )
         self._used[number] = True
 
+    @collective
     def sum(self, loss: Tensor) -> Tensor:
         """End a step's backward passes, and return the sum of the ranks' losses; ``p.grad`` is None again where no rank
         has used a parameter, so that the optimizer skips it as on one device. Called by all ranks."""
@@ -164,6 +165,7 @@ class Sharded:
         return tail[-1].to(loss.dtype)
 
     @torch.no_grad()
+    @collective
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], largest: float) -> None:
         """Clip the gradients as ``torch.nn.utils.clip_grad_norm_`` does; each rank measures and scales its shards.
         Called by all ranks."""
@@ -181,6 +183,7 @@ class Sharded:
         for unit in self._units:
             unit.reshard()
 
+    @collective
     def whole(self, state: State) -> State:
         """The state in whole tensors, in the host's memory. Called by all ranks."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from apportion.comm.group import Group
+from apportion.comm.group import Group, collective
 from apportion.core.sampler import DataShard
 
 EVERY_STEPS = 8
@@ -62,6 +62,7 @@ class MeasuredShares:
         """Start the clock, as rows begin to be computed."""
         self._since = time.perf_counter()
 
+    @collective
     def look(self, group: Group) -> None:
         """Exchange every rank's speed now and then, and take the shares that follow. Called by all ranks after every
         step."""

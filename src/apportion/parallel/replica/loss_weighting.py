@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from apportion.comm.differentiable import gather_rows
-from apportion.comm.group import Group
+from apportion.comm.group import Group, collective
 from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.workload import examples
@@ -21,6 +21,7 @@ class LossShare:
     def __init__(self, replica: Replica, group: Group) -> None:
         self._replica, self._workload, self._group = replica, replica.workload, group
 
+    @collective
     def weighted_loss(self, batch: Batch, *, own: bool, total: float) -> tuple[Tensor, float]:
         """Run the forward on a batch that has rows; returns its loss and weight. ``own``: the rows are this rank's, and
         not borrowed; ``total``: the loss terms in all. Called by all ranks."""
@@ -44,6 +45,7 @@ class LossShare:
     def _gathered(self, rows: Any, many: int, own: bool) -> Any:
         return tree.map_tensors(lambda t: gather_rows(t[: many if own else 0], self._group), rows)
 
+    @collective
     def total(self, batch: Batch) -> float:
         """The number of loss terms in the global batch, of which ``batch`` has this rank's rows. Called by all
         ranks."""

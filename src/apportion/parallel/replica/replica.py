@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from apportion.comm.group import Alone, Group
+from apportion.comm.group import Alone, Group, collective
 from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.rng import seed_everything
@@ -236,6 +236,7 @@ class Replica:
 
     # State
 
+    @collective
     def state(self, group: Group | None = None, rows: int | None = None) -> State:
         """The state, in copies; with a carried state, called by all ranks of the group, each saying how many of its
         carried rows are its own."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from apportion.comm.group import Group
+from apportion.comm.group import Group, collective
 from apportion.comm.objects import broadcast_message, broadcast_tensors
 from apportion.comm.world import World
 from apportion.core.strategy import PARTS, State
@@ -18,6 +18,7 @@ from apportion.errors import StateLost
 from apportion.parallel.replica.replica import Replica
 
 
+@collective
 def agree(replica: Replica, world: World) -> None:
     """Give every rank the state of the replica that is furthest ahead. Called by all ranks of the world, each with a
     replica that is whole: what was begun after its last update is undone."""

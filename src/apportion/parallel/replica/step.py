@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from apportion.comm.world import World
-from apportion.core.data.batch import Batch, BatchSource
+from apportion.core.data.batch import Batch
+from apportion.core.data.source import BatchSource
 from apportion.core.replica_digest import Replicated
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard

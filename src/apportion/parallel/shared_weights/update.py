@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from apportion.comm.group import Alone, Group
+from apportion.comm.group import Alone, Group, collective
 from apportion.comm.shared_memory_group import SharedMemoryGroup
 from apportion.comm.world import World
 from apportion.core import fast_paths, torch_private
@@ -214,6 +214,7 @@ class SharedUpdate:
 
     # Where this rank stands
 
+    @collective
     def attach(self, world: World, group: Group) -> None:
         """Take this rank's slice of the weights, and go on from what is committed. Called by all ranks."""
         self._group, self._rank, self._size = group, world.rank, world.size
@@ -543,6 +544,7 @@ class SharedUpdate:
         for p in self._parameters:
             p.data = p.data.clone()
 
+    @collective
     def loaded(self) -> None:
         """Make the state that the replica has loaded the live version. Called by all ranks."""
         self._group.barrier()

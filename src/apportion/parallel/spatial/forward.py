@@ -19,7 +19,7 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from apportion.comm.group import Group
+from apportion.comm.group import Group, collective
 from apportion.core import tree
 from apportion.core.torch_private import ConvBase
 from apportion.cost_model.constraints import nothing_to_divide
@@ -42,6 +42,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _CALLS = {**known_calls(), **LAYER_CALLS}
 
 
+@collective
 def cut_network(model: nn.Module, sample: Any, group: Group, split: str) -> dict[str, TensorShard]:
     """Make ``model`` run on the ranks of the group together, called with the whole batch on each of them, from now on;
     returns what this rank holds of it, by plain name. Called by all ranks."""

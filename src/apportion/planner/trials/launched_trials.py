@@ -10,6 +10,7 @@ from statistics import quantiles
 
 import torch
 
+from apportion.comm.group import collective
 from apportion.comm.objects import gather_messages
 from apportion.comm.world import World
 from apportion.core.strategy import Step, Strategy, batches
@@ -54,6 +55,7 @@ class Bench:
     """The reason why a strategy cannot run this workload here, by strategy."""
     _steps: dict[Choice, Step | None] = field(default_factory=dict)
 
+    @collective
     def build(self, choice: Choice) -> bool:
         """Build the steps of a choice; those of a strategy of one process in rank 0. Returns False where it is
         refused."""
@@ -81,6 +83,7 @@ class Bench:
             return strategy.build(endless, self.world)
         return strategy.build(endless, World(device=self.world.device)) if self.world.rank == 0 else None
 
+    @collective
     def measure(self, choices: Sequence[Choice], seconds: float) -> dict[Choice, Taken]:
         """Measure those choices that are built, in turns, for about so many seconds."""
         chosen = [choice for choice in choices if choice in self._steps]

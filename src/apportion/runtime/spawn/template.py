@@ -147,7 +147,7 @@ def _warm_up() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.SGD([parameter], lr=0.0).step()  # the first optimizer imports torch._dynamo
-    importlib.import_module("apportion.runtime.worker.loop")
+    importlib.import_module("apportion.runtime.worker.training.loop")
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from apportion.core.policy import Policy
+from apportion.errors import CheckpointError, NotFinite, RanksDiffer, WorkerFailed
 from apportion.runtime.supervisor.failures import (
     WorkerBegan,
     WorkerEvent,
@@ -214,3 +215,16 @@ def _stop(raised: WorkerRaised) -> Stop:
         not_finite=raised.not_finite,
         differs=raised.differs,
     )
+
+
+def failure(stop: Stop) -> Exception:
+    """Returns the exception that a decision to stop is raised as: the user's mistake, or what could not be done."""
+    if stop.mistake:
+        return ValueError(stop.cause)
+    if stop.checkpoint:
+        return CheckpointError(stop.cause)
+    if stop.not_finite:
+        return NotFinite(stop.cause, rank=stop.rank)
+    if stop.differs:
+        return RanksDiffer(stop.cause)
+    return WorkerFailed(stop.cause, rank=stop.rank, traceback=stop.traceback, where=stop.where)

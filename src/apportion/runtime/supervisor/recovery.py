@@ -140,9 +140,9 @@ class RecoveryLoop:
         then."""
         assert isinstance(action, Replace | Shrink)
         lost = [loss.rank for loss in action.losses]
-        silence = self._crew.open_change(lost)
+        change = self._crew.open_change(lost)
         while not self._closing:
-            settled = self._crew.settled(lost, silence)
+            settled = change.settled(lost)
             decided = self._crew.action()
             if isinstance(decided, Finish | Stop | Restart):
                 return decided
@@ -161,8 +161,8 @@ class RecoveryLoop:
         """Lets the workers that are left save the last update and end, in the little time that there is."""
         self._tell_mended(told=True)
         allowed = Allowance(LEAVE_SECONDS)
-        silence = self._crew.open_change(lost)
-        while not self._crew.settled(lost, silence):
+        change = self._crew.open_change(lost)
+        while not change.settled(lost):
             if self._closing or allowed.left < 0:
                 return
             self._hear(ANSWER_SECONDS)

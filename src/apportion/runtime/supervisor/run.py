@@ -16,11 +16,11 @@ from apportion.core.policy import Policy
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.launch.local import Local
 from apportion.runtime.proof.proof import Settled
-from apportion.runtime.supervisor.decisions import Finish, Stop
+from apportion.runtime.supervisor.decisions import Finish, Stop, failure
 from apportion.runtime.supervisor.interrupts import Interrupts
 from apportion.runtime.supervisor.recovery import Fault, News, RecoveryLoop, Said
 from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance
-from apportion.runtime.supervisor.worker_pool import WorkerPool, failure
+from apportion.runtime.supervisor.worker_pool import AnyThreadPool, WorkerPool
 from apportion.runtime.worker.job import Job
 
 SAVE_SECONDS = 3.5
@@ -53,7 +53,7 @@ class RunSupervisor:
     def __init__(self, job: Job, launcher: Local, ranks: int, proof: RunProof | None = None) -> None:
         """Supervises a job. ``proof``: what a job is asked about that is to prove itself."""
         self._job, self._launcher, self._ranks, self._proof = job, launcher, ranks, proof
-        self._crew: WorkerPool | None = None
+        self._crew: AnyThreadPool | None = None
         self._attendant: RecoveryLoop | None = None
         self.started = False
         """True once a ``start`` event has been passed on."""
@@ -98,8 +98,13 @@ class RunSupervisor:
         """Yields the events, and notes the place of an interrupt: inside the run, or in the body of the user's loop."""
         self._launcher.prepare()
         self._interrupts.hold()  # no worker may be started and not known
-        self._crew = WorkerPool(self._launcher, "apportion.runtime.worker.entry:train", self._job, self._ranks)
-        self._attendant = RecoveryLoop(self._crew, spares=self._job.replaceable and sys.platform == "linux")
+        pool = WorkerPool(self._launcher, "apportion.runtime.worker.entry:train", self._job, self._ranks)
+        try:
+            self._attendant = RecoveryLoop(pool, spares=self._job.replaceable and sys.platform == "linux")
+        except BaseException:  # it has no thread
+            pool.close()
+            raise
+        self._crew = pool
         self._interrupts.release()
         for event in self._listen(self._attendant):
             self._interrupts.outside = True
@@ -117,8 +122,6 @@ class RunSupervisor:
     def _close(self) -> None:
         if self._attendant is not None:
             self._attendant.close()
-        elif self._crew is not None:
-            self._crew.close()
 
     def _listen(self, attendant: RecoveryLoop) -> Iterator[Event]:
         while True:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from apportion.comm.group import Group
+from apportion.comm.group import Group, collective
 from apportion.comm.world import World
 from apportion.core.policy import Policy
 from apportion.runtime.worker.progress import Progress
@@ -76,6 +76,7 @@ class StepCoordinator:
         self._last, self._gap, self.next = done, 1, done
         self._saved_at = min(self._saved_at, max(0, done - 1))
 
+    @collective
     def poll(self, done: int, save_seconds: float) -> tuple[bool, bool]:
         """Returns (stop, save), the same on every rank. ``save_seconds``: the seconds that the last checkpoint took."""
         now = time.monotonic()

@@ -22,9 +22,9 @@ from apportion.errors import ApportionError, CheckpointError, NotFinite, PeerLos
 from apportion.process import PACKAGE, keep_what_is_freed
 from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job, WorkerJob
-from apportion.runtime.worker.loop import work
 from apportion.runtime.worker.progress import NBYTES, Progress
 from apportion.runtime.worker.step_server import serve_reference, serve_steps
+from apportion.runtime.worker.training.loop import work
 
 
 def train(sock: socket.socket, payload: bytes) -> int:

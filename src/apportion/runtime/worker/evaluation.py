@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apportion.comm.group import Group
+from apportion.comm.group import Group, collective
 from apportion.comm.objects import broadcast_message
 from apportion.core import tree
-from apportion.core.data.batch import Batch, BatchSource
+from apportion.core.data.batch import Batch
+from apportion.core.data.source import BatchSource
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import Step
 from apportion.core.torch_private import pytree
 from apportion.core.workload import Evaluation
 
 
+@collective
 def evaluate(
     step: Step, evaluation: Evaluation, source: BatchSource, group: Group, beat: Callable[[], None]
 ) -> Mapping[str, float]:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from apportion.comm.group import Group
+from apportion.comm.group import Group, collective
 from apportion.core import tree
-from apportion.core.data.batch import Batch, BatchSource
+from apportion.core.data.batch import Batch
+from apportion.core.data.source import BatchSource
 from apportion.core.rng import fork_rng
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import Step
@@ -24,6 +25,7 @@ _MAY_NEED_MORE = (ValueError, ArithmeticError)
 class does."""
 
 
+@collective
 def try_evaluation(step: Step, evaluation: Evaluation, source: BatchSource, group: Group) -> None:
     """Computes every metric on the first batch, as an evaluation does. Raises ValueError, which names the metric and
     what it was given, where one cannot be computed. Called by all ranks of the group.

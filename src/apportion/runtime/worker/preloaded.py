@@ -20,7 +20,7 @@ import cloudpickle
 import torch
 from torch import nn
 
-from apportion.core.data.batch import BatchSource
+from apportion.core.data.source import BatchSource
 from apportion.core.rng import RngState, seed_everything
 from apportion.core.workload import Workload
 from apportion.parallel.replica.single_process import OneDeviceStep

@@ -23,7 +23,7 @@ from apportion.comm.channel import Channel, Message
 from apportion.comm.group import Alone, bytes_of
 from apportion.comm.world import World
 from apportion.core import tree
-from apportion.core.data.batch import BatchSource
+from apportion.core.data.source import BatchSource
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Step, batches
 from apportion.core.workload import Evaluation, Workload

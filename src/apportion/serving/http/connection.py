@@ -15,53 +15,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, MutableSet
-from typing import Literal, Protocol, cast
+from typing import cast
 
 from apportion.serving.errors import Overloaded
 from apportion.serving.http.chunked_body import Chunks
-from apportion.serving.http.request_head import END, MOST_BYTES, Head, HeadReader
+from apportion.serving.http.connection_state import ConnectionState
+from apportion.serving.http.incoming_request import DROPPED_BYTES, ConnectionRequest, IncomingRequest
+from apportion.serving.http.receive_buffer import ReceiveBuffer
+from apportion.serving.http.request_head import MOST_BYTES, Head
 from apportion.serving.http.response import HTTPError, Response
-from apportion.serving.http.unread_responses import LEAST_RATE, Unread
+from apportion.serving.http.response_writer import ResponseWriter
+from apportion.serving.http.unread_responses import Unread
 from apportion.serving.pool.shared_arena import Lease
 
 IDLE_SECONDS = 75.0
 """The seconds that a connection may be idle between two requests."""
 HEAD_SECONDS = 10.0
 """The seconds in which a head has to come."""
-SENT_SECONDS = 30.0
-"""The seconds in which a client has to read at least some of an answer."""
 LINGER_SECONDS = 2.0
 """The seconds that a client has to see that it was refused, while what it still sends is not read."""
-SLOW_SECONDS = 0.25
-"""The seconds that every body has to come, also where there is no memory for others."""
-DROPPED_BYTES = 1 << 20
-"""The number of bytes of an unwanted body that are read to keep the connection; with a longer one it ends."""
 CHUNKED_BYTES = 8 << 20
 """The largest size in bytes of a body that does not say how long it is."""
-PIECE_BYTES = 1 << 20
-"""The number of bytes of an answer that the transport is given at once, since it copies what it cannot send."""
-_FIRST_ROOM = 64 << 10
-"""The number of bytes that are received at once: a small request comes whole."""
-
-
-class ConnectionRequest(Protocol):
-    """A request for inference whose head has come."""
-
-    def room(self, length: int) -> tuple[memoryview, Lease | None]:
-        """Return memory for the body. Raises HTTPError, or Overloaded where there is none."""
-
-    def judged(self, so_far: memoryview) -> bool:
-        """Look at a long body of which so much has come. Returns whether no more of it need be looked at before it is
-        whole; raises the error with which it is refused."""
-
-    def came(self, body: memoryview, held: Lease | None, told: Callable[[Response], None]) -> None:
-        """Take the complete body. ``told`` is called once with the response, perhaps at once."""
-
-    def failed(self, error: Exception) -> Response:
-        """Return the response where the body did not come."""
-
-    def leave(self) -> None:
-        """Give the request up, because the client has gone."""
+HEAD, BODY, ANSWER, ENDING, OVER = ConnectionState
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -81,82 +56,63 @@ class Connection(asyncio.BufferedProtocol):
         self._opened, self._every, self._body_seconds = opened, every, body_seconds
         self._unread = Unread() if unread is None else unread
         self._loop = asyncio.get_running_loop()
-        self._buffer, self._begin, self._end, self._fed = bytearray(_FIRST_ROOM), 0, 0, 0
-        self._state: Literal["head", "body", "answer", "ending", "over"] = "head"
+        self._received = ReceiveBuffer()
+        self._request: IncomingRequest | None = None
+        self._state: ConnectionState = HEAD
         self._since = self._loop.time()
-        self._stuck_since: float | None = None
-        self._unsent = 0
-        self._answer_left: memoryview | None = None
-        self._read_by = float("inf")
-        self._reader = HeadReader()
         self._advancing, self._last = False, last
-        self._forget()
-
-    def _forget(self) -> None:
-        """Forget the last request, before the next one."""
-        self._head: Head | None = None
-        self._asked: ConnectionRequest | None = None
-        self._refusal: Response | None = None
-        self._body: memoryview | None = None
-        self._held: Lease | None = None
-        self._chunks: Chunks | None = None
-        self._filled = self._dropped = 0
-        self._judged = False
 
     # Of asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=0)  # ``pause_writing``: whenever something is left to be sent
+        self._writer = ResponseWriter(self, self._transport, self._unread)
         self._every.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._every.discard(self)
-        self._unread.note(self, 0, self._loop.time())
-        self._state, self._answer_left = "over", None
-        if self._asked is not None:
-            self._asked.leave()
-        self._forget()
+        self._writer.drop(self._loop.time())
+        self._state = OVER
+        request, self._request = self._request, None
+        if request is not None and request.asked is not None:
+            request.asked.leave()
 
     def eof_received(self) -> bool:
         return False  # nobody who waits for an answer says that it sends no more: the client has gone
 
     def pause_writing(self) -> None:
-        self._stuck_since = self._loop.time()
-        self._transport.pause_reading()  # who does not read answers is not asked what else it wants
+        self._writer.pause(self._loop.time())
 
     def resume_writing(self) -> None:
-        self._stuck_since, self._since = None, self._loop.time()
-        self._send_on()
-        self._note_unread()
+        self._since = self._loop.time()
+        if self._writer.resume():
+            if self._state is ENDING:
+                self._writer.write_eof()
+            elif self._last and self._state is HEAD:
+                self._transport.close()
+        self._writer.note_unread(self._loop.time())
         self._read_on()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        if self._body is not None and self._state == "body":
-            return self._body[self._filled :]
-        if self._state == "ending":
-            return memoryview(self._buffer)
-        if self._begin and self._end == len(self._buffer):
-            left = self._end - self._begin
-            self._buffer[:left] = self._buffer[self._begin : self._end]
-            self._begin, self._end, self._fed = 0, left, self._fed - self._begin
-        if self._end == len(self._buffer):
-            self._buffer = self._buffer + bytearray(len(self._buffer))
-        return memoryview(self._buffer)[self._end :]
+        request = self._request
+        if request is not None and request.body is not None and self._state is BODY:
+            return request.body[request.filled :]
+        return memoryview(self._received.memory) if self._state is ENDING else self._received.room()
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._state == "ending":
+        if self._state is ENDING:
             return
-        if self._body is not None and self._state == "body":
-            self._filled += nbytes
-            if self._filled == len(self._body):
-                self._whole()
+        request = self._request
+        if request is not None and request.body is not None and self._state is BODY:
+            request.filled += nbytes
+            if request.filled == len(request.body):
+                self._whole(request)
             else:
-                self._judge()
+                self._judge(request)
             return
-        self._end += nbytes
+        self._received.end += nbytes
         self._advance()
-        if self._state == "answer" and self._end - self._begin > MOST_BYTES:
+        if self._state is ANSWER and self._received.end - self._received.begin > MOST_BYTES:
             self._transport.pause_reading()  # it sends request after request and does not wait for answers
 
     # A request, as far as it has come
@@ -165,60 +121,55 @@ class Connection(asyncio.BufferedProtocol):
         if self._advancing:
             return
         self._advancing = True
+        received, writer = self._received, self._writer
         try:
             while (
-                self._begin < self._end
-                and self._stuck_since is None
-                and ((self._state == "head" and self._take_head()) or (self._state == "body" and self._take_body()))
+                received.begin < received.end
+                and writer.stuck_since is None
+                and ((self._state is HEAD and self._take_head()) or (self._state is BODY and self._take_body()))
             ):
                 pass
         except HTTPError as error:
             self._refuse(error)
         finally:
             self._advancing = False
-        if self._begin == self._end:
-            self._begin = self._end = self._fed = 0
+        if received.begin == received.end:
+            received.begin = received.end = received.fed = 0
 
     def _take_head(self) -> bool:
         """Read what has come of a head. Returns whether it is complete."""
-        if self._fed <= self._begin:
-            while self._begin + 2 <= self._end and self._buffer[self._begin : self._begin + 2] == END[:2]:
-                self._begin += 2  # an empty line before a request is no part of it
-            self._since, self._fed = self._loop.time(), self._begin
-        at = self._buffer.find(END, max(self._begin, self._fed - len(END) + 1), self._end)
-        end = self._end if at < 0 else at + len(END)
-        if end - self._begin > MOST_BYTES:
-            raise HTTPError(431, f"the request's head has more than {MOST_BYTES} bytes")
-        self._reader.feed(bytes(self._buffer[self._fed : end]))
-        self._fed = end
-        if at < 0:
+        received = self._received
+        if received.fed <= received.begin:
+            received.begin_head()
+            self._since = self._loop.time()
+        head = received.take_head()
+        if head is None:
             return False
-        head, self._reader = self._reader.head(), HeadReader()
-        self._begin, self._head = end, head
         self._begin_body(head)
         return True
 
     def _begin_body(self, head: Head) -> None:
-        self._state = "body"
+        self._state = BODY
+        request = self._request = IncomingRequest(head)
         found = self._opened(head)
         if isinstance(found, Response):
-            self._refusal = found
+            request.refusal = found
         else:
-            self._asked = found
+            request.asked = found
             try:
                 if head.length is not None:
-                    self._body, self._held = self._room(found, head.length)
+                    request.body, request.held = self._room(found, head.length)
             except (HTTPError, Overloaded) as error:
-                self._refusal, self._asked = found.failed(error), None
-        if self._refusal is not None and (head.waits or head.length is None or head.length > DROPPED_BYTES):
-            self._answer(self._refusal, last=head.length != 0)
+                request.refusal, request.asked = found.failed(error), None
+        if request.refusal is not None and (head.waits or head.length is None or head.length > DROPPED_BYTES):
+            self._answer(request.refusal, last=head.length != 0)
             return
         if head.waits and head.length != 0:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if head.length is None:
-            self._chunks = Chunks(CHUNKED_BYTES)
+            request.chunks = Chunks(CHUNKED_BYTES)
         elif head.length == 0:
-            self._whole()
+            self._whole(request)
 
     def _room(self, asked: ConnectionRequest, length: int) -> tuple[memoryview, Lease | None]:
         """Return memory for the body, if need be that of bodies which hardly come."""
@@ -236,160 +187,100 @@ class Connection(asyncio.BufferedProtocol):
     def slow(self, now: float) -> bool:
         """Return whether the connection holds memory for a body of which less has come than its time so far allows
         for."""
-        if self._held is None or self._body is None or self._state != "body":
-            return False
-        took = now - self._since
-        return took > SLOW_SECONDS and self._filled * self._body_seconds < len(self._body) * took
+        request = self._request if self._state is BODY else None
+        return request is not None and request.slow(now - self._since, self._body_seconds)
 
     def _take_body(self) -> bool:
         """Read what has come of a body. Returns whether any of the buffer was used."""
-        assert self._head is not None
-        some = memoryview(self._buffer)[self._begin : self._end]
-        if self._chunks is not None:
-            took, whole = self._chunks.feed(some)
-        elif self._body is not None:
-            took = min(len(some), len(self._body) - self._filled)
-            self._body[self._filled : self._filled + took] = some[:took]
-            self._filled += took
-            whole = self._filled == len(self._body)
-        else:
-            assert self._head.length is not None
-            took = min(len(some), self._head.length - self._dropped)
-            self._dropped += took
-            whole = self._dropped == self._head.length
+        request = self._request
+        assert request is not None
+        received = self._received
+        some = memoryview(received.memory)[received.begin : received.end]
+        took, whole = request.take(some)
         some.release()
-        self._begin += took
-        self._fed = self._begin
+        received.begin = received.fed = received.begin + took
         if whole:
-            self._whole()
+            self._whole(request)
         else:
-            self._judge()
+            self._judge(request)
         return whole or took > 0
 
-    def _judge(self) -> None:
-        """Refuse a long body as soon as what has come of it says that it is wrong."""
-        if self._judged or self._asked is None or self._body is None or len(self._body) <= DROPPED_BYTES:
-            return
+    def _judge(self, request: IncomingRequest) -> None:
         try:
-            self._judged = self._asked.judged(self._body[: self._filled])
+            request.judge()
         except Exception as error:
             self._refuse(error)
 
-    def _whole(self) -> None:
-        if self._refusal is not None:
-            self._answer(self._refusal)
-            return
-        assert self._asked is not None
-        self._state = "answer"
-        body = memoryview(self._chunks.body) if self._chunks is not None else self._body
-        assert body is not None
-        self._asked.came(body, self._held, self._answer)
+    def _whole(self, request: IncomingRequest) -> None:
+        if request.refusal is not None:
+            self._answer(request.refusal)
+        else:
+            self._state = ANSWER
+            request.hand_over(self._answer)
 
     def _answer(self, reply: Response, *, last: bool = False) -> None:
-        if self._state == "over":
+        if self._state is OVER:
             return
-        head, self._asked = self._head, None
+        head = None if self._request is None else self._request.head
         last = last or self._last or head is None or not head.keep_alive
         head_only = head is not None and head.method == "HEAD"
         self._since = self._loop.time()
-        self._read_by = float("inf")
-        if head_only or len(reply.body) <= PIECE_BYTES:
-            self._transport.write(reply.encoded(keep_alive=not last, head_only=head_only))
-        else:
-            self._read_by = self._since + SENT_SECONDS + len(reply.body) / LEAST_RATE
-            self._transport.write(reply.encoded(keep_alive=not last, head_only=True))
-            self._answer_left = memoryview(reply.body)
-            self._send_on()
-        self._forget()
-        if self._stuck_since is not None:
-            self._note_unread()
-            self._unread.make_room(self._since, newest=self)
+        self._request = None
+        self._writer.send(reply, self._since, keep_alive=not last, head_only=head_only)
+        if self._writer.stuck_since is not None:
+            self._writer.make_room(self._since)
         if last:
-            self._end_it()
+            self._state = ENDING
+            self._read_on()
+            # A socket that is closed with bytes unread takes back what was sent: ``look`` ends the connection.
+            if self._writer.done:
+                self._writer.write_eof()
         else:
-            self._state = "head"
+            self._state = HEAD
             self._read_on()
         if reply.sent is not None:
             reply.sent()
 
-    def _send_on(self) -> None:
-        """Send what is left of an answer, as far as the client reads it."""
-        while self._answer_left is not None and self._stuck_since is None and not self._transport.is_closing():
-            piece, rest = self._answer_left[:PIECE_BYTES], self._answer_left[PIECE_BYTES:]
-            self._answer_left = rest if len(rest) else None
-            self._transport.write(piece)
-            if self._answer_left is None and self._state == "ending":
-                self._write_eof()
-            elif self._answer_left is None and self._last and self._state == "head":
-                self._transport.close()
-
-    def _note_unread(self) -> None:
-        left = 0 if self._answer_left is None else len(self._answer_left)
-        self._unread.note(self, left + self._transport.get_write_buffer_size(), self._loop.time())
-
     def _read_on(self) -> None:
-        if self._stuck_since is not None or self._transport.is_closing():
+        if self._writer.stuck_since is not None or self._transport.is_closing():
             return
         if not self._transport.is_reading():
             self._transport.resume_reading()
-        if self._begin < self._end:  # not at once: whoever has given this answer is to finish first
+        if self._received.begin < self._received.end:  # not at once: whoever has given this answer is to finish first
             self._loop.call_soon(self._advance)
 
     def _refuse(self, error: Exception) -> None:
         """Answer with the error and read no further: where the next request would begin is not known."""
-        if self._asked is not None:
-            self._answer(self._asked.failed(error), last=True)
+        if self._request is not None and self._request.asked is not None:
+            self._answer(self._request.asked.failed(error), last=True)
         else:
             assert isinstance(error, HTTPError), "only who takes a body knows what else may be wrong"
             self._answer(error.reply(), last=True)
-
-    def _end_it(self) -> None:
-        """End the connection once the client has the answer: a socket that is closed with bytes unread takes back what
-        was sent."""
-        self._state = "ending"
-        self._read_on()
-        if self._answer_left is None:
-            self._write_eof()
-
-    def _write_eof(self) -> None:
-        try:
-            self._transport.write_eof()
-        except OSError:  # it has gone
-            self._transport.abort()
 
     # From outside
 
     def look(self, now: float) -> None:
         """Disconnect the client where a time limit has passed. Called every ``LOOK_SECONDS`` by the listener."""
-        if self._stuck_since is not None:
-            if now > self._read_by:
-                self._transport.abort()
-            elif (left := self._transport.get_write_buffer_size()) != self._unsent:
-                self._unsent, self._stuck_since = left, now  # it reads, if slowly
-            elif now > self._stuck_since + SENT_SECONDS:
-                self._transport.abort()
-        elif self._state == "ending" and now > self._since + LINGER_SECONDS:
+        if self._writer.stuck_since is not None:
+            self._writer.look(now)
+        elif self._state is ENDING and now > self._since + LINGER_SECONDS:
             self._transport.abort()
-        elif self._state == "head" and self._fed <= self._begin and now > self._since + IDLE_SECONDS:
+        elif self._state is HEAD and self._received.fed <= self._received.begin and now > self._since + IDLE_SECONDS:
             self._transport.close()
-        elif self._state == "head" and self._fed > self._begin and now > self._since + HEAD_SECONDS:
+        elif self._state is HEAD and self._received.fed > self._received.begin and now > self._since + HEAD_SECONDS:
             self._refuse(HTTPError(408, f"the request's head did not come within {HEAD_SECONDS:g} s"))
-        elif self._state == "body" and now > self._since + self._body_seconds:
+        elif self._state is BODY and now > self._since + self._body_seconds:
             self._refuse(HTTPError(408, f"the body did not come within {self._body_seconds:g} s"))
 
     @property
     def busy(self) -> bool:
         """Return whether an answer is due or still being sent."""
-        return (
-            self._state in ("body", "answer")
-            or self._answer_left is not None
-            or self._transport.get_write_buffer_size() > 0
-        )
+        return self._state in (BODY, ANSWER) or self._writer.busy
 
     @property
     def idle_since(self) -> float | None:
         """The time since which no complete request has come; None where a body or an answer is on its way."""
-        return self._since if self._state in ("head", "ending") and self._stuck_since is None else None
+        return self._since if self._state in (HEAD, ENDING) and self._writer.stuck_since is None else None
 
     def fileno(self) -> int:
         """Return the descriptor of the connection's socket; -1 where there is none."""
@@ -399,7 +290,7 @@ class Connection(asyncio.BufferedProtocol):
     def drain(self) -> None:
         """End the connection after the request that it is at."""
         self._last = True
-        if self._state == "head" and self._answer_left is None:
+        if self._state is HEAD and self._writer.done:
             self._transport.close()
 
     def abort(self) -> None:

@@ -61,7 +61,7 @@ class HeadReader:
         self._newest = self._parser.get_http_version() == "1.1"
         self._keep_alive = self._newest and self._parser.should_keep_alive()
 
-    def feed(self, data: bytes | memoryview) -> None:
+    def feed(self, data: bytes | bytearray) -> None:
         """Parse a piece of the head. Raises HTTPError where it is not HTTP."""
         try:
             self._parser.feed_data(data)

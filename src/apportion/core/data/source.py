@@ -1,0 +1,205 @@
+"""The source of all batches: which rows of which global batch a share takes, loaded here or by other processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Dataset
+
+from apportion.core import tree
+from apportion.core.data.batch import Batch, Whole
+from apportion.core.data.block import BatchPart, Block
+from apportion.core.data.fetch import RowFetcher
+from apportion.core.sampler import DataShard, Sampler
+from apportion.core.workload import Workload, checked
+from apportion.errors import ApportionError
+
+if TYPE_CHECKING:
+    from apportion.core.data.loader import Ahead
+
+BLOCK_BYTES = 4 << 20
+"""The approximate number of bytes up to which tensors are gathered for several batches at once: one gather then serves
+many short steps."""
+
+
+class BatchSource:
+    """Every batch of a training (or of one pass over an evaluation set), by step and share.
+
+    ``device`` and ``dtype``: where the tensors go, and what floating ones become (None: as they are).
+    """
+
+    def __init__(
+        self, workload: Workload, *, device: torch.device | None = None, dtype: torch.dtype | None = None, rank: int = 0
+    ) -> None:
+        self._fetcher = RowFetcher(workload, workload.open_data, augment=True, rank=rank, dtype=dtype)
+        self.deal = Sampler(
+            len(self.dataset),  # type: ignore[arg-type]
+            workload.batch_size,
+            order=workload.order,
+            seed=workload.seed,
+            lanes=workload.carry is not None,
+        )
+        self.total = workload.total_steps(self.deal.batches)
+        self._to(workload, device)
+
+    @classmethod
+    def of_evaluation(
+        cls, workload: Workload, *, device: torch.device | None = None, dtype: torch.dtype | None = None, rank: int = 0
+    ) -> BatchSource:
+        """One pass over the evaluation set, in its order, not augmented."""
+        evaluation = workload.evaluation
+        assert evaluation is not None
+        self = cls.__new__(cls)
+        make = lambda: checked(evaluation.data(), "evaluation.data")  # noqa: E731
+        self._fetcher = RowFetcher(workload, make, augment=False, rank=rank, dtype=dtype)
+        size = evaluation.batch_size or workload.batch_size
+        lanes = workload.carry is not None
+        self.deal = Sampler(len(self.dataset), size, order="sequential", seed=workload.seed, lanes=lanes)  # type: ignore[arg-type]
+        self.total = self.deal.batches
+        self._to(workload, device)
+        return self
+
+    def _to(self, workload: Workload, device: torch.device | None) -> None:
+        self.seed, self.count, self.dtype = workload.seed, workload.count, self._fetcher.dtype
+        self.device = self._fetcher.device = device or torch.device("cpu")
+        self.seconds = 0.0
+        """The seconds spent loading, or waiting for what loads, in all."""
+        self._block: Block | None = None
+        self._ahead: Ahead | None = None
+
+    def load_ahead(self, processes: int) -> None:
+        """Have the coming batches loaded by so many child processes (0: by this process, when they are touched); the
+        batches are the same. Each process opens the data for itself. Rows of a TensorDataset are only copied, which
+        needs no such process. Where the batches go to a GPU, augment runs in this process, as it would without
+        loaders."""
+        self.close()
+        if processes and (self._fetcher.tensors is None or self._fetcher.augment is not None):
+            from apportion.core.data.loader import Ahead
+
+            self._ahead = Ahead(processes, begin=self._begin, load=self._load_share, following=self._following)
+
+    def start_over(self) -> None:
+        """Forget what was loaded ahead."""
+        if self._ahead is not None:
+            self._ahead.start_over()
+
+    def close(self) -> None:
+        """End the loading processes."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """The dataset that the rows are of."""
+        return self._fetcher.dataset
+
+    def sit(self, rank: int) -> None:
+        """Let this process have another rank."""
+        self._fetcher.rank = rank
+
+    def __len__(self) -> int:
+        return self.total
+
+    def at(self, step: int, shard: DataShard = DataShard()) -> Batch:  # noqa: B008 (frozen)
+        """This shard's rows of step's batch."""
+        block = self._block
+        if block is None or not block.has(step, shard):
+            self._block = None  # gone before the next one is gathered
+            block = self._block = self._next_block(step, shard)
+        part = block.parts[step - block.first]
+        first_lane = shard.rows(self.deal.batch_size).start if self.deal.lanes else 0
+        return Batch(
+            self,
+            part.whole,
+            index=part.index,
+            rows=part.rows,
+            first_lane=first_lane,
+            loaded=part.loaded,
+            request=None if self._ahead is None else (step, shard),
+        )
+
+    def sample(self, rows: int) -> tuple[Any, Any]:
+        """Inputs and targets of the first rows of the first batch, loaded by themselves, not to be trained on."""
+        found = self._part(0, DataShard())
+        index = found.index[:rows]
+        batch = Batch(self, found.whole, index=index, rows=slice(0, len(index)))
+        seconds = self.seconds
+        try:
+            return self._fetcher.load(batch)
+        finally:
+            self.seconds = seconds
+
+    def _next_block(self, step: int, shard: DataShard) -> Block:
+        """The block that begins at this step, within its epoch: as many batches as are worth gathering at once, or this
+        one, which is then loaded when it is touched."""
+        first = self._part(step, shard)
+        if (
+            self._fetcher.tensors is None
+            or self._ahead is not None
+            or shard.whole_batches
+            or self._fetcher.augment is not None
+        ):
+            return Block(shard, step, [first])
+        began = time.perf_counter()
+        row_bytes = sum(t[0].numel() * t.element_size() for t in self._fetcher.tensors)
+        many = BLOCK_BYTES // max(1, row_bytes * len(first.index))
+        end = min((step // self.deal.batches + 1) * self.deal.batches, step + many)
+        parts = [first, *(self._part(number, shard) for number in range(step + 1, end))]
+        if len(parts) > 1:
+            self._fetcher.gather(parts)
+        self.seconds += time.perf_counter() - began
+        return Block(shard, step, parts)
+
+    def _part(self, step: int, shard: DataShard) -> BatchPart:
+        deal = self.deal
+        step, rows = deal.shard(step, shard)
+        index = deal.index(step)
+        epoch, place = divmod(step, deal.batches)
+        return BatchPart(Whole(step, epoch, len(index), place == 0, int(index[0])), index[rows], rows)
+
+    def load(self, batch: Batch) -> tuple[Any, Any]:
+        """Fetch, collate, move and augment the rows of a batch."""
+        began = time.perf_counter()
+        try:
+            return self._fetcher.load(batch) if batch.request is None else self._load_from(batch)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    # With loading processes
+
+    def _load_from(self, batch: Batch) -> tuple[Any, Any]:
+        """The inputs and targets that a loader has made of the batch."""
+        from apportion.core.data.loader import LoadFailed
+
+        if self._ahead is None:
+            return self._fetcher.load(batch)
+        found = self._ahead.take(batch.request)
+        if isinstance(found, LoadFailed):
+            self._fetcher.load(batch)  # raises the same again, with the traceback of its own
+            raise ApportionError(f"a data-loading process failed: {found.summary}\n{found.traceback}")
+        pair = tree.cast(found, self.device, None)
+        return pair if self.device.type == "cpu" else self._fetcher.augmented(batch, pair)
+
+    def _begin(self) -> None:
+        """Open the data in a loading process, for itself."""
+        self._ahead, self._loads_for = None, self.device
+        self.device = self._fetcher.device = torch.device("cpu")
+        self._fetcher.open()
+
+    def _load_share(self, request: tuple[int, DataShard]) -> tuple[Any, Any]:
+        batch = self.at(*request)
+        pair = self._fetcher.collated(batch)
+        return self._fetcher.augmented(batch, pair) if self._loads_for.type == "cpu" else pair
+
+    def _following(self, request: tuple[int, DataShard]) -> Iterator[tuple[int, DataShard]]:
+        """The requests for this share of a step, and of those after it; steps where the share has no rows, which are
+        not loaded, are left out."""
+        first, shard = request
+        for number in range(first, max(self.total, first + 1)):
+            _, rows = self.deal.shard(number, shard)
+            if rows.stop > rows.start:
+                yield number, shard

@@ -1,0 +1,86 @@
+"""The checkpoints of a run: all ranks make the state, and rank 0 writes it, in the background."""
+
+from __future__ import annotations
+
+import time
+
+from apportion.comm.group import collective
+from apportion.comm.world import World
+from apportion.core.replica_digest import check_replicated
+from apportion.core.strategy import Step
+from apportion.errors import CheckpointError
+from apportion.runtime.checkpoint.async_writer import Saver
+from apportion.runtime.checkpoint.run_directory import RunDirectory
+from apportion.runtime.worker.job import Job
+from apportion.runtime.worker.nonfinite_loss import LossGuard
+from apportion.runtime.worker.training.best_metric import BestMetric
+from apportion.runtime.worker.training.restore import open_directory
+
+
+class RunCheckpoints:
+    """One rank's part in the checkpoints of a run. ``directory``: the run directory on rank 0, None elsewhere."""
+
+    def __init__(
+        self, job: Job, step: Step, guard: LossGuard, directory: RunDirectory | None, best: float | None
+    ) -> None:
+        self._job, self._step, self._guard = job, step, guard
+        self._open(directory)
+        self.best = BestMetric(best)
+        """The best value of the metric so far, which a checkpoint holds."""
+
+    def _open(self, directory: RunDirectory | None) -> None:
+        self._directory = directory
+        self.saver = Saver(directory, self._job.policy.keep, str(self._job.strategy))
+        """The writer of the states, which writes nothing on other ranks than rank 0."""
+
+    def take_over(self, world: World) -> None:
+        """Opens the run directory where this rank is rank 0 since the one before it has died."""
+        if self._directory is None and (directory := open_directory(self._job, world)) is not None:
+            self._open(directory)
+            self.best.value = directory.best()
+
+    @collective
+    def save(self, world: World, *, best: bool = False) -> None:
+        """Saves the state: every rank takes part in making it, where all hold it in the same way; one writes it, in the
+        background."""
+        if self._job.run_dir is None:
+            return
+        began = time.perf_counter()
+        step = self._step
+        check_replicated(step.replicated(), rank=world.rank, step=step.done, device=world.device)
+        state = step.state_dict()
+        state.settings["best"] = self.best.value
+        if self._directory is None:
+            return
+        if (spoilt := self._guard.may_keep(state)) is not None:
+            self._guard.not_kept(state, spoilt)
+        else:
+            epoch = step.done / step.source.deal.batches
+            self.saver.submit(state, epoch, best=best, seconds=time.perf_counter() - began)
+
+    def save_committed(self) -> int:
+        """Writes the state after the last update, and returns the step it is of. Called from another thread than the
+        loop's."""
+        if self._directory is None:
+            raise CheckpointError("the run has no run_dir")
+        state = self._step.committed()
+        if state is None:
+            self.saver.flush()  # what was on its way is what the run goes back to
+            raise CheckpointError("it is spread over the ranks, or in the middle of an update")
+        if (spoilt := self._guard.may_keep(state)) is not None:
+            raise CheckpointError(f"{spoilt} holds a NaN by then")
+        state.settings["best"] = self.best.value
+        self.saver.submit(state, state.step / self._step.source.deal.batches, best=False, seconds=0.0)
+        self.saver.flush()
+        self.saver.check()
+        return state.step
+
+    def kept(self) -> str:
+        """Returns what is left of a run that ends with a loss that is not finite, and what can be done."""
+        self.saver.flush()
+        steps = [] if self._job.run_dir is None else RunDirectory(self._job.run_dir).steps()
+        kept = f"the last finite checkpoint, step {steps[-1]}, is kept" if steps else "no checkpoint was saved before"
+        return (
+            f"{kept}; use a smaller learning rate, or clip_grad_norm=1.0, or mend the layer "
+            '(Policy(on_nan="warn") goes on all the same)'
+        )

@@ -1,0 +1,60 @@
+"""The evaluations of a run: when one is due, what it gives, and whether it is the best so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from apportion.comm.group import Group, collective
+from apportion.core.data.source import BatchSource
+from apportion.core.strategy import Step
+from apportion.core.workload import Workload
+from apportion.runtime.worker.evaluation import evaluate
+from apportion.runtime.worker.evaluation_trial import try_evaluation
+from apportion.runtime.worker.training.best_metric import BestMetric
+
+
+class RunEvaluations:
+    """One rank's part in the evaluations of a run."""
+
+    def __init__(self, workload: Workload, step: Step, *, rank: int) -> None:
+        self._step, self._evaluation = step, workload.evaluation
+        self.metrics: Mapping[str, float] = {}
+        """The metrics of the last evaluation."""
+        self._source: BatchSource | None = None
+        if workload.evaluation is not None:
+            rank = 0 if step.whole else rank  # who loads the same batch draws the same numbers for it
+            dtype = step.source.dtype
+            self._source = BatchSource.of_evaluation(workload, device=step.device, dtype=dtype, rank=rank)
+
+    @collective
+    def attempt(self, group: Group) -> None:
+        """Tries the evaluation before the first step. Called by all ranks of the group."""
+        if self._evaluation is not None and self._source is not None:
+            try_evaluation(self._step, self._evaluation, self._source, group)
+
+    def load_ahead(self, loaders: int) -> None:
+        """Lets so many processes load the batches of the evaluation ahead."""
+        if self._source is not None:
+            self._source.load_ahead(loaders)
+
+    def due(self, before: int) -> bool:
+        """Tells whether an evaluation has come due since there were ``before`` updates."""
+        done, evaluation = self._step.done, self._evaluation
+        if evaluation is None or evaluation.every is None or done >= self._step.source.total:
+            return False
+        every = evaluation.every * self._step.source.deal.batches
+        return int(done / every) > int(before / every)
+
+    @collective
+    def run(self, group: Group, best: BestMetric, beat: Callable[[], None]) -> bool | None:
+        """Evaluates the network, and returns whether it is the best so far; None where the workload has no evaluation.
+        Called by all ranks of the group; ``beat`` is called after each batch."""
+        if self._evaluation is None or self._source is None:
+            return None
+        self.metrics = evaluate(self._step, self._evaluation, self._source, group, beat)
+        return best.agree(best.improve(self._evaluation.best, self.metrics), group, self._step.device)
+
+    def close(self) -> None:
+        """Ends the loading processes."""
+        if self._source is not None:
+            self._source.close()

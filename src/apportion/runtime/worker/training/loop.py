@@ -1,0 +1,272 @@
+"""The loop that every rank runs.
+
+Its heart is three lines, which anyone can copy into a script under torchrun::
+
+    step = strategy.build(workload, World.from_env())
+    for batch in batches(step):
+        values = step(batch)
+
+``work`` adds what a run needs around them: events, evaluations, checkpoints, and stopping every rank at one step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from apportion.comm.group import Alone
+from apportion.comm.world import World
+from apportion.core.event import Event
+from apportion.core.strategy import Recoverable, Step, batches
+from apportion.core.workload import Workload
+from apportion.errors import MembershipChanged, NotFinite
+from apportion.runtime.worker.coordination import RunControl, StepCoordinator
+from apportion.runtime.worker.job import Job
+from apportion.runtime.worker.nonfinite_loss import LossGuard
+from apportion.runtime.worker.training.checkpoints import RunCheckpoints
+from apportion.runtime.worker.training.evaluations import RunEvaluations
+from apportion.runtime.worker.training.reporter import RunReporter
+from apportion.runtime.worker.training.restore import open_directory, restore
+
+REPORT_SECONDS = 0.2
+"""The seconds between two events of a kind: a person sees no more, and a step loses nothing to it."""
+SPEED_SECONDS = 0.5
+
+
+def work(job: Job, world: World, control: RunControl) -> Generator[Event, None, None]:
+    """Trains as one rank of the world, and yields what happens, as it happens. Closing the generator stops every rank
+    at the next step that they agree on."""
+    run = _begin(job, world, control)
+    events = run.events()
+    try:
+        for event in events:  # noqa: UP028 (`yield from` would close the loop where it stands)
+            yield event
+    except GeneratorExit:
+        control.stop = True
+        for _ in events:  # on to the step where all ranks stop
+            pass
+        raise
+    finally:
+        run.close()
+
+
+def _begin(job: Job, world: World, control: RunControl) -> _TrainingLoop:
+    """Makes this rank's part of the run; a replacement may see the next loss before it has begun."""
+    while True:
+        try:
+            return _TrainingLoop(job, world, control)
+        except MembershipChanged:
+            world = world.rejoin()
+            control.rejoined(world)
+
+
+class _TrainingLoop:
+    """One rank's part of a run."""
+
+    def __init__(self, job: Job, world: World, control: RunControl) -> None:
+        began = time.perf_counter()
+        self.job, self.world, self.control = job, world, control
+        self.workload: Workload = job.open()
+        self.step: Step = job.strategy.build(self.workload, world)
+        self.source = self.step.source
+        self.proof = self._settled()
+        directory = open_directory(job, world)
+        best = None
+        if world.generation == 0:
+            best = restore(job, directory, self.workload, self.step, world, self.proof)
+        else:
+            best = None if directory is None else directory.best()
+            self._rejoin_step()
+        self._regroup()
+        self.coordinator = StepCoordinator(
+            self.group,
+            world.device,
+            control,
+            job.policy,
+            steps_per_epoch=self.source.deal.batches,
+            done=self.done,
+        )
+        if world.generation:
+            self.coordinator.again(self.group, self.done)
+        self.guarded = LossGuard(self.step, self.workload, job.policy, ranks=world.size)
+        self.checkpoints = RunCheckpoints(job, self.step, self.guarded, directory, best)
+        self.reporter = RunReporter(job, self.workload, self.step, self.guarded, began=began)
+        self.meter = self.reporter.meter
+        self.evaluations = RunEvaluations(self.workload, self.step, rank=world.rank)
+
+        control.save_now = self.checkpoints.save_committed
+        control.begun.set()
+
+    def _settled(self) -> dict[str, Any] | None:
+        """Returns what is known of the strategy before the first step; a run that is disproved does not come back from
+        here."""
+        if not self.job.prove or self.world.generation or self.world.size == 1:
+            return None
+        key = None
+        if self.world.rank == 0:
+            from apportion.runtime.proof.proof_key import proof_key  # it knows every kind of value
+
+            key = proof_key(self.workload, self.step)
+        asked = {"key": key, "steps": self.source.total, "parameters": self.step.parameters, "cuts": self.step.cuts}
+        return self.control.settle(asked)
+
+    @property
+    def done(self) -> int:
+        """The number of updates made so far."""
+        return self.step.done
+
+    def _regroup(self) -> None:
+        """Sets the group that this rank agrees with: a rank that trains on its own asks no other."""
+        self.group = self.world.group() if self.step.lockstep else Alone()
+        self.evaluates = self.step.lockstep or self.world.rank == 0
+        """True where this rank takes part in evaluations and checkpoints."""
+
+    def _rejoin_step(self) -> None:
+        assert isinstance(self.step, Recoverable), f"{type(self.step).__name__} does not survive the loss of a worker"
+        self.step.rejoin(self.world)
+
+    def _rejoin(self) -> None:
+        """Goes on from the last update that is whole, after the membership has changed."""
+        self.world = self.world.rejoin()
+        self.control.rejoined(self.world)
+        self.checkpoints.take_over(self.world)
+        self._rejoin_step()
+        self._regroup()
+        self.coordinator.again(self.group, self.done)
+
+    def _prepare_evaluation(self) -> None:
+        """Tries the evaluation, before the first step of this attempt; then lets it load ahead."""
+        if self.world.generation == 0 and self.evaluates:
+            self.evaluations.attempt(self.group)
+        self.evaluations.load_ahead(self.job.loaders)
+
+    def events(self) -> Iterator[Event]:
+        self.control.progress.begun = 1
+        try:
+            self._prepare_evaluation()
+        except MembershipChanged:
+            self._rejoin_until_it_holds()
+            self._prepare_evaluation()
+        if self.world.rank == 0 and not self.control.progress.started:
+            self.control.progress.started = 1
+            yield self.reporter.start(self.world.size, self.proof)
+            self.reporter.look_at_schedule()
+            yield from self.reporter.warnings(self.world.rank)
+        while True:
+            try:
+                reason = yield from self._train()
+                yield from self._end(reason)
+                return
+            except NotFinite as error:
+                raise NotFinite(f"{error}; {self.checkpoints.kept()}") from None
+            except MembershipChanged:
+                self.meter.pause()
+                self._rejoin_until_it_holds()
+                self.meter.go_on()
+
+    def _rejoin_until_it_holds(self) -> None:
+        while True:
+            try:
+                return self._rejoin()
+            except MembershipChanged:  # another one was lost meanwhile
+                pass
+
+    def _train(self) -> Generator[Event, None, str]:
+        """Makes steps until none is left or all ranks agree to stop; returns why it ended."""
+        next_report = next_speed = time.perf_counter()
+        progress = self.control.progress
+        if self.world.generation:  # the change may have cut short what follows a step
+            if (yield from self._agree()):
+                return "stopped"
+            if self._evaluation_due(self.done - 1):
+                yield from self._evaluate(final=False)
+        if self.step.data_shard is None:
+            self.step.serve()
+            return "served"
+        for batch in batches(self.step, loaders=self.job.loaders):
+            self.world.check()
+            before = self.done
+            values = self.guarded(batch)
+            self.meter.take(values, batch.size, len(batch))
+            progress.beats += 1
+            progress.step = self.done
+            now = time.perf_counter()
+            yield from self.reporter.warnings(self.world.rank)
+            if now >= next_report and self.world.rank == 0:
+                yield self.reporter.step()
+                next_report = now + REPORT_SECONDS
+            if now >= next_speed:
+                yield self.reporter.speed(self.world.rank)
+                next_speed = now + SPEED_SECONDS
+            if self._evaluation_due(before):
+                self.meter.pause()
+                yield from self._evaluate(final=False)
+                self.meter.go_on()
+            if self.done >= self.coordinator.next and (yield from self._agree()):
+                return "stopped"
+        return "finished"
+
+    def _agree(self) -> Generator[Event, None, bool]:
+        """Saves where the ranks agree to; returns whether they agree to stop."""
+        stop, save = self.coordinator.poll(self.done, self.checkpoints.saver.seconds)
+        if save or stop:
+            self.meter.pause()
+            self._save()
+            self.meter.go_on()
+        yield from self.reporter.checkpoints(self.checkpoints.saver.news())
+        return stop
+
+    def _evaluation_due(self, before: int) -> bool:
+        """Tells whether an evaluation has come due since there were ``before`` updates."""
+        return self.evaluates and self.evaluations.due(before)
+
+    def _evaluate(self, *, final: bool) -> Iterator[Event]:
+        if not self.evaluates:
+            return
+        best = self.evaluations.run(self.group, self.checkpoints.best, self._beat)
+        if best:
+            self._save(best=True)
+        if best is not None and self.world.rank == 0:
+            yield self.reporter.event("evaluation", metrics=dict(self.evaluations.metrics), final=final, best=best)
+
+    def _beat(self) -> None:
+        """Notes that something got done, or is being written: this rank is not late."""
+        self.control.progress.beats += 1
+        self.world.check()
+
+    def _save(self, *, best: bool = False) -> None:
+        if self.evaluates:
+            self.checkpoints.save(self.world, best=best)
+
+    def _end(self, reason: str) -> Iterator[Event]:
+        if self.world.rank == 0 and self.meter.pending:
+            yield self.reporter.step()
+        if self.meter.steps:
+            yield self.reporter.speed(self.world.rank)
+        yield from self.reporter.warnings(self.world.rank)
+        if not self.step.lockstep:  # until everyone's last update has been made
+            self.world.group().barrier()
+        if reason == "finished":
+            yield from self._evaluate(final=True)
+            self._save()
+        self.checkpoints.saver.finish(self._beat)
+        yield from self.reporter.checkpoints(self.checkpoints.saver.news())
+        if self.world.rank == 0 or self.world.channel is None:  # without a supervisor each rank is told
+            yield self.reporter.event(
+                "end",
+                reason=reason,
+                examples_per_second=self.meter.overall(),
+                metrics=dict(self.evaluations.metrics),
+                run_dir=self.job.run_dir,
+                resume=None,
+            )
+        self.checkpoints.saver.check()
+        self.world.group().barrier()
+
+    def close(self) -> None:
+        self.checkpoints.saver.finish()
+        self.source.close()
+        self.evaluations.close()
+        self.step.close()
+        self.world.close()

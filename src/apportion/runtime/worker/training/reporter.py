@@ -1,0 +1,93 @@
+"""The events that a rank makes of its run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from apportion.core.event import Event
+from apportion.core.strategy import Step
+from apportion.core.workload import Workload
+from apportion.errors import CheckpointError
+from apportion.runtime.checkpoint.run_directory import Saved
+from apportion.runtime.worker.job import Job
+from apportion.runtime.worker.nonfinite_loss import LossGuard
+from apportion.runtime.worker.schedule_lookahead import warning_of
+from apportion.runtime.worker.throughput import ThroughputMeter
+
+
+class RunReporter:
+    """Makes the events of one rank's run. ``began``: the time from which their seconds count."""
+
+    def __init__(self, job: Job, workload: Workload, step: Step, guard: LossGuard, *, began: float) -> None:
+        self._job, self._workload, self._step, self._guard, self._began = job, workload, step, guard, began
+        self.meter = ThroughputMeter(step)
+        """The meter of the speeds and values that are reported."""
+
+    def event(self, kind: Any, **data: Any) -> Event:
+        """Returns an event of this moment."""
+        done = self._step.done
+        epoch = done / self._step.source.deal.batches
+        return Event(kind=kind, step=done, epoch=epoch, seconds=time.perf_counter() - self._began, data=data)
+
+    def start(self, workers: int, proof: Mapping[str, Any] | None) -> Event:
+        """Returns the event that a run begins with."""
+        source = self._step.source
+        return self.event(
+            "start",
+            strategy=str(self._job.strategy),
+            launcher=self._job.launcher,
+            workers=workers,
+            threads=torch.get_num_threads(),
+            device=str(self._step.device.type),
+            parameters=self._step.parameters,
+            examples=source.deal.examples,
+            batch_size=self._workload.batch_size,
+            steps=source.total,
+            steps_per_epoch=source.deal.batches,
+            first_step=self._step.done,
+            resumed=self._job.resume,
+            proof=proof,
+        )
+
+    def step(self) -> Event:
+        """Returns the event of the steps since the last one. Raises NotFinite where the run ends here."""
+        told = self.meter.flush()
+        self._guard.reported(self._step.done, told["values"])
+        return self.event("step", **told, learning_rate=self._learning_rate())
+
+    def _learning_rate(self) -> float:
+        for optimizer in self._step.optimizers.values():
+            return float(optimizer.param_groups[0]["lr"]) if "lr" in optimizer.param_groups[0] else 0.0
+        return 0.0
+
+    def speed(self, rank: int) -> Event:
+        """Returns the event of this rank's speed since the last one."""
+        return self.event("speed", rank=rank, **self.meter.speed())
+
+    def warnings(self, rank: int) -> Iterator[Event]:
+        """Yields the faults that do not end the run."""
+        while self._guard.news:
+            yield self.event("fault", rank=rank, cause=self._guard.news.pop(0), traceback=None, action="goes on")
+
+    def look_at_schedule(self) -> None:
+        """Warns where the schedule ends the training within its first epoch."""
+        schedule, source = self._workload.schedule, self._step.source
+        for optimizer in self._step.optimizers.values() if schedule is not None and self._step.done == 0 else ():
+            assert schedule is not None
+            told = warning_of(schedule, optimizer, total=source.total, steps_per_epoch=source.deal.batches)
+            self._guard.news += [] if told is None or told in self._guard.news else [told]
+
+    def checkpoints(self, news: Iterable[Saved | CheckpointError]) -> Iterator[Event]:
+        """Yields the events of what was saved, or could not be."""
+        for saved in news:
+            if isinstance(saved, CheckpointError):
+                yield self.event("fault", rank=0, cause=str(saved), traceback=None, action="goes on without it")
+            else:
+                data = {"path": str(saved.path), "seconds": saved.seconds, "bytes": saved.bytes}
+                event = self.event("checkpoint", **data)
+                yield replace(event, step=saved.step, epoch=saved.step / self._step.source.deal.batches)
