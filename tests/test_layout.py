@@ -29,13 +29,10 @@ LARGE_CLASSES = {
     "parallel/parameter_store/worker_step.py DownpourStep": "to be parted",
     "parallel/partition/partitioned_step.py SplitStep": "to be parted",
     "parallel/recurrent/layer.py LSTMLayer": "to be parted",
-    "parallel/replica/replica.py Replica": "to be parted",
     "parallel/shared_weights/update.py SharedUpdate": "to be parted",
     "runtime/worker/job.py Job": "one field for each thing that a worker is told, and no behaviour",
     "serving/config.py Serving": "one field for each flag of apportion serve",
     "serving/pool/member.py Member": "to be parted",
-    "strategies/data_parallel.py DataParallelStep": "to be parted",
-    "strategies/local_sgd.py LocalSgdStep": "to be parted",
 }
 """Classes whose instances have more attributes than that, each with its reason."""
 TWICE: dict[str, str] = {}

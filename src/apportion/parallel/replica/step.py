@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from apportion.comm.group import collective
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
@@ -61,6 +62,7 @@ class ReplicaStep(Step):
     def prepare(self, model: nn.Module) -> None:
         """Change layers of the fresh model, or refuse them, before its optimizers are made."""
 
+    @collective
     def reduce_gradients(self, loss: Tensor) -> Tensor:
         """Make every ``p.grad`` the gradient of the whole batch; given this rank's weighted loss, return that of the
         whole batch. Called by all ranks."""
