@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from by_hand import GB, ROWS, chain, layer, machine, network, terms, timed
+from published_models import Mesh, fitted
 
 from apportion.cost_model.cost import Cost
 from apportion.cost_model.placement import layouts
 from apportion.cost_model.profile import Profile
-from apportion.cost_model.published.fit import fitted
-from apportion.cost_model.published.mesh import Mesh
 from apportion.cost_model.strategies.data_parallel import Bucket, buckets, during
 from apportion.strategies.data_parallel import DataParallel
 
