@@ -19,6 +19,7 @@ from apportion.comm.channel import Lines, Message, SharedMemoryOwner
 from apportion.comm.membership import Membership
 from apportion.core.policy import Policy
 from apportion.errors import CheckpointError, NotFinite, RanksDiffer, WorkerFailed
+from apportion.process import is_stopped
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.launch.local import Local, Process
 from apportion.runtime.spawn.standby import Spare
@@ -38,7 +39,6 @@ from apportion.runtime.supervisor.watchdog import (
     Allowance,
     UnresponsiveDetector,
     Watchdog,
-    is_stopped,
     memory_kills,
 )
 from apportion.runtime.worker import progress
