@@ -183,8 +183,8 @@ def test_a_mesh_halves_what_a_rank_keeps() -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"microbatch": 3}, r"batch_size=4 is no multiple of 1 replicas times micro-batches of 3"),
-        ({"microbatch": 4, "replicas": 2}, r"no multiple of 2 replicas"),
+        ({"microbatch": 3}, r"batch_size=4 must be a multiple of 1 replicas times micro-batches of 3"),
+        ({"microbatch": 4, "replicas": 2}, r"a multiple of 2 replicas"),
         ({"microbatch": 4, "begins": (1,)}, r"begins=\(1,\) must rise from 0"),
         ({"microbatch": 4, "begins": (0, 500)}, r"must rise from 0, below"),
     ],

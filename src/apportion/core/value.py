@@ -55,7 +55,7 @@ def find(name: str, package: str) -> type:
     if name not in known:
         close = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {close[0]}?" if close else "one of " + ", ".join(known)
-        raise ValueError(f"{name!r} is no {_KINDS.get(package, 'value')}: {hint}")
+        raise ValueError(f"unknown {_KINDS.get(package, 'value')} {name!r}: {hint}")
     module = importlib.import_module(f"{package}.{name}")
     for cls in vars(module).values():
         if isinstance(cls, type) and cls.__module__ == module.__name__ and written_name(cls) == name:

@@ -223,7 +223,7 @@ class HybridParallel(Strategy):
             name = getattr(self, field)
             if name is not None and name not in dict(model.named_modules()):
                 known = ", ".join(child for child, _ in model.named_children())
-                raise ValueError(f"{field}={name!r} is no layer of {type(model).__name__}, which has {known}")
+                raise ValueError(f"{field}={name!r} must be a layer of {type(model).__name__}, which has {known}")
         if self.tensor is not None:
             return [self.tensor]
         calls = [

@@ -190,7 +190,7 @@ def interpolate(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: 
     if given["align_corners"] or given.get("antialias"):
         raise ValueError("align_corners=True and antialias=True give every row a weight of its own")
     if target[x.dim - 2] % x.length:
-        raise ValueError(f"{x.length} rows become {target[x.dim - 2]}, which is no multiple of them")
+        raise ValueError(f"{x.length} rows become {target[x.dim - 2]}, which is not a multiple of them")
     return pooling.upsample(x, target, factors, mode, holding.group)
 
 
