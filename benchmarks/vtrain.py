@@ -13,11 +13,12 @@ from functools import cache
 from random import Random
 from statistics import mean
 
+from published.fit import fitted
+from published.mesh import Mesh
+from published.transformer import Transformer
+
 from apportion.cost_model.cluster import Cluster, Device, Link, Rate
 from apportion.cost_model.placement import Placement
-from apportion.cost_model.published.fit import fitted
-from apportion.cost_model.published.mesh import Mesh
-from apportion.cost_model.published.transformer import Transformer
 
 VOCABULARY = 51_200
 DATA_SHEET = {

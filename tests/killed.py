@@ -27,17 +27,17 @@ def faults_of(
     workload: Workload, strategy: Strategy, workers: int, run_dir: Path, doomed: Sequence[int] = (), **options: Any
 ) -> list[apportion.Event]:
     """``doomed``: ranks to be killed, each once the one before has been replaced; what was told of them."""
-    crews: list[WorkerPool] = []
+    pools: list[WorkerPool] = []
     faults: list[apportion.Event] = []
     waiting = list(doomed)
     with pytest.MonkeyPatch.context() as patch, by_value(networks):
-        patch.setattr(supervisor, "WorkerPool", lambda *made: crews.append(WorkerPool(*made)) or crews[-1])
+        patch.setattr(supervisor, "WorkerPool", lambda *made: pools.append(WorkerPool(*made)) or pools[-1])
         patch.setattr(verb, "_report", lambda run_dir: None)
         launcher = Local(workers=workers, threads=1)
         for event in apportion.run(workload, strategy, launcher=launcher, run_dir=run_dir, **options):
             faults += [event] if event.kind == "fault" else []
             if event.kind == "step" and event.step > 3 and waiting and len(faults) == len(doomed) - len(waiting):
-                os.kill(crews[-1].pids()[waiting.pop(0)], signal.SIGKILL)
+                os.kill(pools[-1].pids()[waiting.pop(0)], signal.SIGKILL)
     assert not waiting
     return faults
 

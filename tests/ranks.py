@@ -35,11 +35,11 @@ def by_value(module: ModuleType) -> Iterator[None]:
 def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
     """``function(world, *arguments)`` on so many ranks; what each returned, by rank."""
     with by_value(sys.modules[function.__module__]):
-        crew = WorkerPool(Local(workers=ranks, threads=1, device="cpu"), "ranks:run", (function, arguments), ranks)  # type: ignore[arg-type]
+        pool = WorkerPool(Local(workers=ranks, threads=1, device="cpu"), "ranks:run", (function, arguments), ranks)  # type: ignore[arg-type]
     try:
-        return [pickle.loads(base64.b64decode(a["data"])) for a in crew.answers("result", SECONDS)]
+        return [pickle.loads(base64.b64decode(a["data"])) for a in pool.answers("result", SECONDS)]
     finally:
-        crew.close()
+        pool.close()
 
 
 def run(sock: socket.socket, payload: bytes) -> int:

@@ -33,9 +33,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def agreeing(wish: RunControl, every: str | None = None, *, done: int = 0) -> StepCoordinator:
+def agreeing(control: RunControl, every: str | None = None, *, done: int = 0) -> StepCoordinator:
     policy = Policy(checkpoint_every=every)
-    return StepCoordinator(Alone(), torch.device("cpu"), wish, policy, steps_per_epoch=10, done=done)
+    return StepCoordinator(Alone(), torch.device("cpu"), control, policy, steps_per_epoch=10, done=done)
 
 
 def asked(
@@ -79,11 +79,11 @@ def test_saving_takes_no_more_than_its_share_of_the_time(clock: Clock) -> None:
     assert one.poll(2, 1.0) == (False, True)
 
 
-def test_a_wish_to_stop_is_answered_at_the_next_question(clock: Clock) -> None:
-    wish = RunControl()
-    one = agreeing(wish)
+def test_a_request_to_stop_is_answered_at_the_next_question(clock: Clock) -> None:
+    control = RunControl()
+    one = agreeing(control)
     assert one.poll(1, 0.0) == (False, False)
-    wish.stop = True
+    control.stop = True
     assert one.poll(2, 0.0)[0]
 
 
@@ -101,9 +101,9 @@ def test_after_a_change_what_was_to_be_saved_after_the_last_step_is_saved(clock:
 
 def test_a_replacement_knows_when_the_one_before_it_saved(clock: Clock) -> None:
     """Its line of the progress outlives it: workers that are lost again and again hold up no checkpoint."""
-    wish = RunControl()
-    asked(agreeing(wish, "9 s"), clock, 5, seconds=1.0)
-    replacement = agreeing(RunControl(progress=wish.progress), "9 s", done=5)
+    control = RunControl()
+    asked(agreeing(control, "9 s"), clock, 5, seconds=1.0)
+    replacement = agreeing(RunControl(progress=control.progress), "9 s", done=5)
     assert asked(replacement, clock, 4, seconds=1.0, done=5)[-1] == (9, False, True)
 
 

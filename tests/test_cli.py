@@ -441,7 +441,7 @@ def test_json_is_all_there_is_on_standard_output(folder: Path, arguments: tuple[
         (("train", "tiny.py:workload", "--faster"), "No such option: --faster"),
         (("check", "tiny.py:workload"), "Missing option '--strategy'"),
         (("check", "tiny.py:workload", "--strategy", "single_device", "--workers", "2"), "runs in one process"),
-        (("compare", "tiny.py:workload", "--strategy", "nothing"), "is no strategy"),
+        (("compare", "tiny.py:workload", "--strategy", "nothing"), "unknown strategy 'nothing'"),
         (("train", "tiny.py:examples", "--strategy", "single_device"), "is a function, not an apportion.Workload"),
         (("train", "tiny.py:small", "--strategy", "data_parallel", "--workers", "2"), "cannot feed 2 workers"),
     ],

@@ -48,10 +48,10 @@ def test_a_cluster_is_the_same_after_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("{", "is no JSON"),
-        ("{}", "no cluster: 'name' and 'devices' are missing"),
+        ("{", "is not JSON"),
+        ("{}", "not a cluster: 'name' and 'devices' are missing"),
         ('{"name": "x", "devices": [], "links": []}', "needs at least one device"),
-        ('{"name": "x", "devices": [{"name": "d", "rates": []}]}', "no cluster"),
+        ('{"name": "x", "devices": [{"name": "d", "rates": []}]}', "not a cluster"),
         ('{"name": "x", "devices": [{"rates": [{"thread": 1}]}]}', "thread"),
     ],
 )
@@ -64,7 +64,7 @@ def test_a_file_that_holds_no_cluster_says_so(tmp_path: Path, text: str, why: st
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda c: c["devices"][0].update(core=4), "devices[0]: 'core' is no field: did you mean 'cores'?"),
+        (lambda c: c["devices"][0].update(core=4), "devices[0]: unknown field 'core': did you mean 'cores'?"),
         (lambda c: c["links"][2].pop("latency"), "links[2]: 'latency' is missing"),
         (lambda c: c["devices"][0].update(cores=2.5), "devices[0].cores=2.5: a whole number is wanted"),
         (lambda c: c["devices"][1].update(memory_bytes="8 GiB"), "devices[1].memory_bytes='8 GiB': a whole number"),
@@ -108,7 +108,7 @@ def test_what_cannot_be_is_refused() -> None:
         memory("a/cpu", bandwidth=0.0)
     with pytest.raises(ValueError, match="two devices have the same name"):
         Cluster(name="x", devices=(cpu(), cpu()))
-    with pytest.raises(ValueError, match="joins b/cpu, which is no device"):
+    with pytest.raises(ValueError, match="joins b/cpu, an unknown device"):
         Cluster(name="x", devices=(cpu(),), links=(memory("a/cpu", "b/cpu"),))
 
 

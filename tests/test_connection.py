@@ -232,13 +232,13 @@ def test_head_is_get_without_its_body(client: Client) -> None:
 @pytest.mark.parametrize(
     ("request_", "status", "why"),
     [
-        (b"NONSENSE\r\n", 400, "this is no HTTP request"),
-        (b"\x16\x03\x01\x02\x00\x01", 400, "this is no HTTP request"),
+        (b"NONSENSE\r\n", 400, "this is not an HTTP request"),
+        (b"\x16\x03\x01\x02\x00\x01", 400, "this is not an HTTP request"),
         (b"GET / HTTP/1.1\r\nx: " + b"y" * (70 << 10) + b"\r\n\r\n", 431, "has more than 65536 bytes"),
         (b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 20_000 + b"\r\n", 431, "has more than 65536 bytes"),
-        (INFER + b"content-length: 5, 5\r\n\r\n", 400, "this is no HTTP request"),
+        (INFER + b"content-length: 5, 5\r\n\r\n", 400, "this is not an HTTP request"),
         (INFER + b"transfer-encoding: gzip, chunked\r\n\r\n", 400, "transfer-encoding 'gzip, chunked' is not read"),
-        (INFER + b"transfer-encoding: chunked\r\n\r\nzz\r\n", 400, "is no length of a chunk"),
+        (INFER + b"transfer-encoding: chunked\r\n\r\nzz\r\n", 400, "must be the length of a chunk"),
         (INFER + b"content-length: 100000000\r\n\r\n", 413, "of 67108864 at most"),
         (INFER + b"content-length: 10000000\r\n\r\n", 413, "10000000 bytes of JSON, of 8388608 at most"),
     ],

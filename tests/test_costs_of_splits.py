@@ -383,7 +383,7 @@ def test_cuts_are_named_or_refused() -> None:
     named = PipelineParallel(cuts=("4",)).cost(profile, layout(2))
     assert named.step_seconds == pytest.approx(PipelineParallel().cost(profile, layout(2)).step_seconds)
     assert PipelineParallel(cuts=("1",)).cost(profile, layout(2)).step_seconds > 1.5 * named.step_seconds
-    for cuts, why in ((("9",), "no layer"), (("1", "2"), "make 3 stages")):
+    for cuts, why in ((("9",), "not a layer"), (("1", "2"), "make 3 stages")):
         with pytest.raises(ValueError, match=why):
             PipelineParallel(cuts=cuts).cost(profile, layout(2))
 

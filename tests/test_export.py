@@ -130,7 +130,7 @@ def test_wrong_uses_say_the_cure(tmp_path: Path) -> None:
         export(nn.Linear(3, 2), torch.randn(2, 3), tmp_path / "none" / "net.onnx")
     with pytest.raises(ValueError, match="dimension 0 is the example, as many in each"):
         export(TwoInTwoOut(), (torch.randn(2, 3), torch.randn(4, 3)), tmp_path / "net.onnx")
-    with pytest.raises(ValueError, match="'onxx' is no target: did you mean onnx"):
+    with pytest.raises(ValueError, match="unknown target 'onxx': did you mean onnx"):
         export(nn.Linear(3, 2), torch.randn(2, 3), tmp_path / "net.onnx", target="onxx")
 
 

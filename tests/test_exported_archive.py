@@ -265,7 +265,7 @@ def test_files_that_are_no_archive_get_a_sentence(good: Path, tmp_path: Path) ->
     whole = good.read_bytes()
     for data in (b"", b"junk" * 100, pickled(mark), pickled(mark, archive=False), whole[: len(whole) // 2]):
         (tmp_path / "bad.pt2").write_bytes(data)
-        with pytest.raises(ValueError, match=r"bad\.pt2 is no program of torch\.export"):
+        with pytest.raises(ValueError, match=r"bad\.pt2 is not a program of torch\.export"):
             opened(tmp_path / "bad.pt2")
     assert not mark.exists()
 

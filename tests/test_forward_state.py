@@ -134,7 +134,7 @@ def test_what_cannot_be_kept_is_refused_by_name(strategy: Strategy, names: dict[
 
 
 @contextmanager
-def crews() -> Iterator[list[WorkerPool]]:
+def pools() -> Iterator[list[WorkerPool]]:
     made: list[WorkerPool] = []
     with pytest.MonkeyPatch.context() as patch, by_value(moving):
         patch.setattr(supervisor, "WorkerPool", lambda *given: made.append(WorkerPool(*given)) or made[-1])
@@ -151,7 +151,7 @@ def ran(given: Workload, strategy: Strategy, run_dir: Path, kills: Sequence[int]
     """Ranks are killed in turn, after these steps, each when the one before has been replaced; the faults."""
     faults = killed = 0
     launcher = Local(workers=1 if strategy.one_process else 2, threads=1)
-    with crews() as made:
+    with pools() as made:
         for event in apportion.run(given, strategy, launcher=launcher, run_dir=run_dir, **options):
             faults += event.kind == "fault"
             if killed < len(kills) and killed == faults and event.kind == "step" and event.step >= kills[killed]:
@@ -245,7 +245,7 @@ def test_a_run_is_proved_with_its_stages_cut_where_they_are(tmp_path: Path, monk
     prove = run_proof.prove
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(run_proof, "prove", lambda request: asked.append(request) or prove(request))
-    with crews():
+    with pools():
         given, run_dir = workload(moving.Gates), tmp_path / "run"
         launcher = Local(workers=2, threads=1)
         events = list(apportion.run(given, LayerPlacement(), launcher=launcher, run_dir=run_dir, check=True))

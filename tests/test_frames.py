@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from apportion.comm.sync import CACHE_LINE
 from apportion.serving.pool.frames import INLINE_BYTES, ROOM, Kind, Placed, Reader, decode, encode, placed
-from apportion.serving.pool.shared_arena import ALIGNED, Arena
+from apportion.serving.pool.shared_arena import Arena
 from apportion.serving.protocol.datatypes import objects
 
 NOTHING = memoryview(b"")
@@ -78,7 +79,7 @@ def test_ranges_never_overlap_and_all_of_them_come_back(steps: list[tuple[bool, 
             continue
         offset, got = found
         assert got >= size
-        assert offset % ALIGNED == 0
+        assert offset % CACHE_LINE == 0
         assert offset + got <= 16384
         assert all(offset + got <= o or o + n <= offset for o, n in taken)
         taken.append(found)

@@ -337,8 +337,8 @@ def test_two_replicas_learn_mnist(strategy: LocalSgd) -> None:
 
 
 def test_a_run_goes_on_after_deaths_with_all_its_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    crews: list[WorkerPool] = []
-    monkeypatch.setattr(supervisor, "WorkerPool", lambda *made: crews.append(WorkerPool(*made)) or crews[-1])
+    pools: list[WorkerPool] = []
+    monkeypatch.setattr(supervisor, "WorkerPool", lambda *made: pools.append(WorkerPool(*made)) or pools[-1])
     workload = stamped(1500, 2)
     assert workload.steps is not None
     workload = replace(
@@ -351,7 +351,7 @@ def test_a_run_goes_on_after_deaths_with_all_its_examples(monkeypatch: pytest.Mo
         ):
             faults += event.kind == "fault"
             if event.kind == "step" and killed == faults < 3 and event.step < workload.steps * 0.8:
-                os.kill(crews[-1].pids()[killed % 2], signal.SIGKILL)
+                os.kill(pools[-1].pids()[killed % 2], signal.SIGKILL)
                 killed += 1
     assert event.kind == "end"
     assert faults == killed >= 1

@@ -405,8 +405,8 @@ def test_a_run_of_the_supervisors_goes_on_with_the_same_bits(
     optimizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verb, "_report", lambda run_dir: None)  # it takes longer than the runs
-    crews: list[WorkerPool] = []
-    monkeypatch.setattr(supervisor, "WorkerPool", lambda *made: crews.append(WorkerPool(*made)) or crews[-1])
+    pools: list[WorkerPool] = []
+    monkeypatch.setattr(supervisor, "WorkerPool", lambda *made: pools.append(WorkerPool(*made)) or pools[-1])
     workload = disturbed(optimizer, steps=600 if optimizer is networks.momentum else 100)
     assert workload.steps is not None
     options: dict[str, Any] = {"launcher": apportion.local(workers=2, threads=1)}
@@ -416,7 +416,7 @@ def test_a_run_of_the_supervisors_goes_on_with_the_same_bits(
         for event in apportion.run(workload, MapReduce(part=11), run_dir=tmp_path / "b", **options):
             faults += event.kind == "fault"
             if event.kind == "step" and killed == faults < 3 and event.step < workload.steps * 0.8:
-                os.kill(crews[-1].pids()[killed % 2], signal.SIGKILL)
+                os.kill(pools[-1].pids()[killed % 2], signal.SIGKILL)
                 killed += 1
     assert faults == killed >= 1
     for file in ("model", "optimizer"):

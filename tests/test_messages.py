@@ -26,9 +26,10 @@ from apportion.comm import shared_memory_group
 from apportion.comm.group import DONE, Alone, Group, WaitClock
 from apportion.comm.host_memory import host_memory
 from apportion.comm.membership import Membership
-from apportion.comm.p2p import LINE, PIECE, RING, Receiver, Sender, nbytes
+from apportion.comm.p2p import PIECE, RING, Receiver, Sender, nbytes
 from apportion.comm.process_group import ProcessGroup, _Buffered
 from apportion.comm.shared_memory_group import SharedMemoryGroup, links_in
+from apportion.comm.sync import CACHE_LINE
 from apportion.comm.world import World
 from apportion.errors import MembershipChanged, PeerLost
 
@@ -78,10 +79,11 @@ class Exchange:
 
 @st.composite
 def exchanges(draw: Any, ranks: int) -> Exchange:
+    near = st.integers(-CACHE_LINE - 1, CACHE_LINE + 1)
     size = st.one_of(
         st.integers(0, 300),
-        st.builds(lambda pieces, more: pieces * PIECE + more, st.integers(1, 3), st.integers(-LINE - 1, LINE + 1)),
-        st.sampled_from([RING - LINE, RING - LINE + 1, RING, RING + PIECE]),
+        st.builds(lambda pieces, more: pieces * PIECE + more, st.integers(1, 3), near),
+        st.sampled_from([RING - CACHE_LINE, RING - CACHE_LINE + 1, RING, RING + PIECE]),
     )
     many = draw(st.integers(1, 6))
     sizes = tuple(tuple(draw(size) for _ in range(many)) for _ in range(ranks))
@@ -295,11 +297,11 @@ def test_a_place_where_the_ring_once_began_anew_is_a_line_like_others_later() ->
     sender, receiver, _ = ends(5)
     sender._begins.value = 5 + 2
     for number in range(3):
-        sender.send(made(number, LINE))
+        sender.send(made(number, CACHE_LINE))
     for number in range(3):
-        into = torch.zeros(LINE, dtype=torch.uint8)
+        into = torch.zeros(CACHE_LINE, dtype=torch.uint8)
         receiver.receive(into).wait()
-        assert torch.equal(into, made(number, LINE))
+        assert torch.equal(into, made(number, CACHE_LINE))
 
 
 def touched(memory: memoryview) -> int:

@@ -376,7 +376,7 @@ def test_names_by_which_a_server_is_addressed(
     if permitted:
         hosts.check(head)
         return
-    with pytest.raises(HTTPError, match="is no name of this server") as refused:
+    with pytest.raises(HTTPError, match="is not a name of this server") as refused:
         hosts.check(head)
     assert refused.value.status == 403
 

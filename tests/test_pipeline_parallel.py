@@ -635,7 +635,7 @@ def test_what_cannot_be_cut_is_refused_with_the_layer_the_reason_and_the_cure() 
     refused(workload(Undecided, (10,)), cut, "the forward of Undecided cannot.*control flow; so it cannot be cut")
     refused(workload(Elsewhere, (10,)), LayerPlacement(), "Elsewhere calls other layers in evaluation.*or use data")
     refused(cases["mlp"](7), cut, r"into 3 stages at most, and there are 4 workers: use workers<=3", 4)
-    refused(workload(perceptron, (10,)), LayerPlacement(cuts=("9",)), "'9' is no layer of the network; a stage may")
+    refused(workload(perceptron, (10,)), LayerPlacement(cuts=("9",)), "unknown layer '9'; a stage may")
     coupled = "microbatches=2 would change what Centred computes, .*: use microbatches=1, or layer_placement"
     for workers in (1, 2):
         refused(workload(Centred, (10,)), cut, coupled, workers)

@@ -125,20 +125,20 @@ def test_a_profile_is_the_same_from_its_file(tmp_path: Path) -> None:
 def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it has no layers"):
         profile()
-    with pytest.raises(ValueError, match="no profile"):
+    with pytest.raises(ValueError, match="not a profile"):
         Profile.from_json({"name": "net"})
     (tmp_path / "net.json").write_text("{")
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="is not JSON"):
         Profile.load(tmp_path / "net.json")
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda p: p.update(format=2), "'format' is no field"),
+        (lambda p: p.update(format=2), "unknown field 'format'"),
         (lambda p: p.update(batch_size=0), "batch_size=0: a batch has at least one example"),
         (lambda p: p.update(batch_size="64"), "batch_size='64': a whole number is wanted"),
-        (lambda p: p["layers"][0].update(zip=1), "layers[0]: 'zip' is no field"),
+        (lambda p: p["layers"][0].update(zip=1), "layers[0]: unknown field 'zip'"),
         (lambda p: p["layers"][0].update(flops=None), "layers[0].flops=None: a number is wanted"),
         (lambda p: p["layers"][0].update(parameter_bytes=-5), "parameter_bytes=-5 is below 0"),
         (lambda p: p["layers"][0].update(inputs="x"), "layers[0].inputs='x': a list is wanted"),

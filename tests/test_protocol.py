@@ -113,7 +113,7 @@ def test_outputs_are_binary_where_that_was_asked_for() -> None:
 
 
 WRONG = {
-    "no JSON": (b"{", "is no JSON"),
+    "no JSON": (b"{", "is not JSON"),
     "no object": (b"[]", "must be a JSON object"),
     "no inputs": (b"{}", "inputs must be a list"),
     "empty inputs": (b'{"inputs": []}', "inputs is empty"),

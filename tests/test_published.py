@@ -6,49 +6,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
-from types import ModuleType
 
 import pytest
 from conftest import data_folder
+from published_models import Mesh, Transformer, fitted, pipedream, vtrain
 
 from apportion.cost_model.cluster import Cluster, Device, Link, Rate
 from apportion.cost_model.partitioning import replicated
 from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile, Timing
-from apportion.cost_model.published.fit import fitted
-from apportion.cost_model.published.mesh import Mesh
-from apportion.cost_model.published.transformer import Transformer
 from apportion.cost_model.simulator import SimulatedTask, makespan, simulate
 
 TEN_GIGABIT = 10e9 / 8
 GPT = Transformer(hidden=1024, heads=16, blocks=12, length=1024, vocabulary=51_200)
 
 
-@pytest.fixture
-def vtrain(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The reader and what is predicted, as the benchmark has it."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
-    import vtrain
-
-    return vtrain
-
-
-@pytest.fixture
-def pipedream(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
-    import pipedream
-
-    return pipedream
-
-
 # vTrain
 
 
 @pytest.mark.data("published/vtrain-single-half.csv")
-def test_steps_of_transformers_on_a100s_are_predicted_and_the_fastest_of_three_is_the_fastest(
-    vtrain: ModuleType,
-) -> None:
-    """Five constants fitted to 100 random rows; the bars of the planner. (Twenty draws: benchmarks/published.py.)"""
+def test_steps_of_transformers_on_a100s_are_predicted_and_the_fastest_of_three_is_the_fastest() -> None:
+    """Five constants fitted to 100 random rows; the bars of the planner. (Twenty: benchmarks/published_results.py.)"""
     rows = vtrain.read(data_folder() / "published" / "vtrain-single-half.csv")
     draws = [vtrain.draw(rows, seed) for seed in range(5)]
     assert len(rows) == 720
@@ -61,7 +39,7 @@ def test_steps_of_transformers_on_a100s_are_predicted_and_the_fastest_of_three_i
 
 @pytest.mark.data("published/vtrain-single-half.csv")
 @pytest.mark.parametrize("name", ["call_seconds", "bytes_per_second", "flops", "latency"])
-def test_each_constant_of_the_machine_is_needed(vtrain: ModuleType, name: str) -> None:
+def test_each_constant_of_the_machine_is_needed(name: str) -> None:
     """Without what it stands for, the error is above the bar or far above what it is with it."""
     rows = vtrain.read(data_folder() / "published" / "vtrain-single-half.csv")[::3]
     usual = {
@@ -80,7 +58,7 @@ def test_each_constant_of_the_machine_is_needed(vtrain: ModuleType, name: str) -
     assert error({**usual, name: free[name]}) > 1.15 * error(usual)
 
 
-def test_a_row_of_theirs_is_read(vtrain: ModuleType, tmp_path: Path) -> None:
+def test_a_row_of_theirs_is_read(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("\ufeffGPUs,...\n8,32,2,2048,16,12,1024,2,2,2,299.174957\n", encoding="utf-8")
     (row,) = vtrain.read(path)
@@ -205,8 +183,8 @@ def test_a_mesh_halves_what_a_rank_keeps() -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"microbatch": 3}, r"batch_size=4 is no multiple of 1 replicas times micro-batches of 3"),
-        ({"microbatch": 4, "replicas": 2}, r"no multiple of 2 replicas"),
+        ({"microbatch": 3}, r"batch_size=4 must be a multiple of 1 replicas times micro-batches of 3"),
+        ({"microbatch": 4, "replicas": 2}, r"a multiple of 2 replicas"),
         ({"microbatch": 4, "begins": (1,)}, r"begins=\(1,\) must rise from 0"),
         ({"microbatch": 4, "begins": (0, 500)}, r"must rise from 0, below"),
     ],
@@ -247,7 +225,7 @@ def test_a_fit_needs_measurements() -> None:
 # PipeDream
 
 
-def test_a_graph_file_of_theirs_is_read(pipedream: ModuleType, tmp_path: Path) -> None:
+def test_a_graph_file_of_theirs_is_read(tmp_path: Path) -> None:
     path = tmp_path / "two.txt"
     numbers = "forward_compute_time=1.500, backward_compute_time=2.000, activation_size={}, parameter_size=40.000"
     path.write_text(
@@ -268,9 +246,7 @@ def test_a_graph_file_of_theirs_is_read(pipedream: ModuleType, tmp_path: Path) -
 
 @pytest.mark.data("published/pipedream-vgg16-graph.txt", "published/pipedream-resnet50-graph.txt")
 @pytest.mark.parametrize(("name", "weights", "seconds"), [("vgg16", 138.36e6, 0.6725), ("resnet50", 25.56e6, 0.4434)])
-def test_their_profiles_have_the_weights_of_their_networks(
-    pipedream: ModuleType, name: str, weights: float, seconds: float
-) -> None:
+def test_their_profiles_have_the_weights_of_their_networks(name: str, weights: float, seconds: float) -> None:
     profile = pipedream.read(data_folder() / "published" / f"pipedream-{name}-graph.txt")
     (device, *_) = pipedream.machines(1, 10e9).devices
     assert profile.parameter_bytes / 4 == pytest.approx(weights, rel=1e-3)
@@ -278,7 +254,7 @@ def test_their_profiles_have_the_weights_of_their_networks(
 
 
 @pytest.mark.data("published/pipedream-vgg16-graph.txt")
-def test_pipedream_cuts_vgg16_into_15_and_1(pipedream: ModuleType) -> None:
+def test_pipedream_cuts_vgg16_into_15_and_1() -> None:
     """Narayanan et al., PipeDream, SOSP 2019, table 1: 16 workers at 10 Gb/s."""
     profile = pipedream.read(data_folder() / "published" / "pipedream-vgg16-graph.txt")
     stages, seconds = replicated(pipedream.works(profile), 16, TEN_GIGABIT)
@@ -287,7 +263,7 @@ def test_pipedream_cuts_vgg16_into_15_and_1(pipedream: ModuleType) -> None:
 
 
 @pytest.mark.data("published/pipedream-resnet50-graph.txt")
-def test_pipedream_leaves_resnet50_data_parallel(pipedream: ModuleType) -> None:
+def test_pipedream_leaves_resnet50_data_parallel() -> None:
     """The same table: its weights are few beside its activations."""
     profile = pipedream.read(data_folder() / "published" / "pipedream-resnet50-graph.txt")
     stages, _ = replicated(pipedream.works(profile), 16, TEN_GIGABIT)

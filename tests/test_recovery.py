@@ -432,7 +432,7 @@ def test_a_spare_that_is_killed_costs_no_worker_and_is_replaced(
         kill(spare)
         born_of_it = pid_of(1)
         one.until(lambda: not lives(spare), "the end of the spare")
-        one.until_spare(after=spare)  # the crew may still name the dead one for a moment
+        one.until_spare(after=spare)  # the pool may still name the dead one for a moment
         assert lives(born_of_it)
         kill(pid_of(0))
     assert [rank for rank, _ in one.faults()] == [1, 0]

@@ -204,7 +204,7 @@ def test_a_checkpoint_of_another_run_is_refused(kept: RunDirectory, tmp_path: Pa
 def test_a_link_out_of_the_checkpoints_is_refused(kept: RunDirectory, to: str) -> None:
     (kept.checkpoints / "latest").unlink()
     (kept.checkpoints / "latest").symlink_to(to)
-    with pytest.raises(CheckpointError, match="is no checkpoint of this run: remove the link"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint of this run: remove the link"):
         load(kept.path, model=lambda: nn.Linear(3, 2))
 
 

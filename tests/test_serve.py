@@ -415,7 +415,7 @@ def test_replacing_members_keeps_no_descriptors(folder: Path) -> None:
     [
         (["none.onnx"], 2, "member m1: there is no none.onnx"),
         (["1.onnx", "--quorum", "2"], 2, "quorum=2 of 1 members"),
-        (["1.onnx", "--deadline", "soon"], 2, "'soon' is no time: write a number and one of us, ms, s, min"),
+        (["1.onnx", "--deadline", "soon"], 2, "'soon' must be a time: write a number and one of us, ms, s, min"),
         (["1.onnx", "--replication", "both"], 2, "replication='both' must be one of auto, in_graph, between_graph"),
         (["a=1.onnx", "a=2.onnx"], 2, "two members are named a"),
         (["ensemble=1.onnx"], 2, "and not 'ensemble'"),

@@ -51,5 +51,5 @@ def test_it_is_said_in_percent() -> None:
 
 
 def test_outputs_that_are_no_scores_are_refused() -> None:
-    with pytest.raises(ValueError, match="are no scores of"):
+    with pytest.raises(ValueError, match="are not scores of"):
         accuracy(np.zeros((4, 3, 2)), TARGETS)

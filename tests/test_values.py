@@ -82,7 +82,7 @@ def test_every_file_of_a_folder_is_found_by_its_name() -> None:
         ("data_parallel(2)", r"given by name, it is written data_parallel\(microbatches=1, shares="),
         ("data_parallel(batches=2)", "has no 'batches': it is written"),
         ("data_parallel(microbatches=0)", "whole number of at least 1"),
-        ("data_parallel(microbatches=print(1))", "is no strategy"),
+        ("data_parallel(microbatches=print(1))", "unknown strategy"),
         ("data_parallel(microbatches=1+x)", "neither a number, a text, nor a value"),
         ("data_parallel(**{})", "has no None"),
         ("1 + 1", "must be a name"),

@@ -1,5 +1,5 @@
-"""Functions for processes: to end when the parent does, to take in orphans, to keep or give back memory, to count
-cores."""
+"""Functions for processes: to end when the parent does, to take in orphans, to tell what state one is in, to keep or
+give back memory, to count cores."""
 
 from __future__ import annotations
 
@@ -28,6 +28,26 @@ def take_orphans_in() -> None:
     """Make this process the parent of its descendants whose own parent ends, from here on (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or a debugger. Known on Linux; False elsewhere."""
+    return _state(pid) in ("T", "t")
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs, or may run again. Known on Linux; True elsewhere."""
+    state = _state(pid)
+    return state not in ("Z", "X") if state is not None else not os.path.exists("/proc/self")
+
+
+def _state(pid: int) -> str | None:
+    """The letter that Linux has for what a process does; None where there is no such process, or no /proc."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
 
 
 # Memory of the C library

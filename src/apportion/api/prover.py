@@ -284,7 +284,7 @@ def _many(chosen: Candidate, asked: int, there: int) -> int:
 
 def _open_question(found: Round) -> str:
     if found.noise == float("inf"):
-        return f"{found.precision}: one device's own weights are no numbers after {found.steps} steps: nothing is shown"
+        return f"{found.precision}: one device's own weights are not finite after {found.steps} steps: nothing is shown"
     if found.coarsest is not None:
         return (
             f"{found.precision}: the model computes in {found.coarsest} in places, whose rounding makes up to "
@@ -309,7 +309,7 @@ def _by_design(seen: Mapping[str, list[str]]) -> list[str]:
     if seen["draws"]:
         named.append(
             f"the model draws random numbers as it computes ({', '.join(seen['draws'])}), each rank its own: "
-            "this difference is no rounding; draw them in augment, keyed by example, to have them equal"
+            "this difference is not rounding; draw them in augment, keyed by example, to have them equal"
         )
     return named
 

@@ -145,10 +145,10 @@ def joined(asked: RunRequest, strategy: Strategy | None, launcher: Env) -> Gener
         )
     world = World.from_env(device=launcher.device)
     job = asked.job(strategy, launcher, torch.get_num_threads())
-    wish = RunControl()
+    control = RunControl()
     if job.prove and world.size > 1:
-        wish.settle = lambda told: _settled_together(job, world, told, required=asked.require_proof)
-    events = work(job, world, wish)
+        control.settle = lambda told: _settled_together(job, world, told, required=asked.require_proof)
+    events = work(job, world, control)
     if world.rank != 0:
         yield from events
         return

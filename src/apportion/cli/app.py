@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import apportion
 from apportion.errors import ApportionError, Disproved, NotFinite, RanksDiffer, WorkerFailed
 from apportion.runtime.spawn.template import template
 
@@ -173,10 +174,9 @@ def check(
 ) -> None:
     """Prove that a strategy computes what one device does, after every step, tensor by tensor."""
     with _guarded():
-        from apportion.api.check import check as prove
         from apportion.cli.run_display import show_proof
 
-        proof = prove(workload, strategy, workers=workers, steps=steps)
+        proof = apportion.check(workload, strategy, workers=workers, steps=steps)
         if as_json:
             _print_json({"holds": proof.holds, **asdict(proof)})
         else:
@@ -196,10 +196,9 @@ def compare(
 ) -> None:
     """Measure strategies against each other on this machine."""
     with _guarded():
-        from apportion.api.compare import compare as measure
         from apportion.cli.run_display import show_rows
 
-        rows = measure(workload, strategy, workers=workers, steps=steps, path=out)
+        rows = apportion.compare(workload, strategy, workers=workers, steps=steps, path=out)
         if as_json:
             _print_json([row.to_json() for row in rows])
         else:
@@ -240,9 +239,7 @@ def plan(  # noqa: PLR0913 (the flags)
                 )
             decided = _plan_launched(workload, launcher, trial=not no_trial)
         else:
-            from apportion.api.plan import plan as decide
-
-            decided = decide(
+            decided = apportion.plan(
                 workload,
                 cluster,
                 network=network,
@@ -337,7 +334,6 @@ def serve(  # noqa: PLR0913 (the flags)
 ) -> None:
     """Answer with one net or an ensemble by a deadline, over the Open Inference Protocol."""
     with _guarded():
-        from apportion.api.serve import serve as answer
         from apportion.serving.config import Serving, named, seconds_of
 
         given = {"quorum": quorum, "replication": replication, "port": port} | {
@@ -348,11 +344,11 @@ def serve(  # noqa: PLR0913 (the flags)
         given["trust"] = trust
         serving = Serving(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
         if evaluate is not None:
-            from apportion.serving.offline_evaluation import evaluate as judge
+            from apportion.serving import offline_evaluation
 
-            typer.echo("\n".join(judge(named(members), evaluate, serving).lines()))
+            typer.echo("\n".join(offline_evaluation.evaluate(named(members), evaluate, serving).lines()))
             return
-        number = answer(named(members), serving=serving)
+        number = apportion.serve(named(members), serving=serving)
     if number == signal.SIGINT:
         raise typer.Exit(INTERRUPTED)
 

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import final
 
 from apportion.comm.group import WaitClock
-from apportion.comm.sync import Word, fence, full_fence, sleep_on, wake
+from apportion.comm.sync import CACHE_LINE, Word, fence, full_fence, sleep_on, wake
 from apportion.errors import PeerLost
+from apportion.process import is_alive
 
-LINE = 64
-"""The bytes of a rank's own words: a cache line."""
 SPIN_SECONDS = 0.0002
 """The seconds that a rank looks for the others before it sleeps, where each has a core of its own: being woken takes
 longer than most waits."""
@@ -28,7 +27,7 @@ LOOK_SECONDS = 1.0
 """The seconds between two looks at whether the others live, where no supervisor does that."""
 DEADLINE_SECONDS = 300.0
 """The deadline of a wait in seconds, where no supervisor finds the rank that is late."""
-_KEPT_WAITS = 8192
+_RECORDED_WAITS = 8192
 _SEQUENCE, _GENERATION, _PID = 0, 1, 2
 _HALF = 1 << 31
 
@@ -54,7 +53,7 @@ class Barrier:
         all_waits: WaitClock | None = None,
     ) -> None:
         words = [
-            [Word.from_buffer(memory, at * LINE + 4 * word) for word in (_SEQUENCE, _GENERATION, _PID)]
+            [Word.from_buffer(memory, at * CACHE_LINE + 4 * word) for word in (_SEQUENCE, _GENERATION, _PID)]
             for at in range(size)
         ]
         self.rank, self.size, self._generation, self._check = rank, size, generation, check
@@ -63,7 +62,7 @@ class Barrier:
         self._spin, self._deadline = SPIN_SECONDS if spins else 0.0, deadline
         self._look = min(LOOK_SECONDS, deadline)
         self.number = 0
-        self.waits: deque[tuple[float, float]] = deque(maxlen=_KEPT_WAITS)
+        self.waits: deque[tuple[float, float]] = deque(maxlen=_RECORDED_WAITS)
         self.all_waits = WaitClock() if all_waits is None else all_waits
         own, mark, pid = words[rank]
         mark.value = -1  # whoever still looks for the number of an older generation does not find one
@@ -152,15 +151,7 @@ class Barrier:
 
     def _look_after(self, rank: int, began: float) -> None:
         pid = self._lines[rank][_PID].value
-        if pid and not _lives(pid):
+        if pid and not is_alive(pid):
             raise PeerLost(f"rank {self.rank} lost rank {rank}: its process {pid} has ended")
         if time.perf_counter() - began > self._deadline:
             raise PeerLost(f"rank {self.rank} has waited {self._deadline:.0f} s for rank {rank}")
-
-
-def _lives(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:  # it is gone; or there is no /proc
-        return not os.path.exists("/proc/self")

@@ -15,13 +15,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from apportion.comm.sync import Word, fence, sleep_on, wake
+from apportion.comm.sync import CACHE_LINE, Word, fence, sleep_on, wake
 from apportion.errors import MembershipChanged, PeerLost
 
-LINE = 64
-"""The bytes of a seat's line: a cache line, so that no two processes write to the same one."""
 NOBODY = -1
-_WORDS = LINE // 4
+_WORDS = CACHE_LINE // 4
 _GENERATION, _SIZE, _ENDING, _TICKS = 0, 1, 2, 3
 _RANK, _ACKNOWLEDGED, _PID = 0, 1, 2
 _LOOK_SECONDS = 0.05
@@ -49,7 +47,7 @@ class Membership:
 
     @staticmethod
     def nbytes(seats: int) -> int:
-        return LINE * (seats + 1)
+        return CACHE_LINE * (seats + 1)
 
     @property
     def generation(self) -> int:

@@ -14,6 +14,7 @@ what the ends of an older one have left is nobody's message.
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import final
@@ -21,19 +22,18 @@ from typing import final
 from torch import Tensor
 
 from apportion.comm.group import DONE, WaitClock, Work
-from apportion.comm.sync import Word, fence, full_fence, wake
+from apportion.comm.sync import CACHE_LINE, Word, fence, full_fence, wake
 
-LINE = 64
 RING = 8 << 20
 """The bytes that may be under way from one rank to another: a power of two."""
 PIECE = 256 << 10
 """The bytes that are published at once: with the receiver's it fits a core's second-level cache."""
-_LINES = RING // LINE
+_LINES = RING // CACHE_LINE
 _MASK = (1 << 32) - 1
-_HOT = PIECE // LINE
+_HOT = PIECE // CACHE_LINE
 """The number of lines that small messages go through before they begin again."""
 _COUNT, _GENERATION, _ASLEEP, _BASE = 0, 1, 2, 3
-_HEADS = 2 * LINE
+_HEADS = 2 * CACHE_LINE
 
 nbytes = _HEADS + RING
 """The bytes of the memory of a pair, one way."""
@@ -42,13 +42,21 @@ Wait = Callable[[Word, Word, Callable[[], bool]], None]
 that this process sleeps."""
 
 
-class _End:
-    """One of the two ends: its own count of lines, which it alone writes, and the other's."""
+class _End(ABC):
+    """One of the two ends: its queue of messages, its own count of lines, which it alone writes, and the other's."""
 
-    def __init__(self, memory: memoryview, own: int, generation: int) -> None:
-        words = [[Word.from_buffer(memory, at * LINE + 4 * word) for word in range(3)] for at in range(2)]
-        self._own, mark, self.asleep = words[own]
-        self.word, self._others_mark, self._other_sleeps = words[1 - own]
+    _side: int
+    """The place of this end's words in the memory: 0 for the sender's, 1 for the receiver's."""
+
+    def __init__(self, memory: memoryview, generation: int, waits: WaitClock, wait: Wait) -> None:
+        self._waits, self._wait = waits, wait
+        self._queue: deque[Tensor] = deque()
+        self._moved = -1
+        """The bytes of the first message in the queue that have passed; -1: not even its header has."""
+        self._started = self._through = 0
+        words = [[Word.from_buffer(memory, at * CACHE_LINE + 4 * word) for word in range(3)] for at in range(2)]
+        self._own, mark, self.asleep = words[self._side]
+        self.word, self._others_mark, self._other_sleeps = words[1 - self._side]
         self._memory, self._generation = memory, generation
         self._ring = ctypes.addressof(ctypes.c_char.from_buffer(memory, _HEADS))
         self._begins = Word.from_buffer(memory, 4 * _BASE)
@@ -61,6 +69,17 @@ class _End:
         fence()
         mark.value = generation
 
+    @abstractmethod
+    def is_through(self, number: int) -> bool:
+        """Move on what can be moved; returns whether the message of this number has passed."""
+
+    def wait(self, number: int) -> None:
+        """Wait until the message of this number has passed."""
+        if not self.is_through(number):
+            self._wait(self.word, self.asleep, lambda: self.is_through(number))
+        if not self._queue:
+            self._waits.moving.pop(id(self), None)
+
     def _others(self) -> int:
         """The other end's count; 0 until it has begun this generation."""
         if self._others_mark.value != self._generation:
@@ -71,7 +90,7 @@ class _End:
     def _span(self, most: int, lines: int) -> tuple[int, int]:
         """The (address, bytes) of what is next, of so many bytes and lines."""
         at = (self._lines - self._base) % _LINES
-        return self._ring + at * LINE, min(most, PIECE, lines * LINE, (_LINES - at) * LINE)
+        return self._ring + at * CACHE_LINE, min(most, PIECE, lines * CACHE_LINE, (_LINES - at) * CACHE_LINE)
 
     def _publish(self) -> None:
         fence()
@@ -85,12 +104,7 @@ class _End:
 class Sender(_End):
     """The end that writes."""
 
-    def __init__(self, memory: memoryview, generation: int, waits: WaitClock, wait: Wait) -> None:
-        super().__init__(memory, 0, generation)
-        self._waits, self._wait = waits, wait
-        self._queue: deque[Tensor] = deque()
-        self._written = -1  # bytes of the first in the queue; -1: not even its header
-        self._started = self._through = 0
+    _side = 0
 
     def send(self, tensor: Tensor) -> Work:
         """Send a message, see ``Group.send``."""
@@ -109,12 +123,6 @@ class Sender(_End):
         self._push()
         return self._through >= number
 
-    def wait(self, number: int) -> None:
-        if not self.is_through(number):
-            self._wait(self.word, self.asleep, lambda: self.is_through(number))
-        if not self._queue:
-            self._waits.moving.pop(id(self), None)
-
     def _push(self) -> int:
         """Write what there is room for, and return the number of messages that are left."""
         while self._queue:
@@ -123,18 +131,18 @@ class Sender(_End):
             room = _LINES - ((self._lines - self._others()) & _MASK)
             if room == 0:
                 break
-            if self._written < 0:
+            if self._moved < 0:
                 self._begin(size, is_empty=room == _LINES)
                 room -= 1
-            at, n = self._span(size - self._written, room)
+            at, n = self._span(size - self._moved, room)
             if n:
-                ctypes.memmove(at, tensor.data_ptr() + self._written, n)
-                self._written += n
-                self._lines += -(-n // LINE)
+                ctypes.memmove(at, tensor.data_ptr() + self._moved, n)
+                self._moved += n
+                self._lines += -(-n // CACHE_LINE)
             self._publish()
-            if self._written == size:
+            if self._moved == size:
                 self._queue.popleft()
-                self._written = -1
+                self._moved = -1
                 self._through += 1
         return len(self._queue)
 
@@ -144,22 +152,17 @@ class Sender(_End):
             self._begins.value = self._lines
         elif self._begins.value & _MASK == self._lines & _MASK:  # of a ring begun long ago
             self._begins.value = self._lines - 1
-        at, _ = self._span(LINE, 1)
+        at, _ = self._span(CACHE_LINE, 1)
         ctypes.c_int64.from_address(at).value = size
         self._lines += 1
-        self._written = 0
+        self._moved = 0
 
 
 @final
 class Receiver(_End):
     """The end that reads."""
 
-    def __init__(self, memory: memoryview, generation: int, waits: WaitClock, wait: Wait) -> None:
-        super().__init__(memory, 1, generation)
-        self._waits, self._wait = waits, wait
-        self._queue: deque[Tensor] = deque()
-        self._read = -1  # bytes of the first in the queue; -1: not even its header
-        self._started = self._through = 0
+    _side = 1
 
     def receive(self, into: Tensor) -> Work:
         """Receive a message, see ``Group.receive``."""
@@ -178,12 +181,6 @@ class Receiver(_End):
             self._pull()
         return self._through >= number
 
-    def wait(self, number: int) -> None:
-        if not self.is_through(number):
-            self._wait(self.word, self.asleep, lambda: self.is_through(number))
-        if not self._queue:
-            self._waits.moving.pop(id(self), None)
-
     def _pull(self) -> None:
         """Read what there is in the ring."""
         while self._queue:
@@ -193,24 +190,24 @@ class Receiver(_End):
             fence()
             into = self._queue[0]
             size = into.nbytes
-            if self._read < 0:
+            if self._moved < 0:
                 self._begin(size)
                 there -= 1
-            at, n = self._span(size - self._read, there)
+            at, n = self._span(size - self._moved, there)
             if n:
-                ctypes.memmove(into.data_ptr() + self._read, at, n)
-                self._read += n
-                self._lines += -(-n // LINE)
+                ctypes.memmove(into.data_ptr() + self._moved, at, n)
+                self._moved += n
+                self._lines += -(-n // CACHE_LINE)
             self._publish()
-            if self._read == size:
+            if self._moved == size:
                 self._queue.popleft()
-                self._read = -1
+                self._moved = -1
                 self._through += 1
 
     def _begin(self, size: int) -> None:
         if self._begins.value & _MASK == self._lines & _MASK:
             self._base = self._lines
-        at, _ = self._span(LINE, 1)
+        at, _ = self._span(CACHE_LINE, 1)
         sent = ctypes.c_int64.from_address(at).value
         if sent != size:
             raise AssertionError(
@@ -218,14 +215,14 @@ class Receiver(_End):
                 "the order of their messages, or on a shape or type"
             )
         self._lines += 1
-        self._read = 0
+        self._moved = 0
 
 
 @final
 class _UnderWay(Work):
     __slots__ = ("_end", "_number")
 
-    def __init__(self, end: Sender | Receiver, number: int) -> None:
+    def __init__(self, end: _End, number: int) -> None:
         self._end, self._number = end, number
 
     def wait(self) -> None:

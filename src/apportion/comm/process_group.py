@@ -40,7 +40,7 @@ PATIENCE_SECONDS = 10.0
 """The seconds of meeting before a rank says that it waits."""
 CLOSE_SECONDS = 1.0
 """The seconds for messages that are under way when a group ends; a rank that has not received them by then has gone."""
-_KEPT_WAITS = 8192
+_RECORDED_WAITS = 8192
 _lent: deque[list[Tensor]] = deque(maxlen=2)
 """The views of what the last collectives of this process were given, one list for each of gloo's threads
 (``_lend``)."""
@@ -142,7 +142,7 @@ class ProcessGroup(Group):
     ) -> None:
         self._pg, self._owned, self._place = process_group, owned, place
         self.rank, self.size = process_group.rank(), process_group.size()
-        self.waits: deque[tuple[float, float]] = deque(maxlen=_KEPT_WAITS)
+        self.waits: deque[tuple[float, float]] = deque(maxlen=_RECORDED_WAITS)
         self.all_waits = WaitClock() if all_waits is None else all_waits
         self._buffered: _Buffered | None = None
         self._sends: list[_Pending] = []  # gloo gives up what nobody keeps

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from apportion.comm.sync import Timespec
+from apportion.comm.sync import CACHE_LINE, Timespec
 from apportion.errors import ApportionError, PeerLost
 
-LOCK_BYTES = 64
+LOCK_BYTES = CACHE_LINE
 """The bytes of one lock: a cache line."""
 LOOK_SECONDS = 0.05
 """The seconds between two looks at what may have ended the wait."""

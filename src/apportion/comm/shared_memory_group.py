@@ -24,18 +24,19 @@ import torch
 from torch import Tensor
 
 from apportion.comm import p2p
-from apportion.comm.barrier import DEADLINE_SECONDS, LINE, Barrier
+from apportion.comm.barrier import DEADLINE_SECONDS, Barrier
 from apportion.comm.group import DONE, Group, WaitClock, Work
 from apportion.comm.p2p import Receiver, Sender
+from apportion.comm.sync import CACHE_LINE
 
 PIECE = 512 << 10
 """The bytes of a rank's slot: with the others' it fits a core's second-level cache."""
-_KEPT_VIEWS = 1024
+_CACHED_VIEWS = 1024
 
 
 def nbytes(ranks: int) -> int:
     """The bytes of the memory of a group, for its collectives."""
-    return ranks * LINE + 2 * ranks * PIECE
+    return ranks * CACHE_LINE + 2 * ranks * PIECE
 
 
 Links = Callable[[int, int], memoryview]
@@ -80,7 +81,7 @@ class SharedMemoryGroup(Group):
             generation=generation, check=check, spins=spins, deadline=deadline, all_waits=self.all_waits,
         )  # fmt: skip
         # The lines have a place of their own in every generation, also of a smaller group: no slot was ever there.
-        lines = memory.nbytes // nbytes(1) * LINE
+        lines = memory.nbytes // nbytes(1) * CACHE_LINE
         slots = torch.frombuffer(memory, dtype=torch.uint8, count=2 * size * PIECE, offset=lines)
         self._slots = slots.view(2, size, PIECE)
         self._turn = 0
@@ -135,7 +136,7 @@ class SharedMemoryGroup(Group):
         self._turn ^= 1
         key = (self._turn, dtype, n)
         if key not in self._views:
-            if len(self._views) >= _KEPT_VIEWS:  # rows in numbers that always differ
+            if len(self._views) >= _CACHED_VIEWS:  # rows in numbers that always differ
                 self._views.clear()
             self._views[key] = [slot.view(dtype)[:n] for slot in self._slots[self._turn]]
         return self._views[key]

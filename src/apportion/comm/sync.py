@@ -18,6 +18,9 @@ _WAIT, _WAKE = 0, 1
 _EVERYONE = 1 << 30
 _NAP_SECONDS = 0.0002
 
+CACHE_LINE = 64
+"""The bytes of a cache line. What different processes write lies on different ones, so that no write slows another."""
+
 Word = ctypes.c_int32
 """Four bytes that lie at a multiple of four."""
 
@@ -30,6 +33,11 @@ class Timespec(ctypes.Structure):
     """The C library's ``struct timespec``."""
 
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+def round_up(nbytes: int, multiple: int = CACHE_LINE) -> int:
+    """Return the least multiple that is not below a number of bytes."""
+    return -(-nbytes // multiple) * multiple
 
 
 def sleep_on(word: Word, value: int, seconds: float) -> None:

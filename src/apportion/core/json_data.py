@@ -29,7 +29,7 @@ def read(cls: type[Read], data: Any, place: str = "") -> Read:
         if name not in hints:
             near = difflib.get_close_matches(name, hints, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {_listed(cls)}"
-            raise ValueError(f"{_of(place)}{name!r} is no field: {hint}")
+            raise ValueError(f"{_of(place)}unknown field {name!r}: {hint}")
         given[name] = _value(hints[name], value, f"{place}.{name}" if place else name)
     required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]  # type: ignore[arg-type]
     if missing := [repr(name) for name in required if name not in given]:

@@ -81,7 +81,7 @@ def _find_added(name: str, package: str) -> type:
         known = names(package)
         close = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {close[0]}?" if close else "one of " + ", ".join(known)
-        raise ValueError(f"{name!r} is no {_KINDS.get(package, 'value')}: {hint}")
+        raise ValueError(f"unknown {_KINDS.get(package, 'value')} {name!r}: {hint}")
     added = given.load()
     if not (isinstance(added, type) and issubclass(added, Value) and written_name(added) == name):
         raise ValueError(f"{name} = {given.value!r} in the group {package} must be a class of values written {name}")

@@ -152,7 +152,7 @@ class Cluster:
             raise ValueError(f"cluster {self.name}: two devices have the same name")
         for link in self.links:
             if unknown := sorted(set(link.devices) - self._by_name.keys()):
-                raise ValueError(f"cluster {self.name}: its {link.kind} link joins {unknown[0]}, which is no device")
+                raise ValueError(f"cluster {self.name}: its {link.kind} link joins {unknown[0]}, an unknown device")
 
     @cached_property
     def _by_name(self) -> dict[str, Device]:
@@ -212,7 +212,7 @@ class Cluster:
         try:
             return read(Cluster, data)
         except ValueError as error:
-            raise ValueError(f"this is no cluster: {error}; docs/planner.md has one to begin with") from None
+            raise ValueError(f"this is not a cluster: {error}; docs/planner.md has one to begin with") from None
 
     def save(self, path: str | Path) -> None:
         """Write the cluster to a file of JSON."""
@@ -224,7 +224,7 @@ class Cluster:
         try:
             data = json.loads(Path(path).read_text())
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is no JSON: {error}") from None
+            raise ValueError(f"{path} is not JSON: {error}") from None
         try:
             return Cluster.from_json(data)
         except ValueError as error:

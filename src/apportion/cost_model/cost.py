@@ -41,7 +41,7 @@ class Cost:
 
     def __post_init__(self) -> None:
         if unknown := sorted({*self.terms} - {*TERMS}) + sorted({*self.memory} - {*MEMORY}):
-            raise AssertionError(f"{unknown[0]} is no term of a cost")
+            raise AssertionError(f"unknown term {unknown[0]} of a cost")
 
     @property
     def step_seconds(self) -> float:

@@ -314,7 +314,7 @@ class Profile:
         try:
             return read(Profile, data)
         except ValueError as error:
-            raise ValueError(f"this is no profile: {error}; docs/planner.md has one to begin with") from None
+            raise ValueError(f"this is not a profile: {error}; docs/planner.md has one to begin with") from None
 
     def save(self, path: str | Path) -> None:
         """Write the profile to a file of JSON."""
@@ -326,7 +326,7 @@ class Profile:
         try:
             data = json.loads(Path(path).read_text())
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is no JSON: {error}") from None
+            raise ValueError(f"{path} is not JSON: {error}") from None
         try:
             return Profile.from_json(data)
         except ValueError as error:

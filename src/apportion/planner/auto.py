@@ -94,7 +94,7 @@ class _Deciding:
             self._known = None if planning.remeasure else decision_cache.recall(self._key)
             self._a_step = _a_step(alone) if self._known is None else float(self._known["a_step"])
         finally:
-            alone.crew.close()
+            alone.pool.close()
 
     def recalled(self) -> Decision | None:
         """Return what an earlier run has decided; None where nothing usable was kept, or it was decided for a much
@@ -181,7 +181,7 @@ class _Deciding:
         except (ValueError, ApportionError):
             return False
         finally:
-            built.crew.close()
+            built.pool.close()
         return True
 
     def _refined(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from apportion.core import tree
+from apportion.parallel.tracing.nodes import called
 from apportion.parallel.tracing.tracer import arguments, in_place, names
 
 EMPTY_RUNS = 50
@@ -117,7 +118,7 @@ class Calls(fx.Interpreter):
         if not n.op.startswith("call_"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        ran = TimedCall(self._names[n], n, self._target(n), args, kwargs, copies=self._writes(n))
+        ran = TimedCall(self._names[n], n, called(self._model, n), args, kwargs, copies=self._writes(n))
         self.ran.append(ran)
         return self._call(ran)
 
@@ -132,14 +133,6 @@ class Calls(fx.Interpreter):
                 result = ran.call(*args, **kwargs)
         ran.made = [t for t in tree.tensors(result) if t.requires_grad]
         return result
-
-    def _target(self, node: fx.Node) -> Callable[..., Any]:
-        target: Any = node.target
-        if node.op == "call_module":
-            return self._model.get_submodule(target)
-        if node.op == "call_method":
-            return lambda x, *args, **kwargs: getattr(x, target)(*args, **kwargs)
-        return target  # type: ignore[no-any-return]
 
     def _writes(self, node: fx.Node) -> bool:
         if node.op == "call_module":

@@ -4,9 +4,11 @@ are those that it would have: all rows of the batch, and a part of the units or 
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from apportion.core import tree
@@ -23,12 +25,14 @@ POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, n
 NORMS = (nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm, nn.LocalResponseNorm)
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-FUNCTIONS = frozenset((
-    "abs", "add", "celu", "clamp", "div", "dropout", "dropout2d", "elu", "exp", "gelu", "hardsigmoid", "hardswish",
-    "hardtanh", "iadd", "imul", "isub", "itruediv", "leaky_relu", "mish", "mul", "neg", "pow", "relu", "relu6", "relu_",
-    "selu", "sigmoid", "silu", "softplus", "sqrt", "sub", "tanh", "truediv", "add_", "mul_",
+METHODS = frozenset((
+    "abs", "add", "add_", "clamp", "div", "exp", "mul", "mul_", "neg", "pow", "relu", "relu_", "sigmoid", "sqrt", "sub",
+    "tanh",
 ))  # fmt: skip
-"""The names of functions that treat each number by itself."""
+"""The methods of tensors that are timed in parts: each treats each number by itself."""
+DROPOUTS = (nn.Dropout, nn.Dropout2d)
+OTHER_FUNCTIONS = (operator.abs, torch.dropout, nn.functional.dropout, nn.functional.dropout2d)
+"""The functions that are timed in parts and that no sharding plan looks through."""
 
 
 def ways(call: Callable[..., Any], node: fx.Node, args: Any) -> tuple[str, ...]:
@@ -50,19 +54,14 @@ def ways(call: Callable[..., Any], node: fx.Node, args: Any) -> tuple[str, ...]:
         return ("height",)
     if kind in BLOCKS or (isinstance(call, nn.Module) and _slices_whole(call)):
         return ("units",)
-    if is_elementwise(call) or kind in (nn.Dropout, nn.Dropout2d) or _name(node) in FUNCTIONS:
+    is_method = node.op == "call_method" and node.target in METHODS
+    if is_method or is_elementwise(call) or kind in DROPOUTS or call in OTHER_FUNCTIONS:
         return ("units", "height") if is_image else ("units",)
     return ()
 
 
 def _slices_whole(call: nn.Module) -> bool:
     return attention.can_be_sliced(call) or (isinstance(call, nn.Embedding) and embedding.can_be_sliced(call))
-
-
-def _name(node: fx.Node) -> str:
-    if node.op == "call_module":
-        return ""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def window(call: Callable[..., Any], axis: int = 0) -> tuple[int, int] | None:

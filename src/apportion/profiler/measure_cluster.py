@@ -50,8 +50,8 @@ def measure(*, remeasure: bool = False, seconds: float = SECONDS, cache: Path | 
     if not remeasure and (found := cluster_cache.read(seconds, cache)) is not None:
         return found
     nominal = discover()
-    with _awaiting(places(nominal)) as crews:
-        findings = _rounds(crews, seconds)
+    with _awaiting(places(nominal)) as pools:
+        findings = _rounds(pools, seconds)
     cluster = _cluster(nominal, findings)
     cluster_cache.write(cluster, seconds, cache)
     return cluster
@@ -75,17 +75,17 @@ def places(cluster: Cluster) -> list[BenchmarkPlace]:
 @contextmanager
 def _awaiting(chosen: list[BenchmarkPlace]) -> Iterator[dict[BenchmarkPlace, WorkerPool]]:
     """Start the workers of each layout; they sleep until they are asked."""
-    crews: dict[BenchmarkPlace, WorkerPool] = {}
+    pools: dict[BenchmarkPlace, WorkerPool] = {}
     try:
         for place in chosen:
             launcher = Local(workers=place.workers, threads=place.threads, device=place.kind)
             job = BenchmarkJob(threads=place.threads, device=place.kind)
-            crews[place] = WorkerPool(launcher, "apportion.profiler.cluster_worker:main", job, place.workers)
-            crews[place].answers("ready", _ANSWER_SECONDS)
-        yield crews
+            pools[place] = WorkerPool(launcher, "apportion.profiler.cluster_worker:main", job, place.workers)
+            pools[place].answers("ready", _ANSWER_SECONDS)
+        yield pools
     finally:
-        for crew in crews.values():
-            crew.close()
+        for pool in pools.values():
+            pool.close()
 
 
 class Findings:
@@ -104,48 +104,48 @@ class Findings:
         return {found[-1]: rounds for found, rounds in self.rounds.items() if found[:-1] == key}
 
 
-def _rounds(crews: dict[BenchmarkPlace, WorkerPool], seconds: float) -> Findings:
+def _rounds(pools: dict[BenchmarkPlace, WorkerPool], seconds: float) -> Findings:
     findings = Findings()
-    several = sum(place.workers > 1 for place in crews)
+    several = sum(place.workers > 1 for place in pools)
     # Half of the time for what is computed, half for what is sent.
-    computing, sending = seconds / (1 + (several > 0)) / ROUNDS / len(crews), seconds / 2 / ROUNDS / max(1, several)
+    computing, sending = seconds / (1 + (several > 0)) / ROUNDS / len(pools), seconds / 2 / ROUNDS / max(1, several)
     end = time.monotonic() + 2 * seconds
     for done in range(ROUNDS):
         if done and time.monotonic() > end:  # fewer, where one sample takes longer than all was to take
             break
-        for place, crew in crews.items():
-            _compute(findings, place, crew, computing)
+        for place, pool in pools.items():
+            _compute(findings, place, pool, computing)
             if place.workers > 1:
-                _send(findings, place, crew, sending)
+                _send(findings, place, pool, sending)
     return findings
 
 
-def _ask(crew: WorkerPool, what: str, **how: Any) -> list[Any]:
-    answers = crew.ask({"kind": "gauge", "what": what, "how": how}, "gauged", _ANSWER_SECONDS)
+def _ask(pool: WorkerPool, what: str, **how: Any) -> list[Any]:
+    answers = pool.ask({"kind": "gauge", "what": what, "how": how}, "gauged", _ANSWER_SECONDS)
     return [answer["found"] for answer in answers]
 
 
-def _compute(findings: Findings, place: BenchmarkPlace, crew: WorkerPool, seconds: float) -> None:
+def _compute(findings: Findings, place: BenchmarkPlace, pool: WorkerPool, seconds: float) -> None:
     for what in ("products", "memory"):
-        runs = _ask(crew, what, seconds=seconds * 0.45)
+        runs = _ask(pool, what, seconds=seconds * 0.45)
         findings.add([sample for run in runs for sample in run], what, place)
         if what == "products":
             for run in runs:
                 findings.add(run, "runs", place)
     if place.workers == 1:
-        findings.add(_ask(crew, "calls", seconds=seconds * 0.1)[0], "calls", place)
+        findings.add(_ask(pool, "calls", seconds=seconds * 0.1)[0], "calls", place)
 
 
-def _send(findings: Findings, place: BenchmarkPlace, crew: WorkerPool, seconds: float) -> None:
-    for ranks in zip(*_ask(crew, "all_reduces", seconds=seconds * 0.5), strict=True):
+def _send(findings: Findings, place: BenchmarkPlace, pool: WorkerPool, seconds: float) -> None:
+    for ranks in zip(*_ask(pool, "all_reduces", seconds=seconds * 0.5), strict=True):
         findings.add(slowest([samples for _, samples in ranks]), "all_reduce", place, ranks[0][0])
-    for nbytes, samples in _ask(crew, "all_messages", seconds=seconds * 0.25, pairs=[[0, 1]])[0]:
+    for nbytes, samples in _ask(pool, "all_messages", seconds=seconds * 0.25, pairs=[[0, 1]])[0]:
         findings.add(samples, "message", place, nbytes)
     pairs = [[a, a + 1] for a in range(0, place.workers - 1, 2)]
     how = {"nbytes": AT_ONCE_BYTES, "seconds": seconds * 0.05}
-    findings.add(_ask(crew, "messages", pairs=[[0, 1]], **how)[0], "alone", place)
-    findings.add(slowest(_ask(crew, "messages", pairs=pairs, both=len(pairs) == 1, **how)), "at once", place)
-    for runs in _ask(crew, "overlap", seconds=seconds * 0.15):
+    findings.add(_ask(pool, "messages", pairs=[[0, 1]], **how)[0], "alone", place)
+    findings.add(slowest(_ask(pool, "messages", pairs=pairs, both=len(pairs) == 1, **how)), "at once", place)
+    for runs in _ask(pool, "overlap", seconds=seconds * 0.15):
         findings.rounds["overlap", place] += runs
 
 

@@ -140,14 +140,14 @@ class _Measuring:
             device=here.kind,
             changes={"steps": MANY_STEPS},
         )
-        self._crew = WorkerPool(launcher, "apportion.profiler.workload_worker:main", job, setting.together)
+        self._pool = WorkerPool(launcher, "apportion.profiler.workload_worker:main", job, setting.together)
 
     def __enter__(self) -> _Measuring:
-        self._crew.answers("ready", ANSWER_SECONDS)
+        self._pool.answers("ready", ANSWER_SECONDS)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._crew.close()
+        self._pool.close()
 
     def facts(self) -> Message:
         """Return the facts of the workload, see ``facts.facts``."""
@@ -178,7 +178,7 @@ class _Measuring:
         return sorted({max(min(least, batch), -(-batch // by)) for by in shares}, reverse=True)
 
     def _ask(self, order: Mapping[str, Any]) -> list[Message]:
-        return self._crew.ask(order, str(order["kind"]), ANSWER_SECONDS)
+        return self._pool.ask(order, str(order["kind"]), ANSWER_SECONDS)
 
     def _whole(self, rows: int, seconds: float) -> Pass:
         answers = self._ask({"kind": "pass", "rows": rows, "seconds": seconds})

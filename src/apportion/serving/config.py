@@ -86,7 +86,7 @@ def seconds_of(text: str) -> float:
     """Return the seconds of a text such as "50ms", "2 s" or "1.5min". Raises ValueError where it is not a time."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", text)
     if found is None or found[2] not in _UNITS:
-        raise ValueError(f"{text!r} is no time: write a number and one of {', '.join(_UNITS)}, for example 50ms")
+        raise ValueError(f"{text!r} must be a time: write a number and one of {', '.join(_UNITS)}, for example 50ms")
     return float(found[1]) * _UNITS[found[2]]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import collections
 from bisect import bisect_left
-from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -22,9 +22,9 @@ class _Answered(Collector):
     def __init__(self) -> None:
         self.buckets: dict[str, list[int]] = {}
         self.seconds: dict[str, float] = {}
-        self.answers: Counts[tuple[str, str]] = Counts()
-        self.degraded: Counts[str] = Counts()
-        self.used: Counts[str] = Counts()
+        self.answers: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.degraded: collections.Counter[str] = collections.Counter()
+        self.used: collections.Counter[str] = collections.Counter()
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus_client to collect the metrics."""

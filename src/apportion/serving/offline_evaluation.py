@@ -163,7 +163,7 @@ def accuracy(outputs: Array, targets: Array) -> float:
     labels = outputs.argmax(-1) if outputs.ndim > 1 else outputs
     if labels.shape != targets.shape:
         raise ValueError(
-            f"outputs {list(outputs.shape)} are no scores of {list(targets.shape)} targets: accuracy is for nets that "
+            f"outputs {list(outputs.shape)} are not scores of {list(targets.shape)} targets: accuracy is for nets that "
             "give one row of scores, or one label, an example"
         )
     return float(np.mean(labels == targets))

@@ -48,7 +48,7 @@ from apportion.cost_model.constraints import nothing_to_divide
 from apportion.cost_model.cost import Cost
 from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
-from apportion.cost_model.strategies import spatial as strips
+from apportion.cost_model.strategies import spatial
 from apportion.parallel.partition.part import MakePart, ReplicatedPart
 from apportion.parallel.partition.partitioned_step import SplitStep
 from apportion.parallel.replica.single_process import reference
@@ -81,27 +81,27 @@ class ConvParallel(Strategy):
         """Yields rows of images that are high enough to be shared out; channels where the filters are many."""
         if layout.ranks == 1:
             return
-        found = strips.images(profile, "height")
+        found = spatial.images(profile, "height")
         if found is not None:
             shape = profile.layers[found.first].image
             if shape is not None and shape[0] >= 2 * shape[1] * layout.ranks:
                 yield cls(split="height")
-        if strips.images(profile, "units") is not None:
+        if spatial.images(profile, "units") is not None:
             yield cls(split="channel")
 
     def cost(self, profile: Profile, layout: Placement) -> Cost:
         _refuse(profile.own_update, profile.carries)
         along = self.split in ("height", "width")
-        found = strips.images(profile, "height" if along else "units")
+        found = spatial.images(profile, "height" if along else "units")
         if found is None:
             raise ValueError(nothing_to_divide(profile.name))
         if profile.untraceable is not None:
             raise ValueError(f"{profile.untraceable}; so it cannot be cut into parts of an image: use data_parallel")
         own = max(times(profile, layout), key=lambda o: o.of(profile.layers[found.first], profile.batch_size).both)
         if along:
-            run = strips.spatial(profile, layout, own, found, columns=self.split == "width")
+            run = spatial.spatial(profile, layout, own, found, columns=self.split == "width")
         else:
-            run = strips.channels(profile, layout, own, found, groups=self.split == "group")
+            run = spatial.channels(profile, layout, own, found, groups=self.split == "group")
         return Cost(
             terms={
                 **run.terms,

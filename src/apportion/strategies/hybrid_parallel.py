@@ -47,7 +47,7 @@ from apportion.cost_model.cost import Cost
 from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies import hybrid
-from apportion.cost_model.strategies import tensor as slices
+from apportion.cost_model.strategies.tensor import sliced
 from apportion.parallel.batch_coupling.analysis import whole_batch_functions
 from apportion.parallel.ops.channels_last import takes_channels_last
 from apportion.parallel.optim.fused import with_fused_updates
@@ -103,7 +103,7 @@ class HybridParallel(Strategy):
         if layout.ranks == 1 or usual is None:
             return
         yield cls()
-        how = slices.sliced(profile, min_width=cls.min_width, among=profile.layers[usual:])
+        how = sliced(profile, min_width=cls.min_width, among=profile.layers[usual:])
         at = hybrid.begins(profile, layout, how, least=usual)
         later = [i for i, layer in enumerate(profile.layers) if at is not None and i >= at and layer.name in how]
         if later and later[0] > usual:
@@ -126,7 +126,7 @@ class HybridParallel(Strategy):
             raise ValueError(_no_layer(profile.name, what))
         back = profile.layers[at:]
         among = [layer for layer in back if self.tensor is None or _under(layer.name, [self.tensor])]
-        how = slices.sliced(profile, min_width=self.min_width, among=among)
+        how = sliced(profile, min_width=self.min_width, among=among)
         if not how:
             raise ValueError(f"there is no layer that can be sliced under {back[0].name}: use data_parallel")
         return hybrid.exchanging(profile, layout, at, how, rotates=self.exchange == "rotate")
@@ -223,7 +223,7 @@ class HybridParallel(Strategy):
             name = getattr(self, field)
             if name is not None and name not in dict(model.named_modules()):
                 known = ", ".join(child for child, _ in model.named_children())
-                raise ValueError(f"{field}={name!r} is no layer of {type(model).__name__}, which has {known}")
+                raise ValueError(f"{field}={name!r} must be a layer of {type(model).__name__}, which has {known}")
         if self.tensor is not None:
             return [self.tensor]
         calls = [

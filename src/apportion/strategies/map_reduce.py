@@ -164,7 +164,7 @@ class MapReduceStep(ReplicaStep, Recoverable):
         self._hooks = GradientHooks((name, p) for p, name in self._trained.items())
         self._before: State | None = None
         """The state that an optimizer started from, while it searches."""
-        self._kept = CommittedState(world) if world.members is not None else None
+        self._committed = CommittedState(world) if world.members is not None else None
 
     @property
     def _divides(self) -> bool:
@@ -235,8 +235,8 @@ class MapReduceStep(ReplicaStep, Recoverable):
     def _keep(self) -> None:
         """Keeps this state as the one to go on from. All ranks have the same: one writes it, and has it before it
         reports."""
-        if self._kept is not None and self.rank == 0:
-            self._kept.write(self._replica.state())
+        if self._committed is not None and self.rank == 0:
+            self._committed.write(self._replica.state())
 
     def load_state_dict(self, state: State) -> None:
         self._load(state)
@@ -249,8 +249,8 @@ class MapReduceStep(ReplicaStep, Recoverable):
             p.grad = None
 
     def rejoin(self, world: World) -> None:
-        assert self._kept is not None, "whoever replaces workers holds memory for them"
-        state = self._kept.read()
+        assert self._committed is not None, "whoever replaces workers holds memory for them"
+        state = self._committed.read()
         if state is None:
             raise StateLost("a worker was lost before the first update: there is nothing to go on from")
         # A rank that was one update further, because rank 0 died before it had kept that, makes it again.

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from apportion.comm.sync import round_up
 from apportion.errors import ApportionError
 from apportion.process import die_with_parent
 
@@ -207,7 +208,7 @@ class _Shelf:
         file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
         _Packer(file, protocol=5, buffer_callback=buffers.append).dump(value)
         raw = [buffer.raw() for buffer in buffers]
-        starts = [0, *itertools.accumulate(-(-view.nbytes // 64) * 64 for view in raw)]
+        starts = [0, *itertools.accumulate(round_up(view.nbytes) for view in raw)]
         if starts[-1] > min(PLACE_BYTES, self._memory.nbytes):
             return PackedBatch(file.getvalue(), (), tuple(bytearray(view) for view in raw))
         first = place * PLACE_BYTES

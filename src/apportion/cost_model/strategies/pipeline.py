@@ -52,7 +52,7 @@ def _named(profile: Profile, cuts: Sequence[str], stages: int) -> list[int]:
         at = [i for i, layer in enumerate(profile.layers) if layer.name == name or layer.name.startswith(f"{name}.")]
         if not at or at[0] <= max(found, default=0):
             raise ValueError(
-                f"cuts={tuple(cuts)}: no stage can begin with {name!r}: it is no layer after the one before"
+                f"cuts={tuple(cuts)}: no stage can begin with {name!r}: it is not a layer after the one before"
             )
         found.append(at[0])
     return found

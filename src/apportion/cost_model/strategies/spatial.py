@@ -87,7 +87,7 @@ def spatial(profile: Profile, layout: Placement, own: LayerTimes, found: Images,
     return run.done(found, all_weights=True)
 
 
-How = Literal["column", "row", "towers", "gathered", "alike"]
+How = Literal["column", "row", "groups", "gathered", "alike"]
 """The way in which a convolution is divided: with some of the filters on each rank, looking at all channels; with all
 filters, looking at some of the channels; with some of the groups; as a column, of channels that have to be gathered
 first; whole on each rank, of channels that have to be gathered first."""
@@ -136,7 +136,7 @@ def _whole_before(at: int, layer: LayerProfile, how: Mapping[int, How], in_slice
         return True
     places = {other.name: i for i, other in enumerate(profile.layers)}
     given = [places.get(name, -1) for name in layer.inputs]
-    return how.get(at) == "towers" and not any(i in in_slices and how.get(i) != "row" for i in given)
+    return how.get(at) == "groups" and not any(i in in_slices and how.get(i) != "row" for i in given)
 
 
 def _must_have_groups(profile: Profile, layout: Placement) -> None:
@@ -163,7 +163,7 @@ def _channels(profile: Profile, found: Images, ranks: int, *, groups: bool) -> t
                 whole = True
                 continue
             if layer.groups > 1:
-                how[i] = "towers"
+                how[i] = "groups"
             elif whole:
                 how[i] = "column"
             else:

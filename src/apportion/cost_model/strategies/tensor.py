@@ -14,6 +14,7 @@ from typing import Literal
 
 from apportion.cost_model.collectives import Collective
 from apportion.cost_model.compute import LayerTimes
+from apportion.cost_model.elementwise import ACTIVATIONS
 from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile
 
@@ -31,20 +32,17 @@ _KINDS: dict[str, How] = {
     "TransformerEncoderLayer": "block",
     "TransformerDecoderLayer": "block",
 }
-# fmt: off
-ELEMENTWISE = frozenset((
-    "relu", "relu6", "leakyrelu", "elu", "selu", "celu", "gelu", "silu", "mish", "tanh", "sigmoid", "softplus",
-    "softsign", "hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "tanhshrink", "threshold", "hardshrink",
-    "softshrink", "identity", "dropout", "mul", "add", "sub", "truediv", "div", "neg", "square", "abs", "exp", "log",
-    "sqrt", "rsqrt", "pow", "clamp", "sin", "cos", "erf", "clone", "contiguous", "imul", "iadd", "isub",
-))
+_ELEMENTWISE = frozenset((
+    *(name.replace("_", "") for name in ACTIVATIONS), "identity", "dropout", "mul", "add", "sub", "truediv", "div",
+    "neg", "square", "abs", "exp", "log", "sqrt", "rsqrt", "pow", "clamp", "sin", "cos", "erf", "clone", "contiguous",
+    "imul", "iadd", "isub",
+))  # fmt: skip
 """The kinds of layers that treat each number by itself, in small letters and without underscores."""
-# fmt: on
 
 
 def is_elementwise(layer: LayerProfile) -> bool:
     """Does the layer treat each number by itself?"""
-    return layer.kind.replace("_", "").lower() in ELEMENTWISE
+    return layer.kind.replace("_", "").lower() in _ELEMENTWISE
 
 
 def width(profile: Profile, layer: LayerProfile) -> tuple[float, float]:

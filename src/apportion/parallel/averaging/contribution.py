@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from apportion.comm.shared_layout import TensorRegions
 from apportion.core.torch_private import buffers_of
 from apportion.parallel.replica.forward_state import ForwardTensor, digest
 from apportion.parallel.replica.replica import Replica
-
-LINE = 64
-"""The bytes that every tensor begins at a multiple of."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +88,15 @@ class ReplicaTensors:
     @property
     def nbytes(self) -> int:
         """The bytes that one ``Contribution`` takes in memory."""
-        return sum(_rounded(t) for t in self._like())
+        regions = TensorRegions()
+        for like in self._like():
+            regions.add(like.dtype, *like.shape)
+        return regions.nbytes
 
     def parts(self, memory: memoryview | bytearray, offset: int = 0) -> Contribution:
         """Return the contribution whose tensors lie in this memory from ``offset`` on."""
-        views = []
-        for like in self._like():
-            flat = torch.frombuffer(memory, dtype=like.dtype, count=max(1, like.numel()), offset=offset)
-            views.append(flat[: like.numel()].view(like.shape))
-            offset += _rounded(like)
+        regions = TensorRegions()
+        views = [regions.add(like.dtype, *like.shape).of(memory, offset) for like in self._like()]
         weights, counts = self.own()
         a, b = len(weights), len(weights) + len(counts)
         c = b + len(self.slots)
@@ -201,10 +199,6 @@ def copy_parts(source: Contribution, target: Contribution) -> None:
     ):
         for a, b in zip(mine, theirs, strict=True):
             b.copy_(a)
-
-
-def _rounded(t: Tensor) -> int:
-    return -(-max(1, t.numel()) * t.element_size() // LINE) * LINE
 
 
 def _slots_to_come(replica: Replica) -> Mapping[str, Tensor]:

@@ -28,14 +28,15 @@ from typing import final
 import numpy as np
 
 from apportion.comm.process_lock import LOCK_BYTES, Lock, initialize
-from apportion.comm.sync import Word, fence, sleep_on, wake
+from apportion.comm.sync import CACHE_LINE, Word, fence, round_up, sleep_on, wake
 from apportion.comm.world import World
 from apportion.parallel.averaging.contribution import Contribution, ReplicaTensors, average, copy_parts
 from apportion.parallel.averaging.rounds import AveragingRound, Exchange, Write, dealt, is_late
 
 SLEEP_SECONDS = 0.01
 """The seconds between two looks at what may have ended the wait."""
-LINE = 192
+LINE = 3 * CACHE_LINE
+"""The bytes of a seat's own words and numbers."""
 _WORDS = 12
 _COMMIT, _READY, _LOCK, _HEAD = 0, 4, 64, 64 + LOCK_BYTES
 _WRITTEN, _ARRIVED, _ASSIGNED, _SOURCE, _TOOK, _FIRST, _STRIDE, _MANY = range(8)
@@ -68,7 +69,7 @@ class SharedAverage(Exchange):
         seats, nbytes = world.seats, frame.nbytes
         meta = 8 * 8 + 8 * 5 * seats
         begin = _HEAD + LINE * seats + 2 * meta
-        tensors = -(-begin // 64) * 64
+        tensors = round_up(begin)
         memory = world.shared(f"local_sgd/{nbytes}", tensors + (2 + seats) * nbytes)
         self._memory, self._frame, self._every, self._total = memory, frame, every, total
         self._commit, self._ready = Word.from_buffer(memory, _COMMIT), Word.from_buffer(memory, _READY)

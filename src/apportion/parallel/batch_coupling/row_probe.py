@@ -88,7 +88,7 @@ class Copied:
         self.buffers = self._buffers_now()
         """The buffers as every run finds them."""
         self._before = Before(self.model)
-        self._kept = [(b, b.detach().clone()) for b in self.model.buffers()]
+        self._committed = [(b, b.detach().clone()) for b in self.model.buffers()]
 
     @property
     def normalised(self) -> dict[str, str]:
@@ -197,7 +197,7 @@ class Copied:
         """Restore what a forward has changed to what it was."""
         self._before.put_back()
         with torch.no_grad():
-            for buffer, value in self._kept:
+            for buffer, value in self._committed:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
 
@@ -225,7 +225,7 @@ class _Steady(TorchFunctionMode):
         self.inside: list[tuple[str, list[Tensor]]] = []
         self.normalised: dict[str, str] = {}
         self.low = self.single = False
-        self._kept: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._cached: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -248,7 +248,7 @@ class _Steady(TorchFunctionMode):
                 return functional.instance_norm(x, None, None, *parameters, True, asked.momentum, asked.eps)
             with torch.no_grad():
                 here = x.transpose(0, 1).reshape(x.shape[1], -1)
-                mean, variance = self._kept.setdefault((name, len(here)), (here.mean(1), here.var(1, correction=0)))
+                mean, variance = self._cached.setdefault((name, len(here)), (here.mean(1), here.var(1, correction=0)))
             return functional.batch_norm(x, mean, variance, *parameters, False, asked.momentum, asked.eps)
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.is_floating_point():

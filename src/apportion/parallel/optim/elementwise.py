@@ -1,7 +1,9 @@
 """Element-wise update rules of torch's optimizers, on pieces of the flat vector of weights.
 
 Each reads one version of the weights and slots and writes the other. The arithmetic is torch's own; where torch has one
-fused kernel for it, that is called, on a copy of the old piece.
+fused kernel for it, that is called, on a copy of the old piece. The parameter store has rules of its own
+(``hyperparameters.py``): they leave the gradient as it is, take hyperparameters as plain numbers from shared memory,
+and add in the order of torch's plain loop, which is not a fused kernel's to the last bit.
 """
 
 from __future__ import annotations

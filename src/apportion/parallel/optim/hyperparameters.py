@@ -202,8 +202,8 @@ def rule_of(optimizer: Optimizer) -> StoreRule:
             return rule(optimizer.param_groups)
     known = ", ".join(rule.optimizer.__name__ for rule in RULES)
     raise ValueError(
-        f"{type(optimizer).__name__} is no rule of the parameter store, which updates any stretch of the weights by "
-        f'itself: use one of {known}, or name a rule: rule="adagrad(lr=0.01)"'
+        f"the parameter store has no rule for {type(optimizer).__name__}: it updates any stretch of the weights by "
+        f'itself; use one of {known}, or name a rule: rule="adagrad(lr=0.01)"'
     )
 
 
@@ -297,6 +297,6 @@ def named(text: str | NamedRule) -> NamedRule:
         return text
     name = text.partition("(")[0].strip()
     if name not in NAMED:
-        raise ValueError(f"rule={text!r} is no rule: one of {', '.join(f'{known}(lr=0.01)' for known in NAMED)}")
+        raise ValueError(f"rule={text!r} must be one of {', '.join(f'{known}(lr=0.01)' for known in NAMED)}")
     value: NamedRule = parse_as(text, NAMED[name])
     return value

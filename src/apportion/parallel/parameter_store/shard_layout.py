@@ -1,4 +1,4 @@
-"""The places of the weights: parameters in one flat vector, the vector in shards, the shards in memory."""
+"""The places of the weights: parameters in one flat vector, and the vector in shards."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apportion.comm.sync import CACHE_LINE, round_up
 from apportion.parallel.optim.hyperparameters import StoreRule, rule_of
 
-LINE = 64
-"""The bytes of a cache line: parameters and shards begin at a multiple, so that no two processes write to one line."""
 SHARD_BYTES = 512 << 10
 """The bytes of a large shard: with its other copy and its gradient it fits a core's cache."""
 LEAST_SHARDS, MOST_SHARDS = 8, 1024
@@ -53,11 +52,11 @@ class StoreLayout:
         self.many_groups = len(groups)
         self.hyper = self.rule.numbers(groups[0])
         """The number of hyperparameters of a group."""
-        align = LINE // self.dtype.itemsize
+        align = CACHE_LINE // self.dtype.itemsize
         self.starts, end = [], 0
         for p in self.parameters:
             self.starts.append(end)
-            end += -(-p.numel() // align) * align
+            end += round_up(p.numel(), align)
         self.total = end
         self.bounds = _cut(end, self.dtype.itemsize, align, shards)
         self.shards = len(self.bounds) - 1
@@ -86,35 +85,3 @@ def _cut(total: int, itemsize: int, align: int, shards: int | None) -> Sequence[
         shards = min(MOST_SHARDS, max(few, -(-nbytes // SHARD_BYTES)))
     size = -(-total // (shards * align)) * align
     return [*range(0, total, size), total]
-
-
-@dataclass(frozen=True)
-class StoreRegion:
-    """An array in memory."""
-
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def of(self, memory: memoryview) -> Tensor:
-        count = 1
-        for n in self.shape:
-            count *= n
-        if not count:
-            return torch.empty(self.shape, dtype=self.dtype)
-        return torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.offset).view(self.shape)
-
-
-class Regions:
-    """A sequence of arrays in memory, one after the other, each on cache lines of its own."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-
-    def add(self, dtype: torch.dtype, *shape: int) -> StoreRegion:
-        """Add the next array."""
-        offset, count = self.nbytes, 1
-        for n in shape:
-            count *= n
-        self.nbytes = -(-(offset + count * dtype.itemsize) // 128) * 128
-        return StoreRegion(offset, dtype, shape)

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from apportion.comm.process_lock import LOCK_BYTES, Lock, initialize
-from apportion.comm.sync import Word
-from apportion.parallel.parameter_store.shard_layout import Regions, StoreLayout
+from apportion.comm.shared_layout import TensorRegions
+from apportion.comm.sync import CACHE_LINE, Word
+from apportion.parallel.parameter_store.shard_layout import StoreLayout
 
 LOG_BYTES = 256 << 20
 """The most that the log may fill; a longer run keeps its end."""
@@ -83,7 +84,7 @@ class Memory:
         largest = max(b - a for a, b in pairwise(layout.bounds))
         self.run = max(1, min(RUN_SHARDS, -(-layout.shards // seats), RUN_BYTES // (largest * layout.dtype.itemsize)))
         """The largest number of shards that are updated in one go."""
-        regions = Regions()
+        regions = TensorRegions(align=2 * CACHE_LINE)
         i64, f64 = torch.int64, torch.float64
         self._head = regions.add(i64, 8)
         self._turn = regions.add(torch.int32, _TURN_BYTES // 4)

@@ -58,8 +58,8 @@ def whole(versions: Sequence[Version]) -> list[Version] | None:
 
 
 @final
-class KeptParts:
-    """The parts of the state that the workers of a host keep in shared memory."""
+class CommittedShards:
+    """The shards of the committed state that the workers of a host hold in shared memory."""
 
     def __init__(self, world: World) -> None:
         self._world = world

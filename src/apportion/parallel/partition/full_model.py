@@ -50,7 +50,7 @@ class FullModel:
         whole."""
         told: dict[str, Any] = {}
         for key, tensor in model.state_dict().items():
-            assert key in self.first, f"{key} is no tensor of the plain model"
+            assert key in self.first, f"{key} is not a tensor of the plain model"
             piece, name = given.get(key) or TensorShard(tuple(tensor.shape)), self.first[key]
             assert piece.shape == self.shapes[key], f"{key} is {self.shapes[key]}, not {piece.shape}"
             assert piece.held == tensor.shape, f"the piece of {key} is {piece.held}, not {tuple(tensor.shape)}"

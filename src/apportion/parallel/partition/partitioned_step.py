@@ -37,7 +37,7 @@ from apportion.core.workload import Workload
 from apportion.errors import StateLost
 from apportion.parallel.partition import equivalence
 from apportion.parallel.partition.autograd_use import asked, refuse_gradients_of_gradients
-from apportion.parallel.partition.committed_shards import KeptParts, whole
+from apportion.parallel.partition.committed_shards import CommittedShards, whole
 from apportion.parallel.partition.full_model import FullModel
 from apportion.parallel.partition.part import MakePart
 from apportion.parallel.partition.resharding import Resharder
@@ -139,7 +139,7 @@ class SplitStep(Step, Recoverable):
         self._loss: Tensor | None = None
         survives = self._again is not None and world.members is not None and world.size == world.local_size
         survives = survives and world.outer is None  # who has divided a world keeps what all of its ranks have
-        self._kept = KeptParts(world) if survives else None
+        self._committed = CommittedShards(world) if survives else None
         sample.let_go()
         give_back()  # the plain model
 
@@ -282,7 +282,7 @@ class SplitStep(Step, Recoverable):
             self._hooks(named, of_parameters=scope is None)
         largest = self._workload.clip_grad_norm
         if largest is None and self._part.alike:
-            if self._kept is not None:  # nobody is two updates ahead of another
+            if self._committed is not None:  # nobody is two updates ahead of another
                 self._group.barrier()
             return loss
         gradients = [(p, p.grad) for p in self._replica.trainable(scope) if p.grad is not None]
@@ -325,8 +325,8 @@ class SplitStep(Step, Recoverable):
 
     def _keep(self) -> None:
         """Keep the state as it is now in memory that outlives this process."""
-        if self._kept is not None:
-            self._kept.write(*self.held_here())
+        if self._committed is not None:
+            self._committed.write(*self.held_here())
 
     def held_here(self) -> tuple[State, Mapping[str, Any]]:
         """Return this rank's part of the state, without copies, and which pieces it consists of."""
@@ -368,11 +368,11 @@ class SplitStep(Step, Recoverable):
             raise StateLost("the recurrent state of a rank's rows died with it")
         if self._built != world.generation:  # who has come anew has just built
             self.move(world)
-        assert self._kept is not None
-        found = whole(self._kept.versions())
+        assert self._committed is not None
+        found = whole(self._committed.versions())
         if found is None:
             raise StateLost("no update had been kept by all ranks")
-        parts = self._kept.read(found)
+        parts = self._committed.read(found)
         self._group.barrier()  # nobody writes while another still looks
         self.load_state_dict(self._spread.together(parts))
 

@@ -37,7 +37,7 @@ from apportion.core.workload import Workload, examples
 from apportion.errors import StateLost
 from apportion.parallel.batch_coupling.analysis import whole_batch_functions
 from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
-from apportion.parallel.partition.committed_shards import KeptParts, whole
+from apportion.parallel.partition.committed_shards import CommittedShards, whole
 from apportion.parallel.partition.partitioned_step import SplitStep
 from apportion.parallel.partition.replica_groups import ReplicaGroup, how_many, how_many_are_left, whole_network
 from apportion.parallel.replica.gradient_buckets import GradientSum
@@ -123,7 +123,7 @@ class ReplicatedStep(Step, Recoverable):
             inner.replica.trainable(), self._across, sparse=inner.sparse, optimizers=[*inner.optimizers.values()]
         )
         survives = world.members is not None and world.size == world.local_size
-        self._kept = KeptParts(world) if survives else None
+        self._committed = CommittedShards(world) if survives else None
 
     def _use_whole_batch(self) -> None:
         """Make batch normalisation take its statistics over all replicas; where it takes them over the ranks of its
@@ -178,7 +178,7 @@ class ReplicatedStep(Step, Recoverable):
     def _joined(self, loss: Tensor | None) -> Tensor | None:
         """Sum the gradients of all replicas; returns the loss where it is known."""
         told = self._sums(loss if self._told else None, self._told)
-        if self._kept is not None:  # nobody is two updates ahead of another
+        if self._committed is not None:  # nobody is two updates ahead of another
             self._world.group().barrier()
         return None if loss is None else told
 
@@ -205,8 +205,8 @@ class ReplicatedStep(Step, Recoverable):
         self._keep()
 
     def _keep(self) -> None:
-        if self._kept is not None:
-            self._kept.write(*self._inner.held_here())
+        if self._committed is not None:
+            self._committed.write(*self._inner.held_here())
 
     def rejoin(self, world: World) -> None:
         if self._workload.carry is not None:
@@ -215,11 +215,11 @@ class ReplicatedStep(Step, Recoverable):
             place = self._divide(world)
             self._inner.move(place.within)
             self._settle(world, place)
-        assert self._kept is not None
-        found = whole(self._kept.versions())
+        assert self._committed is not None
+        found = whole(self._committed.versions())
         if found is None:
             raise StateLost("no update had been kept by all ranks")
-        parts = self._kept.read(found)
+        parts = self._committed.read(found)
         world.group().barrier()  # nobody writes while another still looks
         self.load_state_dict(self._inner.together(parts))
 

@@ -16,6 +16,7 @@ from apportion.cost_model import partitioning
 from apportion.cost_model.partitioning import SECONDS_PER_BYTE, SECONDS_PER_MESSAGE
 from apportion.parallel.replica.initial_model import memory_of
 from apportion.parallel.tracing.network import undisturbed
+from apportion.parallel.tracing.nodes import used_tensors
 from apportion.parallel.tracing.tracer import arguments, names
 
 RUNS = 3
@@ -55,7 +56,7 @@ def named(places: Places, cuts: Sequence[str]) -> list[int]:
     for cut in cuts:
         at = next((i for i, name in enumerate(places.names) if name == cut or name.startswith(f"{cut}.")), None)
         if at is None:
-            raise ValueError(f"cuts={tuple(cuts)}: {cut!r} is no layer of the network; a stage may begin with {known}")
+            raise ValueError(f"cuts={tuple(cuts)}: unknown layer {cut!r}; a stage may begin with {known}")
         if at == 0 or places.crossing[at] is None or at in found or at < max(found, default=0):
             why = "the first stage begins with it" if at == 0 else places.because.get(at, "it cannot be cut there")
             why = "the cuts are not in the order of the layers" if at in found or at < max(found, default=0) else why
@@ -115,7 +116,7 @@ def measured(model: nn.Module, graph: fx.Graph, inputs: Any, stateful: Sequence[
     for i, (node, last) in enumerate(_last_uses(graph).items()):
         if (nbytes := timer.bytes[node]) is None:
             because |= dict.fromkeys(
-                range(i + 1, last + 1), f"what {named[node]} gives is no tree of tensors and numbers"
+                range(i + 1, last + 1), f"what {named[node]} gives is not a tree of tensors and numbers"
             )
         elif last > i:
             begins[i + 1] += nbytes
@@ -141,22 +142,6 @@ def _tied(model: nn.Module, order: Sequence[fx.Node], stateful: Sequence[str]) -
                 found |= dict.fromkeys(between, f"{name}, which changes, would be used on both sides")
                 last[memory] = i
     return found
-
-
-def used_tensors(model: nn.Module, node: fx.Node) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers that a call uses, by name."""
-    if node.op == "call_module":
-        path = str(node.target)
-        module = model.get_submodule(path)
-        found: list[tuple[str, Tensor]] = [*module.named_parameters(remove_duplicate=False)]
-        found += module.named_buffers(remove_duplicate=False)
-        return [(f"{path}.{name}", t) for name, t in found]
-    return [(str(n.target), _attribute(model, str(n.target))) for n in node.all_input_nodes if n.op == "get_attr"]
-
-
-def _attribute(model: nn.Module, path: str) -> Any:
-    owner, _, name = path.rpartition(".")
-    return getattr(model.get_submodule(owner), name)
 
 
 class _Timer(fx.Interpreter):

@@ -13,8 +13,9 @@ from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.torch_private import buffers_of, persists_no_more
 from apportion.parallel.partition.tensor_shards import TensorShard
-from apportion.parallel.pipeline.cut_points import calls, crossing_values, used_tensors
+from apportion.parallel.pipeline.cut_points import calls, crossing_values
 from apportion.parallel.tracing.network import undisturbed
+from apportion.parallel.tracing.nodes import used_tensors
 from apportion.parallel.tracing.tracer import arguments
 
 

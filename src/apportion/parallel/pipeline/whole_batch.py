@@ -23,9 +23,10 @@ from torch import Tensor, fx, nn
 from apportion.core import tree
 from apportion.core.torch_private import BatchNormBase, DropoutBase, pytree
 from apportion.parallel.partition.equivalence import difference
-from apportion.parallel.pipeline.cut_points import calls, used_tensors
+from apportion.parallel.pipeline.cut_points import calls
 from apportion.parallel.pipeline.stage_graph import StageGraph
 from apportion.parallel.tracing.network import evaluating, undisturbed
+from apportion.parallel.tracing.nodes import used_tensors
 
 SAMPLE = 2, 3
 """The numbers of rows that are computed apart and together, to see what becomes of them."""

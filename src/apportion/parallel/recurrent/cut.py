@@ -15,14 +15,14 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from apportion.core import tree
-from apportion.parallel.recurrent.graph import INSTEAD, PACKING, Graphs, attribute, held, packed, parts
+from apportion.core import torch_private, tree
+from apportion.parallel.recurrent.graph import INSTEAD, PACKING, Graphs, held, packed, parts
 from apportion.parallel.replica.initial_model import memory_of
 from apportion.parallel.tracing.network import evaluating, undisturbed
+from apportion.parallel.tracing.nodes import attribute, called
 from apportion.parallel.tracing.tracer import Unfollowed, follow, of_torch
 
 KINDS = (nn.LSTM, nn.GRU, nn.RNN)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,11 @@ class Cut:
 
         for node in nodes:
             arguments, options = map_arg(node.args, given), map_arg(node.kwargs, given)
-            values[node] = self._call(node, arguments, options)
+            if node.op == "get_attr":
+                values[node] = attribute(self.model, node.target)
+            else:
+                values[node] = called(self.model, node)(*arguments, **options)
         return map_arg(wanted, given)
-
-    def _call(self, node: Node, arguments: Any, options: Any) -> Any:
-        target: Any = node.target
-        if node.op == "call_module":
-            return self.model.get_submodule(target)(*arguments, **options)
-        if node.op == "call_method":
-            return getattr(arguments[0], target)(*arguments[1:], **options)
-        if node.op == "get_attr":
-            return attribute(self.model, target)
-        return target(*arguments, **options)
 
     def held(self, nodes: Iterable[Node]) -> set[str]:
         """The parameters and buffers that these nodes use, by every name they go by."""
@@ -159,7 +152,7 @@ def _refuse_sharing(model: nn.Module, net: nn.Module, where: str) -> None:
         if len(names[id(p)]) > 1:
             raise ValueError(f"{' and '.join(names[id(p)][:2])} are one weight, and on two ranks: {INSTEAD}")
     for module, name in ((net, where), (model, type(model).__name__)):
-        if any(getattr(module, kind) for kind in _HOOKS):
+        if torch_private.hooked(module):
             raise ValueError(f"{name} has a hook, and no rank has all that it would see: remove it, or {INSTEAD}")
 
 

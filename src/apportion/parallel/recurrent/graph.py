@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from apportion.parallel.tracing.nodes import attribute, target_name
 from apportion.parallel.tracing.tracer import in_place, of_torch
 
 INSTEAD = "use data_parallel"
@@ -121,7 +122,9 @@ def _returned(output: Node, net: Node, carries: bool, where: str) -> tuple[Any, 
             items = [net.graph.call_function(_take, (net, i)) for i in range(2)]
         return items[0], items[1]
     if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise ValueError(f"with carry= the model gives (outputs, state), and what it gives around {where} is no pair")
+        raise ValueError(
+            f"with carry= the model gives (outputs, state), and what it gives around {where} is not a pair"
+        )
     outputs, state = returned
     return outputs, state
 
@@ -160,7 +163,7 @@ def _refuse_unread(graph: Graph, known: set[Node], net: Node) -> None:
         if node in known or node is net or not node.op.startswith("call_"):
             continue
         if in_place(node):
-            name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", str(node.target))
+            name = target_name(node)
             raise ValueError(
                 f"{name}() changes a tensor in place, and its result is not used: which part it belongs to is unknown; "
                 f"use what it gives (x = x.{name}(...)), or {INSTEAD}"
@@ -178,7 +181,7 @@ def _is_free(node: Node, model: nn.Module) -> bool:
     """Return whether a node has no weights and draws nothing, so that any rank may compute it."""
     if held(model, [node]):
         return False
-    name = str(node.target) if node.op != "call_function" else getattr(node.target, "__name__", "")
+    name = target_name(node)
     if node.op == "call_module":
         module = model.get_submodule(str(node.target))
         if not of_torch("", module):  # that could not be followed
@@ -199,10 +202,3 @@ def held(model: nn.Module, nodes: Iterable[Node]) -> set[str]:
         elif node.op == "get_attr" and isinstance(attribute(model, target), Tensor):
             names.add(target)
     return names
-
-
-def attribute(model: nn.Module, target: str) -> Any:
-    found: Any = model
-    for name in target.split("."):
-        found = getattr(found, name)
-    return found

@@ -153,7 +153,7 @@ class WavefrontPart(Part):
         """The state in the form in which the recurrent module gives it."""
         return leaves if isinstance(self._net, nn.LSTM) or not leaves else leaves[0]
 
-    def _kept(self, what: str, number: int, shape: tuple[int, ...]) -> Tensor:
+    def _cached(self, what: str, number: int, shape: tuple[int, ...]) -> Tensor:
         """The memory of a layer, the same from step to step: fresh pages cost time."""
         weight, kept = self._layers[number].weights[0], self._memory.get((what, number))
         if kept is None or kept.shape != shape:
@@ -165,12 +165,12 @@ class WavefrontPart(Part):
     ) -> Tensor:
         """Run a layer; returns its outputs, which are sent on chunk by chunk."""
         own, is_last = self._layers[number], number == self._many - 1
-        inputs = self._kept("x", number, (*shape, own.inputs))
+        inputs = self._cached("x", number, (*shape, own.inputs))
         works = [self._group.receive(inputs[p], (number - 1) % self._ranks) for p in ran.pieces if number > 0]
         if is_last and not training:  # whoever asked for the outputs may keep them
             y = inputs.new_empty((*shape, own.outputs))
         else:
-            y = self._kept("y", number, (*shape, own.outputs))
+            y = self._cached("y", number, (*shape, own.outputs))
         own.begin(inputs, y, tuple(t[number] for t in begun), training=training)
         for at, piece in enumerate(ran.pieces):
             if number > 0:
@@ -257,10 +257,10 @@ class WavefrontPart(Part):
             assert ran.top is not None
             dy = torch.zeros_like(ran.top) if ran.top.grad is None else ran.top.grad
         else:
-            dy = self._kept("dy", number, (time, rows, own.outputs))
+            dy = self._cached("dy", number, (time, rows, own.outputs))
             works = [self._group.receive(dy[p], (number + 1) % self._ranks) for p in reversed(ran.pieces)]
         asked = number > 0 or (ran.x is not None and ran.x.requires_grad)
-        dx = self._kept("dx", number, (time, rows, own.inputs)) if asked else None
+        dx = self._cached("dx", number, (time, rows, own.inputs)) if asked else None
         own.begin_backward(dstate or (None,) * len(own.state))
         for at, piece in enumerate(reversed(ran.pieces)):
             if works:

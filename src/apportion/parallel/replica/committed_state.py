@@ -20,13 +20,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from apportion.comm.sync import fence
+from apportion.comm.shared_layout import TensorRegion, TensorRegions
+from apportion.comm.sync import CACHE_LINE, fence, round_up
 from apportion.comm.world import World
 from apportion.core.strategy import State
 
-ALIGN = 64
-"""The number of bytes on a multiple of which every tensor starts."""
-_HEAD_BYTES = 64
+_HEAD_BYTES = CACHE_LINE
 _COMMIT, _NBYTES = 0, 1
 """Words of the head: the version that is whole (0: none yet), and how large the memory of each of the two is."""
 _LENGTHS_BYTES = 16
@@ -74,17 +73,15 @@ class StateLayout:
 
     def __init__(self, state: State, beside: Any = None) -> None:
         self._beside, self._kinds = beside, _kinds(state)
-        self._places, at = [], 0
-        for _, _, dtype, shape in self._kinds:
-            self._places.append(at)
-            at += _rounded(shape.numel() * dtype.itemsize)
+        regions = TensorRegions()
+        self._regions = [regions.add(dtype, *shape) for _, _, dtype, shape in self._kinds]
         tensors = [
-            [part, name, str(dtype).removeprefix("torch."), list(shape), place]
-            for (part, name, dtype, shape), place in zip(self._kinds, self._places, strict=True)
+            [part, name, str(dtype).removeprefix("torch."), list(shape), region.offset]
+            for (part, name, dtype, shape), region in zip(self._kinds, self._regions, strict=True)
         ]
         self._head = json.dumps({"tensors": tensors, "beside": beside}).encode()
-        self._begin = _rounded(_LENGTHS_BYTES + len(self._head))
-        self._end = self._begin + at
+        self._begin = round_up(_LENGTHS_BYTES + len(self._head))
+        self._end = self._begin + regions.nbytes
         # L-BFGS keeps more from step to step. In powers of two, what it has grown out of is less than what it uses.
         self.nbytes = 1 << (self._end + len(_told(state))).bit_length()
 
@@ -98,8 +95,7 @@ class StateLayout:
         places where their tensors go."""
         _lengths(memory)[0] = len(self._head)
         memory[_LENGTHS_BYTES : _LENGTHS_BYTES + len(self._head)] = self._head
-        places = zip(self._kinds, self._places, strict=True)
-        return [_view(memory, dtype, shape, self._begin + at) for (_, _, dtype, shape), at in places]
+        return [region.of(memory, self._begin) for region in self._regions]
 
     def write(self, memory: memoryview, views: Sequence[Tensor], state: State) -> None:
         """Write the rest of a state: its tensors, its step and its settings."""
@@ -114,11 +110,11 @@ def unpacked(memory: memoryview) -> tuple[State, Any]:
     """A copy of the state that lies in this memory, and what is beside it."""
     length, told = _lengths(memory)
     head = json.loads(bytes(memory[_LENGTHS_BYTES : _LENGTHS_BYTES + length]))
-    begin = end = _rounded(_LENGTHS_BYTES + length)
+    begin = end = round_up(_LENGTHS_BYTES + length)
     found: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
     for part, name, dtype, shape, at in head["tensors"]:
-        tensor = found[part][name] = _view(memory, getattr(torch, dtype), shape, begin + at).clone()
-        end = begin + at + _rounded(tensor.nbytes)
+        tensor = found[part][name] = TensorRegion(at, getattr(torch, dtype), tuple(shape)).of(memory, begin).clone()
+        end = begin + at + round_up(tensor.nbytes)
     rest = json.loads(bytes(memory[end : end + told]))
     return State(step=rest["step"], settings=rest["settings"], **found), head["beside"]
 
@@ -134,14 +130,3 @@ def _kinds(state: State) -> list[tuple[str, str, torch.dtype, torch.Size]]:
 
 def _told(state: State) -> bytes:
     return json.dumps({"step": state.step, "settings": state.settings}).encode()
-
-
-def _view(memory: memoryview, dtype: torch.dtype, shape: Any, at: int) -> Tensor:
-    numel = torch.Size(shape).numel()
-    if not numel:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=at).view(shape)
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN

@@ -147,7 +147,7 @@ class ForwardState:
         self.places, self._named = places(model, trained)
         self._copied = [p for p in self.places if not p.parameter]
         self._still = [p for p in self.places if p.built is not None]
-        self._kept = self._clones()
+        self._committed = self._clones()
         self._steps, self._looked = 0, False
         self._began: list[Tensor] | None = None
         self._repeats = False
@@ -197,7 +197,7 @@ class ForwardState:
             place.moves = True
             if place.parameter:
                 self._copied.append(place)
-                self._kept.append(place.tensor.detach().clone())
+                self._committed.append(place.tensor.detach().clone())
                 place.note()
 
     def commit(self) -> None:
@@ -214,10 +214,10 @@ class ForwardState:
         for i, place in enumerate(self._copied):
             if now[i] is not place.at or (place.parameter and now[i].data_ptr() != place.pointer):
                 place.note()
-                if now[i].shape != self._kept[i].shape or now[i].dtype != self._kept[i].dtype:
-                    self._kept[i] = now[i].detach().clone()
+                if now[i].shape != self._committed[i].shape or now[i].dtype != self._committed[i].dtype:
+                    self._committed[i] = now[i].detach().clone()
         if now:
-            foreach_copy(self._kept, now)
+            foreach_copy(self._committed, now)
 
     # Before one
 
@@ -231,7 +231,7 @@ class ForwardState:
     @torch.no_grad()
     def put_back(self) -> None:
         """Put the committed values back into all places that have moved before: after passes that were only to look."""
-        self._put(self._kept)
+        self._put(self._committed)
 
     def _put(self, values: list[Tensor]) -> None:
         now = [p.owner[p.key] for p in self._copied]
@@ -253,13 +253,13 @@ class ForwardState:
                 f"{moved[0]}, which no optimizer has, is first moved by the forward of a later step, once for each "
                 "part of the batch: move it in the first step too, or compute each batch in one part"
             )
-        self._put(self._began if self._began is not None else self._kept)
+        self._put(self._began if self._began is not None else self._committed)
 
     # The state
 
     def copies(self) -> dict[str, Tensor]:
         """The committed copies, by every name of the model's that each goes by; not clones of them."""
-        kept = dict(zip(self._copied, self._kept, strict=True))
+        kept = dict(zip(self._copied, self._committed, strict=True))
         return {name: kept[place] for name, place in self._named.items() if place in kept}
 
     def beside(self) -> dict[str, Tensor]:
@@ -293,7 +293,7 @@ class ForwardState:
                 self._named[name].put(value)
         self.note()
         self._find(thorough=True)
-        self._kept = self._clones()
+        self._committed = self._clones()
         self._looked, self._began = False, None
         self._first = self._clones_of_still() if self._repeats else {}
 

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from apportion.comm.shared_layout import TensorRegion, TensorRegions
+from apportion.comm.sync import round_up
 from apportion.parallel.optim.elementwise import ElementwiseRule
 
-ALIGN = 64
-"""The bytes that every tensor starts on a multiple of."""
 VERSIONS = 2
 
 
@@ -77,8 +77,8 @@ class SharedLayout:
     frozen: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     """The shape and type of each parameter that no optimizer has. Where no forward pass moves them, their memory is
     never touched, and costs nothing."""
-    nbytes: int = 0
-    _at: dict[str, tuple[int, torch.dtype, int]] = field(default_factory=dict)
+    _all: TensorRegions = field(default_factory=TensorRegions)
+    _by_name: dict[str, TensorRegion] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._add_kept()
@@ -111,16 +111,16 @@ class SharedLayout:
                 self._add(f"carried/{version}/{k}", dtype, shape.numel())
 
     def _add(self, name: str, dtype: torch.dtype, numel: int) -> None:
-        self._at[name] = (self.nbytes, dtype, numel)
-        size = numel * dtype.itemsize
-        self.nbytes += -(-size // ALIGN) * ALIGN
+        self._by_name[name] = self._all.add(dtype, numel)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all of it."""
+        return self._all.nbytes
 
     def tensor(self, memory: memoryview, name: str) -> Tensor:
         """Return one of the layout's parts as a flat tensor."""
-        offset, dtype, numel = self._at[name]
-        if not numel:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
+        return self._by_name[name].of(memory)
 
 
 def regions_of(
@@ -137,7 +137,7 @@ def regions_of(
             same = [p for p in own if p.dtype == dtype]
             for p in same:
                 starts.append(end)
-                end += -(-p.numel() * dtype.itemsize // ALIGN) * ALIGN // dtype.itemsize
+                end += round_up(p.numel() * dtype.itemsize) // dtype.itemsize
             regions.append(SharedRegion(number, rule, dtype, tuple(numbers[p] for p in same), tuple(starts), end))
     return regions
 

@@ -46,9 +46,9 @@ def conv(
                     f'use workers<={settings.groups}, or split="channel"'
                 )
             return None
-        towers = equal(settings.groups, group.size)
-        seen: Bounds = tuple(n * shape[1] for n in towers)
-        made: Bounds = tuple(n * (outputs // settings.groups) for n in towers)
+        groups = equal(settings.groups, group.size)
+        seen: Bounds = tuple(n * shape[1] for n in groups)
+        made: Bounds = tuple(n * (outputs // settings.groups) for n in groups)
     else:
         seen, made = (0, *[inputs] * group.size), equal(outputs, group.size)
         if holding.split == "channel" and isinstance(x, SpatialShard):

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from apportion.comm.group import Group, collective
-from apportion.core import tree
+from apportion.core import torch_private, tree
 from apportion.core.torch_private import ConvBase
 from apportion.cost_model.constraints import nothing_to_divide
 from apportion.errors import ApportionError
@@ -33,12 +33,12 @@ from apportion.parallel.spatial.placements import SpatialPlan
 from apportion.parallel.spatial.strip import SpatialShard, gathered
 from apportion.parallel.spatial.windows import Layer, divides
 from apportion.parallel.tracing.network import evaluating, undisturbed
+from apportion.parallel.tracing.nodes import attribute, target_name
 from apportion.parallel.tracing.tracer import Unfollowed, follow
 from apportion.parallel.tracing.untraceable import said_here
 
 OTHERS = "data_parallel, or layer_placement"
 """The strategies that work for any layer."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CALLS = {**known_calls(), **LAYER_CALLS}
 
 
@@ -94,7 +94,7 @@ class StripForward:
             if node.op == "placeholder":
                 values[node] = _given(node, given, kwargs)
             elif node.op == "get_attr":
-                values[node] = _attribute(self._model, node.target)
+                values[node] = attribute(self._model, node.target)
             elif node.op == "output":
                 return map_arg(node.args[0], lambda n: self._whole(values[n]))
             else:
@@ -153,7 +153,7 @@ class StripForward:
             raise ValueError(
                 f"{type(layer).__name__} is not known to be right where each rank has a part of the image; use {OTHERS}"
             )
-        if self._holding.planning and any(getattr(layer, kind) for kind in _HOOKS):
+        if self._holding.planning and torch_private.hooked(layer):
             raise ValueError(f"it has a hook, which would see a part of the image; use {OTHERS}")
         return known
 
@@ -192,20 +192,13 @@ def _given(node: Node, given: Any, kwargs: Mapping[str, Any]) -> Any:
     return kwargs[name] if name in kwargs else next(given, default)
 
 
-def _attribute(model: nn.Module, target: Any) -> Any:
-    value: Any = model
-    for name in str(target).split("."):
-        value = getattr(value, name)
-    return value
-
-
 def _place(node: Node) -> str:
     """The place of a node in the model: a layer's name, or the function and the module that calls it."""
     if node.op == "call_module":
         return str(node.target)
     stack = list(node.meta.get("nn_module_stack", {}).values())
     owner = stack[-1][0] if stack else ""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    name = target_name(node)
     return f"{name}() in {owner}" if owner else f"{name}() in the network's forward"
 
 

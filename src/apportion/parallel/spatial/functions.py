@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from apportion.cost_model.elementwise import ACTIVATIONS
 from apportion.parallel.spatial import shapes
 from apportion.parallel.spatial.call_arguments import Call, arguments, function_of, image_of, in_place, name_of
 from apportion.parallel.spatial.geometry import strip
@@ -30,19 +31,15 @@ pow rad2deg reciprocal relu remainder round rsqrt rsub sgn sigmoid sign sin sinc
 true_divide trunc where xlogy zeros_like ones_like
 """
 _METHODS = "bfloat16 bool clone contiguous detach double float half int long to type type_as fill_ zero_ copy_"
-_ACTIVATIONS = """
-celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu sigmoid silu softplus
-softshrink softsign tanh tanhshrink threshold
-"""
 _OPERATORS = """
 abs add and_ eq floordiv ge gt inv invert le lt mod mul ne neg or_ pos pow sub truediv xor iadd isub imul itruediv ipow
 """
 
 
 def _elementwise_calls() -> set[Any]:
-    names, activations = _NAMES.split(), _ACTIVATIONS.split()
+    names = _NAMES.split()
     calls: set[Any] = {getattr(operator, name) for name in _OPERATORS.split()}
-    for place, known in ((torch, names), (functional, activations)):
+    for place, known in ((torch, names), (functional, ACTIVATIONS)):
         both = [*known, *(f"{name}_" for name in known)]
         calls |= {getattr(place, name) for name in both if hasattr(place, name)}
     return calls | {*names, *(f"{name}_" for name in names), *_METHODS.split()}

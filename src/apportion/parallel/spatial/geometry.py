@@ -23,7 +23,7 @@ from typing import NamedTuple
 from apportion.core.sampler import DataShard
 
 Bounds = tuple[int, ...]
-_KEPT_PLANS = 4096
+_CACHED_PLANS = 4096
 
 
 def equal(length: int, ranks: int) -> Bounds:
@@ -121,7 +121,7 @@ def within(rows: RowRange, length: int) -> RowRange:
     return RowRange(start, max(min(rows.stop, length), start))
 
 
-@lru_cache(_KEPT_PLANS)
+@lru_cache(_CACHED_PLANS)
 def outputs_of(layer: Window | Transposed, bounds: Bounds, outputs: int) -> Bounds:
     """The strips of a layer's output: each rank makes the rows whose middle it has, so that little has to move; but
     where a rank would make more than its share, equal strips."""
@@ -149,7 +149,7 @@ class Halo(NamedTuple):
         return not any(self.before) and not any(self.after)
 
 
-@lru_cache(_KEPT_PLANS)
+@lru_cache(_CACHED_PLANS)
 def halo_of(bounds: Bounds, wanted: tuple[RowRange, ...]) -> Halo:
     """The halo that must move so that each rank has the rows it wants, with all rows between these and its own."""
     before, after = [], []
@@ -160,7 +160,7 @@ def halo_of(bounds: Bounds, wanted: tuple[RowRange, ...]) -> Halo:
     return Halo(tuple(before), tuple(after))
 
 
-@lru_cache(_KEPT_PLANS)
+@lru_cache(_CACHED_PLANS)
 def wanted_by(layer: Window | Transposed, bounds: Bounds, made: Bounds) -> tuple[RowRange, ...]:
     """The rows that each rank needs for the outputs that it makes."""
     return tuple(layer.real(strip(made, rank), bounds[-1]) for rank in range(len(bounds) - 1))
@@ -189,7 +189,7 @@ class Inside(NamedTuple):
     below: Edge | None
 
 
-@lru_cache(_KEPT_PLANS)
+@lru_cache(_CACHED_PLANS)
 def insides(window: Window, bounds: Bounds, made: Bounds) -> tuple[Inside, ...] | None:
     """The ``Inside`` of each rank; None where a rank has nothing to do, or needs more than its own rows and a part of
     its neighbours', or padding that differs at its two ends."""

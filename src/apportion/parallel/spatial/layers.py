@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from apportion.cost_model.elementwise import ACTIVATIONS
 from apportion.parallel.spatial import channels, norm, pooling
 from apportion.parallel.spatial.call_arguments import Call, arguments, image_of, unflat
 from apportion.parallel.spatial.functions import dropout, softmax
@@ -26,11 +27,7 @@ from apportion.parallel.spatial.windows import WINDOW_CALLS, WINDOWS, Layer, int
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-_ELEMENTWISE = (
-    nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid,
-    nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh,
-    nn.Tanhshrink, nn.Threshold,
-)  # fmt: skip
+_ELEMENTWISE = tuple(getattr(nn, name) for name in ACTIVATIONS.values())
 _PADS = {
     "constant": (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
     "reflect": (nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d),

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from apportion.parallel.spatial import channels, pooling
-from apportion.parallel.spatial import conv as strips_conv
+from apportion.parallel.spatial import channels, conv, pooling
 from apportion.parallel.spatial.call_arguments import Call, arguments, image_of
 from apportion.parallel.spatial.conv import Conv, each
 from apportion.parallel.spatial.placements import SpatialPlan, rows_of
@@ -63,12 +62,12 @@ def _by_channel(layer: Callable[[Tensor], Tensor], x: SpatialShard) -> SpatialSh
     return x.like(nothing([*y.shape[: x.dim], 0, *y.shape[x.dim + 1 :]], own, dtype=y.dtype))
 
 
-def conv(holding: SpatialPlan, layer: Any, x: Any) -> Any:
+def conv_layer(holding: SpatialPlan, layer: Any, x: Any) -> Any:
     settings = Conv.of(layer.weight, layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode)
     dims = layer.weight.dim() - 2
     if holding.spatial:
         x = image(holding, x, dims)
-        return strips_conv.conv(x, holding.use(layer.weight), holding.use(layer.bias), settings, holding.group)
+        return conv.conv(x, holding.use(layer.weight), holding.use(layer.bias), settings, holding.group)
     shape = torch.Size([layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size])
     made = channels.conv(
         holding,
@@ -99,7 +98,7 @@ def conv_call(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Ma
     settings = Conv.of(weight, given["stride"], given["padding"], given["dilation"], given["groups"])
     if holding.spatial:
         x = image(holding, x, weight.dim() - 2)
-        return strips_conv.conv(x, holding.use(weight), holding.use(bias), settings, holding.group)
+        return conv.conv(x, holding.use(weight), holding.use(bias), settings, holding.group)
 
     def take(name: str, dim: int, positions: Sequence[int] | None) -> Tensor:
         if positions is None:
@@ -114,13 +113,13 @@ def conv_call(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Ma
     return made
 
 
-def conv_transpose(holding: SpatialPlan, layer: Any, x: Any) -> Any:
+def conv_transpose_layer(holding: SpatialPlan, layer: Any, x: Any) -> Any:
     if not holding.spatial:
         return holding.on_all(layer, x)
     settings = Conv.of(layer.weight, layer.stride, layer.padding, layer.dilation, layer.groups)
     x = image(holding, x, layer.weight.dim() - 2)
     weight, bias = holding.use(layer.weight), holding.use(layer.bias)
-    return strips_conv.conv_transpose(x, weight, bias, settings, layer.output_padding, holding.group)
+    return conv.conv_transpose(x, weight, bias, settings, layer.output_padding, holding.group)
 
 
 def max_pool(holding: SpatialPlan, layer: Any, x: Any) -> Any:
@@ -191,7 +190,7 @@ def interpolate(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: 
     if given["align_corners"] or given.get("antialias"):
         raise ValueError("align_corners=True and antialias=True give every row a weight of its own")
     if target[x.dim - 2] % x.length:
-        raise ValueError(f"{x.length} rows become {target[x.dim - 2]}, which is no multiple of them")
+        raise ValueError(f"{x.length} rows become {target[x.dim - 2]}, which is not a multiple of them")
     return pooling.upsample(x, target, factors, mode, holding.group)
 
 
@@ -202,8 +201,8 @@ def pixel_shuffle(holding: SpatialPlan, layer: Any, x: Any) -> SpatialShard:
 
 
 WINDOWS: Mapping[type[nn.Module], Layer] = {
-    **dict.fromkeys(CONVOLUTIONS, conv),
-    **dict.fromkeys(TRANSPOSED, conv_transpose),
+    **dict.fromkeys(CONVOLUTIONS, conv_layer),
+    **dict.fromkeys(TRANSPOSED, conv_transpose_layer),
     **dict.fromkeys(MAX, max_pool),
     **dict.fromkeys(AVERAGE, average_pool),
     **dict.fromkeys(ADAPTIVE_AVERAGE, adaptive("avg")),

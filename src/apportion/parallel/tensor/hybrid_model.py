@@ -36,6 +36,7 @@ from apportion.parallel.replica.replica import Replica
 from apportion.parallel.tensor.linear import OwnDraws
 from apportion.parallel.tensor.sharding_plan import ShardingPlan, TensorParallelModel
 from apportion.parallel.tracing.network import evaluating
+from apportion.parallel.tracing.nodes import attribute
 from apportion.parallel.tracing.tracer import Unfollowed, follow
 
 
@@ -223,8 +224,7 @@ def _uses(model: nn.Module, nodes: Iterable[fx.Node]) -> frozenset[nn.Parameter]
         if node.op == "call_module":
             found |= set(model.get_submodule(str(node.target)).parameters())
         elif node.op == "get_attr":
-            owner, _, name = str(node.target).rpartition(".")
-            value = getattr(model.get_submodule(owner), name)
+            value = attribute(model, node.target)
             found |= {value} if isinstance(value, nn.Parameter) else set()
     return frozenset(found)
 

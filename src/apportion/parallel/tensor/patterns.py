@@ -16,33 +16,24 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from apportion.core import torch_private
+from apportion.cost_model.elementwise import ACTIVATIONS
 from apportion.parallel.tensor.usage import Look
 from apportion.parallel.tracing.forward_signature import opened
 from apportion.parallel.tracing.network import evaluating
 from apportion.parallel.tracing.tracer import Tracer, Unfollowed, not_given, of_torch
 
-# fmt: off
-ELEMENTWISE = frozenset((
-    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid,
-    nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid, nn.Tanhshrink, nn.Threshold,
-    nn.Hardshrink, nn.Softshrink, nn.Identity, nn.Dropout,
-))
-"""Layers without weights that treat each number by itself."""
+_LAYERS = frozenset((nn.Identity, nn.Dropout, *(getattr(nn, name) for name in ACTIVATIONS.values())))
 _NAMES = frozenset((
-    "relu", "relu_", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "tanh", "tanh_", "sigmoid",
-    "sigmoid_", "softplus", "softsign", "hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "tanhshrink", "threshold",
+    *ACTIVATIONS, "relu_", "tanh_", "sigmoid_",
     "mul", "mul_", "add", "add_", "sub", "sub_", "div", "div_", "neg", "square", "abs", "exp", "log", "sqrt", "rsqrt",
     "pow", "clamp", "clamp_min", "clamp_max", "sin", "cos", "erf", "clone", "contiguous",
-))
-# fmt: on
+)) - {"hardshrink", "softshrink"}  # fmt: skip # a plan that was made without these functions stays as it is
 _FUNCTIONS = frozenset(
     {getattr(where, name) for name in _NAMES for where in (torch, functional) if hasattr(where, name)}
     | {operator.mul, operator.add, operator.sub, operator.truediv, operator.neg, operator.pow}
     | {operator.imul, operator.iadd, operator.isub, operator.itruediv}
 )
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -140,15 +131,10 @@ def _at(part: Traced, node: fx.Node) -> nn.Module:
     return part.model.get_submodule(str(node.target))
 
 
-def is_hooked(layer: nn.Module) -> bool:
-    """Return whether a layer has hooks, with which something else sees what it is given, or gives."""
-    return any(getattr(layer, kind) for kind in _HOOKS)
-
-
 def is_elementwise(function: Any) -> bool:
     """Return whether a layer or a function treats each number by itself."""
     if isinstance(function, nn.Module):
-        return type(function) in ELEMENTWISE and not is_hooked(function)
+        return type(function) in _LAYERS and not torch_private.hooked(function)
     return function in _FUNCTIONS
 
 

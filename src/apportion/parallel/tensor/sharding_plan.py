@@ -28,9 +28,7 @@ from apportion.core.torch_private import parameters_of
 from apportion.core.workload import Workload
 from apportion.parallel.partition.part import ReplicatedPart
 from apportion.parallel.replica.replica import Replica
-from apportion.parallel.tensor import attention as sliced_attention
-from apportion.parallel.tensor import embedding, patterns
-from apportion.parallel.tensor import recurrent as sliced_recurrent
+from apportion.parallel.tensor import attention, embedding, patterns, recurrent
 from apportion.parallel.tensor.attention import slice_heads
 from apportion.parallel.tensor.cross_entropy import cross_entropy_of, sliced_cross_entropy
 from apportion.parallel.tensor.embedding import slice_vocabulary
@@ -75,10 +73,10 @@ def plan(
     layers = {name: m for name, m in model.named_modules() if any(_under(name, prefix) for prefix in within)}
     whole = _must_stay_whole(model, layers, seen)
     layers = {name: m for name, m in layers.items() if name not in whole}
-    attention = [name for name, m in layers.items() if sliced_attention.can_be_sliced(m)]
-    linear, pairs = _linear(model, layers, attention)
+    attentions = [name for name, m in layers.items() if attention.can_be_sliced(m)]
+    linear, pairs = _linear(model, layers, attentions)
     tied = {id(p) for p, held in _owners(model) if len(held) > 1}
-    hooked = {name for name in linear if patterns.is_hooked(layers[name])}  # they would see slices
+    hooked = {name for name in linear if torch_private.hooked(layers[name])}  # they would see slices
     single = {name for name in linear if id(layers[name].weight) not in tied} - hooked
     traced = patterns.trace(model, inputs if not state else None)
     pairs += patterns.pairs(traced, single, seen)
@@ -87,10 +85,10 @@ def plan(
     embeddings = [n for n, m in layers.items() if embedding.can_be_sliced(m) and min(_shape(m)) >= min_width]
     known = cross_entropy_of(workload.loss) is not None
     output = patterns.output(traced, set(alone) - hooked, seen, carried=bool(state)) if known else None
-    recurrent = [n for n, m in layers.items() if sliced_recurrent.can_be_sliced(m) and n not in seen.packed]
+    recurrents = [n for n, m in layers.items() if recurrent.can_be_sliced(m) and n not in seen.packed]
     transposed = [n for n, m in layers.items() if is_transposed(m) and min(_shape(m)) >= min_width]
     return ShardingPlan(
-        tuple(pairs), tuple(alone), output, tuple(embeddings), tuple(attention), tuple(recurrent), tuple(transposed)
+        tuple(pairs), tuple(alone), output, tuple(embeddings), tuple(attentions), tuple(recurrents), tuple(transposed)
     )
 
 
@@ -103,7 +101,7 @@ def _state(workload: Workload, inputs: Any) -> tuple[Any, ...]:
 
 
 def _linear(
-    model: nn.Module, layers: Mapping[str, nn.Module], attention: Sequence[str]
+    model: nn.Module, layers: Mapping[str, nn.Module], attentions: Sequence[str]
 ) -> tuple[list[str], list[Pair]]:
     """The Linear layers that may be sliced, and the pairs of them that are inside of torch's own blocks."""
     linear = [name for name, m in layers.items() if type(m) is nn.Linear and "weight" in parameters_of(m)]
@@ -114,9 +112,9 @@ def _linear(
             linear = [other for other in linear if other not in inside]
             # Evaluated, a block with whole attention goes through one kernel of torch's that wants all weights.
             parts = [(block.linear1, nn.Linear), (block.linear2, nn.Linear), (block.dropout, nn.Dropout)]
-            made = all(type(part) is kind and not patterns.is_hooked(part) for part, kind in parts)
+            made = all(type(part) is kind and not torch_private.hooked(part) for part, kind in parts)
             usual = type(block) in _BLOCKS and made and patterns.is_elementwise(block.activation)
-            if usual and _join(name, "self_attn") in attention and all(n in layers for n in inside):
+            if usual and _join(name, "self_attn") in attentions and all(n in layers for n in inside):
                 pairs.append(Pair((inside[0],), inside[1], (_join(name, "dropout"),)))
     return linear, pairs
 

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from apportion.core import tree
 from apportion.core.rng import fork_rng
 from apportion.core.torch_private import attention_on_cpu, buffers_of, forward_hook_tables, parameters_of, version_of
+from apportion.parallel.tracing.nodes import target_name
 from apportion.parallel.tracing.side_effects import put_into
 from apportion.parallel.tracing.tracer import Unfollowed, arguments, follow, names
 from apportion.parallel.tracing.uncompiled import uncompiled
@@ -298,7 +299,7 @@ def _interpreted(model: nn.Module, graph: fx.Graph, sample: Any) -> Iterator[Lay
 def _kind(model: nn.Module, node: fx.Node) -> str:
     if node.op == "call_module":
         return type(model.get_submodule(str(node.target))).__name__
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return target_name(node)
 
 
 def _parameters(model: nn.Module, node: fx.Node) -> list[nn.Parameter]:

@@ -49,4 +49,4 @@ def unregistered(root: nn.Module, module: nn.Module) -> str:
                     f"{f'{path}.{name}'.lstrip('.')} is a {type(value).__name__} with a {type(module).__name__} in it, "
                     "which torch does not find there, nor trains or saves: make it an nn.ModuleList or nn.ModuleDict"
                 )
-    return f"it calls a {type(module).__name__} that is no attribute of a module, and that torch does not find"
+    return f"it calls a {type(module).__name__} that is not an attribute of a module, and that torch does not find"

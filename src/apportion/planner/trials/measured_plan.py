@@ -104,4 +104,4 @@ def _steps(exact: Candidate, workload: Workload | str) -> int:
         group.built()
         return int(group.facts()["steps"])
     finally:
-        group.crew.close()
+        group.pool.close()

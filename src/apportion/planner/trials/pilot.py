@@ -68,7 +68,7 @@ def pilot(
         runners = []
         for candidate in (exact, approximate):
             group = TrialWorkers(candidate, workload, changes, steps=steps)
-            stack.callback(group.crew.close)
+            stack.callback(group.pool.close)
             runners.append(_Runner(group))
         for _ in range(TURNS):
             for runner in runners:

@@ -169,26 +169,26 @@ class TrialWorkers:
         self.measured = Measured(candidate)
         self.failed = False
         """Did a worker fail, instead of making steps?"""
-        self.crew = WorkerPool(launcher, "apportion.runtime.worker.entry:steps", job, candidate.ranks)
+        self.pool = WorkerPool(launcher, "apportion.runtime.worker.entry:steps", job, candidate.ranks)
 
     def built(self) -> Message:
         """Return what the ranks report once their step is built: ``steps`` in all, ``precision``."""
-        return self.crew.answers("built", BUILD_SECONDS)[0]
+        return self.pool.answers("built", BUILD_SECONDS)[0]
 
     def facts(self) -> Message:
         """Ask for facts of the workload: ``mark`` distinguishes this workload from others; ``steps`` is the number of
         steps that it has as it is written."""
-        return self.crew.ask({"kind": "facts"}, "facts", ROUND_SECONDS)[0]
+        return self.pool.ask({"kind": "facts"}, "facts", ROUND_SECONDS)[0]
 
     def loss(self, examples: int) -> float:
         """Compute the loss on at most so many examples that are kept for it."""
-        answers = self.crew.ask({"kind": "evaluate", "examples": examples}, "evaluated", ROUND_SECONDS)
+        answers = self.pool.ask({"kind": "evaluate", "examples": examples}, "evaluated", ROUND_SECONDS)
         return float(next(a["loss"] for a in answers if a["loss"] is not None))
 
     def go(self, steps: int, *, measure: bool = True, turn: int | None = None) -> list[Message]:
         """Make so many steps; ``turn``: the number of the round that the steps belong to."""
         try:
-            answers = self.crew.ask({"kind": "go", "steps": steps}, "went", ROUND_SECONDS)
+            answers = self.pool.ask({"kind": "go", "steps": steps}, "went", ROUND_SECONDS)
         except (ValueError, WorkerFailed):
             self.failed = True
             raise
@@ -214,14 +214,14 @@ def parked(
             try:
                 groups[-1].built()
             except ValueError as error:
-                groups.pop().crew.close()
+                groups.pop().pool.close()
                 if refused is None or not groups:  # with the first there is something to compare with
                     raise
                 refused.append((candidate, str(error)))
         yield groups
     finally:
         for group in groups:
-            group.crew.close()
+            group.pool.close()
 
 
 def candidate(strategy: Strategy, launcher: Local) -> Candidate:

@@ -242,7 +242,7 @@ class _Bench:
         self._given.append(offer)
         try:
             group = TrialWorkers(candidate(offer.strategy, offer.launcher), self._workload, self._changes)
-            self._stack.callback(group.crew.close)
+            self._stack.callback(group.pool.close)
             group.built()
         except (ValueError, WorkerFailed) as error:
             self._refused.append((offer, error))

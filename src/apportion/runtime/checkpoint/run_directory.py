@@ -203,7 +203,7 @@ class RunDirectory:
         link = self.checkpoints / str(which)
         name = _name(which) if isinstance(which, int) else os.readlink(link) if link.is_symlink() else which
         if link.is_symlink() and re.fullmatch(r"step-\d{8,}", name) is None:
-            raise CheckpointError(f"{link} points at {name}, which is no checkpoint of this run: remove the link")
+            raise CheckpointError(f"{link} points at {name}, which is not a checkpoint of this run: remove the link")
         final, replaced = self.checkpoints / name, self.checkpoints / f"{REPLACED}{name}"
         for folder in (final, replaced, final):  # the last for a writer that put it there meanwhile
             if folder.is_dir():

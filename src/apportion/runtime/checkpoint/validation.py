@@ -48,7 +48,7 @@ def read_json(path: Path) -> Any:
 def check_run(path: Path, run: Any) -> dict[str, Any]:
     """Returns what run.json holds. Raises CheckpointError where it does not hold what this package writes there."""
     if not isinstance(run, dict):
-        raise CheckpointError(f"{path} is no run.json of apportion: put it back, or start a new run")
+        raise CheckpointError(f"{path} is not a run.json of apportion: put it back, or start a new run")
     for name, (is_right, what) in _OF_A_RUN.items():
         if name in run and not is_right(run[name]):
             raise CheckpointError(

@@ -189,14 +189,6 @@ class UnresponsiveDetector:
         return WorkerStalled(tuple(silent), int(lines[:, _STEP].max()), float(self._still[silent].max()), silent=True)
 
 
-def is_stopped(pid: int) -> bool:
-    """Tells whether a process is stopped, by a signal or a debugger. Known on Linux; False elsewhere."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):
-        return False
-
-
 def memory_kills() -> int:
     """Returns how many processes the kernel has killed for memory, as far as this process is told."""
     return sum(map(_kills_in, _memory_counters()))

@@ -12,6 +12,7 @@ import cloudpickle
 from apportion.comm.channel import Message
 from apportion.core.policy import Policy
 from apportion.errors import WorkerFailed
+from apportion.process import is_stopped
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.launch.local import Local
 from apportion.runtime.spawn.standby import Spare
@@ -20,7 +21,7 @@ from apportion.runtime.supervisor.failures import WorkerBegan, WorkerFinished, W
 from apportion.runtime.supervisor.membership_change import MembershipChange
 from apportion.runtime.supervisor.pool_history import PoolHistory
 from apportion.runtime.supervisor.shared_resources import SharedResources
-from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance, is_stopped
+from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance
 from apportion.runtime.supervisor.worker_channels import GONE_SECONDS, WorkerChannels
 from apportion.runtime.worker.job import Job, WorkerJob
 

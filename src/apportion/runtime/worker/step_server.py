@@ -39,7 +39,7 @@ from apportion.runtime.worker.job import Job
 
 def serve_steps(job: Job, world: World, channel: Channel) -> None:
     """Build the step, say so, and obey: ``go`` (so many steps, timed), ``state`` and ``log`` (into a file), ``facts``
-    (what a plan for this workload holds for), ``evaluate`` (the loss on examples that are kept for it), ``again`` (from
+    (what a plan for this workload holds for), ``evaluate`` (the loss on held-out examples), ``again`` (from
     the beginning, in another precision), ``close``."""
     again: Job | None = job
     while again is not None:
@@ -75,7 +75,7 @@ class _Serving:
 
     def __init__(self, job: Job, workload: Workload, step: Step, world: World, seen: _Seen) -> None:
         self._job, self._workload, self._step, self._world, self._seen = job, workload, step, world, seen
-        self._kept: tuple[Evaluation, BatchSource] | None = None
+        self._held_out: tuple[Evaluation, BatchSource] | None = None
 
     def answer(self, order: Message) -> Message:
         """Returns the answer to an order."""
@@ -102,23 +102,23 @@ class _Serving:
         is none. None on a rank that takes no part: where each trains on its own, all but the first."""
         if not self._step.lockstep and self._world.rank != 0:
             return None
-        if self._kept is None:
-            kept = _kept(self._workload, examples)
-            workload = replace(self._workload, evaluation=kept)
+        if self._held_out is None:
+            held_out = _held_out(self._workload, examples)
+            workload = replace(self._workload, evaluation=held_out)
             source = BatchSource.of_evaluation(
                 workload, device=self._step.device, dtype=self._step.source.dtype, rank=self._world.rank
             )
-            self._kept = kept, source
+            self._held_out = held_out, source
         group = self._world.group() if self._step.lockstep else Alone()
-        return evaluate(self._step, *self._kept, group, lambda: None)["loss"]
+        return evaluate(self._step, *self._held_out, group, lambda: None)["loss"]
 
     def close(self) -> None:
         """Closes the source of the examples."""
-        if self._kept is not None:
-            self._kept[1].close()
+        if self._held_out is not None:
+            self._held_out[1].close()
 
 
-def _kept(workload: Workload, examples: int) -> Evaluation:
+def _held_out(workload: Workload, examples: int) -> Evaluation:
     given, loss = workload.data if workload.evaluation is None else workload.evaluation.data, workload.loss
     if loss is None:
         raise ValueError("update= has no loss that two strategies could be compared by: choose an exact one")

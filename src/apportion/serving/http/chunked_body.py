@@ -63,7 +63,7 @@ class Chunks:
             return end + 2
         found = _LENGTH.fullmatch(line[:end])
         if found is None:
-            raise HTTPError(400, f"{line[: min(end, 40)]!r} is no length of a chunk")
+            raise HTTPError(400, f"{line[: min(end, 40)]!r} must be the length of a chunk")
         self._left = int(found[1], 16)
         if len(self.body) + self._left > self._most:
             raise HTTPError(413, f"the body has more than {self._most} bytes: say its content-length")

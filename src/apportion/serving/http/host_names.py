@@ -46,7 +46,7 @@ class Hosts:
         found = _AUTHORITY.fullmatch(authority)
         if not self._any and (found is None or not self._permitted(found["name"])):
             cure = "start the server with --host and that name besides the address"
-            raise HTTPError(403, f"{header} {(scheme + authority)[:80]!r} is no name of this server: {cure}")
+            raise HTTPError(403, f"{header} {(scheme + authority)[:80]!r} is not a name of this server: {cure}")
         if len(self._known) < MOST_KNOWN:
             self._known.add(value)
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from apportion.comm.sync import CACHE_LINE
 from apportion.serving.config import Serving
 from apportion.serving.ensemble.deadline import expires
 from apportion.serving.ensemble.ensemble import Ensemble, InferenceRequest, PendingRequest, Result
@@ -16,7 +17,7 @@ from apportion.serving.http.response import HTTPError, Response
 from apportion.serving.http.unread_responses import Unread
 from apportion.serving.log import log
 from apportion.serving.pool.frames import INLINE_BYTES, placed
-from apportion.serving.pool.shared_arena import ALIGNED, Arena, Lease
+from apportion.serving.pool.shared_arena import Arena, Lease
 from apportion.serving.protocol.v2 import (
     HEADER,
     NamedTensor,
@@ -91,13 +92,13 @@ class InferCall:
     def room(self, length: int) -> tuple[memoryview, Lease | None]:
         """Return memory for the body. Members read large tensors where they lie; the first one begins on a cache
         line."""
-        most = min(self._app.serving.most_bytes, self._app.inbox.nbytes - ALIGNED)
+        most = min(self._app.serving.most_bytes, self._app.inbox.nbytes - CACHE_LINE)
         if length > most:
             raise HTTPError(413, f"the body has {length} bytes, of {most} at most")
         self._check_json(length if self._json_bytes is None else self._json_bytes)
         if length <= INLINE_BYTES:
             return memoryview(bytearray(length)), None
-        before = -(self._json_bytes or 0) % ALIGNED
+        before = -(self._json_bytes or 0) % CACHE_LINE
         lease = self._app.inbox.lease(before + length)
         if lease is None:
             raise Overloaded(f"there is no memory for {length} bytes now", seconds=self._app.serving.deadline)

@@ -72,12 +72,12 @@ class HeadReader:
                 raise error.__context__ from None
             raise
         except httptools.HttpParserError as error:
-            raise HTTPError(400, f"this is no HTTP request: {error}") from error
+            raise HTTPError(400, f"this is not an HTTP request: {error}") from error
 
     def head(self) -> Head:
         """Return the head, once all of it has been fed. Raises HTTPError where it is incomplete or not supported."""
         if not self._whole:
-            raise HTTPError(400, "this is no HTTP request: its head ends too early")
+            raise HTTPError(400, "this is not an HTTP request: its head ends too early")
         found = self._headers
         if self._newest and b"host" not in found:
             raise HTTPError(400, "a request of HTTP/1.1 says by its host header whom it asks: there is none")
@@ -106,7 +106,7 @@ class HeadReader:
 def number(name: bytes, value: bytes) -> int:
     """Return the number of bytes that a header gives. Raises HTTPError where it is not a number."""
     if not value.isdigit() or len(value) > 18:
-        raise HTTPError(400, f"{name.decode()}: {_text(value)[:60]!r} is no number of bytes")
+        raise HTTPError(400, f"{name.decode()}: {_text(value)[:60]!r} must be a number of bytes")
     return int(value)
 
 

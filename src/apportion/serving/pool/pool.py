@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from apportion.errors import ApportionError
-from apportion.runtime.supervisor.watchdog import is_stopped
+from apportion.process import is_stopped
 from apportion.serving.pool.frames import Frame, Kind
 from apportion.serving.pool.member import Member
 from apportion.serving.pool.shared_arena import Arena

@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 
 from apportion.comm.channel import memory_file
+from apportion.comm.sync import round_up
 from apportion.serving.protocol.datatypes import Array
-
-ALIGNED = 64
-"""The alignment in bytes of ranges, which begin on cache lines."""
 
 
 class Lease:
@@ -72,7 +70,7 @@ class Arena:
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
         """Take a range of at least so many bytes, and return (offset, bytes); None where there is none left."""
-        wanted = -(-nbytes // ALIGNED) * ALIGNED
+        wanted = round_up(nbytes)
         self._collect()
         for place, (offset, size) in enumerate(self._free):
             if size >= wanted:

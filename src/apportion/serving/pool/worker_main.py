@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from apportion.comm.sync import round_up
 from apportion.errors import ApportionError
 from apportion.process import die_with_parent
 from apportion.serving.pool.frames import INLINE_BYTES, Frame, Kind, Placed, Reader, decode, encode
-from apportion.serving.pool.shared_arena import ALIGNED, Arena
+from apportion.serving.pool.shared_arena import Arena
 from apportion.serving.protocol.datatypes import Array
 from apportion.serving.runtimes.runtime import SIZES, Expired, Runtime, rows_by_themselves, timed
 from apportion.serving.runtimes.source import Source
@@ -128,7 +129,7 @@ class MemberProcess:
         place = number % 2 * half
         end, placed = place + half, []
         for spec, output in zip(self._program.outputs, outputs, strict=True):
-            place = -(-place // ALIGNED) * ALIGNED
+            place = round_up(place)
             if output.nbytes <= INLINE_BYTES or spec.datatype == "BYTES" or place + output.nbytes > end:
                 placed.append(Placed(spec.datatype, output))
                 continue

@@ -141,7 +141,7 @@ def to_json(array: Array, datatype: str) -> Any:
         try:
             return [value.decode() for value in flat]
         except UnicodeDecodeError as error:
-            raise ValueError("an output of BYTES is no UTF-8 and cannot be JSON: ask for binary_data") from error
+            raise ValueError("an output of BYTES is not UTF-8 and cannot be JSON: ask for binary_data") from error
     if datatype == "BF16":
         return from_bf16(flat)
     return flat.astype(np.float32) if datatype == "FP16" else flat

@@ -18,7 +18,7 @@ from apportion.serving.protocol.datatypes import DATATYPES
 
 LEAST_BYTES = 512
 """The size in bytes below which a text is left to orjson: reading it here would gain nothing."""
-KEPT_BYTES = 256 << 10
+CACHED_PARSER_BYTES = 256 << 10
 """The largest size in bytes of a text for the parser that is kept: a parser keeps many times the memory of the longest
 text that it has read, so a longer one has a parser of its own."""
 MOST_TENSORS = 1000
@@ -62,7 +62,7 @@ def loads(text: bytes, what: str) -> dict[str, Any] | None:
         return None
     careful = text.count(b"[") + text.count(b"{") > FEW_LISTS
     try:
-        found = _read((_parser if len(text) <= KEPT_BYTES else Parser()).parse(text), what, careful)
+        found = _read((_parser if len(text) <= CACHED_PARSER_BYTES else Parser()).parse(text), what, careful)
         arrays = [tensor["data"] for tensor in found[what] if "data" in tensor]
         even = _flat(text, _lists(found)) if all(x.ndim == 1 for x in arrays) else _nested(text, arrays)
         return found if even else None  # of any nest simdjson gives all numbers that are in it
@@ -109,7 +109,7 @@ def _shape(data: Any) -> list[int]:
 
 def _plain(value: Any, careful: bool) -> Any:
     if careful and isinstance(value, Object | Array) and len(value.mini) > PLAIN_BYTES:
-        raise ValueError("what is no data is too long")
+        raise ValueError("what is not data is too long")
     if isinstance(value, Object):
         return value.as_dict()
     return value.as_list() if isinstance(value, Array) else value

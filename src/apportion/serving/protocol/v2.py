@@ -154,7 +154,7 @@ def _parted(body: bytes | memoryview, json_bytes: int | None, what: str) -> tupl
             json_numbers.check_lists(text)
             told = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise ValueError(f"the body is no JSON: {error}") from error
+        raise ValueError(f"the body is not JSON: {error}") from error
     if not isinstance(told, dict):
         raise ValueError("the body must be a JSON object")
     return told, whole[json_bytes:]

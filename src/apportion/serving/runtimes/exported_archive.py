@@ -25,7 +25,7 @@ _PLAIN = re.compile(r"[\w.@+:-]*", re.ASCII)
 """The form of a name that is written into source code: a name of these characters alone cannot call anything."""
 _TEXT = re.compile(r"[^\"'\\\x00-\x1f\x7f\u0085\u2028\u2029{}]{0,10000}")
 """The form of a text that an operator is called with: it stands between quotes in source code, and cannot end them."""
-_KEPT = ("archive_format", "archive_version", "byteorder", "version", ".data/version", ".data/serialization_id")
+_FIXED_NAMES = ("archive_format", "archive_version", "byteorder", "version", ".data/version", ".data/serialization_id")
 _RAW = re.compile(r"data/(weights/weight_\d+|constants/tensor_\d+)")
 _CONFIG = re.compile(r"data/(weights|constants)/\w+_config\.json")
 _PICKLED = re.compile(r"data/(sample_inputs|weights|constants)/\w+\.pt")
@@ -65,7 +65,7 @@ def _copy(
     if _MODEL.fullmatch(inner):
         graph = _json(archive, name)
         if not isinstance(graph, dict):
-            raise ValueError(f"{inner} is no JSON object")
+            raise ValueError(f"{inner} must be a JSON object")
         _strings(graph, inner)
         copy.writestr(name, json.dumps(graph))
         return
@@ -74,7 +74,7 @@ def _copy(
         _check_config(config, inner)
         copy.writestr(name, json.dumps(config))
         return
-    if not (inner in _KEPT or _RAW.fullmatch(inner) or _PICKLED.fullmatch(inner)):
+    if not (inner in _FIXED_NAMES or _RAW.fullmatch(inner) or _PICKLED.fullmatch(inner)):
         raise ValueError(
             f"its entry {inner[:80]!r} is a pickle, a compiled library or unknown, and could run code: save the "
             "program anew by torch.export.save"

@@ -53,7 +53,7 @@ class RemoteRuntime(Runtime):
         try:
             status, _, body = self._asked("GET", self._path, b"", {}, time.monotonic() + CONNECT_SECONDS)
             if status != 200:
-                raise ValueError(f"{address} is no model: it answers {status}")
+                raise ValueError(f"{address} is not a model: it answers {status}")
         except Expired as error:
             self.close()
             raise Unreachable(f"{address} does not answer within {CONNECT_SECONDS:g} s") from error
@@ -140,7 +140,7 @@ class RemoteRuntime(Runtime):
             raise TimeoutError
         said = answer.headers.get(HEADER)
         if said is not None and not said.isdecimal():
-            raise Unreachable(f"{self.address} answers with {HEADER}: {said!r:.40}, which is no number of bytes")
+            raise Unreachable(f"{self.address} answers with {HEADER}: {said!r:.40}, which must be a number of bytes")
         return answer.status, None if said is None else int(said), found
 
     def _read(self, answer: http.client.HTTPResponse) -> bytes:

@@ -129,7 +129,7 @@ def opened(path: Path) -> tuple[nn.Module, Any]:
         except OSError:
             raise
         except Exception as error:  # whatever a file that is no program leads to
-            raise ValueError(f"{path} is no program of torch.export that can be served: {error}") from error
+            raise ValueError(f"{path} is not a program of torch.export that can be served: {error}") from error
         if program.example_inputs is None:
             raise ValueError(f"{path} has no example inputs: save it with those that it was exported with")
         _check_rows(program, path)

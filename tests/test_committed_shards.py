@@ -10,7 +10,7 @@ from ranks import on_ranks
 
 from apportion.comm.world import World
 from apportion.core.strategy import State
-from apportion.parallel.partition.committed_shards import KeptParts, whole
+from apportion.parallel.partition.committed_shards import CommittedShards, whole
 
 
 def state(step: int, rank: int, *, grown: bool = False) -> State:
@@ -27,18 +27,18 @@ def equal(a: State, b: State) -> bool:
 
 def written(world: World) -> list[str]:
     """What is wrong of the last two states, as every rank reads them after each update."""
-    kept, pieces, wrong = KeptParts(world), {"weight": [world.rank, 2]}, []
+    committed, pieces, wrong = CommittedShards(world), {"weight": [world.rank, 2]}, []
     for step in range(16):
         if step == 9:
             pieces = {"weight": [world.rank, 3]}
         grown = step in (6, 7, 8)
-        kept.write(state(step, world.rank, grown=grown), pieces)
+        committed.write(state(step, world.rank, grown=grown), pieces)
         world.group().barrier()
-        there = kept.versions()
+        there = committed.versions()
         assert sorted({v.step for v in there}) == [max(step - 1, 0), step][step == 0 :]
         versions = whole(there)
         assert versions is not None
-        for rank, (found, beside) in enumerate(kept.read(versions)):
+        for rank, (found, beside) in enumerate(committed.read(versions)):
             same = equal(found, state(step, rank, grown=grown)) and beside == {"weight": [rank, 2 if step < 9 else 3]}
             wrong += [] if same else [f"step {step} of rank {rank}"]
         world.group().barrier()
@@ -52,10 +52,10 @@ def test_what_every_rank_has_written_is_read_whatever_has_changed() -> None:
 
 def layouts(world: World) -> list[Any]:
     """Is what lies where worked out again?"""
-    kept, pieces, seen = KeptParts(world), {"weight": [0]}, []
+    committed, pieces, seen = CommittedShards(world), {"weight": [0]}, []
     for number, own in enumerate((pieces, pieces, pieces, dict(pieces), dict(pieces))):
-        kept.write(state(1, 0, grown=number == 2), own)
-        seen.append(kept._packed)
+        committed.write(state(1, 0, grown=number == 2), own)
+        seen.append(committed._packed)
     return [a is b for a, b in itertools.pairwise(seen)]
 
 

@@ -1,6 +1,6 @@
 """What the planner's model says of steps that others have measured, against what they published.
 
-    python benchmarks/published.py --json FILE [--only id,...]
+    python benchmarks/published_results.py --json FILE [--only id,...]
 
 vtrain_error        transformers on up to eight A100s (vtrain.py): relative error of the predicted step, on rows that
                     the machine's five constants were not fitted to; mean of 20 draws of 100 rows to fit to.

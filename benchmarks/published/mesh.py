@@ -77,8 +77,8 @@ class Mesh:
         each, over = divmod(self.profile.batch_size, self.replicas * self.microbatch)
         if each < 1 or over:
             raise ValueError(
-                f"batch_size={self.profile.batch_size} is no multiple of {self.replicas} replicas times micro-batches "
-                f"of {self.microbatch}"
+                f"batch_size={self.profile.batch_size} must be a multiple of {self.replicas} replicas times "
+                f"micro-batches of {self.microbatch}"
             )
         if self.begins[0] != 0 or list(self.begins) != sorted({*self.begins} & {*range(len(self.profile.layers))}):
             raise ValueError(f"begins={self.begins} must rise from 0, below {len(self.profile.layers)} layers")

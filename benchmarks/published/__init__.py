@@ -1,0 +1,1 @@
+"""Models of published results: what the cost model is held against, and no plan asks for."""

@@ -1,1 +1,0 @@
-"""Models of published results, which no other code of the package imports."""
