@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parent.parent
 STRATEGY, LAUNCHER, TARGET = (ROOT / "docs" / f"{name}.md" for name in (
     "add_a_strategy", "adding_a_launcher", "adding_a_target",

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from apportion.comm.world import World
 from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
 
+pytestmark = pytest.mark.processes
+
 CHANNELS = 5
 Answer = dict[str, Tensor]
 

@@ -27,6 +27,8 @@ from apportion import Workload
 from apportion.cli.app import app
 from apportion.runtime.proof.proof import CAP, FLOOR, Proof, verdict_of
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _whole() -> Iterator[None]:

@@ -323,6 +323,7 @@ def serve_children() -> None:
         print("ended", flush=True)
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(60)
 def test_a_kill_at_any_moment_leaves_the_last_state_or_the_one_before(
     run: RunDirectory, children: subprocess.Popen[str]
@@ -386,6 +387,7 @@ def test_a_file_that_may_not_grow_leaves_the_last_checkpoint_and_nothing_else(
     assert read(children) == "ended"
 
 
+@pytest.mark.processes
 def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_else(small_disk: Path) -> None:
     run = RunDirectory(small_disk / "run")
     save(run, state(1))

@@ -28,6 +28,8 @@ from apportion.cli.run_display import plan_line, show_rows
 from apportion.core.event import Event
 from apportion.reporting.journal import read_events
 
+pytestmark = pytest.mark.processes
+
 APPORTION = (sys.executable, "-c", "from apportion.cli.app import main; main()")
 FLAGS = {
     "train": [

@@ -83,6 +83,7 @@ def test_a_function_that_stands_for_a_collective_one_is_collective() -> None:
     assert not hasattr(step.reference, "is_collective")
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("cold_programs")  # the ranks record from the import on
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_call_the_same_collectives_in_the_same_order(ranks: int, tmp_path: Path) -> None:

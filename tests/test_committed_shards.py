@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from ranks import on_ranks
 
 from apportion.comm.world import World
 from apportion.core.strategy import State
 from apportion.parallel.partition.committed_shards import CommittedShards, whole
+
+pytestmark = pytest.mark.processes
 
 
 def state(step: int, rank: int, *, grown: bool = False) -> State:

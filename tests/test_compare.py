@@ -17,6 +17,8 @@ from apportion.api import compare as verb
 from apportion.api.compare import ComparedRow
 from apportion.cost_model.cost import Cost
 
+pytestmark = pytest.mark.processes
+
 
 def whole_batches() -> TensorDataset:
     generator = torch.Generator().manual_seed(0)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import apportion
 from apportion.parallel.tracing.tracer import follow
 
+pytestmark = pytest.mark.processes
+
 
 def state(model: type[nn.Module], strategy: str, workers: int, folder: Path) -> dict[str, Tensor]:
     run = folder / f"{strategy}{workers}"

@@ -38,7 +38,7 @@ from apportion.strategies.single_device import SingleDevice
 from apportion.strategies.tensor_parallel import TensorParallel
 from apportion.strategies.wavefront_parallel import WavefrontParallel
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*they take turns"), pytest.mark.processes]
 
 
 def prove(workload: Workload, strategy: Strategy, workers: int, steps: int = 5) -> None:

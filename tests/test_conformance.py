@@ -26,6 +26,8 @@ from apportion.runtime.proof.proof import Proof
 from apportion.runtime.worker.evaluation import evaluate
 from apportion.strategies.data_parallel import DataParallel
 
+pytestmark = pytest.mark.processes
+
 SPLITS = (
     "conv_parallel", "hybrid_parallel", "layer_placement", "pipeline_parallel", "tensor_parallel", "wavefront_parallel",
 )  # fmt: skip

@@ -26,6 +26,8 @@ from apportion.core.address import load_workload
 from apportion.parallel.replica.single_process import OneDeviceStep
 from apportion.strategies.conv_parallel import ConvParallel
 
+pytestmark = pytest.mark.processes
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

@@ -108,12 +108,14 @@ STATISTICS = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", STATISTICS)
 @pytest.mark.parametrize("strategy", [DataParallel(), FullySharded()], ids=str)
 def test_statistics_by_a_function_are_those_of_the_whole_batch(kind: str, strategy: Strategy) -> None:
     prove(work(STATISTICS[kind]), strategy)
 
 
+@pytest.mark.processes
 def test_a_rank_without_rows_takes_no_part_in_statistics_by_a_function() -> None:
     made = work(NormAct(12), batch=16)
     data = TensorDataset(networks.numbers(18, 10), networks.classes(18, 3))
@@ -216,6 +218,7 @@ def test_rows_that_are_tied_together_are_refused_by_name(kind: str) -> None:
     assert "use single_device" in str(caught.value)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "strategy",
     [DataParallel(), DataParallel(microbatches=2), MapReduce(part=4), FullySharded(), PipelineParallel(microbatches=4)],
@@ -226,6 +229,7 @@ def test_every_strategy_that_divides_the_batch_refuses_it(strategy: Strategy) ->
         apportion.check(work(lambda x: x - x.mean(0)), strategy, workers=2, steps=1)
 
 
+@pytest.mark.processes
 def test_replicas_of_a_network_in_parts_refuse_it() -> None:
     strategy = DataParallel(of=PipelineParallel(microbatches=1), replicas=2)
     with by_value(networks), by_value(sys.modules[__name__]), pytest.raises(ValueError, match="rows beside it"):
@@ -383,6 +387,7 @@ def signs(p: nn.Parameter) -> None:
     p.register_hook(lambda g: 0 * g).remove()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "strategy",
     [DataParallel(), DataParallel(microbatches=2), MapReduce(part=4), PipelineParallel(microbatches=4)],
@@ -392,6 +397,7 @@ def test_hooks_are_called_with_the_gradient_of_the_whole_batch(strategy: Strateg
     prove(hooked(signs, clip_grad_norm=0.5), strategy)
 
 
+@pytest.mark.processes
 def test_a_hook_of_one_parameter_is_called_with_its_whole_gradient_where_a_network_is_in_parts() -> None:
     def model() -> nn.Module:
         made = nn.Sequential(
@@ -404,6 +410,7 @@ def test_a_hook_of_one_parameter_is_called_with_its_whole_gradient_where_a_netwo
     prove(networks.workload(model, lambda: data, ROWS), HybridParallel())
 
 
+@pytest.mark.processes
 def test_shards_refuse_a_hook_by_name() -> None:
     with (
         by_value(networks), by_value(sys.modules[__name__]), contextlib.ExitStack() as stack,

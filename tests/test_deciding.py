@@ -109,6 +109,7 @@ def resting() -> Workload:
     return replace(networks.cases["mlp"](64), model=lambda: Rests(10, 3))
 
 
+@pytest.mark.processes
 def test_a_short_run_takes_one_process_and_a_long_one_what_is_found() -> None:
     with by_value(networks), by_value(sys.modules[__name__]):
         short = decide(resting(), {"steps": 100}, Local())
@@ -149,6 +150,7 @@ class Heavy(Rests):
         return super().forward(x)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("steps", "priced", "tried"),
     [(60, False, False), (400, False, True), (100_000, True, True)],

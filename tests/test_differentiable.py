@@ -29,6 +29,8 @@ from apportion.comm.differentiable import (  # fmt: skip
 from apportion.comm.objects import broadcast_message, broadcast_tensors
 from apportion.comm.world import World
 
+pytestmark = pytest.mark.processes
+
 
 def function(rows: Tensor) -> Tensor:
     """Couples every row with every other."""

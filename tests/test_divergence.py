@@ -24,6 +24,8 @@ from apportion.reporting.journal import read_events
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.worker.nonfinite_loss import FirstNotFinite
 
+pytestmark = pytest.mark.processes
+
 ROWS, BATCH, BAD = 40, 8, 27
 """Example 27 is the one that cannot be computed: of an epoch in order, it is in step 4."""
 

@@ -27,6 +27,8 @@ from apportion.profiler.measure_cluster import measure
 from apportion.profiler.measure_workload import profile
 from apportion.runtime.launch.local import Local
 
+pytestmark = pytest.mark.processes
+
 CUT = [s for s in names("apportion.strategies") if parse(s, "apportion.strategies").splits]
 
 

@@ -88,6 +88,7 @@ def test_every_strategy_has_a_page_that_says_when_it_loses() -> None:
         assert "## When it loses" in (ROOT / "docs" / f"{name}.md").read_text(), name
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("script", ["scripts/setup", "scripts/demo", "scripts/test", "scripts/check", ".ci/run"])
 def test_scripts_parse(script: str) -> None:
     shell = "bash" if script == ".ci/run" else "sh"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import durations
+import pytest
 
 HERE = Path(__file__).parent
 TESTS = """
@@ -35,6 +36,7 @@ def test_is_skipped():
 """
 
 
+@pytest.mark.processes
 def test_every_test_is_one_line_with_its_phases_and_outcome_the_slowest_first(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text("import durations\n\npytest_configure = durations.register\n")

@@ -27,6 +27,8 @@ from apportion.reporting.journal import read_events
 from apportion.runtime.worker.evaluation_trial import try_evaluation
 from apportion.strategies.single_device import SingleDevice
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _whole() -> Iterator[None]:

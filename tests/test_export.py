@@ -150,6 +150,7 @@ workload = apportion.Workload(
 APPORTION = (sys.executable, "-m", "apportion")
 
 
+@pytest.mark.processes
 def test_a_run_is_exported_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("work.py").write_text(WORK)
@@ -179,6 +180,7 @@ def test_a_run_is_exported_from_the_command_line(tmp_path: Path, monkeypatch: py
     assert Path("net.onnx").stat().st_size == about["nbytes"]
 
 
+@pytest.mark.processes
 def test_what_is_no_run_is_wrong_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     process = start([*APPORTION, "export", "."])

@@ -270,6 +270,7 @@ def test_files_that_are_no_archive_get_a_sentence(good: Path, tmp_path: Path) ->
     assert not mark.exists()
 
 
+@pytest.mark.processes
 def test_serve_refuses_it_before_anything_of_it_runs(good: Path, tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     planted(good, tmp_path / "bad.pt2", the_sample, mark)

@@ -332,6 +332,7 @@ GRID: list[tuple[Strategy, int, dict[str, str]]] = [
 ]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("strategy", "ranks", "refused"), GRID, ids=[f"{s}-{n}" for s, n, _ in GRID])
 def test_a_net_trains_as_on_one_device_or_is_refused(strategy: Strategy, ranks: int, refused: dict[str, str]) -> None:
     prove(strategy, ranks, refused, NETS)
@@ -356,6 +357,7 @@ def test_a_layer_without_a_shape_is_refused_by_its_name() -> None:
         OneDeviceStep(replace(workload("slope"), model=lazy), torch.device("cpu"))
 
 
+@pytest.mark.processes
 def test_replicas_that_are_averaged_are_those_of_their_reference() -> None:
     nets = ["slope", "twice", "half", "looked_up", "phases", "pruned", "normalised", "one_memory"]
     made = [replace(workload(net), steps=6, epochs=None) for net in nets]
@@ -368,12 +370,14 @@ def test_replicas_that_are_averaged_are_those_of_their_reference() -> None:
             assert (result[name] - value).abs().max() <= EXACT, f"{net}: {name}"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("plain", [*[(path,) for path in fast_paths.ALL], fast_paths.ALL], ids=",".join)
 @pytest.mark.parametrize("optimizer", [sgd, adam])
 def test_the_plain_paths_train_the_same_network(plain: tuple[str, ...], optimizer: Callable[[Any], Any]) -> None:
     prove(DataParallel(), 2, {}, ["slope", "freezing", "half"], plain=plain, optimizer=optimizer)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("strategy", [PipelineParallel(microbatches=3), TensorParallel()], ids=str)
 def test_a_network_in_parts_trains_the_same_by_plain_paths(strategy: Strategy) -> None:
     prove(strategy, 2, {}, ["pruned", "parametrised"], plain=fast_paths.ALL, optimizer=adam)
@@ -387,6 +391,7 @@ def chosen_paths(world: World, plain: tuple[str, ...]) -> tuple[bool, int]:
     return step._shared is not None, sum(type(m).__name__ == "_Redirected" for m in step.model.modules())
 
 
+@pytest.mark.processes
 def test_a_path_that_is_switched_off_is_not_taken() -> None:
     assert on_ranks(chosen_paths, 2, ()) == [(True, 2)] * 2
     assert on_ranks(chosen_paths, 2, ("linear",)) == [(True, 0)] * 2
@@ -414,6 +419,7 @@ def test_a_job_takes_along_what_is_switched_off() -> None:
         fast_paths.switch_off(())
 
 
+@pytest.mark.processes
 def test_weights_in_one_memory_stay_in_it() -> None:
     one = workload("one_memory", precision="float32")
     for (found,) in on_ranks(trained, 2, DataParallel(), [one]):

@@ -31,6 +31,7 @@ import pytest
 import torch
 from conftest import Eventually, Within
 from safetensors.torch import load_file
+from warm_python import FORKER
 
 import apportion
 from apportion import Policy
@@ -52,7 +53,7 @@ PARALLEL = ("--strategy", "data_parallel")
 STOPS = ("--policy", "policy(max_restarts=0)")
 """Whoever is lost is not replaced: how that goes is in test_recovery.py."""
 SECONDS = 5.0
-pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*they take turns"), pytest.mark.processes]
 START_SECONDS = 60.0
 """For a cold start on a busy machine."""
 
@@ -129,7 +130,7 @@ class Driver:
         return self._err.read_text()
 
     def children(self) -> list[psutil.Process]:
-        return self.process.children(recursive=True)
+        return [child for child in self.process.children(recursive=True) if child.name() != FORKER]
 
     def interrupt(self) -> None:
         os.killpg(self.process.pid, signal.SIGINT)

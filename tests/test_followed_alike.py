@@ -15,6 +15,8 @@ from torch.utils.data import TensorDataset
 import apportion
 from apportion import Workload
 
+pytestmark = pytest.mark.processes
+
 EXACT = 1e-10
 
 

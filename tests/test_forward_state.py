@@ -49,7 +49,7 @@ from apportion.strategies.tensor_parallel import TensorParallel
 from apportion.strategies.wavefront_parallel import WavefrontParallel
 
 EXACT = 1e-10
-pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*they take turns"), pytest.mark.processes]
 Found = dict[str, "State | str"]
 
 # On two workers

@@ -35,7 +35,7 @@ from apportion.strategies.single_device import SingleDevice
 EACH = FullySharded(min_num_params=1)
 """Every layer travels by itself."""
 WORKLOADS = Path(__file__).parent / "fault_workloads.py"
-pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*they take turns"), pytest.mark.processes]
 
 
 def prove(workload: Workload, strategy: Strategy, workers: int, steps: int = 5) -> None:

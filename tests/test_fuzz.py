@@ -25,6 +25,8 @@ from served import Server, children, descriptors, eventually, serving
 
 from apportion.serving.protocol.v2 import read_response
 
+pytestmark = pytest.mark.processes
+
 REQUESTS, WARM = 10_000, 2_000
 CLIENTS = 12
 QUIET_SECONDS = 0.1

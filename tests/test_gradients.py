@@ -21,6 +21,8 @@ from apportion.errors import ApportionError
 from apportion.parallel.replica.gradient_buckets import GradientSum
 from apportion.strategies.data_parallel import DataParallel
 
+pytestmark = pytest.mark.processes
+
 WIDE = 480
 """A layer of WIDE x WIDE has enough weights in float64 to leave by itself, of 2 or of 3 ranks."""
 

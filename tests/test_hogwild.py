@@ -27,7 +27,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 EXACT = 1e-10
 REFUSED = ("two_optimizers", "update_with_a_shard_without_loss_terms", "carried_state", "few_lanes")
 ALWAYS = ("mlp", "sparse_embeddings", "adagrad", "sgd_dampened", "batch_norm_2d", "one_cycle", "clipped")
-pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*they take turns"), pytest.mark.processes]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from apportion.comm import ddp_hook as hook_file
 from apportion.comm.shared_memory_group import SharedMemoryGroup
 from apportion.comm.world import World
 
+pytestmark = pytest.mark.processes
+
 EXACT = 1e-12
 Weights = dict[str, Tensor]
 

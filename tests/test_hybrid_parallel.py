@@ -31,6 +31,8 @@ from apportion.runtime.proof.proof import Proof
 from apportion.strategies.hybrid_parallel import HybridParallel
 from apportion.strategies.single_device import SingleDevice
 
+pytestmark = pytest.mark.processes
+
 WAYS = ["all", "rotate"]
 
 

@@ -22,6 +22,7 @@ import apportion
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
+@pytest.mark.processes
 def test_nothing_is_found_where_nothing_is_left(watch: Watch) -> None:
     before = watch.look()
     subprocess.run([sys.executable, "-c", ""], check=True)
@@ -30,6 +31,7 @@ def test_nothing_is_found_where_nothing_is_left(watch: Watch) -> None:
     assert watch.leaks(before) == []
 
 
+@pytest.mark.processes
 def test_a_child_process_is_found_and_ended(watch: Watch) -> None:
     before = watch.look()
     with subprocess.Popen(SLEEP) as child:
@@ -39,6 +41,7 @@ def test_a_child_process_is_found_and_ended(watch: Watch) -> None:
         assert child.wait(5) == -signal.SIGKILL
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the environment of other processes in /proc")
 def test_an_orphan_is_found(watch: Watch) -> None:
     before = watch.look()
@@ -49,12 +52,14 @@ def test_an_orphan_is_found(watch: Watch) -> None:
     assert leak.startswith(f"process: {pid}, ")
 
 
+@pytest.mark.processes
 def test_a_process_that_is_ending_is_waited_for(watch: Watch) -> None:
     before = watch.look()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)"]):
         assert watch.leaks(before, grace=10) == []
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_the_template_may_stay_and_what_it_forked_may_not(tmp_path: Path) -> None:
     watch = Watch(tmp_path)
@@ -109,6 +114,7 @@ def test_a_temporary_file_is_found(watch: Watch) -> None:
     os.rmdir(folder)
 
 
+@pytest.mark.processes
 def test_the_fixture_fails_the_test_that_leaks(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import subprocess, sys, tempfile, pytest\n"

@@ -24,7 +24,7 @@ from apportion.runtime.launch.local import Local
 from apportion.runtime.spawn.template import template
 
 SECONDS = 1.0
-pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*they take turns"), pytest.mark.processes]
 
 
 class _Own(Exception):

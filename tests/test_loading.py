@@ -26,6 +26,8 @@ from apportion.core.data.source import BatchSource
 from apportion.core.sampler import DataShard, Draws
 from apportion.core.strategy import batches
 
+pytestmark = pytest.mark.processes
+
 
 class Log:
     """One line an example: who loaded it, which, from when till when."""

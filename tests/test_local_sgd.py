@@ -33,6 +33,8 @@ from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.strategies.local_sgd import LocalSgd
 from apportion.strategies.single_device import SingleDevice
 
+pytestmark = pytest.mark.processes
+
 EXACT = 1e-10
 BATCH, EVERY = 4, 3
 

@@ -65,18 +65,21 @@ def prove(workload: Workload, strategy: Strategy, workers: int) -> None:
     assert found.worst.absolute <= EXACT, found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("part", [1, 7, 50, 1024])
 def test_the_whole_training_set_is_one_batch_in_uneven_parts(part: int, workers: int) -> None:
     prove(whole_set(), MapReduce(part=part), workers)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", [lbfgs, strong_wolfe])
 def test_lbfgs_searches_as_on_one_device(optimizer: Any, workers: int) -> None:
     prove(whole_set(optimizer), MapReduce(part=13), workers)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "name",
     ["counted_tokens_without_norm", "a_shard_without_loss_terms_and_norm", "class_weights", "buffers",
@@ -238,6 +241,7 @@ def plain_lbfgs(workload: Workload, steps: int) -> tuple[list[float], list[nn.Pa
     return [float(optimizer.step(closure)) for _ in range(steps)], list(model.parameters())  # type: ignore[arg-type]
 
 
+@pytest.mark.processes
 def test_backward_is_the_closure_of_lbfgs() -> None:
     workload = whole_set(strong_wolfe)
     _, expected = plain_lbfgs(workload, 3)
@@ -291,6 +295,7 @@ def assert_same(found: State, expected: State, bound: float = 0.0) -> None:
         assert found.settings == expected.settings
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("optimizer", [lbfgs, strong_wolfe, networks.momentum])
 def test_a_state_of_lbfgs_goes_on_with_the_same_bits_and_at_any_number_of_workers(optimizer: Any) -> None:
     workload = whole_set(optimizer)
@@ -301,6 +306,7 @@ def test_a_state_of_lbfgs_goes_on_with_the_same_bits_and_at_any_number_of_worker
         assert_same(on_ranks(go_on, 3, workload, [first], 3)[0], whole, 1e-9)
 
 
+@pytest.mark.processes
 def test_a_run_with_lbfgs_resumes_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verb, "_report", lambda run_dir: None)  # it takes longer than the runs
     workload = replace(whole_set(strong_wolfe), steps=3, schedule=None)
@@ -345,6 +351,7 @@ def assert_nothing_changes(workload: Workload, workers: int, killed: list[seats.
     return outcome
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("many", TEN_OR_A_HUNDRED)
 @pytest.mark.parametrize(("workers", "seed"), [(2, 0), (3, 1)])
@@ -354,6 +361,7 @@ def test_deaths_at_random_moments_change_no_bit(workers: int, seed: int, many: i
     assert outcome.changes > many / 3
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("many", TEN_OR_A_HUNDRED)
 def test_deaths_in_the_middle_of_a_line_search_change_no_bit(many: int) -> None:
@@ -362,6 +370,7 @@ def test_deaths_in_the_middle_of_a_line_search_change_no_bit(many: int) -> None:
     assert_nothing_changes(disturbed(strong_wolfe, steps=steps), 2, killed)
 
 
+@pytest.mark.processes
 def test_the_death_of_all_workers_at_once_changes_no_bit() -> None:
     killed = [seats.Kill(step, 0.0, seat) for step in (10, 20, 25) for seat in range(3)]
     assert_nothing_changes(disturbed(steps=40), 3, killed)
@@ -391,6 +400,7 @@ def keep(world: World, progress: Any, steps: int) -> int:
             world = seats._rejoined(world)
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(240)
 def test_a_death_in_the_middle_of_keeping_leaves_the_state_before() -> None:
     killed = [replace(kill, seat=0) for kill in seats.kills(30, 400, 2, seed=4, seconds=0.004)]
@@ -400,6 +410,7 @@ def test_a_death_in_the_middle_of_keeping_leaves_the_state_before() -> None:
     assert outcome.changes > 20
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("optimizer", [networks.momentum, strong_wolfe])
 def test_a_run_of_the_supervisors_goes_on_with_the_same_bits(
     optimizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -436,6 +447,7 @@ class Counts(nn.Module):
         return self.weight[index]
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("many", TEN_OR_A_HUNDRED)
 def test_every_example_is_counted_once_a_pass_whoever_dies(many: int) -> None:
@@ -454,6 +466,7 @@ def test_every_example_is_counted_once_a_pass_whoever_dies(many: int) -> None:
         assert (state.model["weight"] - steps).abs().max() <= EXACT
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(240)
 def test_those_who_are_left_go_on_as_a_run_of_their_number_does() -> None:
     workload = disturbed(steps=60)

@@ -15,6 +15,8 @@ from commands import SECONDS, start
 import apportion
 from apportion.api.train_ensemble import EnsembleGroup, divided
 
+pytestmark = pytest.mark.processes
+
 WORK = """
 import torch
 from torch import nn

@@ -33,6 +33,8 @@ from apportion.comm.sync import CACHE_LINE
 from apportion.comm.world import World
 from apportion.errors import MembershipChanged, PeerLost
 
+pytestmark = pytest.mark.processes
+
 
 def made(seed: int, nbytes: int) -> Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))

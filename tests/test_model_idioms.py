@@ -341,6 +341,7 @@ REFUSED: dict[tuple[str, str], str] = {
 """By network and strategy: what the sentence has."""
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_idioms_of_model_libraries_equal_one_device_or_are_refused_by_name(name: str, strategy: str) -> None:

@@ -54,6 +54,7 @@ def test_stretches_of_a_forward_are_the_forward_wherever_it_is_cut(kind: str) ->
     assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "strategy", "workers"),
     [("plain", "layer_placement", 2), ("states", "pipeline_parallel(microbatches=3)", 3),
@@ -172,12 +173,14 @@ def test_strides_do_not_decide_which_tensor_goes_to_the_next_stage(model: type[n
             prove(own, found, [0, at, len(found.calls)], torch.randn(rows, WIDTH))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("model", [Attending, Passing])
 def test_a_last_batch_of_one_row_takes_the_same_way(model: type[nn.Module]) -> None:
     workload = numbers(model)
     assert_equal(check(workload, "pipeline_parallel(microbatches=3)"))
 
 
+@pytest.mark.processes
 def test_a_batch_of_another_size_takes_the_same_way() -> None:
     assert_equal(check(numbers(Asking), "pipeline_parallel(microbatches=2)"))
 
@@ -228,6 +231,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("model", REFUSED)
 def test_what_cannot_be_cut_is_refused_by_a_sentence_of_our_own(model: type[nn.Module]) -> None:
     with pytest.raises(ValueError, match=REFUSED[model]) as caught:
@@ -236,6 +240,7 @@ def test_what_cannot_be_cut_is_refused_by_a_sentence_of_our_own(model: type[nn.M
     refuse_fx(str(caught.value))
 
 
+@pytest.mark.processes
 def test_another_way_at_a_later_batch_ends_the_run_by_a_sentence_and_not_by_a_traceback() -> None:
     later, strategy = networks.cases["frozen_and_unused_parameters"](13), "pipeline_parallel(microbatches=3)"
     with by_value(networks), pytest.raises(ValueError, match=r"Partly calls other layers.*use data_parallel"):

@@ -23,6 +23,8 @@ from apportion.parallel.tracing.network import settle, undisturbed
 from apportion.runtime.proof.coarse_rounding import coarse_types
 from apportion.runtime.proof.proof import Proof
 
+pytestmark = pytest.mark.processes
+
 
 def sparse(*, balanced: bool) -> Workload:
     return workload(partial(Sparse, balanced=balanced), loss=balanced_loss)  # type: ignore[arg-type]

@@ -133,6 +133,7 @@ FOREIGN = [
 ]  # fmt: skip
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("make", FOREIGN, ids=lambda make: make.__name__)
 def test_code_that_is_not_the_callers_own_does_not_run(make: Callable[..., tuple[Path, Path]], project: Path) -> None:
     run, mark = make(project, "run")
@@ -190,6 +191,7 @@ def test_an_installed_package_is_the_callers_own_once_it_is_imported(
         load(run, trust=True)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("verb", ["export", "serve"])
 def test_the_command_line_says_it_in_one_sentence_with_status_2(
     verb: str, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -233,6 +235,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("model", "kind"), [("Net", "Net"), ("lambda: torch.nn.Linear(3, 2)", "torch.nn.Linear")])
 def test_load_in_the_script_that_trained_takes_its_workload_and_runs_it_once(
     model: str, kind: str, project: Path

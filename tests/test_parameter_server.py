@@ -38,7 +38,7 @@ REFUSED = {
     "few_lanes": "carry=",
 }
 ALWAYS = ("mlp", "batch_norm_2d", "adam", "clipped", "frozen_and_unused_parameters", "sparse_embeddings", "one_cycle")
-pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*they take turns"), pytest.mark.processes]
 
 
 def prove(workload: Workload, strategy: str, workers: int) -> Proof:

@@ -18,6 +18,8 @@ from seats import Kill, kills, on_seats
 from apportion.comm.world import World
 from apportion.errors import MembershipChanged
 
+pytestmark = pytest.mark.processes
+
 
 def in_parts(world: World) -> list[Any]:
     """A mesh of 2 x 2, a part of a part, and the whole."""

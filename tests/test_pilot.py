@@ -20,6 +20,8 @@ from apportion.planner.trials.pilot import TURNS, Piloted, lower, pilot
 from apportion.planner.trials.trial import Candidate, candidate
 from apportion.runtime.launch.local import Local
 
+pytestmark = pytest.mark.processes
+
 
 def of(strategy: str, workers: int) -> Candidate:
     return candidate(parse(strategy, "apportion.strategies"), Local(workers=workers, threads=1, device="cpu"))

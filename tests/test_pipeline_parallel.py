@@ -33,7 +33,7 @@ from apportion.strategies.layer_placement import LayerPlacement
 from apportion.strategies.pipeline_parallel import PipelineParallel
 from apportion.strategies.single_device import SingleDevice
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*they take turns"), pytest.mark.processes]
 
 
 def prove(workload: Workload, strategy: Strategy, workers: int, steps: int = 5) -> None:

@@ -769,6 +769,7 @@ def test_of_one_process_and_another_no_number_of_workers_is_told() -> None:
     assert plan.reasons[1] == "as fast as can be told (0.3% faster), and less simple"
 
 
+@pytest.mark.processes
 def test_a_file_of_a_measured_cluster_is_not_thought_to_be_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -784,6 +785,7 @@ def test_a_file_of_a_measured_cluster_is_not_thought_to_be_this_machine(
     assert plan.cluster.devices[0].model == "a larger cpu"
 
 
+@pytest.mark.processes
 def test_a_cluster_that_was_measured_elsewhere_is_not_thought_to_be_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

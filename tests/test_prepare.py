@@ -88,6 +88,7 @@ def test_a_run_that_cannot_be_served_is_named_as_it_was_given(tmp_path: Path) ->
         prepare("m1", str(run.path), tmp_path, threads=[1], trust=True)
 
 
+@pytest.mark.processes
 def test_a_full_disk_is_said_with_the_cure_and_nothing_is_left_on_it(tmp_path: Path, small_disk: Path) -> None:
     run = a_run(tmp_path, "nn.Linear")
     wide = {"weight": torch.zeros(600, 1000)}

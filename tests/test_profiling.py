@@ -23,6 +23,8 @@ from apportion.cost_model.profile import LayerProfile, Pass, Profile
 from apportion.profiler import measure_workload, workload_worker
 from apportion.profiler.measure_workload import _few_rows, profile
 
+pytestmark = pytest.mark.processes
+
 RATES = (Rate(threads=1, together=1, flops=1e10, bytes_per_second=1e10),)
 HERE = Device(name="a/cpu", host="a", kind="cpu", model="here", memory_bytes=1 << 30, rates=RATES, cores=2)
 MEMORY = Link(kind="memory", devices=("a/cpu",), latency=1e-5, bandwidth=1e9)

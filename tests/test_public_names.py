@@ -80,17 +80,20 @@ def test_a_name_that_is_none_is_an_attribute_error_that_lists_them() -> None:
     assert not hasattr(apportion, "strategies_")
 
 
+@pytest.mark.processes
 def test_importing_the_package_imports_neither_torch_nor_what_shows_and_draws() -> None:
     code = f"import sys, apportion; print([name for name in {['torch', 'numpy', *HEAVY]} if name in sys.modules])"
     assert python(code) == "[]\n"
 
 
+@pytest.mark.processes
 def test_no_public_name_imports_what_shows_and_draws() -> None:
     every = "; ".join(f"apportion.{name}" for name in [*NAMES, *VALUES])
     code = f"import sys, apportion; {every}; print([name for name in {HEAVY} if name in sys.modules])"
     assert python(code) == "[]\n"
 
 
+@pytest.mark.processes
 def test_using_it_adds_little_to_importing_torch(capsys: pytest.CaptureFixture[str]) -> None:
     """Processor time, which a busy machine stretches less than the clock; the median of several processes."""
     code = """

@@ -21,6 +21,8 @@ from torch import nn
 import apportion
 from apportion.reporting.journal import read_events
 
+pytestmark = pytest.mark.processes
+
 SECONDS = 90
 DEFINITIONS = """
 import dataclasses

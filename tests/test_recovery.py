@@ -41,7 +41,7 @@ from apportion.runtime.supervisor import run as supervisor
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.strategies.data_parallel import DataParallel
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*they take turns"), pytest.mark.processes]
 SECONDS, RUN_SECONDS = 20.0, 100.0
 """For what takes a fraction of one, on a busy machine; and for a run."""
 MARGIN_SECONDS = 1.0

@@ -213,6 +213,7 @@ def refined(workload: Any, offers: Sequence[Offer], **options: Any) -> Any:
         return refine(offers, workload, {}, seconds=5.0, **options)
 
 
+@pytest.mark.processes
 def test_candidates_make_real_steps_and_the_fastest_first() -> None:
     offers = [
         offer("single_device", ONE_THREAD, cost(0.001)),
@@ -228,6 +229,7 @@ def test_candidates_make_real_steps_and_the_fastest_first() -> None:
     assert found.correction != Correction()
 
 
+@pytest.mark.processes
 def test_what_cannot_run_is_told_with_its_reason_and_what_fails_does_not_end_the_trial() -> None:
     offers = [offer("single_device", ONE_THREAD), offer("data_parallel", "local(workers=2, threads=1)")]
     found = refined(networks.cases["mlp"](1), offers)
@@ -240,6 +242,7 @@ def raises(outputs: Any, targets: Any) -> Any:
     raise KeyError("no such loss")
 
 
+@pytest.mark.processes
 def test_a_workload_that_nothing_can_run_is_told_as_its_own_error() -> None:
     from dataclasses import replace
 
@@ -248,6 +251,7 @@ def test_a_workload_that_nothing_can_run_is_told_as_its_own_error() -> None:
         refined(replace(networks.cases["mlp"](64), loss=raises), offers)
 
 
+@pytest.mark.processes
 def test_approximate_ones_are_not_tried() -> None:
     offers = [offer("single_device", ONE_THREAD, cost(1.0)), offer("hogwild", TWO, cost(0.1))]
     found = refined(networks.cases["mlp"](64), offers)

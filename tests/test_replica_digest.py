@@ -148,6 +148,7 @@ def run(workload: Workload, strategy: str, folder: Path, *, workers: int = WORKE
         )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("strategy", "what", "who", "workers", "named"),
     [
@@ -187,6 +188,7 @@ def drifting(named: Any, who: int) -> torch.optim.Optimizer:
     return optimizer
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("strategy", "who", "workers"),
     [("tensor_parallel(min_width=1)", 1, 2), ("data_parallel(of=pipeline_parallel(), replicas=2)", 2, 4)],
@@ -198,6 +200,7 @@ def test_a_layer_that_ranks_of_a_divided_network_hold_alike_is_compared(
         run(training(normalised, lambda named: drifting(named, who)), strategy, tmp_path / "run", workers=workers)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["data_parallel", "map_reduce"])
 def test_a_buffer_that_one_rank_changes_otherwise_ends_the_run(strategy: str, tmp_path: Path) -> None:
     with pytest.raises(RanksDiffer, match="model/seen on rank 1 is not what it is on rank 0"):
@@ -224,6 +227,7 @@ workload = Workload(
 """
 
 
+@pytest.mark.processes
 def test_the_command_ends_with_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from typer.testing import CliRunner
 
@@ -240,6 +244,7 @@ def test_the_command_ends_with_status_1(tmp_path: Path, capsys: pytest.CaptureFi
 # Runs in which ranks may differ
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("strategy", "workers"),
     [

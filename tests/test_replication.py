@@ -21,7 +21,7 @@ from apportion.serving.pool.shared_arena import Arena
 from apportion.serving.replication.choose import Means, replicated
 from apportion.serving.runtimes.source import Source
 
-pytestmark = [pytest.mark.usefixtures("cold_programs"), pytest.mark.serial]
+pytestmark = [pytest.mark.usefixtures("cold_programs"), pytest.mark.serial, pytest.mark.processes]
 
 
 @pytest.fixture(scope="module")

@@ -169,6 +169,7 @@ def test_a_torn_line_longer_than_what_is_read_at_once_is_cut_off_whole(tmp_path:
     assert path.read_bytes().endswith(b"\n")
 
 
+@pytest.mark.processes
 def test_a_driver_that_is_killed_loses_at_most_the_line_it_was_writing(tmp_path: Path) -> None:
     code = """
         import sys
@@ -223,6 +224,7 @@ def write_all(journal: Journal, events: Iterable[Event], *, close: bool = False)
         journal.close()
 
 
+@pytest.mark.processes
 def test_a_full_disk_is_told_once_and_what_waited_is_written_when_there_is_room(small_disk: Path) -> None:
     losses = [loss_at(n) for n in range(1, 41)]
     events = [start(), *(step(n, losses) for n in range(10, 2000, 10)), end()]
@@ -238,6 +240,7 @@ def test_a_full_disk_is_told_once_and_what_waited_is_written_when_there_is_room(
     assert same(read_events(small_disk / "run"), events)
 
 
+@pytest.mark.processes
 def test_events_that_never_find_room_are_counted_and_what_is_there_can_be_read(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +317,7 @@ def test_tensorboard_is_given_numbers_that_are_not_finite_or_too_large(tmp_path:
     assert same([value for _, value in scalars(tmp_path)["loss"]], [math.nan, -math.inf, math.inf])
 
 
+@pytest.mark.processes
 def test_without_tensorboard_events_are_kept_all_the_same(tmp_path: Path) -> None:
     code = """
         import sys
@@ -340,6 +344,7 @@ def test_a_tensorboard_that_cannot_be_imported_is_told_once_and_ends_nothing(
     assert len(read_events(tmp_path)) == 2
 
 
+@pytest.mark.processes
 def test_importing_the_report_imports_nothing_heavy() -> None:
     code = """
         import sys, apportion
@@ -639,6 +644,7 @@ def test_text_from_the_run_stays_text(tmp_path: Path) -> None:
     assert page.text.count('<script>alert("1")</script>') >= 10
 
 
+@pytest.mark.processes
 def test_without_matplotlib_the_page_has_the_tables_and_says_how_to_get_the_pictures(tmp_path: Path) -> None:
     keep(tmp_path, resumed())
     code = """
@@ -656,6 +662,7 @@ def test_without_matplotlib_the_page_has_the_tables_and_says_how_to_get_the_pict
     assert page.text.count(measure(loss_at(400))) >= 2
 
 
+@pytest.mark.processes
 def test_a_report_changes_nothing_of_the_users_own_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     keep(tmp_path, resumed())

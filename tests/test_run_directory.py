@@ -58,6 +58,7 @@ def trainer(tmp_path: Path, eventually: Eventually) -> Iterator[psutil.Popen]:
     process.communicate()
 
 
+@pytest.mark.processes
 def test_the_second_trainer_of_a_run_directory_is_refused_until_the_first_has_ended(
     trainer: psutil.Popen, tmp_path: Path, eventually: Eventually
 ) -> None:
@@ -94,6 +95,7 @@ def test_a_run_directory_is_taken_and_given_back(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.processes
 def test_a_run_goes_on_only_with_its_own_seed(tmp_path: Path) -> None:
     one = Local(workers=1, threads=1)
     train(f"{WORKLOADS}:good", "single_device", launcher=one, run_dir=tmp_path / "run", steps=2)

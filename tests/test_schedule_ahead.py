@@ -83,6 +83,7 @@ def test_the_training_goes_on_as_if_nobody_had_looked(kind: Any) -> None:
     assert running.get_last_lr() == beside.get_last_lr()
 
 
+@pytest.mark.processes
 def test_a_run_tells_it_once_and_goes_on(tmp_path: Path) -> None:
     work = apportion.Workload(
         model=lambda: nn.Linear(4, 3),

@@ -65,6 +65,7 @@ def events(workload: Workload, strategy: Any = "data_parallel", **options: Any) 
     return list(apportion.run(workload, strategy, launcher=PLACE, **{"check": True, **options}))
 
 
+@pytest.mark.processes
 def test_a_run_says_that_it_is_proved_and_writes_it_down(tmp_path: Path) -> None:
     told = events(net(), run_dir=tmp_path / "run")
     begun, settled, start = told[:3]
@@ -78,6 +79,7 @@ def test_a_run_says_that_it_is_proved_and_writes_it_down(tmp_path: Path) -> None
     assert start.data["proof"]["sentence"] in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.processes
 def test_the_next_run_like_it_remembers_the_proof_and_another_one_does_not(tmp_path: Path) -> None:
     events(net(), run_dir=tmp_path / "first")
     again = events(net(), run_dir=tmp_path / "again")
@@ -88,6 +90,7 @@ def test_the_next_run_like_it_remembers_the_proof_and_another_one_does_not(tmp_p
     assert other[0].kind == "proof"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["data_parallel", None])
 def test_a_run_directory_that_holds_a_run_is_refused_before_anything_is_proved_or_tried(
     strategy: str | None, tmp_path: Path
@@ -99,6 +102,7 @@ def test_a_run_directory_that_holds_a_run_is_refused_before_anything_is_proved_o
     assert not (tmp_path / "cache" / "apportion").exists()
 
 
+@pytest.mark.processes
 def test_what_was_disproved_is_remembered_too(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(Disproved):
@@ -106,6 +110,7 @@ def test_what_was_disproved_is_remembered_too(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache" / "apportion" / "proofs").iterdir())) == 1
 
 
+@pytest.mark.processes
 def test_a_wrong_strategy_that_was_named_ends_the_run_before_it_trains(tmp_path: Path) -> None:
     with pytest.raises(Disproved, match=r"does not train the same network as one device: .* differs") as raised:
         events(net(), Faulty("mean_of_means"), run_dir=tmp_path / "run")
@@ -113,6 +118,7 @@ def test_a_wrong_strategy_that_was_named_ends_the_run_before_it_trains(tmp_path:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.processes
 def test_a_model_that_reads_its_rank_ends_the_run_before_it_trains(tmp_path: Path) -> None:
     with pytest.raises(Disproved):
         events(net(planted.ReadsRank), run_dir=tmp_path / "run")
@@ -131,6 +137,7 @@ def test_what_is_off_by_the_number_of_workers_is_told_to_be_a_sum_or_a_wrong_cou
     assert "draws from random" in " ".join(likely_causes([found], 3, ["random"]))
 
 
+@pytest.mark.processes
 def test_the_first_module_that_computes_something_else_is_named() -> None:
     proof = apportion.check(net(planted.ReadsRank), "data_parallel", workers=2, steps=2)
     assert proof.first is not None
@@ -139,6 +146,7 @@ def test_the_first_module_that_computes_something_else_is_named() -> None:
     assert apportion.check(net(), "data_parallel", workers=2, steps=2).first is None
 
 
+@pytest.mark.processes
 def test_without_the_check_it_trains_all_the_same(tmp_path: Path) -> None:
     told = events(net(planted.ReadsRank), run_dir=tmp_path / "run", check=False)
     assert told[0].kind == "start"
@@ -160,6 +168,7 @@ class Signs(torch.optim.Optimizer):
                     p.sub_(p.grad.sign(), alpha=group["lr"])
 
 
+@pytest.mark.processes
 def test_an_optimizer_that_sees_signs_alone_hides_no_factor() -> None:
     proof = apportion.check(net(optimizer=Signs), Faulty("a_little_too_much"), workers=2, steps=2)
     assert proof.rounds[0].holds
@@ -179,6 +188,7 @@ class Last(nn.Module):
         return self.layer(x) * float("nan")
 
 
+@pytest.mark.processes
 def test_what_nothing_is_shown_of_trains_and_says_so_unless_a_proof_is_required(tmp_path: Path) -> None:
     policy: dict[str, Any] = {"policy": apportion.Policy(on_nan="ignore")}
     told = events(net(Last), run_dir=tmp_path / "run", steps=2, **policy)
@@ -202,6 +212,7 @@ def left(run_dir: Path) -> dict[str, torch.Tensor]:
     return {f"{path.stem}/{k}": t for path in folder.glob("*.safetensors") for k, t in load_file(path).items()}
 
 
+@pytest.mark.processes
 def test_a_proof_leaves_no_trace_in_the_run_whether_it_is_made_or_remembered_or_left_out(tmp_path: Path) -> None:
     given = moving.workload(DrawsAndMoves, steps=9, precision="float32")
     expected: dict[str, torch.Tensor] = {}
@@ -294,6 +305,7 @@ def texts() -> TensorDataset:
     return TensorDataset(words, words)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("length", "verdict"), [(None, "equal"), (40, "not proved")])
 def test_where_there_is_no_time_for_whole_sequences_their_beginnings_are_proved(
     length: int | None, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -345,6 +357,7 @@ def test_what_is_no_long_sequence_of_tokens_is_not_cut(x: torch.Tensor) -> None:
         with_short_sequences(TensorDataset(x, torch.zeros(5, dtype=torch.int64)))
 
 
+@pytest.mark.processes
 def test_a_proof_that_does_not_fit_the_memory_is_not_begun_and_says_what_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,6 +415,7 @@ def test_a_short_batch_at_the_end_of_a_long_epoch_is_among_the_steps() -> None:
     assert len(made.open_data()) == 6 + 1  # 61 examples in batches of 6 leave one # type: ignore[arg-type]
 
 
+@pytest.mark.processes
 def test_a_dataset_that_draws_as_it_is_read_is_no_difference(tmp_path: Path) -> None:
     draws = replace(net(), data=lambda: networks.Restless(61), precision="float64")
     assert events(draws, run_dir=tmp_path / "run")[1].data["verdict"] == "equal"
@@ -434,6 +448,7 @@ def test_plain_sgd_moves_by_the_gradient() -> None:
     assert torch.equal(layer.weight.detach(), before - layer.weight.grad)
 
 
+@pytest.mark.processes
 def test_a_warm_up_from_zero_hides_no_wrong_step() -> None:
     def warm(optimizer: Any, total: int) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 1000)

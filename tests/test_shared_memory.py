@@ -33,6 +33,8 @@ from apportion.comm.sync import Word, sleep_on
 from apportion.comm.world import World
 from apportion.errors import MembershipChanged, PeerLost
 
+pytestmark = pytest.mark.processes
+
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
     torch.complex64,

@@ -24,6 +24,8 @@ from apportion.parallel.shared_weights.layout import SharedLayout, is_dense, reg
 from apportion.parallel.shared_weights.update import _stretches
 from apportion.strategies.data_parallel import DataParallel, DataParallelStep
 
+pytestmark = pytest.mark.processes
+
 EXACT = 1e-11
 """Relative to a tensor's largest value, at least 1."""
 Optimizers = Callable[[Iterable[Any]], torch.optim.Optimizer]

@@ -88,12 +88,14 @@ def rows_taken(world: World, pause: float = 0.0) -> tuple[list[int], dict[str, T
     return rows, dict(step.state_dict().tensors())
 
 
+@pytest.mark.processes
 def test_what_comes_between_two_steps_is_no_ranks_own_slowness() -> None:
     """Both wait as long, many times what a step takes: it would make them look alike."""
     (slow, _), (fast, _) = on_ranks(rows_taken, 2, 0.1)
     assert sum(slow[-8:]) < 0.7 * sum(fast[-8:]), (slow, fast)
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_a_slow_rank_comes_to_take_fewer_rows_and_the_network_is_the_same() -> None:
     (slow, state), (fast, other) = on_ranks(rows_taken, 2)

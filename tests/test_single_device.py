@@ -198,6 +198,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fused_updates_are_the_same_updates(name: str) -> None:
     with by_value(networks), by_value(sys.modules[__name__]):

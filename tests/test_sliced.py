@@ -27,6 +27,8 @@ from apportion.parallel.tensor.patterns import Pair
 from apportion.parallel.tensor.sharding_plan import ShardingPlan, TensorParallelModel, plan
 from apportion.parallel.tensor.slicing import shares
 
+pytestmark = pytest.mark.processes
+
 EXACT = 1e-10
 Make = Callable[[], tuple[nn.Module, Any]]
 

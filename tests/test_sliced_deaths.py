@@ -22,7 +22,7 @@ from apportion.core.strategy import Strategy
 from apportion.strategies.hybrid_parallel import HybridParallel
 from apportion.strategies.tensor_parallel import TensorParallel
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*they take turns"), pytest.mark.processes]
 
 
 class Slow(Dataset[Any]):

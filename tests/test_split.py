@@ -38,7 +38,7 @@ from apportion.runtime.launch.local import Local
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.single_device import SingleDevice
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*they take turns"), pytest.mark.processes]
 
 
 class _Summed(Function):

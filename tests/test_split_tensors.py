@@ -21,6 +21,8 @@ from apportion.parallel.ops.matmul import LARGE, SMALL, linear
 from apportion.parallel.pipeline.transfer import StageReceiver, StageSender
 from apportion.parallel.tensor.transposed_linear import is_transposed
 
+pytestmark = pytest.mark.processes
+
 WIDTH = 256
 assert SMALL <= WIDTH * WIDTH < LARGE
 

@@ -19,6 +19,8 @@ from served import Server, alive, children, eventually, net, serving
 
 from apportion.exporting.exporter import export
 
+pytestmark = pytest.mark.processes
+
 X = np.zeros((1, 8), dtype=np.float32)
 FILES = ("1.onnx", "2.onnx")
 

@@ -405,6 +405,7 @@ def passed(world: World, rounds: list[list[Any]], between_hosts: bool) -> list[l
     return got
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("between_hosts", [False, True])
 def test_trees_of_tensors_and_numbers_arrive_as_they_were_sent(between_hosts: bool) -> None:
     a = torch.randn(3, 5, dtype=torch.float64)

@@ -25,6 +25,8 @@ from apportion.parallel.parameter_store.store import Contents, Store
 from apportion.parallel.parameter_store.store_memory import DEALT, STATE, Memory, StoreSpec
 from apportion.process import die_with_parent
 
+pytestmark = pytest.mark.processes
+
 FOLDERS = ("parameter_store", "process_lock")
 """Parts of the paths of the files whose lines count."""
 SHARDS, WIDTH = 4, 64

@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from apportion.comm.world import World
 from apportion.parallel.spatial.forward import cut_network
 
+pytestmark = pytest.mark.processes
+
 EXACT = 1e-10
 RANKS = 3
 

@@ -16,6 +16,8 @@ from test_strips_calls import outcomes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+pytestmark = pytest.mark.processes
+
 Spec = tuple[Any, ...]
 
 

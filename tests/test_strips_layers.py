@@ -21,6 +21,8 @@ from apportion.parallel.spatial.norm import ask_all_ranks
 from apportion.parallel.spatial.placements import SpatialPlan
 from apportion.parallel.spatial.strip import SpatialShard, cut, gathered
 
+pytestmark = pytest.mark.processes
+
 EXACT = 1e-10
 CASES = 12
 """Layers that a group of processes is made for."""

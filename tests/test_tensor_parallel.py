@@ -27,6 +27,8 @@ from apportion.runtime.proof.proof import Proof
 from apportion.strategies.single_device import SingleDevice
 from apportion.strategies.tensor_parallel import TensorParallel
 
+pytestmark = pytest.mark.processes
+
 EVERYTHING = TensorParallel(min_width=1)
 
 

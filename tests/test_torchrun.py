@@ -215,6 +215,7 @@ def local_losses(folder: Path) -> tuple[list[float], Mapping[str, float]]:
 # One host
 
 
+@pytest.mark.processes
 def test_the_loop_in_a_script_of_ones_own_gives_the_losses_of_the_local_launcher(folder: Path) -> None:
     finish([start([*TORCHRUN, "--standalone", "--nproc-per-node=2", "loop.py", "own"])])
     expected, _ = local_losses(folder)
@@ -222,6 +223,7 @@ def test_the_loop_in_a_script_of_ones_own_gives_the_losses_of_the_local_launcher
         assert json.loads((folder / f"own-{rank}.json").read_text())["losses"] == expected
 
 
+@pytest.mark.processes
 def test_run_under_torchrun_breaks_resumes_and_gives_the_losses_of_the_local_launcher(folder: Path) -> None:
     finish([start([*TORCHRUN, "--standalone", "--nproc-per-node=2", "runs.py"])])
     expected, metrics = local_losses(folder)
@@ -266,6 +268,7 @@ def assert_parts(folder: Path, name: str, splits: Lists, hosts: list[int]) -> No
         assert found == what_parts_tell(rank, splits, hosts), f"rank {rank}"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("ranks", "group"), [(3, "own"), (4, "own"), (3, "given")])
 def test_parts_of_uneven_sizes_find_each_other_whatever_parts_their_ranks_were_in_before(
     folder: Path, ranks: int, group: str
@@ -275,12 +278,14 @@ def test_parts_of_uneven_sizes_find_each_other_whatever_parts_their_ranks_were_i
     assert_parts(folder, group, splits, [0] * ranks)
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs one core for all threads, which Linux gives")
 def test_a_process_may_end_while_gloo_lets_go_of_the_last_collective(folder: Path) -> None:
     for _ in range(3):
         finish([start([sys.executable, "ending.py"])])
 
 
+@pytest.mark.processes
 def test_a_part_knows_which_of_its_ranks_are_on_its_host(folder: Path) -> None:
     """Two agents of torchrun stand for two hosts."""
     splits = [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 1, 0], [2]], [[0], [3, 2, 1]]]
@@ -352,6 +357,7 @@ def ip(*arguments: str) -> None:
     assert done.returncode == 0, (arguments, done.stderr)
 
 
+@pytest.mark.processes
 def test_two_hosts_give_the_losses_of_one(folder: Path, hosts: dict[str, str]) -> None:
     master = next(iter(hosts.values()))
     processes = []
@@ -460,6 +466,7 @@ def test_where_nobody_answers_a_rank_says_that_it_waits_and_then_gives_up(
     assert f"rank {number} of 2 has waited 0 s for the others at 127.0.0.1:" in capfd.readouterr().err
 
 
+@pytest.mark.processes
 def test_a_group_of_the_users_own_is_used_and_left_alone(folder: Path) -> None:
     code = """
     import torch.distributed as dist

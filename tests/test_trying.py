@@ -32,6 +32,8 @@ from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.hogwild import Hogwild
 from apportion.strategies.single_device import SingleDevice
 
+pytestmark = pytest.mark.processes
+
 
 class Rests(nn.Linear):
     """Takes as long for few rows as for many: who shares out a batch gains nothing, who has one of his own does."""

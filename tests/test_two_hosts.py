@@ -13,6 +13,8 @@ import pytest
 
 from apportion.cost_model.cluster import Cluster
 
+pytestmark = pytest.mark.processes
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 FAST, SLOW = 1e9, 1e7
 LEFT_ALONE = """

@@ -18,6 +18,8 @@ from apportion import Strategy, Workload, World
 from apportion.strategies.pipeline_parallel import PipelineParallel
 from apportion.strategies.single_device import SingleDevice
 
+pytestmark = pytest.mark.processes
+
 EXACT = 1e-10
 
 

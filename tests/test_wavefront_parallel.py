@@ -37,6 +37,8 @@ from apportion.runtime.launch.local import Local
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.wavefront_parallel import WavefrontParallel
 
+pytestmark = pytest.mark.processes
+
 WORDS = 9
 
 

@@ -66,6 +66,7 @@ def spin(seconds: float) -> None:
         pass
 
 
+@pytest.mark.processes
 @needs_schedstat
 def test_a_process_that_shares_its_core_knows_how_long_it_had_none() -> None:
     with busy(2):
@@ -91,6 +92,7 @@ def perceptron() -> Workload:
     return networks.workload(model, data, 32, precision="float32", steps=100_000)
 
 
+@pytest.mark.processes
 @needs_schedstat
 def test_a_trial_beside_busy_programs_says_so() -> None:
     with by_value(networks), by_value(sys.modules[__name__]):
@@ -137,6 +139,7 @@ def test_a_pass_that_is_read_from_an_older_profile_was_quiet() -> None:
     assert type(BUSY).from_json(old).without_core == 0.0
 
 
+@pytest.mark.processes
 def test_a_run_whose_trial_was_disturbed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(Measured, "without_core_share", 0.4)

@@ -262,6 +262,7 @@ def told_by_two_processes(program: str) -> list[str]:
     return [process.communicate(timeout=100)[0] for process in processes]
 
 
+@pytest.mark.processes
 def test_two_processes_that_order_their_sets_otherwise_find_the_same_digest(tmp_path: Path) -> None:
     path = written(tmp_path, SOURCE, HELPER)
     first, second = told_by_two_processes(f"""
@@ -276,6 +277,7 @@ print(digested(workload, network=network))
     assert first == second
 
 
+@pytest.mark.processes
 def test_so_they_do_of_the_networks_of_model_libraries() -> None:
     first, second = told_by_two_processes("""
 import real_models

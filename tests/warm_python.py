@@ -283,17 +283,18 @@ def _fork_forker() -> None:
     from apportion.process import die_with_parent
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    parent = os.getpid()
+    parent, name = os.getpid(), Path("/proc/self/comm")
+    name.write_text(FORKER)
     if os.fork() == 0:
         die_with_parent(parent)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        Path("/proc/self/comm").write_text(FORKER)
         null = os.open(os.devnull, os.O_RDWR)
         for number in (0, 1, 2):  # or whoever reads what the program prints would wait for this process too
             os.dup2(null, number)
         os.close(null)
         ours.close()
         _serve(theirs)
+    name.write_text("python")
     theirs.close()
     _have(Forker(ours, dict(os.environ)))
     subprocess.Popen = WarmPopen  # type: ignore[misc]
@@ -319,13 +320,20 @@ def _end(program: Any, *arguments: Any) -> None:
     with suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
+    # A thread may be held up in a write for ever: Python does not wait for it either, once it ends.
+    flush = threading.Thread(target=_flush, daemon=True)
+    flush.start()
+    flush.join(1.0)
     if killed:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit(code & 0xFF)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
 
 
 def main() -> None:
