@@ -56,7 +56,8 @@ from apportion.parallel.replica.load_balancing import MeasuredShares
 from apportion.parallel.replica.resync import agree
 from apportion.parallel.replica.single_process import reference
 from apportion.parallel.replica.step import ReplicaStep
-from apportion.parallel.shared_weights.update import SharedUpdate, unsuited
+from apportion.parallel.shared_weights.suitability import unsuited
+from apportion.parallel.shared_weights.update import SharedUpdate
 
 if TYPE_CHECKING:
     from apportion.cost_model.cost import Cost
