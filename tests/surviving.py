@@ -108,7 +108,7 @@ def _reach(step: Any, point: str, deaths: Mapping[tuple[str, int], Callable[[], 
     if die is None:
         return
     if point == "slice":  # half of what this rank has written is torn
-        for part in step._shared.slice_update.slice.parts:
+        for part in step.gradient_update.slice_update.slice.parts:
             version = part.versions[(step.done + 1) % 2]
             for tensor in (version.weights, *version.slots):
                 tensor[: len(tensor) // 2] = torch.nan

@@ -21,7 +21,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from apportion.comm.group import Group, collective
+from apportion.comm.group import Group
 from apportion.comm.shared_memory_group import SharedMemoryGroup
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
@@ -29,6 +29,7 @@ from apportion.core.fault_points import reached
 from apportion.errors import StateLost
 from apportion.parallel.ops.factored_linear import factored, plain_layers
 from apportion.parallel.optim.elementwise import ElementwiseRule, rule_of
+from apportion.parallel.replica.gradient_update import GradientUpdate
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.shared_weights.gradient_slots import GradientSlots
 from apportion.parallel.shared_weights.layout import FactoredLayer, SharedLayout, regions_of
@@ -39,7 +40,7 @@ from apportion.parallel.shared_weights.weights_memory import WeightsMemory
 
 
 @final
-class SharedUpdate:
+class SharedUpdate(GradientUpdate):
     """The weights of a replica in shared pages, and their update."""
 
     def __init__(self, replica: Replica, world: World) -> None:
@@ -53,11 +54,11 @@ class SharedUpdate:
         self._lines = RankLines(self._memory)
         self._fresh = world.generation > 0
         """Tells whether this process has never had the weights."""
-        self.seconds = 0.0
+        replica.show = self._optimizer.show
+        if world.generation == 0:
+            self.attach(world, world.group())
 
-    @collective
     def attach(self, world: World, group: Group) -> None:
-        """Take this rank's slice of the weights, and go on from what is committed. Called by all ranks."""
         self._group = group
         meeting = group.meeting if isinstance(group, SharedMemoryGroup) else None
         self._arrive, self._wait = (meeting.arrive, meeting.wait) if meeting else (_nothing, _nothing)
@@ -95,11 +96,9 @@ class SharedUpdate:
         self.slice_update.uniform = memory.is_uniform(live)
 
     def begin(self, batch: Batch) -> None:
-        """Prepare for a backward pass of these rows."""
         self._slots.begin(batch)
 
     def __call__(self, loss: Tensor | None, weight: float) -> Tensor:
-        """Make one update with everyone's gradients; returns the sum over ranks of weight times loss."""
         replica, memory = self._replica, self._memory
         self._lines.tell(0.0 if loss is None else float(loss) * weight, self._slots.used)
         reached("arriving")
@@ -133,18 +132,11 @@ class SharedUpdate:
 
     # State
 
-    def show(self) -> None:
-        """Set the optimizer's state to that of the version that the weights are of."""
-        self._optimizer.show()
-
-    def loading(self) -> None:
-        """Prepare for loading another state: it must not be loaded into the live version."""
+    def loading(self) -> None:  # not into the live version
         for p in self._memory.parameters:
             p.data = p.data.clone()
 
-    @collective
     def loaded(self) -> None:
-        """Make the state that the replica has loaded the live version. Called by all ranks."""
         self._group.barrier()
         self._memory.ready.withdraw()
         self._group.barrier()
@@ -153,7 +145,6 @@ class SharedUpdate:
 
     @property
     def kept(self) -> memoryview:
-        """The memory of both versions of weights, slots and buffers: once a host."""
         return self._memory.bytes[: self._memory.layout.kept]
 
 
