@@ -22,9 +22,9 @@ from apportion.core.sampler import DataShard
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
 from apportion.parallel.parameter_store.flat_model import FlatModel, HyperTable
-from apportion.parallel.parameter_store.shard_layout import StoreLayout
+from apportion.parallel.parameter_store.memory.arrays import Array
+from apportion.parallel.parameter_store.memory.shard_layout import StoreLayout
 from apportion.parallel.parameter_store.store import Contents
-from apportion.parallel.parameter_store.store_memory import Array
 from apportion.parallel.partition.partitioned_step import SplitStep
 from apportion.parallel.replica.forward_state import ForwardTensor, moved
 from apportion.parallel.replica.initial_model import refuse_renormalising, refuse_tied_by_memory

@@ -16,10 +16,10 @@ from apportion.core.data.batch import Batch, Whole
 from apportion.core.strategy import Held, Recoverable, State, Step
 from apportion.core.workload import Workload
 from apportion.errors import PeerLost
+from apportion.parallel.parameter_store.memory.store_spec import StoreRegions, StoreSpec
 from apportion.parallel.parameter_store.protocol import Sessions
 from apportion.parallel.parameter_store.push_log import PushLog
 from apportion.parallel.parameter_store.store import Snapshot, Store
-from apportion.parallel.parameter_store.store_memory import Memory, StoreSpec
 from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker
 
 Mode = Literal["sharded", "hogwild", "ordered"]
@@ -62,7 +62,7 @@ class DownpourStep(Step, Recoverable):
         self.data_shard = WHOLE
         self.lockstep = rhythm.mode == "ordered"
         extent = extent_of(worker, world, lock_free=rhythm.mode == "hogwild", servers=servers)
-        memory = world.shared(world.another("store"), Memory(extent).nbytes)
+        memory = world.shared(world.another("store"), StoreRegions(extent).nbytes)
         self.store = store = Store(extent, memory, seat=world.seat, check=self._check)
         self._near = world.local_size == world.size
         if not self._near:  # what is sent and received lies in this process's own memory
@@ -260,19 +260,18 @@ class DownpourStep(Step, Recoverable):
         self._seconds += time.perf_counter() - began
 
     def _update_in_turn(self, number: int, own: bool) -> Mapping[str, Tensor]:
-        store, told = self.store, self.store.memory.told
-        owner = self._seats[self._owner(number)]
+        store = self.store
+        told = store.memory.told[self._seats[self._owner(number)]]
         if own:
             assert self._own is not None
             store.deal.wait(lambda: store.deal.all_entered(self._seats), lambda: "every rank to pull")
-            told[owner, 0], told[owner, 1] = float(self._own), float(self._owner(number))
+            told.loss, told.staleness = float(self._own), float(self._owner(number))
             self._push(number)
             self._own = None
         else:
             store.deal.wait(lambda: store.done > number, lambda: f"rank {self._owner(number)} to push batch {number}")
         self._number = number + 1
-        loss, stale = told[owner, :2].tolist()
-        return {"loss": torch.tensor(loss), "staleness": torch.tensor(stale, dtype=torch.float64)}
+        return {"loss": torch.tensor(told.loss), "staleness": torch.tensor(told.staleness, dtype=torch.float64)}
 
     # The whole
 
