@@ -48,8 +48,7 @@ from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.parallel.parameter_store.memory.store_spec import StoreRegions
 from apportion.parallel.parameter_store.store import Store
-from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker
-from apportion.parallel.parameter_store.worker_step import extent_of
+from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker, extent_of
 from apportion.parallel.replica.single_process import reference
 
 STEP_CALLS, LAYER_CALLS = 80.0, 3.0

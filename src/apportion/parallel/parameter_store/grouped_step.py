@@ -28,9 +28,9 @@ from apportion.core.strategy import Held, Recoverable, State, Step, Strategy
 from apportion.core.workload import Workload
 from apportion.errors import StateLost
 from apportion.parallel.parameter_store.memory.store_spec import StoreRegions
+from apportion.parallel.parameter_store.push_pull import PushPullSchedule
 from apportion.parallel.parameter_store.store import Store
-from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker, refuse
-from apportion.parallel.parameter_store.worker_step import PushPullSchedule, extent_of
+from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker, extent_of, refuse
 from apportion.parallel.partition.replica_groups import ReplicaGroup, how_many
 from apportion.parallel.partition.replicated_step import build_split, predict
 

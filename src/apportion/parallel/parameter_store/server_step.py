@@ -18,8 +18,8 @@ from apportion.parallel.parameter_store.memory.store_spec import StoreRegions
 from apportion.parallel.parameter_store.protocol import StoreServer
 from apportion.parallel.parameter_store.push_log import PushLog
 from apportion.parallel.parameter_store.store import Store
-from apportion.parallel.parameter_store.worker_model import StoreWorker
-from apportion.parallel.parameter_store.worker_step import SNAPSHOT_SECONDS, extent_of
+from apportion.parallel.parameter_store.worker_model import StoreWorker, extent_of
+from apportion.parallel.parameter_store.worker_step import SNAPSHOT_SECONDS
 
 
 @final
