@@ -13,7 +13,7 @@ from parked import serve, settle
 
 from apportion import World, batches
 from apportion.core.value import parse
-from apportion.parallel.shared_weights import layout, update
+from apportion.parallel.shared_weights import layout
 from apportion.process import keep_what_is_freed
 
 
@@ -34,7 +34,7 @@ def main(address, strategy, batch_size=None, *options):
     settle()
     keep_what_is_freed()  # as its workers do
     if "one_version" in options:
-        layout.VERSIONS = update.VERSIONS = 1
+        layout.VERSIONS = 1
     workload, world = endless(address, batch_size), World.from_env(device="cpu")
     step = parse(strategy, "apportion.strategies").build(workload, world)
     if "slowed" in options and world.rank == 1:

@@ -15,10 +15,10 @@ from parked import serve, settle
 from torch import nn
 
 from apportion import World
+from apportion.parallel.parameter_store.memory.shard_layout import StoreLayout
+from apportion.parallel.parameter_store.memory.store_spec import StoreRegions, StoreSpec
 from apportion.parallel.parameter_store.protocol import Sessions, StoreServer
-from apportion.parallel.parameter_store.shard_layout import StoreLayout
 from apportion.parallel.parameter_store.store import Contents, Store
-from apportion.parallel.parameter_store.store_memory import Memory, StoreSpec
 
 
 def shared_store(nbytes, world, *, shards=None, lock_free=False, servers=0):
@@ -27,7 +27,7 @@ def shared_store(nbytes, world, *, shards=None, lock_free=False, servers=0):
     optimizer = torch.optim.SGD([weights], lr=0.01)
     layout = StoreLayout({weights: "weights"}, optimizer, shards=shards)
     extent = StoreSpec(layout=layout, seats=world.size, lock_free=lock_free, batches=1 << 12, servers=servers)
-    memory = world.shared("store", Memory(extent).nbytes)
+    memory = world.shared("store", StoreRegions(extent).nbytes)
     store = Store(extent, memory, seat=world.rank)
     counts = [torch.zeros(len(pieces)).numpy() for pieces in layout.pieces]
     touched = torch.ones(1, dtype=torch.bool).numpy()
@@ -59,8 +59,8 @@ def server(nbytes, world):
             return found
 
         answers = StoreServer(extent, 0, of_seat)
-        store.memory.ports[0] = answers.port, 0
-        store.memory.ports[0, 1] = os.getpid()
+        store.memory.servers[0].port = answers.port
+        store.memory.servers[0].word("pid").publish(os.getpid())
         return lambda steps: answers and None
     store.servers = Sessions(store, world, [1], near=True)
     gradient = torch.full_like(store.weights, 1e-3)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from apportion import Workload
 from apportion.comm.world import World
+from apportion.core.fault_points import plant
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Step, Strategy
 from apportion.parallel.replica.single_process import OneDeviceStep
@@ -95,15 +96,15 @@ def dropped_shard(step: Any, world: World) -> None:
 
 def stale_parameter(step: Any, world: World) -> None:
     """One rank keeps an old bias."""
-    right, bias = step._shared._bind, step.model[2].bias
+    bias = step.model[2].bias
     before = bias.detach().clone()
 
-    def bind(version: int) -> None:
-        right(version)
-        bias.data = before
+    def keep(point: str) -> None:
+        if point == "bound":
+            bias.data = before
 
     if world.rank == 1:
-        step._shared._bind = bind
+        plant(keep)
 
 
 FAULTS: dict[str, Callable[[Any, World], None]] = {

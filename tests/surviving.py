@@ -26,6 +26,7 @@ from apportion import Evaluation, Workload
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
+from apportion.core.fault_points import plant
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import Recoverable, State, Step, Strategy
@@ -87,87 +88,56 @@ class Mortal(Strategy):
 
     def build(self, workload: Workload, world: World) -> Step:
         step = DataParallel().build(workload, world)
+        deaths: dict[tuple[str, int], Callable[[], None]] = {}
         for seat, where, at in map(str.split, self.deaths.split(";")):
-            if int(seat) == world.seat:
-                _doom(step, where, int(at), first=world.generation == 0)
+            if int(seat) != world.seat:
+                continue
+            if where in ("rejoining", "rejoined"):
+                _die_around_rejoin(step, where)
+            elif world.generation == 0:  # a replacement dies only as it rejoins
+                deaths[where, int(at)] = _die(where)
+        plant(lambda point: _reach(step, point, deaths))
         return step
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return reference(workload)
 
 
-def _doom(step: Any, where: str, at: int, *, first: bool) -> None:
-    """``first``: this process is no replacement; those die only as they rejoin."""
-    if where in ("rejoining", "rejoined"):
-        _around(step, "rejoin", lambda: True, **{"before" if where == "rejoining" else "after": _die(where)})
-    if not first or where.startswith("rejoin"):
+def _reach(step: Any, point: str, deaths: Mapping[tuple[str, int], Callable[[], None]]) -> None:
+    die = deaths.get((point, step.done))
+    if die is None:
         return
-    shared, due, die = step._shared, lambda: step.done == at, _die(where)
-
-    def tear(used: Any, old: int, new: int) -> None:
-        for part in shared._parts:
-            version = part.versions[new]
+    if point == "slice":  # half of what this rank has written is torn
+        for part in step.gradient_update.slice_update.slice.parts:
+            version = part.versions[(step.done + 1) % 2]
             for tensor in (version.weights, *version.slots):
                 tensor[: len(tensor) // 2] = torch.nan
-        die()
-
-    plant: dict[str, Callable[[], None]] = {
-        "gradient": lambda: _around(shared, "_take_product", due, after=die),
-        "arriving": lambda: _around(shared, "_arrive", due, before=die),
-        "arrived": lambda: _around(shared, "_arrive", due, after=die),
-        "slice": lambda: _around(shared, "_update", due, after=tear),
-        "written": lambda: _around(shared._group, "barrier", due, before=die),
-        "met": lambda: setattr(shared, "_commit", _Word(shared._commit, due, before=die)),
-        "committed": lambda: setattr(shared, "_commit", _Word(shared._commit, due, after=die)),
-    }
-    plant[where]()
+    die()
 
 
-def _die(where: str) -> Callable[..., None]:
+def _die_around_rejoin(step: Any, where: str) -> None:
+    right, die = step.rejoin, _die(where)
+
+    def rejoin(world: World) -> None:
+        if where == "rejoining":
+            die()
+        right(world)
+        if where == "rejoined":
+            die()
+
+    step.rejoin = rejoin
+
+
+def _die(where: str) -> Callable[[], None]:
     mark = Path(os.environ["SURVIVING_MARKS"]) / f"died-{where}-{os.environ['LOCAL_RANK']}"
 
-    def die(*_: Any) -> None:
+    def die() -> None:
         happens(where)
         if not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     return die
-
-
-def _nothing(*_: Any) -> None:
-    pass
-
-
-def _around(owner: Any, name: str, due: Callable[[], bool], *, before: Any = _nothing, after: Any = _nothing) -> None:
-    right = getattr(owner, name)
-
-    def call(*given: Any) -> Any:
-        now = due()
-        (before if now else _nothing)(*given)
-        found = right(*given)
-        (after if now else _nothing)(*given)
-        return found
-
-    setattr(owner, name, call)
-
-
-class _Word:
-    """The commit word, with a death before or after it is written."""
-
-    def __init__(self, word: Any, due: Callable[[], bool], *, before: Any = _nothing, after: Any = _nothing) -> None:
-        self._word, self._due, self._before, self._after = word, due, before, after
-
-    @property
-    def value(self) -> int:
-        return int(self._word.value)
-
-    @value.setter
-    def value(self, number: int) -> None:
-        now = self._due()
-        (self._before if now else _nothing)()
-        self._word.value = number
-        (self._after if now else _nothing)()
 
 
 class SurvivingStep(Step, Recoverable):

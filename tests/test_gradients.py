@@ -105,7 +105,7 @@ def trained(world: World, name: str, microbatches: int) -> tuple[dict[str, Tenso
     sent = []
     for batch in apportion.batches(step):
         step.backward(batch)
-        sent.append(len(step._sums[None]._sent))
+        sent.append(len(step.gradient_update._sums[None]._sent))
         step.update()
     step.close()
     weights = {key: value.clone() for key, value in step.state_dict().model.items()}

@@ -232,9 +232,9 @@ def limping(world: World, strategy: ParameterServer, workload: Workload) -> int:
     if world.rank == 1:
         batch = step.take()
         assert batch is not None
-        while store.memory.lines[0][1] < 3 and time.monotonic() < deadline:
-            store.deal.wait(lambda: store.memory.lines[0][1] >= 3, lambda: "rank 0")
-        ahead = store.memory.lines[0][1] - store.memory.lines[1][1]
+        while store.memory.lines[0].pushes < 3 and time.monotonic() < deadline:
+            store.deal.wait(lambda: store.memory.lines[0].pushes >= 3, lambda: "rank 0")
+        ahead = store.memory.lines[0].pushes - store.memory.lines[1].pushes
         step(batch)
     else:
         ahead = 0

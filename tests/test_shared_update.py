@@ -21,7 +21,7 @@ from apportion.core.strategy import State
 from apportion.parallel.optim.elementwise import FlatPiece, rule_of
 from apportion.parallel.replica.single_process import OneDeviceStep
 from apportion.parallel.shared_weights.layout import SharedLayout, is_dense, regions_of
-from apportion.parallel.shared_weights.update import _stretches
+from apportion.parallel.shared_weights.slice_update import stretches
 from apportion.strategies.data_parallel import DataParallel, DataParallelStep
 
 pytestmark = pytest.mark.processes
@@ -140,7 +140,7 @@ def trained(world: World, workload: Workload) -> tuple[State, bool]:
     assert isinstance(step, DataParallelStep)
     while (batch := step.take()) is not None:
         step(batch)
-    return step.state_dict(), step._shared is not None
+    return step.state_dict(), step.gradient_update.kept is not None
 
 
 def alone(workload: Workload) -> State:
@@ -290,7 +290,7 @@ def test_dense_in_any_order(order: list[int]) -> None:
 
 def test_rows_that_follow_each_other_are_one_product() -> None:
     table = torch.tensor([[0, 3, 0], [3, 0, 0], [3, 2, 1], [6, 1, 0]])
-    assert _stretches(table) == [(0, 5), (6, 7)]
+    assert stretches(table) == [(0, 5), (6, 7)]
 
 
 def test_weights_slots_and_buffers_are_in_memory_twice_whatever_the_number_of_workers() -> None:

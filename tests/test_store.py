@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from apportion.comm.world import World
 from apportion.errors import MembershipChanged
+from apportion.parallel.parameter_store.memory.shard_layout import StoreLayout
+from apportion.parallel.parameter_store.memory.store_spec import StoreRegions, StoreSpec
 from apportion.parallel.parameter_store.protocol import Sessions, StoreServer
-from apportion.parallel.parameter_store.shard_layout import StoreLayout
 from apportion.parallel.parameter_store.store import Contents, Store
-from apportion.parallel.parameter_store.store_memory import DEALT, STATE, Memory, StoreSpec
 from apportion.process import die_with_parent
 
 pytestmark = pytest.mark.processes
@@ -40,7 +40,7 @@ class Shared:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum)
         self.layout = StoreLayout({p: n for n, p in model.named_parameters()}, optimizer, shards=SHARDS)
         self.extent = StoreSpec(layout=self.layout, seats=seats, buffers=1, batches=log)
-        self._bytes = mmap.mmap(-1, Memory(self.extent).nbytes)
+        self._bytes = mmap.mmap(-1, StoreRegions(self.extent).nbytes)
         self.hyper = [self.layout.rule.hyper_of(g) for g in optimizer.param_groups]
         self.expected = [torch.zeros(self.layout.total, dtype=torch.float64) for _ in range(1 + bool(momentum))]
         self.store = self.seat(0)
@@ -67,7 +67,7 @@ class Shared:
 
     def assert_whole(self, pushes: int, change: float) -> None:
         found, m = self.store.read(), self.store.memory
-        assert [v.value for v in m.versions] == [pushes] * self.extent.shards
+        assert [v.value for v in m.shards.versions] == [pushes] * self.extent.shards
         for flat, expected in zip(found.data, self.expected, strict=True):
             assert torch.equal(flat, expected)
         assert found.buffers.item() == change
@@ -131,8 +131,8 @@ def die_at_every_line(world: World, momentum: float, meanwhile: bool) -> dict[st
 
         status = ended(forked(work))
         m = store.memory
-        seen["open"] += m.lines[1][STATE] > 0
-        half = m.lines[1][STATE] > 0 and len({v.value for v in m.versions}) > 1
+        seen["open"] += m.lines[1].pushing > 0
+        half = m.lines[1].pushing > 0 and len({v.value for v in m.shards.versions}) > 1
         if meanwhile:
             store.deal.take(1 << 30)
             store.deal.note(store.pulled)
@@ -142,7 +142,7 @@ def die_at_every_line(world: World, momentum: float, meanwhile: bool) -> dict[st
         seen["orphans"] += half
         before = store.pushes
         store.finish(1)
-        went_in = m.versions[0].value > pushes
+        went_in = m.shards.versions[0].value > pushes
         assert store.pushes - before <= 1
         if went_in:
             shared.expect(line)
@@ -150,7 +150,7 @@ def die_at_every_line(world: World, momentum: float, meanwhile: bool) -> dict[st
         seen["pushed" if went_in else "undone"] += 1
         shared.assert_whole(pushes, change)
         assert store.done == pushes, "each push was of one batch"
-        dealt = m.head[DEALT] - len(store.deal.unpushed())
+        dealt = m.head.dealt - len(store.deal.unpushed())
         assert dealt == pushes, "a batch is in the weights, or will be dealt again"
         assert len(set(store.deal.unpushed())) == len(store.deal.unpushed())
         if status == 0:
@@ -179,7 +179,7 @@ def die_while_ending(world: World) -> int:
         shared.push(other, 3.0)
 
     assert ended(forked(work)) == -signal.SIGKILL
-    assert shared.store.memory.lines[1][STATE] > 0
+    assert shared.store.memory.lines[1].pushing > 0
 
     def end(line: int) -> Callable[[], None]:
         def work() -> None:
@@ -303,7 +303,7 @@ def stop_a_holder(world: World) -> tuple[str, bool]:
 
     waiting = shared.seat(0, check)
     waiting._check = check
-    before = waiting.memory.versions[0].value
+    before = waiting.memory.shards.versions[0].value
     try:
         shared.push(waiting, 1.0)
         heard = "nothing"
@@ -313,7 +313,7 @@ def stop_a_holder(world: World) -> tuple[str, bool]:
     shared.store.finish_push(0)  # waits until the holder is dead
     os.waitpid(pid, 0)
     shared.store.finish(1)
-    versions = {v.value for v in shared.store.memory.versions}
+    versions = {v.value for v in shared.store.memory.shards.versions}
     return heard, versions == {before + 2} or len(versions) == 1
 
 
@@ -347,7 +347,7 @@ def push_to_a_server(world: World, near: bool, momentum: float) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     layout = StoreLayout({p: n for n, p in model.named_parameters()}, optimizer)
     extent = StoreSpec(layout=layout, seats=2, buffers=3, batches=8, servers=1)
-    store = Store(extent, world.shared("store", Memory(extent).nbytes), seat=world.rank)
+    store = Store(extent, world.shared("store", StoreRegions(extent).nbytes), seat=world.rank)
     slots = len(layout.rule.slots)
     expected = [torch.zeros(layout.total, dtype=torch.float64) for _ in range(1 + slots)]
     counts = [torch.zeros(len(pieces)).double().numpy() for pieces in layout.pieces]
@@ -356,12 +356,12 @@ def push_to_a_server(world: World, near: bool, momentum: float) -> list[float]:
     if world.rank == 1:
 
         def of_seat(seat: int) -> Store:
-            found = Store(extent, world.shared("store", Memory(extent).nbytes), seat=seat, server=0)
+            found = Store(extent, world.shared("store", StoreRegions(extent).nbytes), seat=seat, server=0)
             found.settle(lambda: None, first=False)
             return found
 
         server = StoreServer(extent, 0, of_seat)
-        store.memory.ports[0] = server.port, os.getpid()
+        store.memory.servers[0].port, store.memory.servers[0].pid = server.port, os.getpid()
         world.group().barrier()
         server.close()
         return []
@@ -413,8 +413,8 @@ def push_often(world: World, workers: int, each: int) -> tuple[list[int], Tensor
     pids = [forked(lambda seat=seat: work(seat)) for seat in range(workers)]  # type: ignore[misc]
     assert [ended(pid) for pid in pids] == [0] * workers
     m = shared.store.memory
-    made = [sorted(m.made_rows[:, 1 : each + 1, s].flatten().tolist()) for s in range(shared.extent.shards)]
-    return [v.value for v in m.versions], shared.store.read().data[0], made
+    made = [sorted(m.log.made_rows[:, 1 : each + 1, s].flatten().tolist()) for s in range(shared.extent.shards)]
+    return [v.value for v in m.shards.versions], shared.store.read().data[0], made
 
 
 def assert_nothing_lost(workers: int, each: int) -> None:

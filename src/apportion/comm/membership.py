@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from apportion.comm.sync import CACHE_LINE, Word, fence, sleep_on, wake
+from apportion.comm.sync import CACHE_LINE, CommitWord, Word, fence, sleep_on, wake
 from apportion.errors import MembershipChanged, PeerLost
 
 NOBODY = -1
@@ -44,6 +44,7 @@ class Membership:
         self.seats = seats
         self._words = (Word * (_WORDS * (seats + 1))).from_buffer(memory)
         self._generation = Word.from_buffer(memory, 4 * _GENERATION)
+        self._table = CommitWord(self._generation)
 
     @staticmethod
     def nbytes(seats: int) -> int:
@@ -101,8 +102,7 @@ class Membership:
         """Write the new table: rank i sits on the i-th of these seats. ``ending``: they are to save, and to leave."""
         self._write(seats)
         self._words[_ENDING] = int(ending)
-        fence()
-        self._generation.value += 1
+        self._table.publish(self.generation + 1)
         wake(self._generation)
 
     def _write(self, seats: Iterable[int]) -> None:
@@ -127,17 +127,14 @@ class Membership:
         supervisor has run for so many seconds without coming to an end, or has given the seat away."""
         left, ticked, ticks = seconds, time.monotonic(), self._words[_TICKS]
         while True:
-            generation = self.generation
+            generation = self._table.read()
             if generation % 2 == 0:
-                fence()
                 place = self.place(seat)
-                fence()
-                if self.generation == generation:
+                if self._table.is_still(generation):
                     if place.rank == NOBODY:
                         raise PeerLost(f"the run goes on without the worker on seat {seat}")
                     return place
                 continue
-            fence()
             self._words[self._at(seat, _ACKNOWLEDGED)] = generation
             if ticks != self._words[_TICKS] or not ticks:  # a supervisor that never ticks is not known to be stopped
                 before, ticked, ticks = ticked, time.monotonic(), self._words[_TICKS]

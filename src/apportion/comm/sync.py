@@ -1,4 +1,5 @@
-"""Waiting for a word of shared memory to change: a short look, then asleep in the kernel until it is woken.
+"""Words of shared memory: waiting for one to change (a short look, then asleep in the kernel until it is woken), and
+the order of memory around one that tells which data are whole.
 
 Linux's futex (Drepper, "Futexes Are Tricky", 2011), which works between processes that map the same memory. Elsewhere
 the wait is a short sleep, repeated.
@@ -11,6 +12,7 @@ import platform
 import sys
 import threading
 import time
+from typing import final
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _NUMBER = _NUMBERS.get(platform.machine(), 0) if sys.platform == "linux" else 0
@@ -89,3 +91,42 @@ def full_fence() -> None:
     for _ in range(2):
         with _fence:
             pass
+
+
+@final
+class CommitWord:
+    """A word whose value is written after the data that it tells of, and read before them.
+
+    ::
+
+        writer   the data | fence | the word
+        reader   the word | fence | the data          whoever has read the word finds what was written before it
+
+    A process that dies before it has written the word leaves what the word tells of as it was.
+    """
+
+    __slots__ = ("_word",)
+
+    def __init__(self, word: Word | ctypes.c_int64) -> None:
+        self._word = word
+
+    def publish(self, number: int) -> None:
+        """Write the word: everything that this process has written so far is there for those that read it."""
+        fence()
+        self._word.value = number
+
+    def read(self) -> int:
+        """Read the word: what is read from now on is at least as new."""
+        number = self._word.value
+        fence()
+        return number
+
+    def withdraw(self) -> None:
+        """Set the word to 0 before anything else is written: nobody takes what comes next for whole."""
+        self._word.value = 0
+        fence()
+
+    def is_still(self, number: int) -> bool:
+        """Return whether the word has this value after the data have been read: then none of them is newer."""
+        fence()
+        return self._word.value == number

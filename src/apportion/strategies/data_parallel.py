@@ -49,14 +49,15 @@ from apportion.core.workload import Workload
 from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
 from apportion.parallel.partition.replica_groups import check_of, check_replicas
 from apportion.parallel.partition.replicated_step import ReplicatedStep
-from apportion.parallel.replica.gradient_buckets import LARGE_BYTES, GradientSum, early_bytes
-from apportion.parallel.replica.gradient_hooks import GradientHooks
+from apportion.parallel.replica.bucket_update import BucketUpdate
+from apportion.parallel.replica.gradient_buckets import LARGE_BYTES, early_bytes
+from apportion.parallel.replica.gradient_update import GradientUpdate
 from apportion.parallel.replica.initial_model import refuse_renormalising
 from apportion.parallel.replica.load_balancing import MeasuredShares
-from apportion.parallel.replica.resync import agree
 from apportion.parallel.replica.single_process import reference
 from apportion.parallel.replica.step import ReplicaStep
-from apportion.parallel.shared_weights.update import SharedUpdate, unsuited
+from apportion.parallel.shared_weights.suitability import unsuited
+from apportion.parallel.shared_weights.update import SharedUpdate
 
 if TYPE_CHECKING:
     from apportion.cost_model.cost import Cost
@@ -172,37 +173,13 @@ class DataParallelStep(ReplicaStep, Recoverable):
         super().__init__(workload, world)
         if microbatches > 1:
             self._replica.forward.begin(first=True)
-        sparse: list[Any] = [
-            m.weight for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
-        ]
         self._measured = MeasuredShares(world.rank, world.size, workload.batch_size) if measured else None
         self._waited = 0.0
-        divides = world.size > 1 or microbatches > 1
-        self._trained = {p: self._replica.names[p] for p in self._replica.trainable() if divides}
-        self._hooks = GradientHooks((name, p) for p, name in self._trained.items())
-        self._whole = self._replica.state() if workload.update is not None and world.members is not None else None
-        """The state to go back to with several updates in a step, should another rank be lost between them."""
-        self._shared: SharedUpdate | None = None
+        self.gradient_update: GradientUpdate
         if world.seats > 1 and unsuited(self._replica, world) is None:
-            self._shared = SharedUpdate(self._replica, world)
-            self._replica.show = self._shared.show
-            if world.generation == 0:
-                self._shared.attach(world, self._group)
-        early = self._shared is None
-        self._sums = {
-            name: GradientSum(
-                self._replica.trainable(name),
-                self._group,
-                sparse=sparse,
-                early=early and name is None,
-                optimizers=[*self.optimizers.values()],
-            )
-            for name in self._scopes()
-        }
-
-    def _scopes(self) -> list[str | None]:
-        """Returns what is summed at once: all gradients, or with ``update`` one optimizer's at a time."""
-        return [None] if self._workload.update is None else list(self._replica.optimizers)
+            self.gradient_update = SharedUpdate(self._replica, world)
+        else:
+            self.gradient_update = BucketUpdate(self._replica, world, divides=world.size > 1 or microbatches > 1)
 
     def prepare(self, model: nn.Module) -> None:
         if self._group.size > 1:
@@ -249,8 +226,8 @@ class DataParallelStep(ReplicaStep, Recoverable):
             if part is not parts[0]:
                 self._replica.again(batch.step)
             loss, share = self._share.weighted_loss(part, own=len(batch) > 0, total=total)
-            if part is parts[-1] and self._shared is None:
-                self._sums[None].begin()
+            if part is parts[-1]:
+                self.gradient_update.begin_last()
             self._replica.backward(loss, share)
             weight += share
             mean = loss.detach() * share if mean is None else mean + loss.detach() * share
@@ -262,36 +239,21 @@ class DataParallelStep(ReplicaStep, Recoverable):
         self._replica.reseed(batch.step)
         self._attendance.present = len(batch) > 0
         self._own_rows = len(batch)
-        if self._shared is not None:
-            self._shared.begin(batch)
+        self.gradient_update.begin(batch)
 
     def update(self) -> Mapping[str, Tensor]:
         if self._measured is not None:
             self._measured.computed(self._own_rows or 0, self._group.waited - self._waited)
-        if self._shared is not None:
-            assert self._loss is not None, "update() follows backward()"
-            mean, self._loss = self._loss, None
-            values: Mapping[str, Tensor] = {"loss": self._shared(mean, self._share.told())}
-        else:
-            values = super().update()
+        assert self._loss is not None, "update() follows backward()"
+        mean, self._loss = self._loss, None
+        loss = self.gradient_update(mean, self._share.told())
         if self._measured is not None:
             self._measured.look(self._group)
             self.data_shard = self._measured.shard
-        return values
-
-    def reduce_gradients(self, loss: Tensor) -> Tensor:
-        loss = self._sums[None](loss, self._share.told())
-        if self._hooks:
-            self._hooks(self._trained)
-        return loss
+        return {"loss": loss}
 
     def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
-        weight = batch.count / self._share.total(batch)
-        self._replica.gradient(loss, weight, optimizer)
-        self._sums[optimizer](None, 0.0)
-        if self._hooks:
-            self._hooks({p: self._trained[p] for p in self._replica.trainable(optimizer)}, of_parameters=False)
-        self._replica.apply(optimizer)
+        self.gradient_update.minimize(loss, batch.count / self._share.total(batch), optimizer)
         return loss.detach()
 
     def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
@@ -302,9 +264,7 @@ class DataParallelStep(ReplicaStep, Recoverable):
         own = batch if len(batch) else batch.borrowed()
         with self._replica.autocast():
             values = self._workload.update(self, own)
-        self._replica.commit()
-        if self._whole is not None:
-            self._whole = self._replica.state()
+        self.gradient_update.commit()
         return self._means(values, own)
 
     def _means(self, values: Mapping[str, Tensor], batch: Batch) -> Mapping[str, Tensor]:
@@ -316,40 +276,28 @@ class DataParallelStep(ReplicaStep, Recoverable):
 
     def replicated(self) -> Iterable[Replicated]:
         held = self._replica.tensors()
-        kept = self._shared.kept if self._shared is not None else None
+        kept = self.gradient_update.kept
         yield Replicated(self._group, held if kept is None else apart_from(kept, held))
 
     def load_state_dict(self, state: State) -> None:
-        if self._shared is not None:
-            self._shared.loading()
+        self.gradient_update.loading()
         super().load_state_dict(state)
-        if self._shared is not None:
-            self._shared.loaded()
+        self.gradient_update.loaded()
 
     def rejoin(self, world: World) -> None:
         self._sit(world)
         self._attendance.group = self._group
-        for sums in self._sums.values():
-            sums.rejoin(self._group)
         if self._measured is not None:
             self._measured.start_over(world.rank, world.size)
         self._loss = None
-        if self._shared is not None:
-            self._shared.attach(world, self._group)
-            return
-        for p in self.model.parameters():
-            p.grad = None
-        if self._replica.updating and self._whole is not None:
-            self._replica.load(self._whole, slice(0, 0))
-        agree(self._replica, world)
+        self.gradient_update.attach(world, self._group)
 
     def spent(self) -> Mapping[str, float]:
         own = super().spent()
-        return own if self._shared is None else {**own, "updating": own["updating"] + self._shared.seconds}
+        return {**own, "updating": own["updating"] + self.gradient_update.seconds}
 
     def held(self) -> Held:
-        return held(self.model, self.optimizers, self._shared.kept if self._shared is not None else None)
+        return held(self.model, self.optimizers, self.gradient_update.kept)
 
     def close(self) -> None:
-        for sums in self._sums.values():
-            sums.close()
+        self.gradient_update.close()

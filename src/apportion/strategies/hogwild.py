@@ -46,10 +46,9 @@ from apportion.cost_model.cost import Cost
 from apportion.cost_model.memory import MemoryUse, activations, copies
 from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
+from apportion.parallel.parameter_store.memory.store_spec import StoreRegions
 from apportion.parallel.parameter_store.store import Store
-from apportion.parallel.parameter_store.store_memory import Memory
-from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker
-from apportion.parallel.parameter_store.worker_step import extent_of
+from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker, extent_of
 from apportion.parallel.replica.single_process import reference
 
 STEP_CALLS, LAYER_CALLS = 80.0, 3.0
@@ -118,9 +117,9 @@ class HogwildStep(Step, Recoverable):
         self.model, self.optimizers = worker.replica.model, worker.replica.optimizers
         self.source, self.data_shard = worker.source, WHOLE
         extent = extent_of(worker, world, lock_free=True)
-        memory = world.shared(world.another("store"), Memory(extent).nbytes)
+        memory = world.shared(world.another("store"), StoreRegions(extent).nbytes)
         self._store = Store(extent, memory, seat=world.seat, check=self._check)
-        self._slots = [worker.layout.views(flat) for flat in self._store.memory.slots[0].unbind(0)]
+        self._slots = [worker.layout.views(flat) for flat in self._store.memory.shards.slots[0].unbind(0)]
         self._before = torch.zeros(worker.buffer_numbers, dtype=torch.float64)
         self._world, self.rank = world, world.rank
         self._entered = self._was_in = False
@@ -153,8 +152,8 @@ class HogwildStep(Step, Recoverable):
         """Moves the parameters and the optimizer's slots into shared memory."""
         worker, memory = self._worker, self._store.memory
         layout = worker.layout
-        worker.model.move(memory.weights)
-        counts = torch.from_numpy(memory.counts[0][0])
+        worker.model.move(memory.shards.weights)
+        counts = torch.from_numpy(memory.shards.counts[0][0])
         for number, p in enumerate(layout.parameters):
             slots = dict(zip(layout.rule.slots, (views[number] for views in self._slots), strict=True))
             kept = layout.rule.kept(worker.optimizer.param_groups[layout.groups[number]])
@@ -175,7 +174,7 @@ class HogwildStep(Step, Recoverable):
         return self._taken
 
     def backward(self, batch: Batch) -> Tensor | None:
-        replica, buffers = self._replica, self._store.memory.buffers[0]
+        replica, buffers = self._replica, self._store.memory.shards.buffers[0]
         if len(buffers):
             self._worker.set_buffers(buffers)
             self._worker.model.read_buffers(self._before)
@@ -209,7 +208,7 @@ class HogwildStep(Step, Recoverable):
 
     @property
     def _touched(self) -> Any:
-        return self._store.memory.touched
+        return self._store.memory.shards.touched
 
     def _begin(self, first: list[int]) -> None:
         """Prepares torch's first step with momentum, which is another one: it looks whether there is a buffer yet."""
@@ -230,7 +229,7 @@ class HogwildStep(Step, Recoverable):
     def predict(self, batch: Batch) -> Any | None:
         self._enter()
         if batch.start and len(self._before):
-            self._worker.set_buffers(self._store.memory.buffers[0])
+            self._worker.set_buffers(self._store.memory.shards.buffers[0])
         return self._replica.predict(batch) if len(batch) else None
 
     def state_dict(self) -> State:

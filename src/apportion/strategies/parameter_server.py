@@ -50,9 +50,11 @@ from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies.parameter_store import PushPrice, push
 from apportion.parallel.optim.hyperparameters import named
 from apportion.parallel.parameter_store.grouped_step import GroupsStep
+from apportion.parallel.parameter_store.ordered_step import OrderedStep
+from apportion.parallel.parameter_store.push_pull import Mode, PushPullSchedule
 from apportion.parallel.parameter_store.replay import ordered_reference, replay
 from apportion.parallel.parameter_store.server_step import ServerStep
-from apportion.parallel.parameter_store.worker_step import DownpourStep, Mode, PushPullSchedule
+from apportion.parallel.parameter_store.worker_step import DownpourStep
 from apportion.parallel.partition.replica_costs import slowest_group
 from apportion.parallel.partition.replica_groups import check_of, check_replicas, how_many
 from apportion.parallel.replica.single_process import reference
@@ -216,7 +218,8 @@ class ParameterServer(Strategy):
             raise ValueError(f"servers={self.servers} leaves no worker among {world.seats} processes: start more")
         if world.seat >= world.seats - self.servers:
             return ServerStep(ruled, world, servers=self.servers)
-        return DownpourStep(ruled, world, self._rhythm, servers=self.servers)
+        kind = OrderedStep if self.mode == "ordered" else DownpourStep
+        return kind(ruled, world, self._rhythm, servers=self.servers)
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         ruled = self._ruled(workload)

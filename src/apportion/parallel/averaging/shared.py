@@ -19,6 +19,7 @@ seat does them again.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import time
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from typing import final
 import numpy as np
 
 from apportion.comm.process_lock import LOCK_BYTES, Lock, initialize
-from apportion.comm.sync import CACHE_LINE, Word, fence, round_up, sleep_on, wake
+from apportion.comm.sync import CACHE_LINE, CommitWord, Word, fence, round_up, sleep_on, wake
 from apportion.comm.world import World
 from apportion.parallel.averaging.contribution import Contribution, ReplicaTensors, average, copy_parts
 from apportion.parallel.averaging.rounds import AveragingRound, Exchange, Write, dealt, is_late
@@ -72,7 +73,8 @@ class SharedAverage(Exchange):
         tensors = round_up(begin)
         memory = world.shared(f"local_sgd/{nbytes}", tensors + (2 + seats) * nbytes)
         self._memory, self._frame, self._every, self._total = memory, frame, every, total
-        self._commit, self._ready = Word.from_buffer(memory, _COMMIT), Word.from_buffer(memory, _READY)
+        self._version = Word.from_buffer(memory, _COMMIT)
+        self._commit, self._ready = CommitWord(self._version), CommitWord(Word.from_buffer(memory, _READY))
         lines = np.frombuffer(memory, np.int64, LINE // 8 * seats, _HEAD).reshape(seats, -1)
         self._words, self._numbers = lines[:, :_WORDS], lines.view(np.float64)[:, _WORDS:]
         versions = np.frombuffer(memory, np.int64, 2 * meta // 8, _HEAD + LINE * seats).reshape(2, -1)
@@ -92,10 +94,14 @@ class SharedAverage(Exchange):
         self._world, self._seat, self._group = world, world.seat, world.group()
         self._table = world.members.seated() if world.members is not None else list(range(world.size))
 
+    def _own_word(self, number: int) -> CommitWord:
+        """Return one of the words of this process's own seat, which the others read."""
+        return CommitWord(ctypes.c_int64.from_buffer(self._memory, _HEAD + LINE * self._seat + 8 * number))
+
     @property
     def begun(self) -> bool:
         """Tells whether there is an average."""
-        return self._ready.value != 0
+        return self._ready.read() != 0
 
     @property
     def waited(self) -> float:
@@ -106,19 +112,17 @@ class SharedAverage(Exchange):
     def begin(self, first: Contribution, done: int) -> None:
         self._group.barrier()
         if self._world.rank == 0:
-            if not self._ready.value:
+            if not self._ready.read():
                 initialize(self._memory, _LOCK)
-            self._ready.value = 0  # a death in the middle leaves nothing to go on from
-            fence()
-            version = self._commit.value + 1
+            self._ready.withdraw()  # a death in the middle leaves nothing to go on from
+            version = self._commit.read() + 1
             copy_parts(first, self._averages[version % 2])
             self._rows[:] = self._words[:] = self._numbers[:] = 0
             self._words[:, _ASSIGNED] = _NONE
             self._deal(version, done, self._table)
             self._times[version % 2] = time.monotonic()
-            self._commit.value = version
-            fence()
-            self._ready.value = 1
+            self._commit.publish(version)
+            self._ready.publish(1)
         self._group.barrier()
 
     def _deal(self, version: int, done: int, present: list[int]) -> None:
@@ -142,14 +146,14 @@ class SharedAverage(Exchange):
             self._repair()
             self._lock.adopt()
         try:
-            yield self._commit.value
+            yield self._commit.read()
         finally:
             self._lock.release()
 
     def _repair(self) -> None:
         """Repair the counts after the lock's holder died. The commit word says which version is whole; but batches of
         that version may have been given to a seat and not yet counted as handed out."""
-        head = self._heads[self._commit.value % 2]
+        head = self._heads[self._commit.read() % 2]
         for line in self._words:
             if line[_ASSIGNED] == line[_WRITTEN] and line[_FIRST] == head[_DEALT]:
                 head[_DEALT] += line[_MANY]
@@ -177,8 +181,7 @@ class SharedAverage(Exchange):
             first, stride = int(head[_DEALT]), 1
             many = min(self._every, self._total - first)
         line[_SOURCE], line[_FIRST], line[_STRIDE], line[_MANY] = version, first, stride, many
-        fence()
-        line[_ASSIGNED] = line[_WRITTEN]
+        self._own_word(_ASSIGNED).publish(int(line[_WRITTEN]))
         if asks:
             head[_DEALT] = first + many
 
@@ -192,11 +195,9 @@ class SharedAverage(Exchange):
                     return
                 numbers[_SECONDS] = max(1e-9, time.monotonic() - numbers[_BEGAN])
                 numbers[_EXAMPLES] = write(self._slots[self._seat])
-                fence()
-                line[_WRITTEN] += 1
+                self._own_word(_WRITTEN).publish(int(line[_WRITTEN]) + 1)
             # Full: of what was just written, or of what the process that sat here before has left.
-            fence()
-            line[_ARRIVED] = version + 1
+            self._own_word(_ARRIVED).publish(version + 1)
             self._wait(version)
 
     def leave(self) -> None:
@@ -206,14 +207,14 @@ class SharedAverage(Exchange):
         """Wait until there is a newer average; make it where that is possible."""
         began, waiting = time.perf_counter(), self._group.waiting
         try:
-            while self._commit.value == version:
+            while self._commit.read() == version:
                 self._world.check()
                 if self._may_average(version):
                     self._lead(version)
                 else:
                     if waiting is not None:
                         waiting[0] = 1
-                    sleep_on(self._commit, version, SLEEP_SECONDS)
+                    sleep_on(self._version, version, SLEEP_SECONDS)
         finally:
             if waiting is not None:
                 waiting[0] = 0
@@ -241,7 +242,7 @@ class SharedAverage(Exchange):
         with self._locked() as last:
             if last == version and self._may_average(version):
                 self._average(version)
-        wake(self._commit)
+        wake(self._version)
 
     def _average(self, version: int) -> None:
         """Make the next version, from every contribution that is there."""
@@ -260,5 +261,4 @@ class SharedAverage(Exchange):
         self._rows[new, _MERGED] = merged
         self._rows[new, _MERGED, full] = written[full]
         self._times[new] = time.monotonic()
-        fence()
-        self._commit.value = version + 1
+        self._commit.publish(version + 1)

@@ -13,21 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
-from apportion.comm.sync import fence, sleep_on, wake
+from apportion.comm.sync import CommitWord, sleep_on, wake
 from apportion.errors import PeerLost
-from apportion.parallel.parameter_store.store_memory import (
-    DEALT,
-    ENDED,
-    ENTRIES,
-    PUSH,
-    PUSHES,
-    RETURNED,
-    ROUND,
-    TAKEN,
-    TICKET,
-    VERSIONS,
-    Memory,
-)
+from apportion.parallel.parameter_store.memory.store_memory import StoreMemory
+from apportion.parallel.parameter_store.memory.store_spec import PUSH, TICKET, VERSIONS
 
 WAIT_SECONDS = 300.0
 LOOK_SECONDS = 0.01
@@ -37,9 +26,11 @@ LOOK_SECONDS = 0.01
 class BatchQueue:
     """One seat's view of the queue of batches. ``check()`` raises where waiting has become pointless."""
 
-    def __init__(self, memory: Memory, seat: int, check: Callable[[], None]) -> None:
+    def __init__(self, memory: StoreMemory, seat: int, check: Callable[[], None]) -> None:
         self._memory, self._seat, self._check = memory, seat, check
         self._line = memory.lines[seat]
+        self._taken = self._line.word("taken")
+        self._turn = CommitWord(memory.turn)
         self._capacity = memory.extent.capacity
         self.waited = 0.0
         self.waiting: Callable[[], Any] = lambda: None
@@ -53,31 +44,30 @@ class BatchQueue:
         out."""
         m = self._memory
         with self.held():
-            back = m.head[RETURNED]
-            ticket = int(m.returned[back - 1]) if back else m.head[DEALT]
+            back = m.head.returned
+            ticket = int(m.returned[back - 1]) if back else m.head.dealt
             if ticket >= total:
-                self._line[ENDED] = 1
+                self._line.ended = 1
                 return None
             self.open(ticket)
             if back:
-                m.head[RETURNED] = back - 1
+                m.head.returned = back - 1
             else:
-                m.head[DEALT] = ticket + 1
+                m.head.dealt = ticket + 1
             return ticket
 
     def open(self, ticket: int) -> None:
         """Write down that this seat has taken a batch."""
         line = self._line
-        entry = self._memory.entries[self._seat, line[TAKEN] % self._capacity]
-        entry[TICKET], entry[PUSH] = ticket, line[PUSHES] + 1
-        fence()
-        line[TAKEN] += 1
-        line[ENDED] = 0
+        entry = self._memory.log.entries[self._seat, line.taken % self._capacity]
+        entry[TICKET], entry[PUSH] = ticket, line.pushes + 1
+        self._taken.publish(line.taken + 1)
+        line.ended = 0
 
     def note(self, pulled: Sequence[int] | None) -> None:
         """Write down the versions that the gradient of the batch taken last is computed on; None: on the weights that
         the batch before it left."""
-        entry = self._memory.entries[self._seat, (self._line[TAKEN] - 1) % self._capacity]
+        entry = self._memory.log.entries[self._seat, (self._line.taken - 1) % self._capacity]
         if pulled is None:
             entry[VERSIONS] = -1
         else:
@@ -87,18 +77,18 @@ class BatchQueue:
         """Count the batches that this seat has taken as being in the weights, where the seat has put them there
         itself."""
         line = self._line
-        line[ENTRIES] = line[TAKEN]
-        line[PUSHES] += 1
+        line.entries = line.taken
+        line.pushes += 1
 
     def leave(self) -> None:
         """Declare that this seat takes no more batches for now, so that no worker waits for it."""
-        self._line[ENDED] = 1
+        self._line.ended = 1
         self.tell()
 
     def opened(self, seat: int) -> list[int]:
         """Return the batches that a seat has taken and not pushed."""
         m, line = self._memory, self._memory.lines[seat]
-        return [int(m.entries[seat, entry % self._capacity, TICKET]) for entry in range(line[ENTRIES], line[TAKEN])]
+        return [int(m.log.entries[seat, entry % self._capacity, TICKET]) for entry in range(line.entries, line.taken)]
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -113,8 +103,8 @@ class BatchQueue:
         """Return how many batches are in the weights, and the batches that were handed out and are not. Called while
         the queue is held."""
         m = self._memory
-        unpushed = sorted({*m.returned[: m.head[RETURNED]].tolist(), *self._all_opened()})
-        return m.head[DEALT] - len(unpushed), unpushed
+        unpushed = sorted({*m.returned[: m.head.returned].tolist(), *self._all_opened()})
+        return m.head.dealt - len(unpushed), unpushed
 
     def unpushed(self) -> list[int]:
         """Return the batches that were handed out and are not in the weights."""
@@ -130,12 +120,11 @@ class BatchQueue:
         """Put the batches that a seat has taken and not pushed back into the queue."""
         m, line = self._memory, self._memory.lines[seat]
         with self.held():
-            back, tickets = m.head[RETURNED], self.opened(seat)
+            back, tickets = m.head.returned, self.opened(seat)
             m.returned[back : back + len(tickets)] = tickets
-            m.head[RETURNED] = back + len(tickets)
-            fence()
-            line[TAKEN] = line[ENTRIES]
-            line[ENDED] = 1
+            m.head.returned = back + len(tickets)
+            line.word("taken").publish(line.entries)
+            line.ended = 1
 
     def _lock(self) -> None:
         failed = self._memory.deal.wait(self._check)
@@ -146,10 +135,10 @@ class BatchQueue:
         """Repair the queue after a worker died while it took a batch: a batch that a seat has taken is not to be handed
         out again."""
         m, taken = self._memory, self._all_opened()
-        left = [t for t in m.returned[: m.head[RETURNED]].tolist() if t not in taken]
+        left = [t for t in m.returned[: m.head.returned].tolist() if t not in taken]
         m.returned[: len(left)] = left
-        m.head[RETURNED] = len(left)
-        m.head[DEALT] = max([m.head[DEALT], *(t + 1 for t in taken)])
+        m.head.returned = len(left)
+        m.head.dealt = max([m.head.dealt, *(t + 1 for t in taken)])
         m.deal.adopt()
 
     # Waiting for others
@@ -185,28 +174,27 @@ class BatchQueue:
     def tell(self) -> None:
         """Wake every process that waits, so that it looks again."""
         turn = self._memory.turn
-        fence()
-        turn.value = (turn.value + 1) & 0x7FFFFFFF
+        self._turn.publish((turn.value + 1) & 0x7FFFFFFF)
         wake(turn)
 
     def ahead(self, seats: Sequence[int]) -> int:
         """Return by how many pushes this seat is ahead of the slowest of those that still take batches."""
         lines = self._memory.lines
-        going = [lines[seat][PUSHES] for seat in seats if not lines[seat][ENDED]]
-        return self._line[PUSHES] - min(going, default=self._line[PUSHES])
+        going = [lines[seat].pushes for seat in seats if not lines[seat].ended]
+        return self._line.pushes - min(going, default=self._line.pushes)
 
     def begin_rounds(self) -> None:
         """Write down, in ordered mode, that this seat has pulled for no round yet."""
-        self._line[ROUND] = 0
+        self._line.round = 0
 
     def enter_round(self, number: int) -> None:
         """Write down, in ordered mode, that this seat has pulled the weights that the round beginning with this batch
         is computed on."""
-        self._line[ROUND] = number + 1
+        self._line.round = number + 1
         self.tell()
 
     def all_entered(self, seats: Sequence[int]) -> bool:
         """Return whether all of these seats have pulled for the round that this one is in. A push before that would
         change the weights that they pull."""
-        own = self._line[ROUND]
-        return all(self._memory.lines[seat][ROUND] >= own for seat in seats)
+        own = self._line.round
+        return all(self._memory.lines[seat].round >= own for seat in seats)

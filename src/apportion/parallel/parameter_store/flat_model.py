@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from apportion.core.torch_private import foreach_add, foreach_copy
 from apportion.parallel.optim.hyperparameters import StoreRule
-from apportion.parallel.parameter_store.shard_layout import StoreLayout
+from apportion.parallel.parameter_store.memory.shard_layout import StoreLayout
 from apportion.parallel.replica.forward_state import ForwardTensor, digest
 
 

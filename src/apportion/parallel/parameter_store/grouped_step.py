@@ -27,10 +27,10 @@ from apportion.core.sampler import DataShard
 from apportion.core.strategy import Held, Recoverable, State, Step, Strategy
 from apportion.core.workload import Workload
 from apportion.errors import StateLost
+from apportion.parallel.parameter_store.memory.store_spec import StoreRegions
+from apportion.parallel.parameter_store.push_pull import PushPullSchedule
 from apportion.parallel.parameter_store.store import Store
-from apportion.parallel.parameter_store.store_memory import Memory
-from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker, refuse
-from apportion.parallel.parameter_store.worker_step import PushPullSchedule, extent_of
+from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker, extent_of, refuse
 from apportion.parallel.partition.replica_groups import ReplicaGroup, how_many
 from apportion.parallel.partition.replicated_step import build_split, predict
 
@@ -55,7 +55,7 @@ class GroupsStep(Step, Recoverable):
         self.data_shard = WHOLE if self._ordered else turns
         across = place.across
         extent = extent_of(worker, across, lock_free=rhythm.mode == "hogwild")
-        memory = across.shared(across.another("store"), Memory(extent).nbytes)
+        memory = across.shared(across.another("store"), StoreRegions(extent).nbytes)
         self._store = store = Store(extent, memory, seat=across.rank, check=world.check)
         store.settle(lambda: store.put(worker.initial(), done=0), first=across.rank == 0)
         worker.move(store.weights)
@@ -142,15 +142,15 @@ class GroupsStep(Step, Recoverable):
         return torch.tensor(stale, dtype=torch.float64)
 
     def _update_in_turn(self) -> Mapping[str, Tensor]:
-        turn, told = self._turn(), self._store.memory.told
+        turn = self._turn()
+        told = self._store.memory.told[turn]
         if turn == self._place.replica:
             assert self._own is not None
-            told[turn, 0] = float(self._own[0])
-            told[turn, 1] = float(self._push(self._done))
+            told.loss = float(self._own[0])
+            told.staleness = float(self._push(self._done))
         self._place.across.group().barrier()
         self._done += 1
-        loss, _ = told[turn, :2].tolist()
-        return {"loss": torch.tensor(loss), "staleness": torch.tensor(turn, dtype=torch.float64)}
+        return {"loss": torch.tensor(told.loss), "staleness": torch.tensor(turn, dtype=torch.float64)}
 
     # The whole
 

@@ -35,10 +35,11 @@ from torch import Tensor
 
 from apportion.comm.world import World
 from apportion.errors import PeerLost
+from apportion.parallel.parameter_store.memory.records import ServerRecord
+from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
 from apportion.parallel.parameter_store.peer_connection import PeerListener, PeerPair, connect, wait
 from apportion.parallel.parameter_store.push import StagedPush
 from apportion.parallel.parameter_store.store import Store
-from apportion.parallel.parameter_store.store_memory import Array, StoreSpec
 
 HOST = "127.0.0.1"
 CHUNK_BYTES = 4 << 20
@@ -91,24 +92,24 @@ class Sessions:
         self._ranges = [Range(memory.extent, number) for number in range(len(seats))]
         self._pairs: list[PeerPair] = []
         for number, seat in enumerate(seats):
-            self._pairs.append(self._connect(memory.ports[number], number, seat, world.seat))
+            self._pairs.append(self._connect(memory.servers[number], number, seat, world.seat))
 
-    def _connect(self, port: Array, number: int, seat: int, own: int) -> PeerPair:
+    def _connect(self, server: ServerRecord, number: int, seat: int, own: int) -> PeerPair:
         """Connect to a server. Each try is short: a server may die before it has answered, and another one take its
         place."""
         deadline = time.monotonic() + MEET_SECONDS
         while True:
-            self._deal.wait(lambda: self._listens(port, seat), lambda: f"parameter server {number} to listen")
+            self._deal.wait(lambda: self._listens(server, seat), lambda: f"parameter server {number} to listen")
             try:
-                return connect(HOST, int(port[0]), own)
+                return connect(HOST, server.port, own)
             except PeerLost:
                 if time.monotonic() > deadline:
                     raise
                 self._deal.look()
 
-    def _listens(self, port: Array, seat: int) -> bool:
+    def _listens(self, server: ServerRecord, seat: int) -> bool:
         """Return whether the process that holds the seat now, not one before it, has published its port."""
-        return int(port[1]) == self._members.pid(seat) if self._members is not None else int(port[1]) > 0
+        return server.pid == self._members.pid(seat) if self._members is not None else server.pid > 0
 
     def _each(self) -> Iterator[tuple[PeerPair, Range]]:
         return zip(self._pairs, self._ranges, strict=True)
@@ -245,8 +246,8 @@ class StoreServer:
     def _answer(self, pair: PeerPair, store: Store, what: int, how: int) -> None:
         part, m = self._range, store.memory
         if what == BRING:
-            changes = [m.changes[store.seat]] if part.buffers else []
-            wait(pair.receive([part.of(m.gradients[store.seat]), *changes]))
+            changes = [m.seats.changes[store.seat]] if part.buffers else []
+            wait(pair.receive([part.of(m.seats.gradients[store.seat]), *changes]))
         elif what in (APPLY, TELL):
             push = store.under_way(store.seat, pull=bool(how % 2) and what == APPLY)
             if push is None or push.number != how // 2:

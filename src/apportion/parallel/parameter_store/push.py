@@ -23,18 +23,8 @@ from typing import NamedTuple, final
 from torch import Tensor
 
 from apportion.comm.process_lock import Lock
-from apportion.comm.sync import fence
-from apportion.parallel.parameter_store.store_memory import (
-    DRAFTS,
-    FIRST,
-    NUMBER,
-    OWN,
-    PUSHER,
-    SCRATCH,
-    SHARDS,
-    STATE,
-    Memory,
-)
+from apportion.comm.sync import CommitWord, fence
+from apportion.parallel.parameter_store.memory.store_memory import OWN, SCRATCH, StoreMemory
 
 SPIN_SECONDS = 0.00005
 """The seconds for which a worker looks for a free shard before it sleeps: a shard is held for less."""
@@ -72,13 +62,15 @@ class ShardApplier:
     """One process's access to the shards, in its own name or for the worker of a seat. ``server``: the number of the
     server that this is. ``check()`` raises where waiting has become pointless."""
 
-    def __init__(self, memory: Memory, seat: int, server: int | None, check: Callable[[], None]) -> None:
+    def __init__(self, memory: StoreMemory, seat: int, server: int | None, check: Callable[[], None]) -> None:
         self.memory, self.seat, self._check = memory, seat, check
         self._hands = seat + memory.extent.seats * (0 if server is None else 1 + server)
         self.layout, self.rule = memory.extent.layout, memory.extent.layout.rule
         self.waited = 0.0
         """The seconds spent waiting for shards."""
-        self._line = memory.drafts[self._hands]
+        self._draft = memory.drafts[self._hands]
+        self._place = self._draft.word("place")
+        self._run = memory.extent.run
         self._simple = not self.rule.counted and self.layout.many_groups == 1
         self._stretches: dict[tuple[bool, int, int, int], _ShardStretch] = {}
         self._locks: list[Lock] = []
@@ -97,7 +89,7 @@ class ShardApplier:
 
     def apply(self, push: StagedPush, left: list[int], buffers: Tensor) -> None:
         """Apply a push to these shards; ``buffers`` receives the new buffers where the push pulls."""
-        if self.memory.copies == 1:
+        if self.memory.shards.copies == 1:
             self._apply_free(push, left, buffers)
         else:
             self._apply_locked(push, left, buffers)
@@ -105,15 +97,15 @@ class ShardApplier:
     def _apply_free(self, push: StagedPush, left: list[int], buffers: Tensor) -> None:
         """Apply a push to all shards at once, without locks. A process that dies in between counts as having made the
         push: there is no way to tell how far it came, and the push is not made twice."""
-        m, row, shards = self.memory, self.memory.row(push.seat, push.number), self.layout.shards
+        m, row, shards = self.memory, self.memory.log.row(push.seat, push.number), self.layout.shards
         if not left:
             return
         for shard in left:
-            version = m.versions[shard].value + 1
-            m.made[row + shard] = m.versions[shard].value = version
+            version = m.shards.versions[shard].value + 1
+            m.log.made[row + shard] = m.shards.versions[shard].value = version
         self.update(push, 0, shards, 0)
         if push.pull:
-            m.own[self.seat].copy_(m.weights)
+            m.seats.own[self.seat].copy_(m.shards.weights)
         if m.extent.buffers:
             self._update_buffers(push, 0, buffers)
 
@@ -141,8 +133,8 @@ class ShardApplier:
     def _apply_run(self, push: StagedPush, first: int, seen: Sequence[int], buffers: Tensor) -> None:
         """Apply a push to consecutive shards beginning with ``first``, whose versions are ``seen`` and whose locks are
         held; the locks are released."""
-        m, line, versions = self.memory, self._line, self.memory.versions
-        made, row, copy = m.made, m.row(push.seat, push.number) + first, seen[0] & 1
+        m, draft, versions = self.memory, self._draft, self.memory.shards.versions
+        made, row, copy = m.log.made, m.log.row(push.seat, push.number) + first, seen[0] & 1
         if first == self.layout.shards:
             self._update_buffers(push, copy, buffers)
             made[row] = seen[0] + 1
@@ -150,19 +142,16 @@ class ShardApplier:
             stretch = self.update(push, first, len(seen), copy)
             for at, version in enumerate(seen, row):
                 made[at] = version + 1
-            line[DRAFTS] = 0  # of who was here before
-            fence()
-            line[PUSHER], line[NUMBER], line[FIRST], line[SHARDS] = push.seat, push.number, first, len(seen)
-            fence()
-            line[DRAFTS] = OWN if self._into_own(push) else SCRATCH
+            self._place.withdraw()  # drafts of who was here before
+            draft.seat, draft.number, draft.first, draft.shards = push.seat, push.number, first, len(seen)
+            self._place.publish(OWN if self._into_own(push) else SCRATCH)
             fence()
             stretch.weights.copy_(stretch.drafts)
         fence()
         for shard, version in enumerate(seen, first):
             versions[shard].value = version + 1
         fence()
-        line[DRAFTS] = 0
-        fence()
+        self._place.withdraw()
         for shard in range(first, first + len(seen)):
             self._release[shard]()
 
@@ -170,9 +159,9 @@ class ShardApplier:
         """Extend a run of shards that begins with one whose lock is held: take the locks of the next ones, as long as
         they are free, and their live slots are in the same copy, so that all are updated in one go. Returns their
         versions."""
-        versions, first = self.memory.versions, left[at]
+        versions, first = self.memory.shards.versions, left[at]
         seen = [versions[first].value]
-        shards = left[at + 1 : at + self.memory.run]
+        shards = left[at + 1 : at + self._run]
         for shard, next_one in zip(shards, range(first + 1, self.layout.shards), strict=False):
             if shard != next_one or not self._try(shard):
                 break
@@ -186,7 +175,7 @@ class ShardApplier:
     def has(self, shard: int, push: StagedPush) -> bool:
         """Return whether a shard has that push already. Called with its lock held, or while no process can push it."""
         m = self.memory
-        return 0 < m.made[m.row(push.seat, push.number) + shard] <= m.versions[shard].value
+        return 0 < m.log.made[m.log.row(push.seat, push.number) + shard] <= m.shards.versions[shard].value
 
     # Locks
 
@@ -200,7 +189,7 @@ class ShardApplier:
         in one go; returns how many are taken."""
         self.take(first)
         end = first + 1
-        while end < min(last, first + self.memory.run) and self._try(end):
+        while end < min(last, first + self._run) and self._try(end):
             end += 1
         return end - first
 
@@ -233,35 +222,34 @@ class ShardApplier:
         if not self._locks[shard].is_orphan(failed):
             return False
         m = self.memory
-        for hands, line in enumerate(m.drafts):
-            if line[DRAFTS] and line[FIRST] <= shard < line[FIRST] + line[SHARDS]:
+        for hands, draft in enumerate(m.drafts):
+            if draft.place and draft.first <= shard < draft.first + draft.shards:
                 self._copy_drafts(hands, shard)
         for seat, line in enumerate(m.lines):
-            if line[STATE]:
-                at = m.row(seat, line[STATE]) + shard
-                if m.made[at] > m.versions[shard].value:
-                    m.made[at] = 0
+            if line.pushing:
+                at = m.log.row(seat, line.pushing) + shard
+                if m.log.made[at] > m.shards.versions[shard].value:
+                    m.log.made[at] = 0
         self._locks[shard].adopt()
         return True
 
     def _copy_drafts(self, hands: int, shard: int) -> None:
         """Copy one process's drafts into a shard, unless the shard has them, or they belong to a push that is over."""
-        m, line = self.memory, self.memory.drafts[hands]
-        version, pusher = m.versions[shard], line[PUSHER]
-        if m.lines[pusher][STATE] != line[NUMBER] or m.made[m.row(pusher, line[NUMBER]) + shard] != version.value + 1:
+        m, draft = self.memory, self.memory.drafts[hands]
+        version, pusher, number = m.shards.versions[shard], draft.seat, draft.number
+        if m.lines[pusher].pushing != number or m.log.made[m.log.row(pusher, number) + shard] != version.value + 1:
             return
-        start, a, b = (self.layout.bounds[at] for at in (line[FIRST], shard, shard + 1))
-        drafts = m.own[pusher, a:b] if line[DRAFTS] == OWN else m.scratch[hands, a - start : b - start]
-        m.weights[a:b].copy_(drafts)
-        fence()
-        version.value += 1
+        start, a, b = (self.layout.bounds[at] for at in (draft.first, shard, shard + 1))
+        drafts = m.seats.own[pusher, a:b] if draft.place == OWN else m.seats.scratch[hands, a - start : b - start]
+        m.shards.weights[a:b].copy_(drafts)
+        CommitWord(version).publish(version.value + 1)
 
     def resolve(self, seat: int) -> None:
         """Make sure that the drafts left by the processes that applied that seat's pushes are no longer needed. The
         record stays: it may belong to a server that lives."""
-        for line in self.memory.drafts[seat :: self.memory.extent.seats]:
-            if line[DRAFTS]:
-                for shard in range(line[FIRST], line[FIRST] + line[SHARDS]):
+        for draft in self.memory.drafts[seat :: self.memory.extent.seats]:
+            if draft.place:
+                for shard in range(draft.first, draft.first + draft.shards):
                     self.take(shard)
                     self._release[shard]()
 
@@ -287,22 +275,22 @@ class ShardApplier:
 
     def _stretch(self, push: StagedPush, first: int, many: int, copy: int) -> _ShardStretch:
         m, a, b = self.memory, self.layout.bounds[first], self.layout.bounds[first + many]
-        weights, other = m.weights[a:b], m.copies - 1 - copy
+        weights, other = m.shards.weights[a:b], m.shards.copies - 1 - copy
         drafts = weights
-        if m.copies == 2:
-            drafts = m.own[self.seat, a:b] if self._into_own(push) else m.scratch[self._hands, : b - a]
-        old, new = ([*m.slots[which, :, a:b].unbind(0)] for which in (copy, other))
-        return _ShardStretch(weights, drafts, [weights, *old], [drafts, *new], m.gradients[push.seat, a:b])
+        if m.shards.copies == 2:
+            drafts = m.seats.own[self.seat, a:b] if self._into_own(push) else m.seats.scratch[self._hands, : b - a]
+        old, new = ([*m.shards.slots[which, :, a:b].unbind(0)] for which in (copy, other))
+        return _ShardStretch(weights, drafts, [weights, *old], [drafts, *new], m.seats.gradients[push.seat, a:b])
 
     def _update_pieces(self, push: StagedPush, stretch: _ShardStretch, shards: range, copy: int) -> None:
         """Update the shards piece by piece, which takes account of groups, counts, and parameters without a
         gradient."""
-        m, other = self.memory, self.memory.copies - 1 - copy
+        m, other = self.memory, self.memory.shards.copies - 1 - copy
         begin = self.layout.bounds[shards.start]
         if other != copy:
             stretch.drafts.copy_(stretch.weights)  # also where no piece lies
         for shard in shards:
-            before, after = m.counts[copy][shard], m.counts[other][shard]
+            before, after = m.shards.counts[copy][shard], m.shards.counts[other][shard]
             for number, piece in enumerate(self.layout.pieces[shard]):
                 at = slice(piece.start - begin, piece.stop - begin)
                 old, new = [t[at] for t in stretch.old], [t[at] for t in stretch.new]
@@ -316,7 +304,7 @@ class ShardApplier:
                     after[number] = count
 
     def _update_buffers(self, push: StagedPush, copy: int, buffers: Tensor) -> None:
-        m, other = self.memory, self.memory.copies - 1 - copy
-        m.buffers[other] = m.buffers[copy] + m.changes[push.seat]
+        m, other = self.memory, self.memory.shards.copies - 1 - copy
+        m.shards.buffers[other] = m.shards.buffers[copy] + m.seats.changes[push.seat]
         if push.pull:
-            buffers.copy_(m.buffers[other])
+            buffers.copy_(m.shards.buffers[other])

@@ -13,8 +13,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from apportion.parallel.parameter_store.memory.arrays import Array
+from apportion.parallel.parameter_store.memory.store_spec import PUSH, TICKET, VERSIONS
 from apportion.parallel.parameter_store.store import Store
-from apportion.parallel.parameter_store.store_memory import BASE, ENTRIES, PUSH, PUSHES, TICKET, VERSIONS, Array
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class PushLog:
         """Read the log out of a store, while no worker pushes. ValueError where its beginning was overwritten."""
         m, entries, made = store.memory, [], []
         for seat, line in enumerate(m.lines):
-            many, capacity = max(line[ENTRIES], line[PUSHES]), store.extent.capacity
+            many, capacity = max(line.entries, line.pushes), store.extent.capacity
             if many >= capacity:
                 raise ValueError(f"the log has room for {capacity} pushes of a worker, and there were {many}")
-            entries.append(m.entries[seat, : line[ENTRIES]].copy())
-            made.append(m.made_rows[seat, 1 : line[PUSHES] + 1].copy())
-        return cls(m.head[BASE], tuple(entries), tuple(made))
+            entries.append(m.log.entries[seat, : line.entries].copy())
+            made.append(m.log.made_rows[seat, 1 : line.pushes + 1].copy())
+        return cls(m.head.base, tuple(entries), tuple(made))
 
     def pushes(self) -> Iterator[Pushed]:
         """Yield the pushes seat by seat. ValueError where a push has no batches, or no versions."""

@@ -14,8 +14,8 @@ from apportion.core.rng import seed_everything
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
 from apportion.parallel.parameter_store.push_log import Pushed, PushLog
+from apportion.parallel.parameter_store.push_pull import PushPullSchedule
 from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker, refuse
-from apportion.parallel.parameter_store.worker_step import PushPullSchedule
 from apportion.parallel.replica.replica import Replica
 
 CPU = torch.device("cpu")

@@ -14,12 +14,12 @@ from apportion.core.data.batch import Batch
 from apportion.core.strategy import Held, Recoverable, State, Step
 from apportion.core.workload import Workload
 from apportion.errors import StateLost
+from apportion.parallel.parameter_store.memory.store_spec import StoreRegions
 from apportion.parallel.parameter_store.protocol import StoreServer
 from apportion.parallel.parameter_store.push_log import PushLog
 from apportion.parallel.parameter_store.store import Store
-from apportion.parallel.parameter_store.store_memory import ENDED, Memory
-from apportion.parallel.parameter_store.worker_model import StoreWorker
-from apportion.parallel.parameter_store.worker_step import SNAPSHOT_SECONDS, extent_of
+from apportion.parallel.parameter_store.worker_model import StoreWorker, extent_of
+from apportion.parallel.parameter_store.worker_step import SNAPSHOT_SECONDS
 
 
 @final
@@ -35,14 +35,17 @@ class ServerStep(Step, Recoverable):
         self.source, self.data_shard = worker.source, None
         self._workers = range(world.seats - servers)
         extent = extent_of(worker, world, servers=servers)
-        memory = world.shared(world.another("store"), Memory(extent).nbytes)
+        memory = world.shared(world.another("store"), StoreRegions(extent).nbytes)
         self._store = Store(extent, memory, seat=world.seat, check=self._check)
         number = world.seat - len(self._workers)
         self._server = StoreServer(
             extent, number, lambda seat: _of_seat(Store(extent, memory, seat=seat, server=number))
         )
-        self._store.memory.ports[number] = self._server.port, 0
-        self._store.memory.ports[number, 1] = os.getpid()
+        here = self._store.memory.servers[number]
+        pid = here.word("pid")
+        pid.withdraw()
+        here.port = self._server.port
+        pid.publish(os.getpid())
         self._store.deal.tell()
 
     def _check(self) -> None:
@@ -63,7 +66,7 @@ class ServerStep(Step, Recoverable):
         self._settled()
         lines = self._store.memory.lines
         # Workers take as long as they like: what they wait for has deadlines of its own.
-        while not all(lines[seat][ENDED] for seat in working):
+        while not all(lines[seat].ended for seat in working):
             self._store.deal.look()
             if self._server.error is not None:
                 raise self._server.error

@@ -21,24 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from apportion.comm.sync import fence, sleep_on
+from apportion.comm.sync import sleep_on
 from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.batch_queue import LOOK_SECONDS, BatchQueue
+from apportion.parallel.parameter_store.memory.arrays import Array
+from apportion.parallel.parameter_store.memory.store_memory import StoreMemory
+from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
 from apportion.parallel.parameter_store.push import ShardApplier, StagedPush
-from apportion.parallel.parameter_store.store_memory import (
-    BASE,
-    DEALT,
-    ENTRIES,
-    PUSHES,
-    READY,
-    RETURNED,
-    STATE,
-    TAKEN,
-    THEN,
-    Array,
-    Memory,
-    StoreSpec,
-)
 
 ALL_USED = 2
 READY_SECONDS = 120.0
@@ -101,15 +90,14 @@ class Store:
     ) -> None:
         self.extent, self.layout, self.rule = extent, extent.layout, extent.layout.rule
         self.seat, self._check = seat, check
-        self.memory = m = Memory(extent)
-        m.map(memory)
+        self.memory = m = StoreMemory(extent, memory)
         self.deal = BatchQueue(m, seat, check)
         self._line = m.lines[seat]
-        self.gradient = m.gradients[seat]
+        self.gradient = m.seats.gradients[seat]
         """The gradient that the next push brings: flat, filled by the caller."""
-        self.change = m.changes[seat]
+        self.change = m.seats.changes[seat]
         """The change of each buffer that the next push brings: flat, filled by the caller."""
-        self.weights = self._own = m.own[seat]
+        self.weights = self._own = m.seats.own[seat]
         """The weights that were pulled, as a flat vector."""
         self.buffers = torch.zeros(extent.buffers, dtype=torch.float64)
         self.pulled: Sequence[int] = [0] * extent.shards
@@ -133,19 +121,17 @@ class Store:
         """Make the locks and fill the store in by ``start()``, where this is the ``first``; or wait until that is done.
         PeerLost where it takes too long."""
         m = self.memory
-        if first and not m.head[READY]:
+        if first and not m.ready.read():
             m.make_locks()
             self.applying.open()
             start()
-            fence()
-            m.head[READY] = 1
+            m.ready.publish(1)
         deadline = time.monotonic() + READY_SECONDS
-        while not m.head[READY]:
+        while not m.ready.read():
             self._check()
             sleep_on(m.turn, m.turn.value, LOOK_SECONDS)
             if time.monotonic() > deadline:
                 raise PeerLost(f"rank 0 has not filled the parameter store within {READY_SECONDS:.0f} s")
-        fence()
         if not self.applying.opened:
             self.applying.open()
 
@@ -154,40 +140,40 @@ class Store:
         worker pushes."""
         m = self.memory
         for shard in range(self.extent.shards):
-            copy = m.live(shard)
+            copy = m.shards.live(shard)
             if shard < self.layout.shards:
                 a, b = self.layout.bounds[shard], self.layout.bounds[shard + 1]
-                for into, flat in zip((m.weights, *m.slots[copy]), contents.data, strict=True):
+                for into, flat in zip((m.shards.weights, *m.shards.slots[copy]), contents.data, strict=True):
                     into[a:b] = flat[a:b]
-                m.counts[copy][shard][:] = contents.counts[shard]
+                m.shards.counts[copy][shard][:] = contents.counts[shard]
             else:
-                m.buffers[copy] = contents.buffers
-        m.touched[:] = contents.touched
-        m.head[BASE] = done - self._pushed()
-        m.head[DEALT] = done
-        m.head[RETURNED] = 0
+                m.shards.buffers[copy] = contents.buffers
+        m.shards.touched[:] = contents.touched
+        m.head.base = done - self._pushed()
+        m.head.dealt = done
+        m.head.returned = 0
 
     def resume(self, unpushed: Sequence[int]) -> None:
         """Put back batches that were handed out in an earlier run and are not in the weights: they come first."""
         m = self.memory
-        m.head[DEALT] = m.head[BASE] + self._pushed() + len(unpushed)
+        m.head.dealt = m.head.base + self._pushed() + len(unpushed)
         m.returned[: len(unpushed)] = unpushed
-        m.head[RETURNED] = len(unpushed)
+        m.head.returned = len(unpushed)
 
     # What workers do
 
     @property
     def done(self) -> int:
         """The number of batches whose gradient is in the weights."""
-        return self.memory.head[BASE] + self._pushed()
+        return self.memory.head.base + self._pushed()
 
     def _pushed(self) -> int:
-        return sum(line[ENTRIES] for line in self.memory.lines)
+        return sum(line.entries for line in self.memory.lines)
 
     @property
     def pushes(self) -> int:
         """The number of pushes made by all seats."""
-        return sum(line[PUSHES] for line in self.memory.lines)
+        return sum(line.pushes for line in self.memory.lines)
 
     def pull(self) -> None:
         """Copy the last version of every shard into ``weights`` (and of the buffers into ``buffers``)."""
@@ -202,11 +188,11 @@ class Store:
         m, at, found = self.memory, first, list[int]()
         end = min(last, self.layout.shards)
         while at < end:
-            many = self.applying.take_some(at, end) if m.copies > 1 else end - at
-            found += [m.versions[shard].value for shard in range(at, at + many)]
+            many = self.applying.take_some(at, end) if m.shards.copies > 1 else end - at
+            found += [m.shards.versions[shard].value for shard in range(at, at + many)]
             a, b = self.layout.bounds[at], self.layout.bounds[at + many]
-            self.weights[a:b].copy_(m.weights[a:b])
-            if m.copies > 1:
+            self.weights[a:b].copy_(m.shards.weights[a:b])
+            if m.shards.copies > 1:
                 self.applying.release(at, many)
             at += many
         if last > self.layout.shards:
@@ -217,8 +203,8 @@ class Store:
         m, shard = self.memory, self.layout.shards
         self.applying.take(shard)
         try:
-            self.buffers.copy_(m.buffers[m.live(shard)])
-            return m.versions[shard].value
+            self.buffers.copy_(m.shards.buffers[m.shards.live(shard)])
+            return m.shards.versions[shard].value
         finally:
             self.applying.release(shard)
 
@@ -238,8 +224,8 @@ class Store:
             if pull and self.weights is not self._own:
                 self.weights.copy_(self._own)
         self._end(self.seat)
-        shards, row = self.memory.shards, self.memory.row(self.seat, push.number)
-        made = self.memory.made[row : row + shards]
+        shards, row = self.memory.extent.shards, self.memory.log.row(self.seat, push.number)
+        made = self.memory.log.made[row : row + shards]
         stale = sum(made) - sum(self.pulled) - shards
         if pull:
             self.pulled = made if found is None else found
@@ -248,7 +234,7 @@ class Store:
     def line_up(self) -> None:
         """Copy the gradient and the buffers' change into this seat's place in memory, where they were not computed
         there."""
-        for place, own in ((self.memory.gradients, self.gradient), (self.memory.changes, self.change)):
+        for place, own in ((self.memory.seats.gradients, self.gradient), (self.memory.seats.changes, self.change)):
             if own.data_ptr() != place[self.seat].data_ptr():
                 place[self.seat].copy_(own)
 
@@ -258,33 +244,32 @@ class Store:
         m, line = self.memory, self._line
         if hyper is not self._hyper:
             self._hyper = hyper
-            for row, values in zip(m.hyper[self.seat], hyper, strict=True):
+            for row, values in zip(m.seats.hyper[self.seat], hyper, strict=True):
                 row[:] = values
         self._mark_used(used)
-        number = line[PUSHES] + 1
-        m.made_rows[self.seat, number % m.capacity] = 0
-        line[THEN] = line[TAKEN]
+        number = line.pushes + 1
+        m.log.made_rows[self.seat, number % m.log.capacity] = 0
+        line.entries_then = line.taken
         with self.deal.held():  # a snapshot ends first
-            line[STATE] = number
+            line.pushing = number
         # With servers, one that was asked before another was lost may still be at it.
         return StagedPush(self.seat, number, hyper, used, pull, unsure=self.extent.servers > 0)
 
     def _mark_used(self, used: Sequence[bool] | None) -> None:
         m = self.memory
         if used is None:
-            m.used[self.seat, 0] = ALL_USED
-            m.touched[:] = 1
+            m.seats.used[self.seat, 0] = ALL_USED
+            m.shards.touched[:] = 1
         else:
-            m.used[self.seat] = used
-            m.touched[np.asarray(used, dtype=bool)] = 1
+            m.seats.used[self.seat] = used
+            m.shards.touched[np.asarray(used, dtype=bool)] = 1
 
     def _end(self, seat: int) -> None:
         """Record that every shard has the push that the seat had begun."""
         line = self.memory.lines[seat]
-        line[ENTRIES] = line[THEN]
-        line[PUSHES] = line[STATE]
-        fence()
-        line[STATE] = 0
+        line.entries = line.entries_then
+        line.pushes = line.pushing
+        self.memory.pushing[seat].publish(0)
 
     def apply(self, push: StagedPush, left: list[int]) -> None:
         """Apply a push to these shards."""
@@ -293,7 +278,7 @@ class Store:
     @property
     def still(self) -> bool:
         """Tells whether no worker is in the middle of a push."""
-        return not any(line[STATE] for line in self.memory.lines)
+        return not any(line.pushing for line in self.memory.lines)
 
     # After a death
 
@@ -317,11 +302,11 @@ class Store:
 
     def under_way(self, seat: int, *, pull: bool = False) -> StagedPush | None:
         """Return the push that a seat has begun, as it is written down; None where there is none."""
-        m, number = self.memory, self.memory.lines[seat][STATE]
+        m, number = self.memory, self.memory.lines[seat].pushing
         if not number:
             return None
-        used = None if m.used[seat, 0] == ALL_USED else [bool(u) for u in m.used[seat]]
-        return StagedPush(seat, number, m.hyper[seat].tolist(), used, pull, unsure=True)
+        used = None if m.seats.used[seat, 0] == ALL_USED else [bool(u) for u in m.seats.used[seat]]
+        return StagedPush(seat, number, m.seats.hyper[seat].tolist(), used, pull, unsure=True)
 
     # The whole
 
@@ -329,7 +314,7 @@ class Store:
     def nbytes(self) -> int:
         """The bytes of the weights, slots and buffers that all workers have in common."""
         m = self.memory
-        return m.weights.nbytes + m.slots.nbytes + m.buffers.nbytes
+        return m.shards.weights.nbytes + m.shards.slots.nbytes + m.shards.buffers.nbytes
 
     def snapshot(self, check: Callable[[], None], seconds: float) -> Snapshot:
         """Read the store as it is at one moment: every batch is in the weights whole, or listed as unpushed.
@@ -347,20 +332,20 @@ class Store:
     def read(self) -> Contents:
         """Return copies of everything that the store holds; each shard as one push has left it."""
         m = self.memory
-        data = m.weights.new_empty(1 + m.slots.shape[1], self.layout.total)
+        data = m.shards.weights.new_empty(1 + m.shards.slots.shape[1], self.layout.total)
         counts: list[Array] = []
         buffers = torch.zeros(self.extent.buffers, dtype=torch.float64)
         for shard in range(self.extent.shards):
             self.applying.take(shard)
             try:
-                copy = m.live(shard)
+                copy = m.shards.live(shard)
                 if shard == self.layout.shards:
-                    buffers.copy_(m.buffers[copy])
+                    buffers.copy_(m.shards.buffers[copy])
                     continue
                 a, b = self.layout.bounds[shard], self.layout.bounds[shard + 1]
-                data[0, a:b].copy_(m.weights[a:b])
-                data[1:, a:b].copy_(m.slots[copy, :, a:b])
-                counts.append(m.counts[copy][shard].copy())
+                data[0, a:b].copy_(m.shards.weights[a:b])
+                data[1:, a:b].copy_(m.shards.slots[copy, :, a:b])
+                counts.append(m.shards.counts[copy][shard].copy())
             finally:
                 self.applying.release(shard)
-        return Contents(list(data.unbind(0)), counts, m.touched.astype(bool), buffers)
+        return Contents(list(data.unbind(0)), counts, m.shards.touched.astype(bool), buffers)

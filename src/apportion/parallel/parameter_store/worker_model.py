@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
 from apportion.core.json_data import from_plain, to_plain
@@ -22,9 +23,10 @@ from apportion.core.sampler import DataShard
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
 from apportion.parallel.parameter_store.flat_model import FlatModel, HyperTable
-from apportion.parallel.parameter_store.shard_layout import StoreLayout
+from apportion.parallel.parameter_store.memory.arrays import Array
+from apportion.parallel.parameter_store.memory.shard_layout import StoreLayout
+from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
 from apportion.parallel.parameter_store.store import Contents
-from apportion.parallel.parameter_store.store_memory import Array
 from apportion.parallel.partition.partitioned_step import SplitStep
 from apportion.parallel.replica.forward_state import ForwardTensor, moved
 from apportion.parallel.replica.initial_model import refuse_renormalising, refuse_tied_by_memory
@@ -227,3 +229,15 @@ def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimiz
         kept = {name: value for name, value in group.items() if name != "initial_lr"}
         other.param_groups.append({**kept, "lr": group.get("initial_lr", group["lr"]), "params": []})
     return other
+
+
+def extent_of(worker: StoreWorker, world: World, *, lock_free: bool = False, servers: int = 0) -> StoreSpec:
+    """Return the specification of the store that this world shares."""
+    return StoreSpec(
+        layout=worker.layout,
+        seats=world.seats,
+        buffers=worker.buffer_numbers,
+        lock_free=lock_free,
+        batches=worker.source.total,
+        servers=servers,
+    )

@@ -21,7 +21,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from apportion.comm.sync import fence
+from apportion.comm.sync import CommitWord
 from apportion.comm.world import World
 from apportion.core.strategy import State
 from apportion.parallel.replica.committed_state import StateLayout, unpacked
@@ -64,6 +64,10 @@ class CommittedShards:
     def __init__(self, world: World) -> None:
         self._world = world
         self._heads = [self._words(seat) for seat in range(world.seats)]
+        self._steps = [
+            [CommitWord(ctypes.c_int64.from_buffer(head, 8 * (slot * _WORDS + _STEP))) for slot in range(2)]
+            for head in self._heads
+        ]
         self._slot = 0
         """The number of this seat's version that is to stay."""
         self._packed: StateLayout | None = None
@@ -77,13 +81,11 @@ class CommittedShards:
     def write(self, state: State, pieces: Mapping[str, Any]) -> None:
         """Write this rank's part of the state; the version before it stays."""
         world, slot = self._world, 1 - self._slot
-        head, at = self._heads[world.seat], slot * _WORDS
-        head[at + _STEP] = 0
-        fence()
+        head, at, step = self._heads[world.seat], slot * _WORDS, self._steps[world.seat][slot]
+        step.withdraw()
         nbytes = self._pack(slot, state, pieces)
         head[at + _GENERATION : at + _WORDS] = [world.generation, world.rank, world.size, nbytes]
-        fence()
-        head[at + _STEP] = state.step + 1
+        step.publish(state.step + 1)
         self._slot = slot
 
     def _pack(self, slot: int, state: State, pieces: Mapping[str, Any]) -> int:
@@ -104,10 +106,9 @@ class CommittedShards:
         found = []
         for seat, head in enumerate(self._heads):
             for slot in range(2):
-                step, generation, rank, size, nbytes = head[slot * _WORDS : (slot + 1) * _WORDS]
-                if step:
+                if step := self._steps[seat][slot].read():
+                    generation, rank, size, nbytes = head[slot * _WORDS + _GENERATION : (slot + 1) * _WORDS]
                     found.append(Version(seat, slot, step - 1, generation, rank, size, nbytes))
-        fence()
         return found
 
     def read(self, versions: Sequence[Version]) -> list[tuple[State, Any]]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from apportion.comm.shared_layout import TensorRegion, TensorRegions
-from apportion.comm.sync import CACHE_LINE, fence, round_up
+from apportion.comm.sync import CACHE_LINE, CommitWord, round_up
 from apportion.comm.world import World
 from apportion.core.strategy import State
 
@@ -38,25 +38,25 @@ class CommittedState:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._head = (ctypes.c_int64 * 3).from_buffer(world.shared("kept", _HEAD_BYTES))
+        memory = world.shared("kept", _HEAD_BYTES)
+        self._head = (ctypes.c_int64 * 3).from_buffer(memory)
+        self._commit = CommitWord(ctypes.c_int64.from_buffer(memory, 8 * _COMMIT))
 
     def write(self, state: State) -> None:
         """Write a state, which is the current one from now on."""
         assert not state.carry, "the rows of a recurrent state are a rank's own"
-        number = self._head[_COMMIT] + 1
+        number = self._commit.read() + 1
         packed = StateLayout(state)
         memory = self._memory(number % 2, packed.nbytes)
         packed.write(memory, packed.begin(memory), state)
         self._head[_NBYTES + number % 2] = packed.nbytes
-        fence()
-        self._head[_COMMIT] = number
+        self._commit.publish(number)
 
     def read(self) -> State | None:
         """A copy of the state; None where none has been written yet."""
-        number = self._head[_COMMIT]
+        number = self._commit.read()
         if not number:
             return None
-        fence()
         return unpacked(self._memory(number % 2, self._head[_NBYTES + number % 2]))[0]
 
     def _memory(self, version: int, nbytes: int) -> memoryview:

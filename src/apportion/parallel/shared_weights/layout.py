@@ -81,10 +81,11 @@ class SharedLayout:
     _by_name: dict[str, TensorRegion] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.versions = VERSIONS
         self._add_kept()
         self.kept = self.nbytes
         """The bytes of both versions; the rest is where a step's gradients pass through."""
-        for version in range(VERSIONS):
+        for version in range(self.versions):
             for k, (shape, dtype) in enumerate(self.frozen):
                 self._add(f"frozen/{version}/{k}", dtype, shape.numel())
         for seat in range(self.seats):
@@ -99,7 +100,7 @@ class SharedLayout:
         self._add("line", torch.float64, 8 * self.seats)
         self._add("used", torch.uint8, self.parameters * self.seats)
         self._add("rows", torch.int64, 3 * len(self.layers) * self.seats)
-        for version in range(VERSIONS):
+        for version in range(self.versions):
             self._add(f"counts/{version}", torch.int64, self.parameters)
             for r, region in enumerate(self.regions):
                 for part in ("weights", *region.rule.slots):
