@@ -13,7 +13,7 @@ import pytest
 
 from apportion.cost_model.cluster import Cluster
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.serial]
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 FAST, SLOW = 1e9, 1e7
