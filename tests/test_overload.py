@@ -31,6 +31,8 @@ from apportion.serving.protocol.datatypes import MOST_TEXTS
 from apportion.serving.protocol.json_numbers import MOST_OBJECTS
 from apportion.serving.protocol.v2 import HEADER, NamedTensor, Unfit, read_request, write_request
 
+pytestmark = pytest.mark.serial
+
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(1, 8)
 DESCRIPTORS = 256
 LIMITED = (
