@@ -90,7 +90,7 @@ def warm_template() -> Iterator[None]:
     """Workers of this process are forked from a template that has every strategy imported; those of the programs that a
     test starts are not."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Template, "program", (str(Path(__file__).with_name("warm_template.py")),))
+        patch.setattr(Template, "program", (str(Path(__file__).with_name("helpers") / "warm_template.py"),))
         yield
 
 
