@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,6 +33,15 @@ from typing import Any
 SECONDS = 60.0
 FORKER = "test-forker"
 """The name that a process has in /proc which makes the children of a program: the program did not start it."""
+PRELOADED = (
+    "apportion.api.check",
+    "apportion.cli.app",
+    "apportion.reporting.html.run_page",
+    "matplotlib.figure",
+    "sklearn.datasets",
+    "tensorboard.summary.writer.record_writer",
+    "torch.distributed.run",
+)
 MODULES = ("apportion", "torch.distributed.run")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 SAME = (*THREADS, "PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONUNBUFFERED", "LD_PRELOAD")
@@ -348,8 +358,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     template._warm_up()
     strategies = [f"apportion.strategies.{name}" for name in names("apportion.strategies")]
-    for module in (*strategies, "apportion.cli.app", "apportion.api.check", "torch.distributed.run"):
+    for module in (*strategies, *PRELOADED):
         importlib.import_module(module)
+    for kept in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+        kept.atexit = False  # torch unregisters thousands of operators one by one, of a process that ends
     _serve(socket.socket(fileno=int(sys.argv[1])))
 
 

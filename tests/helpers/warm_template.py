@@ -17,6 +17,7 @@ def main() -> None:
     for name in names("apportion.strategies"):
         importlib.import_module(f"apportion.strategies.{name}")
     importlib.import_module("apportion.profiler.workload_worker")
+    importlib.import_module("pytest")  # for functions of the tests themselves
     template.main()
 
 
