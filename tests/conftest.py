@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import getpass
 import os
 import shutil
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             missing = [path for path in (folder, *(folder / name for name in marker.args)) if not path.exists()]
             if missing:
                 item.add_marker(pytest.mark.skip(reason=f"real data is not at {missing[0]}"))
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays to the end: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

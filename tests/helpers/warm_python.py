@@ -362,6 +362,7 @@ def main() -> None:
         importlib.import_module(module)
     for kept in weakref.finalize._registry.values():  # type: ignore[attr-defined]
         kept.atexit = False  # torch unregisters thousands of operators one by one, of a process that ends
+    template._freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))
 
 

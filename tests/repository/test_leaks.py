@@ -127,12 +127,13 @@ def test_the_fixture_fails_the_test_that_leaks(tmp_path: Path) -> None:
         "def test_needs_data():\n"
         "    assert False\n"
     )
-    here = Path(__file__).parents[1] / "helpers"
+    tests = Path(__file__).parents[1]
+    paths = [str(path) for path in (tests, tests / "helpers", Path(apportion.__file__).parents[1])]
     options = ["-p", "conftest", "-p", "no:cacheprovider", "-c", os.devnull, "-o", "markers=data", "-rs"]
     folders = [f"--rootdir={tmp_path}", f"--basetemp={tmp_path}/t", f"{tmp_path}/test_it.py"]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *folders],
-        env={**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{Path(apportion.__file__).parents[1]}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         cwd=tmp_path,
         capture_output=True,
         text=True,
