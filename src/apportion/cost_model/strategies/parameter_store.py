@@ -11,7 +11,7 @@ from apportion.cost_model.profile import Profile
 
 SHARD_BYTES, RUN_BYTES, LEAST_SHARDS, LEAST_SHARD_BYTES = 512 << 10, 1 << 20, 8, 4 << 10
 """The bytes of a shard, the bytes that are updated in one go, and the least number and least bytes of a store's shards,
-as ``parallel/parameter_store/shard_layout.py`` cuts them."""
+as ``parallel/parameter_store/memory/shard_layout.py`` cuts them."""
 STEP_CALLS, RUN_CALLS, SHARD_CALLS, LAYER_CALLS = 130.0, 12.0, 1.0, 1.0
 """The overhead of Python, in ``Device.call_seconds``: of a batch that is dealt, written down and pushed; of shards that
 are updated in one go, of each shard's lock and version, and of each layer whose gradient is gathered. They are chosen
