@@ -115,6 +115,14 @@ def cold_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", warm_python._popen)
 
 
+@pytest.fixture(scope="module")
+def cold_servers() -> Iterator[None]:
+    """The programs of this file's own fixtures and tests start as they do at a user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", warm_python._popen)
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def warm_ranks_for_proofs(watch: Watch, counted_processes: None) -> Iterator[None]:
     """The processes of a proof stay for the next one, unless the test wants ``cold_ranks``."""

@@ -17,6 +17,8 @@ import vision_models
 from model_answers import STRATEGIES, answer, table, warm, write
 from real_models import MODELS
 
+pytestmark = pytest.mark.processes
+
 TEMPLATE = "model_template.py"
 
 
@@ -31,7 +33,6 @@ def test_the_table_is_about_every_network_and_every_exact_strategy() -> None:
     assert set(table()) == {(m, s) for m in (*MODELS, *vision_models.MODELS) for s in STRATEGIES}
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_network_of_a_model_library_is_trained_exactly_or_refused(model: str, strategy: str) -> None:

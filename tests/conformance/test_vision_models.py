@@ -16,6 +16,8 @@ import pytest
 from model_answers import STRATEGIES, answer, table, warm, write
 from vision_models import FOLDER, MODELS
 
+pytestmark = pytest.mark.processes
+
 TEMPLATE = "vision_template.py"
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import warm_python
 import warm_ranks
 
 MARK = "APPORTION_TEST_SESSION"
@@ -29,7 +30,6 @@ SHARED_MEMORY = Path("/dev/shm")
 HELPERS = (
     "apportion.runtime.spawn.template",
     "warm_template.py",
-    "warm_python.py",
     "model_template.py",
     "vision_template.py",
     "multiprocessing.resource_tracker",
@@ -89,10 +89,12 @@ class Watch:
 
     def _new_processes(self, before: Snapshot) -> list[psutil.Process]:
         found = []
-        for pid in set(psutil.pids()) - before.processes - warm_ranks.processes():
+        kept = before.processes | warm_ranks.processes() | warm_python.processes()
+        for pid in set(psutil.pids()) - kept:
             with suppress(psutil.Error):
                 process = psutil.Process(pid)
-                if self._is_ours(process) and not self._is_helper(process):
+                ours = self._is_ours(process) and not self._is_helper(process)
+                if ours and not self._was_there_before(process.parents(), before):
                     found.append(process)
         return sorted(found, key=lambda p: p.pid)
 
@@ -109,6 +111,16 @@ class Watch:
         except psutil.AccessDenied:
             return False
         return bool(environment.get(MARK) == self._mark)  # its parent is gone: an orphan
+
+    def _was_there_before(self, parents: list[psutil.Process], before: Snapshot) -> bool:
+        """Whether one of these is a program that has been running since before the test, such as the server of a whole
+        file: what it starts is its own, and ends with it."""
+        for parent in parents:
+            if parent.pid == os.getpid():
+                return False
+            if parent.pid in before.processes and self._is_ours(parent) and not self._is_helper(parent):
+                return True
+        return False
 
     def _is_helper(self, process: psutil.Process) -> bool:
         command = " ".join(process.cmdline())

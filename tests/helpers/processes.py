@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import warm_ranks
 
 from apportion.runtime.spawn.client import ForkServerClient
 
+HELPERS = ("_template.py", "spawn.template", "warm_python.py")
 _started = 0
 
 
@@ -26,9 +28,20 @@ def _count() -> None:
 
 
 def watch(patch: pytest.MonkeyPatch) -> None:
-    """Counts from here on: programs, forks, workers of the template and jobs of the ranks that are kept."""
+    """Counts from here on: programs, forks, workers of the template and jobs of the ranks that are kept. The template
+    itself does not count, nor what a library asks the system once: the first test that comes by has them start."""
     os.register_at_fork(before=_count)
-    for place, name in ((subprocess.Popen, "__init__"), (ForkServerClient, "spawn"), (warm_ranks, "kept")):
+    begin = subprocess.Popen.__init__
+
+    def popen(self: Any, args: Any, *rest: Any, **named: Any) -> None:
+        words = [os.fspath(word) for word in args] if isinstance(args, (list, tuple)) else [str(args)]
+        program = Path(words[0]).name.startswith(("python", "apportion", "ip", "chrom"))
+        if program and not any(word.endswith(HELPERS) for word in words[:3]):
+            _count()
+        begin(self, args, *rest, **named)
+
+    patch.setattr(subprocess.Popen, "__init__", popen)
+    for place, name in ((ForkServerClient, "spawn"), (warm_ranks, "kept")):
         patch.setattr(place, name, _counted(getattr(place, name)))
 
 

@@ -146,7 +146,8 @@ class _Start:
     """Starts the process that forks, when the first program wants it."""
 
     def __init__(self) -> None:
-        self._lock, self._process = threading.Lock(), None
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self) -> Forker:
         with self._lock:
@@ -167,6 +168,11 @@ class _Start:
 
 
 _start: _Start | None = None
+
+
+def processes() -> set[int]:
+    """The process that forks, if there is one: no test has left it behind."""
+    return {_start._process.pid} if _start is not None and _start._process is not None else set()
 
 
 @contextmanager

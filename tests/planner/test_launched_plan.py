@@ -178,6 +178,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.serial
+@pytest.mark.processes
 def test_two_hosts_on_a_slow_cable_are_told_that_one_is_faster(folder: Path, hosts: Any) -> None:
     """300,000 weights of 4 bytes go each way at 100 Mb/s, longer than the whole step takes one core."""
     rate = 1e8

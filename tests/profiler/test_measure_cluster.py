@@ -21,6 +21,8 @@ from apportion.profiler import cluster_cache, discover, measure_cluster, samples
 from apportion.profiler.cluster_worker import LEAST, SIZES, undisturbed
 from apportion.profiler.launched_cluster import measure_here
 
+pytestmark = pytest.mark.processes
+
 TINY = 0.4
 """Seconds of measuring: each number from a few samples."""
 
@@ -60,7 +62,6 @@ def test_two_gpus_are_joined_by_the_fewest_nvlinks_of_any_two() -> None:
 # What it reaches
 
 
-@pytest.mark.processes
 def test_every_layout_worth_a_look_is_measured(measured: Cluster) -> None:
     assert measured.measured
     device = next(d for d in measured.devices if d.kind == "cpu")
@@ -143,7 +144,6 @@ def test_the_cache_is_where_the_system_wants_caches(monkeypatch: pytest.MonkeyPa
     assert cluster_cache.folder() == tmp_path / ".cache" / "apportion" / "clusters"
 
 
-@pytest.mark.processes
 def test_measuring_anew_replaces_what_was_kept(measured: Cluster, tmp_path: Path) -> None:
     made_up = Cluster.from_json({**measured.to_json(), "name": "made up"})
     cluster_cache.write(made_up, TINY, tmp_path)
@@ -160,7 +160,6 @@ def test_no_time_is_refused() -> None:
         measure_here(World(), seconds=-1)
 
 
-@pytest.mark.processes
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     """The leak check of every test looks for what is left."""
     code = "import sys; from pathlib import Path; from apportion.profiler.measure_cluster import measure;"
@@ -195,7 +194,6 @@ def here(world: World) -> Any:
     return measure_here(world, seconds=TINY).to_json()
 
 
-@pytest.mark.processes
 def test_ranks_that_run_already_measure_their_machine() -> None:
     first, second = (Cluster.from_json(data) for data in on_ranks(here, 2))
     assert first == second

@@ -86,12 +86,14 @@ def test_the_fields_of_events(run: tuple[Path, list[Event]]) -> None:
     assert [field.name for field in dataclasses.fields(Event)] == ["kind", "step", "epoch", "seconds", "data"]
 
 
+@pytest.mark.processes
 def test_the_lines_of_the_journal_are_the_events(run: tuple[Path, list[Event]]) -> None:
     lines = [json.loads(line) for line in (run[0] / "events.jsonl").read_text().splitlines()]
     events = [line for line in lines if "kind" in line]
     assert {tuple(sorted(line)) for line in events} == {("data", "epoch", "kind", "seconds", "step", "time")}
 
 
+@pytest.mark.processes
 def test_the_files_of_a_run(run: tuple[Path, list[Event]]) -> None:
     names = {path.name for path in run[0].iterdir()}
     assert {"run.json", "events.jsonl", "checkpoints", "report.html"} <= names
@@ -100,12 +102,14 @@ def test_the_files_of_a_run(run: tuple[Path, list[Event]]) -> None:
     assert {path.name for path in links["latest"].iterdir()} == {*TENSORS, "state.json"}
 
 
+@pytest.mark.processes
 def test_what_run_json_holds(run: tuple[Path, list[Event]]) -> None:
     about = json.loads((run[0] / "run.json").read_text())
     assert {"address", "strategy", "launcher", "policy", "changes", "fingerprint", "proof", "cwd"} <= set(about)
     assert set(about["proof"]) == {"verdict", "sentence", "seconds", "remembered", "plain"}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("file", TENSORS)
 def test_the_names_of_the_tensors(file: str, run: tuple[Path, list[Event]]) -> None:
     with safe_open(run[0] / "checkpoints" / "latest" / file, "pt") as tensors:

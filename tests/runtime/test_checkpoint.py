@@ -348,6 +348,7 @@ def test_a_kill_at_any_moment_leaves_the_last_state_or_the_one_before(
     assert listing(run) == ["best", "latest", f"step-{last + 1:08d}"]
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("following", [3, 4], ids=["the same step", "the next step"])
 def test_a_kill_before_any_call_to_the_disk_leaves_one_state_or_the_other(
@@ -378,6 +379,7 @@ def assert_refused_whole(run: RunDirectory, message: str, cause: str, cure: str)
     assert values(run.restore()) == {1.0}
 
 
+@pytest.mark.processes
 def test_a_file_that_may_not_grow_leaves_the_last_checkpoint_and_nothing_else(
     run: RunDirectory, children: subprocess.Popen[str]
 ) -> None:

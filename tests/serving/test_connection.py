@@ -38,6 +38,8 @@ from apportion.serving.pool.task import MemberTask
 from apportion.serving.protocol.v2 import HEADER, NamedTensor, read_response, write_request
 from apportion.serving.runtimes.source import Source
 
+pytestmark = pytest.mark.processes
+
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(1, 8)
 JSON = json.dumps({"inputs": [{"name": "input", "shape": [1, 8], "datatype": "FP32", "data": X[0].tolist()}]}).encode()
 INFER = b"POST /v2/models/m1/infer HTTP/1.1\r\nhost: localhost\r\n"
@@ -117,7 +119,6 @@ def outputs(body: bytes) -> Any:
     return np.array(json.loads(body)["outputs"][0]["data"], dtype=np.float32).reshape(-1, 3)
 
 
-@pytest.mark.processes
 def test_requests_that_come_together_are_answered_in_their_order(client: Client) -> None:
     live = b"GET /v2/health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"
     client.sock.sendall((sized(JSON) + live) * 20)
@@ -331,7 +332,6 @@ def test_all_memory_comes_back(server: Server) -> None:
     assert server.get("/status")["inbox_bytes"] == 0
 
 
-@pytest.mark.processes
 def test_where_there_is_no_memory_for_a_body_it_is_to_come_again(tmp_path: Path) -> None:
     export(net(1), torch.from_numpy(X), tmp_path / "1.onnx")
     program = "import apportion; apportion.serve(['1.onnx'], serving=apportion.Serving(port=0, inbox_bytes=300_000))"
@@ -351,7 +351,6 @@ def test_where_there_is_no_memory_for_a_body_it_is_to_come_again(tmp_path: Path)
             assert halves.answer()[0] == 200
 
 
-@pytest.mark.processes
 def test_what_was_asked_before_the_end_is_answered_and_nobody_else_is_waited_for(tmp_path: Path) -> None:
     export(net(1), torch.from_numpy(X), tmp_path / "1.onnx")
     with serving(tmp_path, "1.onnx", "--deadline", "10s") as server:
@@ -457,6 +456,7 @@ def test_who_does_not_read_its_answer_is_let_go() -> None:
     assert asyncio.run(told()).done == " abort"
 
 
+@pytest.mark.usefixtures("cold_programs")  # in a warm one torch's own logging waits too
 def test_a_log_that_nobody_reads_holds_nobody_up() -> None:
     program = """
 import time
@@ -476,7 +476,6 @@ print(time.monotonic() - began, flush=True)
         process.communicate()
 
 
-@pytest.mark.processes
 def test_lines_that_were_dropped_are_counted() -> None:
     program = """
 import sys, time
@@ -607,7 +606,6 @@ def test_an_answer_that_cannot_be_taken_costs_the_others_nothing() -> None:
     assert len(got) == 1
 
 
-@pytest.mark.processes
 def test_what_comes_too_late_is_answered_without_asking_and_its_memory_is_free(tmp_path: Path) -> None:
     for n in (1, 2):
         export(net(n), torch.from_numpy(X), tmp_path / f"{n}.onnx")

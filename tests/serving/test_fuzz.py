@@ -25,7 +25,7 @@ from served import Server, children, descriptors, eventually, serving
 
 from apportion.serving.protocol.v2 import read_response
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("cold_servers")]
 
 REQUESTS, WARM = 10_000, 2_000
 CLIENTS = 12

@@ -18,6 +18,8 @@ from onnx import helper
 from served import Server, eventually, serving
 from tritonclient.utils import InferenceServerException
 
+pytestmark = pytest.mark.processes
+
 KSERVE = Path(sys.prefix) / "kserve"
 """Of packages at versions that are not ours."""
 
@@ -46,7 +48,6 @@ def client(server: Server) -> Iterator[Any]:
         yield made
 
 
-@pytest.mark.processes
 def test_triton_s_client_finds_what_it_looks_for(client: Any) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
@@ -98,7 +99,6 @@ def test_kserve_s_client_gets_every_datatype_back(server: Server) -> None:
     assert (done.returncode, done.stdout) == (0, "all as it should be\n"), done.stderr[-6000:]
 
 
-@pytest.mark.processes
 def test_the_openapi_file_holds_whatever_is_asked(server: Server, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{server.port}/openapi.json"]
     command += ["--max-examples", "25", "--seed", "1", "--no-color", "--generation-database", "none"]

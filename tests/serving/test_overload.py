@@ -31,7 +31,7 @@ from apportion.serving.protocol.datatypes import MOST_TEXTS
 from apportion.serving.protocol.json_numbers import MOST_OBJECTS
 from apportion.serving.protocol.v2 import HEADER, NamedTensor, Unfit, read_request, write_request
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("cold_servers"), pytest.mark.processes]
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(1, 8)
 DESCRIPTORS = 256
@@ -144,7 +144,6 @@ def test_250_silent_clients_at_256_descriptors_cost_the_others_nothing(folder: P
     assert len(server.lines) < lines + 60 + health.answers
 
 
-@pytest.mark.processes
 def test_who_has_asked_nothing_for_longest_gives_way(server: Server) -> None:
     with ExitStack() as stack:
         socks = [stack.enter_context(connected(server)) for _ in range(DESCRIPTORS)]

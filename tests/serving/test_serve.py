@@ -27,6 +27,8 @@ from served import Server, alive, children, descriptors, eventually, net, servin
 from apportion.exporting.exporter import export
 from apportion.serving.protocol.v2 import HEADER, NamedTensor, read_response, write_request
 
+pytestmark = pytest.mark.processes
+
 X = np.linspace(-1, 1, 16, dtype=np.float32).reshape(2, 8)
 
 
@@ -62,7 +64,6 @@ def outputs(told: dict[str, Any]) -> Any:
 # What is answered
 
 
-@pytest.mark.processes
 def test_the_ensemble_answers_with_the_mean_of_all_members(four: Server) -> None:
     status, told = four.infer("ensemble", X)
     assert status == 200, told
@@ -188,7 +189,6 @@ def test_no_rows_give_no_rows(four: Server) -> None:
     assert (status, outputs(told).shape) == (200, (0, 3))
 
 
-@pytest.mark.processes
 def test_a_program_of_torch_export_is_served_by_whatever_runs_it_faster(folder: Path) -> None:
     with serving(folder, "five=5.pt2") as server:
         tried = [line["event"] for line in server.lines if line.get("member") == "five"]
@@ -199,7 +199,6 @@ def test_a_program_of_torch_export_is_served_by_whatever_runs_it_faster(folder: 
         np.testing.assert_allclose(outputs(told), expected(5), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.processes
 def test_a_member_may_be_on_another_server(folder: Path, four: Server) -> None:
     with serving(folder, f"there=http://127.0.0.1:{four.port}/v2/models/m2", "here=1.onnx") as server:
         status, told = server.infer("ensemble", X)
@@ -207,7 +206,6 @@ def test_a_member_may_be_on_another_server(folder: Path, four: Server) -> None:
         np.testing.assert_allclose(outputs(told), expected(2, 1), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("replication", ["auto", "in_graph"])
 def test_one_program_answers_as_processes_do(folder: Path, replication: str) -> None:
     with serving(folder, "1.onnx", "2.onnx", "3.onnx", "--replication", replication) as server:
@@ -223,7 +221,6 @@ def test_one_program_answers_as_processes_do(folder: Path, replication: str) -> 
             assert "requests/s at once" in server.said("^replication ")["event"]
 
 
-@pytest.mark.processes
 def test_what_answers_without_a_member_cost_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     x = np.random.default_rng(1).normal(size=(300, 8)).astype(np.float32)
@@ -237,7 +234,6 @@ def test_what_answers_without_a_member_cost_is_said(folder: Path, monkeypatch: p
         assert re.search(rf"^without m{n} +{share:.2f}%  {share - 100:+.2f} points$", text, re.MULTILINE)
 
 
-@pytest.mark.processes
 def test_requests_of_other_shapes_and_wrong_ones_do_each_other_no_harm(tmp_path: Path) -> None:
     """Many at once, so that they meet in the queue."""
     ends = [
@@ -287,7 +283,6 @@ def test_who_gives_no_time_is_no_reason_to_leave_members_out(four: Server) -> No
 # What goes wrong
 
 
-@pytest.mark.processes
 def test_a_member_that_is_killed_costs_no_answer_and_is_back_with_another_process(folder: Path) -> None:
     files = [f"{n}.onnx" for n in range(1, 5)]
     with serving(folder, *files, "--deadline", "2s", "--replication", "between_graph") as server:
@@ -319,7 +314,6 @@ def test_a_member_that_is_killed_costs_no_answer_and_is_back_with_another_proces
         np.testing.assert_allclose(outputs(told), expected(1, 2, 3, 4), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.processes
 def test_at_the_deadline_whoever_is_late_is_left_out_and_said_to_be(folder: Path) -> None:
     with serving(folder, "1.onnx", "2.onnx", "--deadline", "200ms", "--replication", "between_graph") as server:
         frozen = server.pid("m2")
@@ -336,7 +330,6 @@ def test_at_the_deadline_whoever_is_late_is_left_out_and_said_to_be(folder: Path
         assert 0.15 < took < 0.5
 
 
-@pytest.mark.processes
 def test_a_quorum_that_is_missed_is_a_504_that_says_who(folder: Path) -> None:
     arguments = ["1.onnx", "2.onnx", "--deadline", "5s", "--quorum", "2", "--replication", "between_graph"]
     with serving(folder, *arguments) as server:
@@ -346,7 +339,6 @@ def test_a_quorum_that_is_missed_is_a_504_that_says_who(folder: Path) -> None:
         assert told == {"error": "the deadline passed before m2 answered: 1 answered of the 2 that the quorum needs"}
 
 
-@pytest.mark.processes
 def test_a_member_that_hangs_is_left_out_of_the_wait_then_replaced(folder: Path) -> None:
     with serving(folder, "1.onnx", "2.onnx", "--deadline", "100ms", "--replication", "between_graph") as server:
         server.said("spare ready")
@@ -363,7 +355,6 @@ def test_a_member_that_hangs_is_left_out_of_the_wait_then_replaced(folder: Path)
         eventually("m2 is waited for", lambda: not server.infer("ensemble", X)[1]["parameters"]["degraded"])
 
 
-@pytest.mark.processes
 def test_what_a_single_net_had_when_it_was_killed_is_asked_of_its_successor(folder: Path) -> None:
     with serving(folder, "1.onnx", "--deadline", "5s") as server:
         server.said("spare ready")
@@ -380,7 +371,6 @@ def test_what_a_single_net_had_when_it_was_killed_is_asked_of_its_successor(fold
         np.testing.assert_allclose(outputs(told), expected(1), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.processes
 def test_it_ends_in_time_after_crashes_with_nothing_left_behind(folder: Path) -> None:
     with serving(folder, "1.onnx", "2.onnx", "--replication", "between_graph") as server:
         server.said("spare ready")
@@ -393,7 +383,6 @@ def test_it_ends_in_time_after_crashes_with_nothing_left_behind(folder: Path) ->
         eventually("its processes have ended", lambda: not any(map(alive, pids)), 1.0)
 
 
-@pytest.mark.processes
 def test_its_processes_end_with_it_however_it_ends(folder: Path) -> None:
     with serving(folder, "1.onnx", "2.onnx", "--replication", "between_graph") as server:
         server.said("spare ready")
@@ -408,7 +397,6 @@ def test_its_processes_end_with_it_however_it_ends(folder: Path) -> None:
         assert not list(left), "the next one does"
 
 
-@pytest.mark.processes
 def test_replacing_members_keeps_no_descriptors(folder: Path) -> None:
     with serving(folder, "1.onnx", "2.onnx", "--replication", "between_graph") as server:
         server.said("spare ready")
@@ -424,7 +412,6 @@ def test_replacing_members_keeps_no_descriptors(folder: Path) -> None:
             eventually("as few as before", lambda: descriptors(server.process.pid) <= limit)  # noqa: B023
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "status", "why"),
     [
@@ -449,7 +436,6 @@ def test_what_cannot_be_served_is_said_with_the_status_of_whose_fault_it_is(
     assert why in text
 
 
-@pytest.mark.processes
 def test_an_address_in_use_is_said_at_once(folder: Path, four: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     process = start([sys.executable, "-m", "apportion", "serve", "--port", str(four.port), "1.onnx"])
@@ -466,7 +452,6 @@ sys.exit(apportion.serve({"a": "1.onnx", "b": "2.onnx"}, deadline=2.0, quorum=2,
 """
 
 
-@pytest.mark.processes
 def test_from_python_it_serves_as_its_value_says_until_a_signal(folder: Path) -> None:
     with serving(folder, program=("-c", PYTHON)) as server:
         status, told = server.infer("ensemble", X)
