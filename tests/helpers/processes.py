@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_python
 import warm_ranks
 
 from apportion.runtime.spawn.client import ForkServerClient
@@ -31,7 +31,7 @@ def watch(patch: pytest.MonkeyPatch) -> None:
     """Counts from here on: programs, forks, workers of the template and jobs of the ranks that are kept. The template
     itself does not count, nor what a library asks the system once: the first test that comes by has them start."""
     os.register_at_fork(before=_count)
-    begin = subprocess.Popen.__init__
+    begin = warm_python._popen.__init__
 
     def popen(self: Any, args: Any, *rest: Any, **named: Any) -> None:
         words = [os.fspath(word) for word in args] if isinstance(args, (list, tuple)) else [str(args)]
@@ -40,7 +40,7 @@ def watch(patch: pytest.MonkeyPatch) -> None:
             _count()
         begin(self, args, *rest, **named)
 
-    patch.setattr(subprocess.Popen, "__init__", popen)
+    patch.setattr(warm_python._popen, "__init__", popen)
     for place, name in ((ForkServerClient, "spawn"), (warm_ranks, "kept")):
         patch.setattr(place, name, _counted(getattr(place, name)))
 
