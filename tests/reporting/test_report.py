@@ -711,6 +711,7 @@ def share(image: Any, colour: str) -> float:
     return float((np.abs(image - wanted).max(-1) <= 6).mean())
 
 
+@pytest.mark.processes
 def test_a_browser_shows_the_curves_and_the_metrics_and_asks_for_nothing(tmp_path: Path, browser: Browser) -> None:
     pytest.importorskip("matplotlib")
     address = write_html(keep(tmp_path / "run", resumed())).as_uri()
@@ -726,12 +727,14 @@ def test_a_browser_shows_the_curves_and_the_metrics_and_asks_for_nothing(tmp_pat
     assert "test accuracy" in page.text
 
 
+@pytest.mark.processes
 def test_the_browser_test_would_see_a_request(tmp_path: Path, browser: Browser) -> None:
     (tmp_path / "page.html").write_text('<img src="http://host.invalid/a.png">')
     browser("--dump-dom", (tmp_path / "page.html").as_uri())
     assert browser.asked_for() == {"http://host.invalid/a.png"}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("scheme", "surface", "line", "bar"),
     [("light", "#ffffff", "#2a78d6", "#12976a"), ("dark", "#1c1c1a", "#4a94ea", "#25ad7e")],

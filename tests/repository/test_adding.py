@@ -42,7 +42,7 @@ def installed(folder: Path, page: Path, change: str = "") -> None:
 def python(folder: Path, code: str, *arguments: str) -> str:
     """What a program in this folder prints, which finds there what is installed."""
     (folder / "program.py").write_text(code)
-    path = os.pathsep.join([str(folder), str(ROOT / "tests"), str(ROOT / "src")])
+    path = os.pathsep.join([str(folder), str(ROOT / "tests" / "helpers"), str(ROOT / "src")])
     command = [sys.executable, *arguments, "program.py"]
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=110)
@@ -151,4 +151,4 @@ except ValueError as error:
 
 def test_a_name_that_is_nobodys_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
     installed(tmp_path, TARGET)
-    assert python(tmp_path, UNKNOWN) == "'pt3' is no target: did you mean pt2?\n"
+    assert python(tmp_path, UNKNOWN) == "unknown target 'pt3': did you mean pt2?\n"
