@@ -57,6 +57,7 @@ def test_devices_are_divided_among_as_many_as_there_is_room_for() -> None:
     assert divided([0, 1, 2, 3], ["5"], 3) == [EnsembleGroup((0, 1, 2, 3), ("5",))]
 
 
+@pytest.mark.slow
 def test_each_member_is_a_run_of_its_own_from_a_seed_of_its_own(folder: Path) -> None:
     process = start([*TRAIN, "--members", "3", "--run-dir", "nets"])
     text = process.communicate(timeout=SECONDS)[0]

@@ -258,6 +258,7 @@ def test_without_a_strategy_a_few_are_tried_and_it_says_what_was_measured_and_ta
     assert "No strategy was given" in (folder / "run" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_next_run_takes_what_the_first_has_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
 

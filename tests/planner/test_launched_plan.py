@@ -177,6 +177,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.serial
 @pytest.mark.processes
 def test_two_hosts_on_a_slow_cable_are_told_that_one_is_faster(folder: Path, hosts: Any) -> None:
