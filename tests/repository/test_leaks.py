@@ -53,6 +53,24 @@ def test_an_orphan_is_found(watch: Watch) -> None:
 
 
 @pytest.mark.processes
+def test_what_a_program_starts_that_was_there_before_is_its_own(watch: Watch) -> None:
+    code = "import subprocess, sys; sys.stdin.readline(); print(subprocess.Popen(sys.argv[1:]).pid, flush=True)"
+    code += "; sys.stdin.readline()"
+    command = [sys.executable, "-c", code, *SLEEP]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        before = watch.look()
+        server.stdin.write("now\n")
+        server.stdin.flush()
+        started = int(server.stdout.readline())
+        assert watch.leaks(before, grace=0) == []
+        server.stdin.write("end\n")
+    (leak,) = watch.leaks(before, grace=0.1)
+    assert leak.startswith(f"process: {started}, "), "its program has ended, and it has not"
+
+
+@pytest.mark.processes
 def test_a_process_that_is_ending_is_waited_for(watch: Watch) -> None:
     before = watch.look()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)"]):

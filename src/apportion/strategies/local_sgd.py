@@ -124,7 +124,6 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
 
     def __init__(self, workload: Workload, world: World, strategy: LocalSgd) -> None:
         super().__init__(workload, world.device, rank=world.rank)
-        self._whole_step = False
         if "outer" in self.optimizers:
             raise ValueError('an optimizer called "outer" is local_sgd\'s own: give yours another name')
         self._averages_slots, self._outer = strategy.slots == "averaged", strategy._outer
@@ -244,18 +243,14 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
 
     def update(self) -> Mapping[str, Tensor]:
         values = super().update()
-        if not self._whole_step:
-            self._count()
+        self._count()
         return values
 
     def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
         self._rows = len(batch)
-        self._whole_step = True  # the workload's own ``update`` may call this one's, or not
-        try:
-            values = super().__call__(batch)
-        finally:
-            self._whole_step = False
-        self._count()
+        values = super().__call__(batch)
+        if self._workload.update is not None:  # else ``update`` has counted
+            self._count()
         return values
 
     def _count(self) -> None:

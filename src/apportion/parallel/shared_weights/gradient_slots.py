@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from apportion.core.data.batch import Batch
 from apportion.core.fault_points import reached
 from apportion.parallel.ops.factored_linear import redirect
-from apportion.parallel.replica.gradient_buckets import dense as in_full
+from apportion.parallel.replica.gradient_buckets import dense
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.shared_weights.layout import shaped
 from apportion.parallel.shared_weights.weights_memory import WeightsMemory
@@ -89,7 +89,7 @@ class GradientSlots:
         if p.grad is None:  # it went another way
             return
         if p.grad.layout is not torch.strided:
-            p.grad = in_full(p, self._optimizer, self._replica.names[p])
+            p.grad = dense(p, self._optimizer, self._replica.names[p])
         layer = self._layer_of.get(i)
         if layer is None:
             fresh = self._first(i)

@@ -102,9 +102,8 @@ class SharedUpdate(GradientUpdate):
         replica, memory = self._replica, self._memory
         self._lines.tell(0.0 if loss is None else float(loss) * weight, self._slots.used)
         reached("arriving")
-        with (
-            replica.settled
-        ):  # somebody may be copying the live version, until others could write it in their next step
+        # Somebody may be copying the live version, until others could write it in their next step.
+        with replica.settled:
             self._arrive()
         reached("arrived")
         self._wait()
