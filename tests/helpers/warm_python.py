@@ -356,14 +356,14 @@ def main() -> None:
     """``python warm_python.py FD PARENT``: imports what the programs would, and forks."""
     import importlib
 
-    from apportion.core.value import names
+    from apportion.core.value import own_names
     from apportion.process import die_with_parent
     from apportion.runtime.spawn import template
 
     die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     template._warm_up()
-    strategies = [f"apportion.strategies.{name}" for name in names("apportion.strategies")]
+    strategies = [f"apportion.strategies.{name}" for name in own_names("apportion.strategies")]
     for module in (*strategies, *PRELOADED):
         importlib.import_module(module)
     for kept in weakref.finalize._registry.values():  # type: ignore[attr-defined]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import importlib
 
-from apportion.core.value import names
+from apportion.core.value import own_names
 from apportion.runtime.spawn import template
 
 
 def main() -> None:
     """``python warm_template.py FD DRIVER_PID``, as ``apportion.runtime.spawn.template`` is called."""
-    for name in names("apportion.strategies"):
+    for name in own_names("apportion.strategies"):
         importlib.import_module(f"apportion.strategies.{name}")
     importlib.import_module("apportion.profiler.workload_worker")
     importlib.import_module("pytest")  # for functions of the tests themselves

@@ -54,13 +54,13 @@ News = Said | Fault | Finish | Stop | Exception
 class RecoveryLoop:
     """Listens to a worker pool, does what is decided about its losses, and passes on what the user is to know."""
 
-    def __init__(self, crew: WorkerPool, *, spares: bool) -> None:
-        self._crew, self._spares_left = crew, SPARES if spares else 0
+    def __init__(self, pool: WorkerPool, *, spares: bool) -> None:
+        self._pool, self._spares_left = pool, SPARES if spares else 0
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._closing = False
         self._mended: _Mended | None = None
         self._first_step: float | None = None
-        self._thread = threading.Thread(target=self._attend, name="attendant", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="recovery", daemon=True)
         self._thread.start()
 
     def news(self, seconds: float) -> News | None:
@@ -73,11 +73,11 @@ class RecoveryLoop:
     def close(self) -> None:
         """Stops looking after the worker pool, and then ends it."""
         self._closing = True
-        self._crew.wake()
+        self._pool.wake()
         self._thread.join(CLOSE_SECONDS)
-        self._crew.close()
+        self._pool.close()
 
-    def _attend(self) -> None:
+    def _run(self) -> None:
         try:
             last = self._until_the_end()
         except Exception as error:
@@ -95,11 +95,11 @@ class RecoveryLoop:
             )
             self._tell_mended()
             self._prepare_spare()
-            action = self._crew.action()
+            action = self._pool.action()
             if isinstance(action, Replace | Shrink | Restart):
                 action = self._change(action)
             if isinstance(action, Finish):
-                self._say(self._crew.part())
+                self._say(self._pool.part())
             if isinstance(action, Stop) and action.lost:
                 self._leave(action.lost)
             if isinstance(action, Finish | Stop):
@@ -108,7 +108,7 @@ class RecoveryLoop:
         return None
 
     def _hear(self, seconds: float) -> None:
-        self._say(self._crew.hear(seconds))
+        self._say(self._pool.hear(seconds))
 
     def _say(self, said: Iterable[tuple[int, Message]]) -> None:
         for rank, message in said:
@@ -122,16 +122,16 @@ class RecoveryLoop:
         self._tell_mended(told=True)
         began = time.monotonic()
         if isinstance(action, Restart):
-            self._crew.restart(action.losses)
+            self._pool.restart(action.losses)
             self._tell(action.losses, "all workers are started again")
             return GoOn()
         decided = self._settled(action)
         if isinstance(decided, Replace):
-            self._mended = _Mended(decided.losses, began, self._crew.step)
-            self._crew.replace(decided.losses)
+            self._mended = _Mended(decided.losses, began, self._pool.step)
+            self._pool.replace(decided.losses)
         elif isinstance(decided, Shrink):
-            self._crew.shrink(decided.losses)
-            left = self._crew.ranks
+            self._pool.shrink(decided.losses)
+            left = self._pool.ranks
             self._tell(decided.losses, f"goes on with {left} worker{'s' * (left > 1)}")
         return decided
 
@@ -140,15 +140,15 @@ class RecoveryLoop:
         then."""
         assert isinstance(action, Replace | Shrink)
         lost = [loss.rank for loss in action.losses]
-        change = self._crew.open_change(lost)
+        change = self._pool.open_change(lost)
         while not self._closing:
             settled = change.settled(lost)
-            decided = self._crew.action()
+            decided = self._pool.action()
             if isinstance(decided, Finish | Stop | Restart):
                 return decided
             if isinstance(decided, GoOn) and settled:  # some have passed the end: it is there for the others, too
-                self._crew.dismiss()
-                self._say(self._crew.part())
+                self._pool.dismiss()
+                self._say(self._pool.part())
                 return Finish()
             if isinstance(decided, Replace | Shrink):
                 if settled and len(decided.losses) == len(lost):
@@ -161,13 +161,13 @@ class RecoveryLoop:
         """Lets the workers that are left save the last update and end, in the little time that there is."""
         self._tell_mended(told=True)
         allowed = Allowance(LEAVE_SECONDS)
-        change = self._crew.open_change(lost)
+        change = self._pool.open_change(lost)
         while not change.settled(lost):
             if self._closing or allowed.left < 0:
                 return
             self._hear(ANSWER_SECONDS)
-        self._crew.dismiss()
-        self._say(self._crew.part(allowed.left))
+        self._pool.dismiss()
+        self._say(self._pool.part(allowed.left))
 
     def _tell_mended(self, *, told: bool = False) -> None:
         """Tells that the training goes on after a loss, once it does. ``told``: tells it now, whether the training goes
@@ -175,7 +175,7 @@ class RecoveryLoop:
         mended = self._mended
         if mended is None:
             return
-        if self._crew.step > mended.step:
+        if self._pool.step > mended.step:
             self._tell(mended.losses, f"replaced in {time.monotonic() - mended.began:.2f} s")
         elif told:
             self._tell(mended.losses, "replaced")
@@ -190,19 +190,19 @@ class RecoveryLoop:
     def _prepare_spare(self) -> None:
         """Starts the spare that replacements are forked from, once the run is under way, and another one where it was
         lost too."""
-        crew = self._crew
-        if crew.spare is not None and crew.spare.gone:
-            self._spares_left = 0 if crew.spare.unfit() else self._spares_left
-            crew.spare.close()
-            crew.spare = None
-        if crew.spare is not None or not self._spares_left or crew.step == 0:
+        pool = self._pool
+        if pool.spare is not None and pool.spare.gone:
+            self._spares_left = 0 if pool.spare.unfit() else self._spares_left
+            pool.spare.close()
+            pool.spare = None
+        if pool.spare is not None or not self._spares_left or pool.step == 0:
             return
         now = time.monotonic()
         self._first_step = self._first_step or now
         if now - self._first_step >= SPARE_SECONDS:
             self._spares_left -= 1
             try:
-                crew.prepare_spare()
+                pool.prepare_spare()
             except ApportionError:  # no process is left to be had: the run does without
                 self._spares_left = 0
 

@@ -53,8 +53,8 @@ class RunSupervisor:
     def __init__(self, job: Job, launcher: Local, ranks: int, proof: RunProof | None = None) -> None:
         """Supervises a job. ``proof``: what a job is asked about that is to prove itself."""
         self._job, self._launcher, self._ranks, self._proof = job, launcher, ranks, proof
-        self._crew: AnyThreadPool | None = None
-        self._attendant: RecoveryLoop | None = None
+        self._pool: AnyThreadPool | None = None
+        self._recovery: RecoveryLoop | None = None
         self.started = False
         """True once a ``start`` event has been passed on."""
         self._began = time.perf_counter()
@@ -100,13 +100,13 @@ class RunSupervisor:
         self._interrupts.hold()  # no worker may be started and not known
         pool = WorkerPool(self._launcher, "apportion.runtime.worker.entry:train", self._job, self._ranks)
         try:
-            self._attendant = RecoveryLoop(pool, spares=self._job.replaceable and sys.platform == "linux")
+            self._recovery = RecoveryLoop(pool, spares=self._job.replaceable and sys.platform == "linux")
         except BaseException:  # it has no thread
             pool.close()
             raise
-        self._crew = pool
+        self._pool = pool
         self._interrupts.release()
-        for event in self._listen(self._attendant):
+        for event in self._listen(self._recovery):
             self._interrupts.outside = True
             yield event
             self._interrupts.outside = False
@@ -120,12 +120,12 @@ class RunSupervisor:
             self._interrupts.outside = False
 
     def _close(self) -> None:
-        if self._attendant is not None:
-            self._attendant.close()
+        if self._recovery is not None:
+            self._recovery.close()
 
-    def _listen(self, attendant: RecoveryLoop) -> Iterator[Event]:
+    def _listen(self, recovery: RecoveryLoop) -> Iterator[Event]:
         while True:
-            news = self._news(attendant, LOOK_SECONDS)
+            news = self._news(recovery, LOOK_SECONDS)
             if isinstance(news, Said) and news.message["kind"] == "prove":
                 yield from self._settle(news.message)
                 continue
@@ -145,7 +145,7 @@ class RunSupervisor:
         """Tells the ranks, which are built and wait, what is known of their strategy; makes the proof first where
         nothing is known."""
         assert self._proof is not None
-        assert self._crew is not None
+        assert self._pool is not None
         settled = self._proof.known(asked)
         if settled is None:
             seconds = self._proof.seconds(asked["steps"])
@@ -159,14 +159,14 @@ class RunSupervisor:
             settled = self._proof.settle(asked)
             told = {name: getattr(settled, name) for name in ("verdict", "sentence", "seconds", "remembered")}
             yield self._proof_event(**told)
-        self._crew.send({"kind": "settled", "proof": self._proof.check(settled)})
+        self._pool.send({"kind": "settled", "proof": self._proof.check(settled)})
 
     def _proof_event(self, **data: Any) -> Event:
         return self._own_event("proof", **data)
 
-    def _news(self, attendant: RecoveryLoop, seconds: float) -> News | None:
+    def _news(self, recovery: RecoveryLoop, seconds: float) -> News | None:
         """Returns the next news, or None where none comes within this time; notes whether it is the last."""
-        news = attendant.news(seconds)
+        news = recovery.news(seconds)
         if isinstance(news, Finish | Stop | Exception):
             self._over = news
         return news
@@ -195,7 +195,7 @@ class RunSupervisor:
 
     def _proved_for(self) -> str:
         """Returns a remark where the proof is of another number of workers than there are now, else an empty text."""
-        left = len(self._crew.pids()) if self._crew is not None else 0
+        left = len(self._pool.pids()) if self._pool is not None else 0
         if self._proof is None or left in (0, self._ranks):
             return ""
         return f"; the run is proved for {self._ranks} workers, and {left} are left"
@@ -251,16 +251,16 @@ class RunSupervisor:
 
     def _save(self) -> tuple[int | None, str | None]:
         """Asks rank 0 to save; returns (the step that was saved, why none was)."""
-        assert self._crew is not None
-        assert self._attendant is not None
+        assert self._pool is not None
+        assert self._recovery is not None
         if self._over is not None:
             return None, "the run has ended"
         asked: list[int] = []
         allowed = Allowance(SAVE_SECONDS)
         while (left := allowed.left) > 0 and not self._interrupts.again:
-            if asked != (asked := self._crew.pids()[:1]):  # rank 0 may just be being replaced
-                self._crew.send({"kind": "save", "seconds": SAVE_SECONDS}, [0])
-            news = self._news(self._attendant, min(HURRY_SECONDS, left))
+            if asked != (asked := self._pool.pids()[:1]):  # rank 0 may just be being replaced
+                self._pool.send({"kind": "save", "seconds": SAVE_SECONDS}, [0])
+            news = self._news(self._recovery, min(HURRY_SECONDS, left))
             if isinstance(news, Said) and news.message["kind"] == "saved":
                 return news.message["step"], news.message["why"]
             if (event := self._told(news)) is not None:
@@ -274,12 +274,12 @@ class RunSupervisor:
     def _leave(self) -> None:
         """Stops all ranks at one step, after the loop over the events was left."""
         self._interrupts.hold()
-        if self._crew is None or self._attendant is None or self._end is not None or self._failed():
+        if self._pool is None or self._recovery is None or self._end is not None or self._failed():
             return
-        self._crew.send({"kind": "stop"})
+        self._pool.send({"kind": "stop"})
         allowed = Allowance(STOP_SECONDS)
         while allowed.left > 0:
-            news = self._news(self._attendant, LOOK_SECONDS)
+            news = self._news(self._recovery, LOOK_SECONDS)
             if (event := self._told(news)) is not None:
                 self.rest.append(event)
             if isinstance(news, Finish):
