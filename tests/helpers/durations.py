@@ -1,13 +1,15 @@
 """How long each test takes: one line a test in a file, and the longest test files at the end of what pytest prints.
 
 ``APPORTION_DURATIONS`` names the file; without it nothing is kept. A later run adds its tests to those of the file.
-``APPORTION_LONGEST`` is the number of seconds that a test may take on a machine that has nothing else to do: one that
-takes longer fails. ``python durations.py FILE SECONDS`` prints the tests of the file that took longer.
+``APPORTION_LONGEST`` is the number of seconds that a test may take on the machine of reference when it has nothing else
+to do: one that takes longer fails. A slower machine has as much more time as it takes longer for the yardstick, which
+is two processes that import torch. ``python durations.py FILE SECONDS`` prints the tests of the file that took longer.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -23,6 +25,8 @@ VARIABLE = "APPORTION_DURATIONS"
 LONGEST = "APPORTION_LONGEST"
 OTHERS = 0.2
 """The share of the processors that other programs may have while a test is timed: above it the time says nothing."""
+YARDSTICK = 1.5
+"""Seconds that the yardstick takes on the machine of reference, which has two cores of the year 2023."""
 PHASES = ("setup", "call", "teardown")
 COLUMNS = ("file", "test", *PHASES, "total", "outcome")
 _WORST = ("passed", "skipped", "failed", "error")
@@ -97,10 +101,28 @@ class Longest:
         yield
         took = time.monotonic() - began
         share = (_spent_by_others() - others) / took / (os.cpu_count() or 1)
-        if took > self._seconds and share <= OTHERS:
+        if took <= self._seconds or share > OTHERS:
+            return
+        slower = max(1.0, yardstick() / YARDSTICK)
+        if took > self._seconds * slower:
             pytest.fail(
-                f"took {took:.1f} s: a test that is not marked slow may take {self._seconds:g} s", pytrace=False
+                f"took {took:.1f} s: a test that is not marked slow may take {self._seconds:g} s on the machine of "
+                f"reference, than which this one is {slower:.1f} times as slow; make it shorter or mark it slow",
+                pytrace=False,
             )
+
+
+def yardstick(times: int = 3) -> float:
+    """Returns the seconds that two processes that import torch at once take on this machine, at best."""
+    return min(_import_torch_twice() for _ in range(times))
+
+
+def _import_torch_twice() -> float:
+    began = time.monotonic()
+    processes = [subprocess.Popen([sys.executable, "-c", "import torch"]) for _ in range(2)]
+    for process in processes:
+        process.wait(timeout=60)
+    return time.monotonic() - began
 
 
 def _spent_by_others() -> float:
@@ -110,7 +132,8 @@ def _spent_by_others() -> float:
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         with suppress(psutil.Error):
             ours += sum(process.cpu_times()[:4])
-    return sum(times[:3]) - ours
+    stolen = getattr(times, "steal", 0.0)  # by other virtual machines on the same host
+    return sum(times[:3]) + stolen - ours
 
 
 def read(path: Path) -> list[tuple[str, ...]]:

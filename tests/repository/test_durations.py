@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import durations
@@ -67,3 +68,27 @@ def test_without_the_variable_nothing_is_kept(monkeypatch, pytestconfig) -> None
     before = pytestconfig.pluginmanager.get_plugins()
     durations.register(pytestconfig)
     assert pytestconfig.pluginmanager.get_plugins() == before
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("slower", "outcome"), [(1, "1 failed"), (50, "1 passed")])
+def test_a_slower_machine_has_more_time_for_a_test(tmp_path: Path, slower: int, outcome: str) -> None:
+    (tmp_path / "test_some.py").write_text("import time\n\ndef test_takes_long():\n    time.sleep(0.2)\n")
+    conftest = f"""
+        import durations
+        durations.OTHERS = 1.0  # whatever else runs beside this test
+        durations.yardstick = lambda: {slower} * durations.YARDSTICK
+        pytest_configure = durations.register
+    """
+    (tmp_path / "conftest.py").write_text(textwrap.dedent(conftest))
+    environment = {**os.environ, durations.LONGEST: "0.05", "PYTHONPATH": str(HERE)}
+    environment.pop(durations.VARIABLE, None)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "test_some.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert outcome in done.stdout
+    assert ("make it shorter or mark it slow" in done.stdout) == (slower == 1)
+
+
+@pytest.mark.processes
+def test_the_yardstick_of_this_machine_is_measured() -> None:
+    assert 0.1 < durations.yardstick(times=1) < 60
