@@ -27,6 +27,8 @@ OTHERS = 0.2
 """The share of the processors that other programs may have while a test is timed: above it the time says nothing."""
 YARDSTICK = 1.5
 """Seconds that the yardstick takes on the machine of reference, which has two cores of the year 2023."""
+_start_cold = subprocess.Popen
+"""Kept from before programs of the tests are forked from a warm Python."""
 PHASES = ("setup", "call", "teardown")
 COLUMNS = ("file", "test", *PHASES, "total", "outcome")
 _WORST = ("passed", "skipped", "failed", "error")
@@ -119,7 +121,7 @@ def yardstick(times: int = 3) -> float:
 
 def _import_torch_twice() -> float:
     began = time.monotonic()
-    processes = [subprocess.Popen([sys.executable, "-c", "import torch"]) for _ in range(2)]
+    processes = [_start_cold([sys.executable, "-c", "import torch"]) for _ in range(2)]
     for process in processes:
         process.wait(timeout=60)
     return time.monotonic() - began

@@ -91,4 +91,4 @@ def test_a_slower_machine_has_more_time_for_a_test(tmp_path: Path, slower: int, 
 
 @pytest.mark.processes
 def test_the_yardstick_of_this_machine_is_measured() -> None:
-    assert 0.1 < durations.yardstick(times=1) < 60
+    assert 0.3 < durations.yardstick(times=1) < 60, "it imports torch, and is no fork of a process that has"

@@ -28,6 +28,7 @@ from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
 from apportion.runtime.proof.budget import STARTED_SECONDS
 from apportion.runtime.supervisor.run import RunSupervisor
+from apportion.runtime.worker.agreement import RunAgreement
 from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.training.loop import work
@@ -146,6 +147,9 @@ def joined(asked: RunRequest, strategy: Strategy | None, launcher: Env) -> Gener
     world = World.from_env(device=launcher.device)
     job = asked.job(strategy, launcher, torch.get_num_threads())
     control = RunControl()
+    if world.size > 1:
+        agreement = RunAgreement(job, world)
+        control.opened, control.built = agreement.on_workload, agreement.on_data
     if job.prove and world.size > 1:
         control.settle = lambda told: _settled_together(job, world, told, required=asked.require_proof)
     events = work(job, world, control)

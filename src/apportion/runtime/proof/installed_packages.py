@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import platform
@@ -18,15 +19,16 @@ _SELF = "apportion"
 
 
 @cache
-def release(module: str) -> str | None:
+def release(module: str, *, portable: bool = False) -> str | None:
     """Returns the release of the installed package, or of Python, that a module belongs to; None for a module of the
     user's.
 
     It holds the size and the time of the module's file too: a package may be installed again under the same version.
+    ``portable`` leaves these out, so that it is the same on two hosts that have the same version.
     """
     top = module.partition(".")[0]
     if top == _SELF:
-        return _own_release()
+        return own_contents() if portable else _own_release()
     if top == "__main__":
         return None
     file = _file(module, top)
@@ -34,12 +36,12 @@ def release(module: str) -> str | None:
         if top in sys.builtin_module_names or top in sys.stdlib_module_names:
             return platform.python_version()
         # A module made in memory, or in C within another file, belongs where its package belongs.
-        return release(top) if module != top else None
+        return release(top, portable=portable) if module != top else None
     if not _below_installed(os.path.realpath(file)):
         return None
     if top in sys.stdlib_module_names:
         return platform.python_version()
-    return f"{_version(top)} {_stamp(file)}"
+    return _version(top) if portable else f"{_version(top)} {_stamp(file)}"
 
 
 def importable(value: Any, module: str, name: str) -> bool:
@@ -55,6 +57,17 @@ def _own_release() -> str:
     """Returns the release of this package, whose files may be edited where they are used."""
     files = sorted(str(path) for path in PACKAGE.rglob("*.py"))
     return " ".join([_version(_SELF), *map(_stamp, files)])
+
+
+@cache
+def own_contents() -> str:
+    """Returns the version of this package, and a digest of what its files hold."""
+    made = hashlib.blake2b(digest_size=4)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_bytes()
+        made.update(b"%s %d " % (path.relative_to(PACKAGE).as_posix().encode(), len(text)))
+        made.update(text)
+    return f"{_version(_SELF)} ({made.hexdigest()})"
 
 
 def _file(module: str, top: str) -> str | None:

@@ -16,6 +16,7 @@ import struct
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -53,9 +54,14 @@ class UnhashableError(Exception):
 
 
 class Digester:
-    """Computes digests of values; what several of them hold is digested once."""
+    """Computes digests of values; what several of them hold is digested once.
 
-    def __init__(self) -> None:
+    ``portable``: the digests are the same on two hosts that have the same files and packages in other folders, so of an
+    absolute path only the last name counts, and of a package its version.
+    """
+
+    def __init__(self, *, portable: bool = False) -> None:
+        self._portable = portable
         self._known: dict[int, bytes] = {}
         self._held: list[Any] = []  # an address is a key for as long as the value lives
         self._open: dict[int, int] = {}
@@ -75,7 +81,12 @@ class Digester:
         self._known[id(value)] = digest
         self._held.append(value)
 
+    def _release(self, module: str) -> str | None:
+        return release(module, portable=self._portable)
+
     def _digest(self, value: Any) -> bytes:
+        if self._portable and isinstance(value, str | PurePath) and PurePath(value).is_absolute():
+            return seal("path", PurePath(value).name)
         if type(value) in _PLAIN:
             return _plain(value)
         key = id(value)
@@ -114,7 +125,7 @@ class Digester:
         """Digests the items in the order of their digests. Each is digested as if it were the first that is met."""
         found = []
         for item in value:
-            alone = Digester()
+            alone = Digester(portable=self._portable)
             alone._open = dict(self._open)
             found.append(alone("an item", item))
         return seal(type(value).__name__, *sorted(found))
@@ -139,7 +150,7 @@ class Digester:
 
     def _function(self, function: types.FunctionType) -> bytes:
         home = str(function.__globals__.get("__name__"))
-        if (of := release(home)) is not None and importable(function, home, function.__qualname__):
+        if (of := self._release(home)) is not None and importable(function, home, function.__qualname__):
             return seal("installed", home, function.__qualname__, of)
         parts: list[Any] = [self("code", function.__code__), self("defaults", function.__defaults__)]
         parts.append(self("keyword defaults", function.__kwdefaults__))
@@ -158,7 +169,7 @@ class Digester:
 
     def _named(self, named: Iterable[NamedGlobal], seen: set[str]) -> Iterator[Any]:
         for found in named:
-            if isinstance(found.value, types.ModuleType) and release(found.value.__name__) is None:
+            if isinstance(found.value, types.ModuleType) and self._release(found.value.__name__) is None:
                 if found.value.__name__ not in seen:  # modules import each other
                     seen.add(found.value.__name__)
                     yield found.name
@@ -192,14 +203,14 @@ class Digester:
         return seal("lru_cache", self("function", value.__wrapped__), self("parameters", value.cache_parameters()))
 
     def _module(self, module: types.ModuleType) -> bytes:
-        if (of := release(module.__name__)) is not None:
+        if (of := self._release(module.__name__)) is not None:
             return seal("installed", module.__name__, of)
         hidden = {k: v for k, v in vars(module).items() if not (k.startswith("__") and k.endswith("__"))}
         return seal("module", *self._attributes(hidden))
 
     def _class(self, cls: type) -> bytes:
         home = cls.__module__ if isinstance(cls.__module__, str) else "builtins"  # a metaclass made in C may hide it
-        of = release(home)
+        of = self._release(home)
         if not cls.__flags__ & _CHANGEABLE or (of is not None and importable(cls, home, cls.__qualname__)):
             patched = self._attributes({k: v for k, v in vars(cls).items() if _foreign(v)})
             return seal("installed", home, cls.__qualname__, of or "", *patched)

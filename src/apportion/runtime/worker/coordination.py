@@ -13,6 +13,8 @@ import torch
 from apportion.comm.group import Group, collective
 from apportion.comm.world import World
 from apportion.core.policy import Policy
+from apportion.core.strategy import Step
+from apportion.core.workload import Workload
 from apportion.runtime.worker.progress import Progress
 
 ASK_SECONDS = 0.25
@@ -35,6 +37,10 @@ class RunControl:
     save_now: Callable[[], int] = lambda: 0
     """Writes the state after the last update, called from another thread, without waiting for the step under way;
     returns its number. It may be called once ``begun`` is set."""
+    opened: Callable[[Workload], None] = lambda workload: None
+    """Called by every rank before a strategy is built; it may refuse the run."""
+    built: Callable[[Workload, Step], None] = lambda workload, step: None
+    """Called by every rank once its step is built; it may refuse the run."""
     settle: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda asked: None
     """Asks whether the run is proved. Called by every rank once its step is built, with ``key`` (which tells its
     workload from others; None: nothing does), ``steps`` and ``parameters``; returns where the run may go on."""

@@ -68,7 +68,9 @@ class _TrainingLoop:
         began = time.perf_counter()
         self.job, self.world, self.control = job, world, control
         self.workload: Workload = job.open()
+        control.opened(self.workload)
         self.step: Step = job.strategy.build(self.workload, world)
+        control.built(self.workload, self.step)
         self.source = self.step.source
         self.proof = self._settled()
         directory = open_directory(job, world)

@@ -1,0 +1,113 @@
+"""The agreement of ranks that others have started, on several hosts perhaps: they were given the same run.
+
+Two hosts with different learning rates, data or strategies would train two networks, or wait for each other for ever.
+So every rank describes what it was given, twice: before the strategy is built, and once its data are open. All ranks
+have all descriptions then, and all of them raise the same error where one differs from rank 0's.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from apportion.comm.group import collective
+from apportion.comm.objects import gather_messages
+from apportion.comm.world import World
+from apportion.core.strategy import Step
+from apportion.core.workload import Workload
+from apportion.runtime.worker.job import Job
+from apportion.runtime.worker.run_description import Description, describe_data, describe_run
+
+NUMBERS = ("numbers of the initial weights", "numbers after the first update")
+"""The kinds of settings that hold numbers which were computed: on processors that round differently they are the same
+within TOLERANCE."""
+TOLERANCE = 1e-4
+"""A relative difference that rounding does not make."""
+MOST = 3
+"""The number of ranks, and of settings of a rank, that are named one by one."""
+
+
+class RunAgreement:
+    """What the ranks of a run that were started by others have to agree on before its first step."""
+
+    def __init__(self, job: Job, world: World) -> None:
+        self._job, self._world = job, world
+
+    @collective
+    def on_workload(self, workload: Workload) -> None:
+        """Compares the settings of all ranks, before any strategy is built. Raises ValueError, on all of them, where
+        they differ."""
+        told = self._gather(describe_run(self._job, workload))
+        refuse_differences(told)
+        if len(processors := sorted({rank["processor"] for rank in told})) > 1 and self._world.rank == 0:
+            warnings.warn(
+                f"the processors of these hosts compute with {' and '.join(processors)}, which round differently: a "
+                "run on other hosts may differ from this one in the last bits",
+                stacklevel=2,
+            )
+
+    @collective
+    def on_data(self, workload: Workload, step: Step) -> None:
+        """Compares the data of all ranks, and what the first update makes of some of them. Raises ValueError, on all
+        of them, where they differ."""
+        refuse_differences(self._gather(describe_data(self._job, workload, step)))
+
+    @collective
+    def _gather(self, described: Description) -> list[Description]:
+        own = {"host": socket.gethostname(), "processor": torch.backends.cpu.get_cpu_capability(), **described}
+        return gather_messages(own, self._world.group(), device=self._world.device)
+
+
+def refuse_differences(told: Sequence[Description]) -> None:
+    """Raises ValueError where a rank was given another run than rank 0. ``told``: what each rank described."""
+    found = []
+    for rank in range(1, len(told)):
+        kind, names = differences(told[0], told[rank])
+        if names:
+            both = (told[rank][kind], told[0][kind])
+            has, had = (", ".join(f"{name}={of.get(name, 'none')}" for name in names) for of in both)
+            code = _code(told[0], told[rank]) if kind in NUMBERS else ""
+            at = [f"rank {number} on host {told[number]['host']}" for number in (rank, 0)]
+            found.append(f"{at[0]} has {has} where {at[1]} has {had}{code}")
+    if not found:
+        return
+    if len(found) > MOST:
+        found = [*found[:MOST], f"{len(found) - MOST} more ranks differ too"]
+    raise ValueError(
+        f"the ranks were not given the same run: {'; '.join(found)}. Start all of them with the same script, "
+        "arguments, data and versions"
+    )
+
+
+def differences(first: Description, other: Description) -> tuple[str, list[str]]:
+    """Returns the first kind of settings in which two ranks differ, and the names of at most MOST of those that do.
+    What a rank could not tell is None, and differs from nothing."""
+    for kind in ("settings", *NUMBERS):
+        mine, theirs = first.get(kind, {}), other.get(kind, {})
+        tolerance = TOLERANCE if kind in NUMBERS and first["processor"] != other["processor"] else 0.0
+        names = [name for name in mine if name in theirs and not _agree(mine[name], theirs[name], tolerance)]
+        names = names or sorted(mine.keys() ^ theirs.keys())  # such as the settings of one more group
+        if names:
+            return kind, names[:MOST]
+    return "settings", []
+
+
+def _agree(one: Any, other: Any, tolerance: float) -> bool:
+    if one is None or other is None or one == other:
+        return True
+    if isinstance(one, float) and isinstance(other, float):
+        near = abs(one - other) <= tolerance * max(abs(one), abs(other))
+        return bool(near or (math.isnan(one) and math.isnan(other)))
+    return False
+
+
+def _code(first: Description, other: Description) -> str:
+    """Names the workload's functions that are not the same code, where the numbers that they compute differ."""
+    mine, theirs = first.get("code", {}), other.get("code", {})
+    names = [name for name in mine if not _agree(mine[name], theirs.get(name), 0.0)]
+    return f" (their code differs in {', '.join(names)})" if names else ""

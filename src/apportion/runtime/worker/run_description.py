@@ -1,0 +1,170 @@
+"""A rank's description of what it was given to train: settings by their values, and the numbers that they lead to.
+
+Functions are described by what they compute, on a few rows, and not by their code: a function that writes a path, or
+that only rank 0 lets print, trains the same network. The digests of their code name what to look at where the numbers
+differ.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from apportion.core.rng import seeded_rng
+from apportion.core.strategy import Step
+from apportion.core.workload import Workload
+from apportion.parallel.replica.initial_model import fresh_model
+from apportion.runtime.proof.installed_packages import own_contents
+from apportion.runtime.proof.proof_workload import few_rows, short_sequences
+from apportion.runtime.proof.value_digest import Digester, UnhashableError
+from apportion.runtime.worker.job import Job
+from apportion.runtime.worker.schedule_lookahead import FOLLOWED, rates_ahead
+
+Description = Mapping[str, Any]
+"""What a rank was given, as plain JSON: its ``host`` and ``processor``, and its settings, by kind and name."""
+SETTINGS = ("seed", "batch_size", "steps", "epochs", "order", "precision", "clip_grad_norm", "compile")
+"""The fields of the workload that are described by their values."""
+CODE = ("model", "loss", "update", "count", "collate", "augment", "carry", "schedule", "optimizer")
+"""The fields of the workload that are functions."""
+EXAMPLES = 5
+"""The number of examples, spread evenly over the data, that are compared."""
+ROWS = 4
+"""The number of rows in the update that is made to compare numbers."""
+MOST_PARAMETERS = 20_000_000
+"""The number of parameters up to which an update is made: a larger network would take longer than the start may."""
+
+
+def describe_run(job: Job, workload: Workload) -> dict[str, Any]:
+    """Returns what this rank was given, except the data. It leaves the generators as they were."""
+    of = Digester(portable=True)
+    with seeded_rng(workload.seed):
+        model = fresh_model(workload, torch.device("cpu"), workload.dtype)
+    settings = {
+        "apportion": own_contents(),
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "strategy": str(job.strategy),
+        "policy": str(job.policy),
+        "resume": job.resume,
+        "check": job.prove,
+        "plain paths": ",".join(job.plain),
+        **{name: _plain(getattr(workload, name)) for name in SETTINGS},
+        **_evaluation(workload),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "shapes": _digest(of, [(n, str(t.dtype), tuple(t.shape), t.requires_grad) for n, t in _tensors(model)]),
+        **_optimizers(workload, model),
+    }
+    return {
+        "settings": settings,
+        "code": {name: _digest(of, getattr(workload, name)) for name in CODE},
+        "numbers of the initial weights": {"sum of squares of the initial weights": _squares(_tensors(model))},
+    }
+
+
+def describe_data(job: Job, workload: Workload, step: Step) -> dict[str, Any]:
+    """Returns the length of the data and a digest of some of its examples, the learning rates of the run, and what the
+    first update makes of a few rows. It leaves the generators as they were."""
+    of = Digester(portable=True)
+    dataset = step.source.dataset
+    count = len(dataset)  # type: ignore[arg-type]
+    told: dict[str, Any] = {"examples": count, "updates": step.source.total}
+    for place in sorted({round(i * (count - 1) / (EXAMPLES - 1)) for i in range(EXAMPLES)}):
+        with seeded_rng(place):
+            told[f"digest of example {place}"] = _digest(of, dataset[place])
+    told["loss terms of an example"] = _count(workload, dataset[0])
+    if workload.schedule is not None:
+        for name, optimizer in step.optimizers.items():
+            told[f"rates of optimizer {name}".rstrip()] = _rates(workload, optimizer, step.source.total)
+    same = replace(workload, data=lambda: dataset, evaluation=None, compile=False)  # opened once: it may be large
+    numbers = _first_update(job, same) if step.parameters <= MOST_PARAMETERS else {}
+    code = {name: _digest(of, getattr(workload, name)) for name in CODE}
+    return {"settings": told, "code": code, "numbers after the first update": numbers}
+
+
+def _first_update(job: Job, workload: Workload) -> dict[str, float]:
+    """Returns the size of what one update on a few rows makes of the network and of its optimizers' slots, in one
+    process; nothing where that fails, since the run will tell why."""
+    few = few_rows(workload, ROWS, 1, 1)
+    for small in (short_sequences(few), few):
+        try:
+            with seeded_rng(workload.seed):
+                state = next(iter(job.strategy.reference(small, 1)))
+        except Exception:  # such as data that are not sequences
+            continue
+        return {"sum of squares after the first update": _squares(state.tensors())}
+    return {}
+
+
+def _count(workload: Workload, example: Any) -> float | None:
+    """Returns how many loss terms ``count`` finds in one example; None where it cannot be asked."""
+    try:
+        return None if workload.count is None else float(workload.count(workload.collate([example])[1]))
+    except Exception:  # the run will tell why
+        return None
+
+
+def _evaluation(workload: Workload) -> dict[str, Any]:
+    found = workload.evaluation
+    if found is None:
+        return {"evaluation": "none"}
+    return {
+        "evaluation": ", ".join(found.metrics),
+        **{f"evaluation {name}": _plain(getattr(found, name)) for name in ("every", "best", "batch_size")},
+    }
+
+
+def _optimizers(workload: Workload, model: nn.Module) -> dict[str, Any]:
+    """Returns the classes of the optimizers and the settings of their groups, by name."""
+    made = workload.optimizer(model.named_parameters())
+    told: dict[str, Any] = {}
+    for name, optimizer in (made if isinstance(made, Mapping) else {"": made}).items():
+        of = f"optimizer {name}".rstrip()
+        told[of] = type(optimizer).__name__
+        for number, group in enumerate(optimizer.param_groups):
+            place = of if number == 0 else f"{of} group {number}"
+            told.update({f"{place} {k}": _plain(v) for k, v in group.items() if k not in ("params", "param_names")})
+    return told
+
+
+def _rates(workload: Workload, optimizer: Optimizer, total: int) -> str | None:
+    assert workload.schedule is not None
+    try:
+        rates = rates_ahead(workload.schedule, optimizer, total, min(total, FOLLOWED))
+    except Exception:  # what it raises is raised where it is made for the training
+        return None
+    return _digest(Digester(portable=True), [f"{rate:.9g}" for rate in rates])
+
+
+def _digest(of: Digester, value: Any) -> str | None:
+    """Returns a short digest of a value; None where it has none, so that it cannot be told from another."""
+    try:
+        return of("", value).hex()[:8]
+    except UnhashableError:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return value if isinstance(value, int | float | str | bool) else repr(value)
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _squares(tensors: Iterable[tuple[str, Tensor]]) -> float:
+    """Returns the sum of the squares of all elements, each weighed by its place."""
+    total = 0.0
+    for number, (_, tensor) in enumerate(tensors, start=1):
+        if not tensor.is_meta:
+            flat = tensor.detach().abs().double().reshape(-1)
+            places = torch.linspace(1.0, 2.0, flat.numel(), dtype=torch.float64)
+            total += float((flat.square() * places).sum()) / number
+    return total
