@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from apportion.comm.world import World as World
     from apportion.core.data.batch import Batch as Batch
     from apportion.core.event import Event as Event
+    from apportion.core.event import Result as Result
     from apportion.core.policy import Policy as Policy
     from apportion.core.sampler import DataShard as DataShard
     from apportion.core.sampler import Draws as Draws
@@ -67,6 +68,7 @@ _HOMES = {
     "Policy": "core.policy",
     "Profile": "cost_model.profile",
     "Proof": "runtime.proof.proof",
+    "Result": "core.event",
     "Serving": "serving.config",
     "State": "core.strategy",
     "Step": "core.strategy",

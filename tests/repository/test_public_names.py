@@ -27,6 +27,7 @@ NAMES = [
     "Policy",
     "Profile",
     "Proof",
+    "Result",
     "Serving",
     "State",
     "Step",

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,7 +23,7 @@ from apportion.planner.trials.trial import candidate
 from apportion.reporting.journal import Journal
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.checkpoint.single_writer import single_writer
-from apportion.runtime.checkpoint.validation import refuse_started
+from apportion.runtime.checkpoint.validation import refuse_started, saved_steps
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
 from apportion.runtime.proof.budget import STARTED_SECONDS
@@ -43,7 +43,7 @@ class RunRequest:
     workload: Workload | str
     address: str | None
     run_dir: str
-    resume: bool
+    resume: bool | Literal["auto"]
     policy: Policy
     prove: bool
     require_proof: bool
@@ -145,6 +145,9 @@ def joined(asked: RunRequest, strategy: Strategy | None, launcher: Env) -> Gener
             "env() cannot try strategies: its processes are running already; give strategy=data_parallel()"
         )
     world = World.from_env(device=launcher.device)
+    if asked.resume == "auto":
+        found = has_checkpoint(asked.run_dir) if world.rank == 0 else None
+        asked = replace(asked, resume=broadcast_message(found, world.group(), device=world.device))
     job = asked.job(strategy, launcher, torch.get_num_threads())
     control = RunControl()
     if world.size > 1:
@@ -262,6 +265,11 @@ def _report(run_dir: str) -> None:
         warnings.warn(f"no report: {error}", stacklevel=2)
     except Exception as error:  # events that someone has changed: no reason to end a run that is whole
         warnings.warn(f"no report, drawing it failed: {type(error).__name__}: {error}", stacklevel=2)
+
+
+def has_checkpoint(run_dir: str | Path | None) -> bool:
+    """Tells whether a run directory holds a run that can be gone on with."""
+    return run_dir is not None and bool(saved_steps(Path(run_dir)))
 
 
 def strategy_of(run_dir: str | Path) -> str:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from apportion.core.address import check_place
 from apportion.core.value import parse
@@ -15,7 +15,7 @@ from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
 
 if TYPE_CHECKING:
-    from apportion.core.event import Event
+    from apportion.core.event import Event, Result
     from apportion.core.policy import Policy
     from apportion.core.strategy import Strategy
     from apportion.core.workload import Workload
@@ -29,7 +29,7 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     *,
     launcher: Launcher | None = None,
     run_dir: str | Path | None = None,
-    resume: bool = False,
+    resume: bool | Literal["auto"] = False,
     policy: Policy | None = None,
     steps: int | None = None,
     seed: int | None = None,
@@ -43,7 +43,9 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
 
     ``workload``: itself, or its address (``path/to/file.py:name``). ``strategy``: None predicts what each
     would take here, tries the best for at most 10 s or 5 % of the run, and takes the fastest; the next run like it
-    takes the same. ``run_dir``: None makes one under ``runs/``. ``steps`` and ``seed`` replace the workload's.
+    takes the same. ``run_dir``: None makes one under ``runs/``. ``resume`` goes on from the last checkpoint there;
+    "auto" does where there is one, and starts the run where there is none. ``steps`` and ``seed`` replace the
+    workload's.
 
     Where no strategy is given: ``trial=False`` takes the one that is predicted to be the fastest; ``remeasure``
     forgets earlier runs; ``allow_approximate`` also takes an approximate one, if it learns more in the same time.
@@ -65,14 +67,18 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     address = workload if isinstance(workload, str) else _address(workload)
     if isinstance(workload, str):
         check_place(workload)
+    if resume not in (True, False, "auto"):
+        raise ValueError(f'resume={resume!r} must be True, False or "auto" (go on where there is a checkpoint)')
     if resume and run_dir is None:
-        raise ValueError("resume=True needs run_dir: the directory of the run to go on with")
+        raise ValueError(f"resume={resume!r} needs run_dir: the directory of the run to go on with")
     # What a run needs, who only imports this package does without.
     from apportion.api import running
     from apportion.core.policy import Policy
     from apportion.planner.auto import Planning
 
-    if strategy is None and resume and run_dir is not None:
+    if resume == "auto" and not isinstance(launcher, Env):  # there rank 0 looks, since others may not have the disk
+        resume = running.has_checkpoint(run_dir)
+    if strategy is None and resume is True and run_dir is not None:
         strategy = running.strategy_of(run_dir)
     asked = running.RunRequest(
         workload=workload,
@@ -100,14 +106,16 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     return running.started(asked, chosen, launcher, planning)
 
 
-def train(workload: Workload | str, strategy: Strategy | str | None = None, **options: Any) -> Event:
-    """Runs ``run`` to its end, with its options; returns the ``end`` event: ``metrics``, ``run_dir``,
+def train(workload: Workload | str, strategy: Strategy | str | None = None, **options: Any) -> Result:
+    """Runs ``run`` to its end, with its options; returns what it came to: ``metrics``, ``run_dir``,
     ``examples_per_second``."""
+    from apportion.core.event import Result
+
     last = None
     for event in run(workload, strategy, **options):
         last = event
     assert last is not None, "a run ends with an event"
-    return last
+    return Result(**vars(last))
 
 
 def fresh_run_dir(address: str | None) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 EventKind = Literal["plan", "proof", "start", "step", "speed", "drift", "evaluation", "checkpoint", "fault", "end"]
@@ -11,7 +12,8 @@ EventKind = Literal["plan", "proof", "start", "step", "speed", "drift", "evaluat
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened in a run. ``data`` by kind (every value is plain JSON):
+    """Something that happened in a run. ``data`` by kind (every value is plain JSON), of which each value is an
+    attribute too, as ``event.learning_rate``:
 
     - ``plan``: before the start, where no strategy was given. ``strategy``, ``launcher`` (what is taken) and ``why``
       (one line); ``candidates``: the best first, each with ``strategy``, ``launcher``, ``exact``, ``predicted_seconds``
@@ -46,3 +48,36 @@ class Event:
     seconds: float
     """The seconds since the run (this sitting of it) started."""
     data: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        """The value of ``data`` under a name that is not a field."""
+        data = vars(self).get("data", {})
+        if name in data:
+            return data[name]
+        kind = vars(self).get("kind")
+        raise AttributeError(f"an event of kind {kind!r} has no {name!r}: it has {', '.join(data) or 'no data'}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Event):
+    """What a whole run came to: its ``end`` event."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The directory of the run, for ``apportion.load``."""
+        return Path(self.data["run_dir"])
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the last evaluation, by name; empty where nothing was evaluated."""
+        return dict(self.data["metrics"])
+
+    @property
+    def examples_per_second(self) -> float:
+        """The examples that all workers together have trained on in a second."""
+        return float(self.data["examples_per_second"])
+
+    @property
+    def reason(self) -> str:
+        """Why the run ended: "finished", "stopped" or "interrupted"."""
+        return str(self.data["reason"])
