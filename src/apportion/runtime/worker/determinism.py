@@ -3,16 +3,14 @@ anything else is found."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from apportion.core.rng import strategy_is_drawing
+from apportion.core.rng import plain_fingerprint, strategy_is_drawing
 from apportion.core.torch_private import DispatchMode
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -83,14 +81,14 @@ class Observed(DispatchMode):
     def _begin(self, *_: Any) -> None:
         self._depth += 1
         if self._depth == 1:
-            self._before = _plain_states()
+            self._before = plain_fingerprint()
             self.__enter__()
 
     def _end(self, *_: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
             self.__exit__(None, None, None)
-            both = zip(("random", "numpy.random"), self._before, _plain_states(), strict=True)
+            both = zip(("random", "numpy.random"), self._before, plain_fingerprint(), strict=True)
             self.plain_draws.update(name for name, before, after in both if before != after)
 
     def __torch_dispatch__(
@@ -105,10 +103,6 @@ class Observed(DispatchMode):
         if isinstance(first, torch.Tensor) and first.dtype in (torch.float32, torch.bfloat16, torch.float16):
             self.narrow.add(name)
         return result
-
-
-def _plain_states() -> tuple[object, ...]:
-    return random.getstate(), repr(np.random.get_state())
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
