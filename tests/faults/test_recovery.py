@@ -27,7 +27,6 @@ from safetensors.torch import load_file
 from surviving import Forgetful, Mortal, Surviving, workload
 
 from apportion import Event, Policy
-from apportion.api import running as verb
 from apportion.api.train import run, train
 from apportion.core.strategy import Strategy
 from apportion.core.value import find, names
@@ -46,6 +45,8 @@ SECONDS, RUN_SECONDS = 20.0, 100.0
 """For what takes a fraction of one, on a busy machine; and for a run."""
 MARGIN_SECONDS = 1.0
 """On a busy machine."""
+STEPS, PACE = 60, 0.01
+"""The steps of a run, and the seconds that each of them sleeps: a test has so long to do something to the run."""
 CREWS: list[WorkerPool] = []
 """Of the test's runs so far."""
 Undisturbed = Callable[[Strategy, int, int], dict[str, torch.Tensor]]
@@ -55,9 +56,8 @@ by_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: str(
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing the report is most of what a short run takes."""
-    monkeypatch.setattr(verb, "_report", lambda run_dir: None)
+def crews(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers of the runs are known."""
     CREWS.clear()
     monkeypatch.setattr(supervisor, "WorkerPool", lambda *given: CREWS.append(WorkerPool(*given)) or CREWS[-1])
     template().wait_ready()
@@ -72,6 +72,11 @@ class Marks:
     """What the processes of a run write down about themselves, and where they are held."""
 
     folder: Path
+    environment: pytest.MonkeyPatch
+
+    def pace(self, seconds: float) -> None:
+        """So long does each step sleep in the workers that begin from here on."""
+        self.environment.setenv("SURVIVING_PACE", str(seconds))
 
     def told(self, where: str, who: int | str) -> list[tuple[int, int]]:
         """(process id, step), in order."""
@@ -93,7 +98,9 @@ def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Marks:
     folder = tmp_path / "marks"
     folder.mkdir()
     monkeypatch.setenv("SURVIVING_MARKS", str(folder))
-    return Marks(folder)
+    found = Marks(folder, monkeypatch)
+    found.pace(PACE)
+    return found
 
 
 def final_state(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -138,7 +145,7 @@ class Disturbed:
         tmp_path: Path,
         strategy: Strategy,
         workers: int,
-        steps: int = 150,
+        steps: int = STEPS,
         given: Workload = workload,
         **options: Any,
     ) -> None:
@@ -269,15 +276,15 @@ def test_a_rank_may_be_killed_at_a_checkpoint_which_is_made_again(
     rank: int, tmp_path: Path, marks: Marks, undisturbed: Undisturbed
 ) -> None:
     marks.hold("saving", rank)
-    given, policy = replace(workload, evaluation=None), Policy(checkpoint_every="70 steps", keep=9)
+    given, policy = replace(workload, evaluation=None), Policy(checkpoint_every="25 steps", keep=9)
     with Disturbed(tmp_path, Surviving(), 2, given=given, policy=policy) as one:
         one.until(lambda: marks.told("saving", rank), "the checkpoint")
-        assert marks.told("saving", rank)[0][1] == 70
+        assert marks.told("saving", rank)[0][1] == 25
         marks.release("saving", rank)
         kill(pid_of(rank))
     one.assert_as_if_nothing_had_happened(undisturbed, evaluated=False)
     saved = [e.step for e in one.events if e.kind == "checkpoint"]
-    assert set(saved) == {70, 140, 150}
+    assert set(saved) == {25, 50, 60}
 
 
 @by_strategy
@@ -316,9 +323,10 @@ def test_all_ranks_may_be_killed_at_once(
     one.assert_as_if_nothing_had_happened(undisturbed)
 
 
-def died(tmp_path: Path, workers: int, deaths: str, undisturbed: Undisturbed) -> None:
+def died(tmp_path: Path, workers: int, deaths: str, marks: Marks, undisturbed: Undisturbed) -> None:
     """Their deaths leave no trace but the faults."""
-    with Disturbed(tmp_path, Mortal(deaths), workers, steps=60) as one:
+    marks.pace(0.0)
+    with Disturbed(tmp_path, Mortal(deaths), workers) as one:
         pass
     assert sorted(rank for rank, _ in one.faults()) == sorted(int(death.split()[0]) for death in deaths.split(";"))
     one.strategy = DataParallel()
@@ -330,7 +338,7 @@ def died(tmp_path: Path, workers: int, deaths: str, undisturbed: Undisturbed) ->
 def test_a_worker_may_die_at_any_point_of_an_update(
     where: str, seat: int, tmp_path: Path, marks: Marks, undisturbed: Undisturbed
 ) -> None:
-    died(tmp_path, 2, f"{seat} {where} 25", undisturbed)
+    died(tmp_path, 2, f"{seat} {where} 25", marks, undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +355,7 @@ def test_a_worker_may_die_at_any_point_of_an_update(
 def test_more_may_die_while_the_others_rejoin(
     workers: int, deaths: str, tmp_path: Path, marks: Marks, undisturbed: Undisturbed
 ) -> None:
-    died(tmp_path, workers, deaths, undisturbed)
+    died(tmp_path, workers, deaths, marks, undisturbed)
 
 
 @pytest.mark.usefixtures("without_spare")
@@ -407,16 +415,16 @@ def test_a_replacement_may_be_killed_before_it_has_begun(
 def test_where_nobody_is_left_with_the_state_all_begin_again(
     saved: bool, tmp_path: Path, marks: Marks, undisturbed: Undisturbed
 ) -> None:
-    given, policy = replace(workload, evaluation=None), Policy(checkpoint_every="20 steps" if saved else "99 s")
+    given, policy = replace(workload, evaluation=None), Policy(checkpoint_every="10 steps" if saved else "99 s")
     with Disturbed(tmp_path, Forgetful(), 2, given=given, policy=policy) as one:
-        one.until_step(60)
+        one.until_step(30)
         kill(pid_of(0))
     actions = [action for _, action in one.faults()]
     assert actions == ["replaced", "all workers are started again"]
     one.assert_as_if_nothing_had_happened(undisturbed, evaluated=False)
     again = [e.kind for e in one.events].index("fault")
     first = next(e.step for e in one.events[again:] if e.kind == "step")
-    assert (first > 20) == saved
+    assert (first > 10) == saved
 
 
 # What replacements are forked from
@@ -425,7 +433,8 @@ def test_where_nobody_is_left_with_the_state_all_begin_again(
 def test_a_spare_that_is_killed_costs_no_worker_and_is_replaced(
     tmp_path: Path, marks: Marks, undisturbed: Undisturbed
 ) -> None:
-    with Disturbed(tmp_path, Surviving(), 2, steps=700) as one:
+    marks.pace(2 * PACE)
+    with Disturbed(tmp_path, Surviving(), 2, steps=140) as one:
         spare = one.until_spare()
         kill(pid_of(1))
         one.until_faults(1)
@@ -442,7 +451,8 @@ def test_a_spare_that_is_killed_costs_no_worker_and_is_replaced(
 
 
 def test_a_spare_that_is_stopped_is_not_waited_for(tmp_path: Path, marks: Marks, undisturbed: Undisturbed) -> None:
-    with Disturbed(tmp_path, Surviving(), 2, steps=600) as one:
+    marks.pace(2 * PACE)
+    with Disturbed(tmp_path, Surviving(), 2, steps=140) as one:
         os.kill(one.until_spare(), signal.SIGSTOP)
         kill(pid_of(1))
     assert [rank for rank, _ in one.faults()] == [1]
@@ -454,7 +464,8 @@ def test_a_workload_that_cannot_be_forked_gets_its_replacements_from_the_templat
     trouble: str, tmp_path: Path, marks: Marks, undisturbed: Undisturbed
 ) -> None:
     given = replace(workload, data=getattr(surviving, f"data_with_{trouble}"))
-    with Disturbed(tmp_path, Surviving(), 2, steps=600, given=given) as one:
+    marks.pace(2 * PACE)
+    with Disturbed(tmp_path, Surviving(), 2, steps=140, given=given) as one:
         one.until(lambda: marks.told("building", "spare"), "the spare")
         one.until(lambda: not lives(marks.told("building", "spare")[0][0]), "its end")
         kill(pid_of(1))
@@ -559,7 +570,7 @@ def test_ctrl_c_while_rank_0_is_replaced_saves_the_last_update(
 ) -> None:
     run_dir, policy = tmp_path / "run", Policy(checkpoint_every="1000 steps")
     reached = 0
-    for event in run(workload, strategy, launcher=local(2), run_dir=run_dir, steps=150, policy=policy):
+    for event in run(workload, strategy, launcher=local(2), run_dir=run_dir, steps=STEPS, policy=policy):
         if event.kind == "step" and event.step > 10 and not reached:
             reached = event.step
             marks.hold("building", 0)
@@ -571,8 +582,9 @@ def test_ctrl_c_while_rank_0_is_replaced_saves_the_last_update(
     assert (event.kind, event.data["reason"], event.data["why"]) == ("end", "interrupted", None)
     assert f"step {event.step} is saved" in interrupt.value.__notes__[0]
     assert saved_step(run_dir) == event.step >= reached
-    train(workload, strategy, launcher=local(2), run_dir=run_dir, resume=True, steps=150)
-    for name, tensor in undisturbed(strategy, 2, 150).items():
+    marks.pace(0.0)
+    train(workload, strategy, launcher=local(2), run_dir=run_dir, resume=True, steps=STEPS)
+    for name, tensor in undisturbed(strategy, 2, STEPS).items():
         assert torch.equal(final_state(run_dir)[name], tensor), name
 
 
@@ -581,15 +593,17 @@ def test_a_break_is_obeyed_by_a_replacement_too(
     strategy: Strategy, tmp_path: Path, marks: Marks, undisturbed: Undisturbed
 ) -> None:
     run_dir, given = tmp_path / "run", replace(workload, evaluation=None)
-    for event in run(given, strategy, launcher=local(2), run_dir=run_dir, steps=900):
+    marks.pace(6 * PACE)  # it is not at its end before the replacement hears of the break
+    for event in run(given, strategy, launcher=local(2), run_dir=run_dir, steps=STEPS):
         if event.kind == "step" and event.step > 10:
             kill(pid_of(0))
             break
     last = read_events(run_dir)[-1]
     assert (last.kind, last.data["reason"]) == ("end", "stopped")
-    assert event.step <= last.step < 900
-    train(given, strategy, launcher=local(2), run_dir=run_dir, resume=True, steps=900)
-    for name, tensor in undisturbed(strategy, 2, 900).items():
+    assert event.step <= last.step < STEPS
+    marks.pace(0.0)
+    train(given, strategy, launcher=local(2), run_dir=run_dir, resume=True, steps=STEPS)
+    for name, tensor in undisturbed(strategy, 2, STEPS).items():
         assert torch.equal(final_state(run_dir)[name], tensor), name
 
 
@@ -630,6 +644,7 @@ def test_after_max_restarts_a_run_ends_with_the_last_update_saved(
     assert "(max_restarts=1); --resume goes on" in str(one.raised)
     assert [action for _, action in one.faults()][-1] == "stops"
     assert saved_step(one.run_dir) >= one.step > 10
+    marks.pace(0.0)
     train(workload, strategy, launcher=local(3), run_dir=one.run_dir, resume=True, steps=one.steps)
     for name, tensor in undisturbed(strategy, 3, one.steps).items():
         assert torch.equal(final_state(one.run_dir)[name], tensor), name
@@ -648,6 +663,7 @@ def test_an_exception_ends_a_run_with_its_traceback_and_the_last_update_saved(
     assert 'raise RuntimeError("asked for")' in str(one.raised.traceback)
     assert saved_step(one.run_dir) >= one.step >= 10
     (marks.folder / "raise-computing-1").unlink()
+    marks.pace(0.0)
     train(workload, strategy, launcher=local(2), run_dir=one.run_dir, resume=True, steps=one.steps)
     for name, tensor in undisturbed(strategy, 2, one.steps).items():
         assert torch.equal(final_state(one.run_dir)[name], tensor), name
@@ -696,7 +712,7 @@ by_exact = pytest.mark.parametrize("strategy", EXACT, ids=str)
 def killed_often(times: int, seed: int, strategy: Strategy, tmp_path: Path, undisturbed: Undisturbed) -> list[float]:
     """Random workers at random moments; the seconds from each kill to the next update that is made."""
     chance, took = random.Random(seed), []
-    steps = 100 + 60 * times
+    steps = 100 + 25 * times
     with Disturbed(tmp_path, strategy, 2, steps=steps, policy=Policy(max_restarts=times)) as one:
         one.until_step(5)
         for number in range(times):

@@ -252,7 +252,7 @@ class Network(nn.Module):
             if self.seen_by != os.getpid():
                 self.seen_by = os.getpid()
                 happens("computing")
-            time.sleep(float(os.environ.get("SURVIVING_PACE", "0.002")))
+            time.sleep(float(os.environ.get("SURVIVING_PACE", "0")))
             raises("computing")
             self.trouble(x)
         else:
