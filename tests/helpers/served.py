@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,8 @@ import numpy as np
 import torch
 from torch import nn
 from warm_python import FORKER
+
+from apportion.exporting.exporter import export
 
 START_SECONDS, SECONDS = 60.0, 15.0
 PROGRAM = ("-m", "apportion", "serve", "--port", "0")
@@ -151,6 +154,19 @@ def net(seed: int, width: int = 16) -> nn.Module:
     """8 numbers in, 3 out."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 3)).eval()
+
+
+def save_net(path: Path, seed: int, width: int = 16) -> None:
+    """Writes that net to an ONNX file."""
+    path.write_bytes(_exported(seed, width))
+
+
+@cache
+def _exported(seed: int, width: int) -> bytes:
+    """The file of a net, which is exported once for all the tests that serve it."""
+    with tempfile.TemporaryDirectory() as folder:
+        export(net(seed, width), torch.zeros(2, 8), Path(folder) / "net.onnx")
+        return (Path(folder) / "net.onnx").read_bytes()
 
 
 def children(pid: int) -> list[int]:

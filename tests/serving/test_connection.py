@@ -20,9 +20,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from served import SECONDS, Server, eventually, net, serving
+from served import SECONDS, Server, eventually, net, save_net, serving
 
-from apportion.exporting.exporter import export
 from apportion.serving.batching import Pace
 from apportion.serving.http import connection as connections
 from apportion.serving.http.chunked_body import Chunks
@@ -65,7 +64,7 @@ def _every_state_follows_from_the_one_before(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("net")
-    export(net(1), torch.from_numpy(X), folder / "1.onnx")
+    save_net(folder / "1.onnx", 1)
     with serving(folder, "1.onnx", "--deadline", "10s") as server:
         yield server
 
@@ -333,7 +332,7 @@ def test_all_memory_comes_back(server: Server) -> None:
 
 
 def test_where_there_is_no_memory_for_a_body_it_is_to_come_again(tmp_path: Path) -> None:
-    export(net(1), torch.from_numpy(X), tmp_path / "1.onnx")
+    save_net(tmp_path / "1.onnx", 1)
     program = "import apportion; apportion.serve(['1.onnx'], serving=apportion.Serving(port=0, inbox_bytes=300_000))"
     pieces, json_bytes = write_request([NamedTensor("input", "FP32", np.zeros((6000, 8), np.float32))])
     with serving(tmp_path, program=("-c", program)) as server:
@@ -352,7 +351,7 @@ def test_where_there_is_no_memory_for_a_body_it_is_to_come_again(tmp_path: Path)
 
 
 def test_what_was_asked_before_the_end_is_answered_and_nobody_else_is_waited_for(tmp_path: Path) -> None:
-    export(net(1), torch.from_numpy(X), tmp_path / "1.onnx")
+    save_net(tmp_path / "1.onnx", 1)
     with serving(tmp_path, "1.onnx", "--deadline", "10s") as server:
         asked, idle = Client(server), Client(server)
         with asked.sock, idle.sock:
@@ -608,7 +607,7 @@ def test_an_answer_that_cannot_be_taken_costs_the_others_nothing() -> None:
 
 def test_what_comes_too_late_is_answered_without_asking_and_its_memory_is_free(tmp_path: Path) -> None:
     for n in (1, 2):
-        export(net(n), torch.from_numpy(X), tmp_path / f"{n}.onnx")
+        save_net(tmp_path / f"{n}.onnx", n)
     pieces, json_bytes = write_request([NamedTensor("input", "FP32", np.zeros((5000, 8), np.float32))])
     request = sized(b"".join(pieces), b"%s: %d" % (HEADER.encode(), json_bytes)).replace(b"m1", b"ensemble")
     with serving(tmp_path, "1.onnx", "2.onnx", "--deadline", "50ms", "--replication", "between_graph") as server:

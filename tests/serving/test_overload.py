@@ -17,10 +17,8 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import torch
-from served import Server, children, descriptors, eventually, net, serving
+from served import Server, children, descriptors, eventually, save_net, serving
 
-from apportion.exporting.exporter import export
 from apportion.serving.http.host_names import Hosts
 from apportion.serving.http.listener import MOST_CONNECTIONS, most_connections
 from apportion.serving.http.request_head import Head
@@ -48,7 +46,7 @@ HEALTH_SECONDS = 0.2
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nets")
     for n in (1, 2):
-        export(net(n), torch.from_numpy(X), folder / f"{n}.onnx")
+        save_net(folder / f"{n}.onnx", n)
     return folder
 
 

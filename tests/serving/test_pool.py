@@ -13,11 +13,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-import torch
 from onnx import TensorProto, helper
-from served import Server, alive, children, eventually, net, serving
-
-from apportion.exporting.exporter import export
+from served import Server, alive, children, eventually, save_net, serving
 
 pytestmark = pytest.mark.processes
 
@@ -28,7 +25,7 @@ FILES = ("1.onnx", "2.onnx")
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for n, file in enumerate(FILES):
-        export(net(n), torch.zeros(2, 8), tmp_path / file)
+        save_net(tmp_path / file, n)
     return tmp_path
 
 

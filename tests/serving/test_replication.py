@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from served import children, eventually, net
+from served import children, eventually, save_net
 
-from apportion.exporting.exporter import export
 from apportion.serving.config import Serving
 from apportion.serving.log import log
 from apportion.serving.pool.shared_arena import Arena
@@ -28,7 +26,7 @@ pytestmark = [pytest.mark.usefixtures("cold_programs"), pytest.mark.serial, pyte
 def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:
     folder = tmp_path_factory.mktemp("nets")
     for n in (1, 2):
-        export(net(n), torch.zeros(2, 8), folder / f"{n}.onnx")
+        save_net(folder / f"{n}.onnx", n)
     return [Source(name=f"m{n}", runtime="onnx", path=str(folder / f"{n}.onnx")) for n in (1, 2)]
 
 
@@ -102,7 +100,7 @@ def test_members_that_cannot_be_merged_for_want_of_room_stay_apart(
     (small_disk / "filling").write_bytes(bytes((1 << 20) - 4096))  # a page is left
     nets = [replace(source, path=str(small_disk.parent / f"{source.name}.onnx")) for source in sources]
     for n, source in enumerate(nets):
-        export(net(n, width=512), torch.zeros(2, 8), Path(source.path))
+        save_net(Path(source.path), n, width=512)
     events: list[str] = []
 
     async def start() -> str:

@@ -22,9 +22,8 @@ import torch
 from browsers import Browser
 from commands import SECONDS, start
 from onnx import helper
-from served import Server, alive, children, descriptors, eventually, net, serving
+from served import Server, alive, children, descriptors, eventually, net, save_net, serving
 
-from apportion.exporting.exporter import export
 from apportion.serving.protocol.v2 import HEADER, NamedTensor, read_response, write_request
 
 pytestmark = pytest.mark.processes
@@ -37,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four nets as ONNX files, and one as a program of torch.export."""
     path = tmp_path_factory.mktemp("nets")
     for n in range(1, 5):
-        export(net(n), torch.from_numpy(X), path / f"{n}.onnx")
+        save_net(path / f"{n}.onnx", n)
     rows = {0: torch.export.Dim.DYNAMIC}
     torch.export.save(torch.export.export(net(5), (torch.from_numpy(X),), dynamic_shapes=(rows,)), path / "5.pt2")
     return path
