@@ -304,8 +304,9 @@ def test_the_answer_as_json(file: Path, name: str, status: int) -> None:
 
 
 def test_the_exit_status_of_the_program(file: Path) -> None:
-    program = [Path(sys.executable).with_name("apportion"), "check", f"{file}:bad", "--strategy", "data_parallel"]
-    done = subprocess.run([*program, "--workers", "2", "--steps", "1"], capture_output=True, text=True, timeout=100)
+    program = [sys.executable, Path(sys.executable).with_name("apportion")]
+    command = [*program, "check", f"{file}:bad", "--strategy", "data_parallel"]
+    done = subprocess.run([*command, "--workers", "2", "--steps", "1"], capture_output=True, text=True, timeout=100)
     assert done.returncode == 1, done.stderr
     assert "NOT the same network" in done.stdout
 

@@ -152,6 +152,8 @@ def test_from_standard_input(folder: Path) -> None:
 NOTEBOOK = """
 import __main__, asyncio, sys
 
+import apportion  # what begins so begins warm
+
 assert not hasattr(__main__, "__file__")
 cells = [open(name).read() for name in sys.argv[1:]]
 

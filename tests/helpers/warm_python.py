@@ -12,6 +12,7 @@ import array
 import atexit
 import ctypes
 import errno
+import importlib
 import json
 import os
 import platform
@@ -35,39 +36,58 @@ FORKER = "test-forker"
 """The name that a process has in /proc which makes the children of a program: the program did not start it."""
 PRELOADED = (
     "apportion.api.check",
+    "apportion.api.running",
     "apportion.cli.app",
     "apportion.reporting.html.run_page",
+    "apportion.serving.offline_evaluation",
+    "apportion.serving.pool.worker_main",
+    "apportion.serving.server",
     "matplotlib.figure",
     "sklearn.datasets",
     "tensorboard.summary.writer.record_writer",
     "torch.distributed.run",
 )
 MODULES = ("apportion", "torch.distributed.run")
+UNBUFFERED = "-u"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-SAME = (*THREADS, "PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONUNBUFFERED", "LD_PRELOAD")
+SAME = (*THREADS, "PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONUNBUFFERED", "LD_PRELOAD")
 """Variables that Python or a library reads when it starts: a program that wants others starts anew."""
-_SYS_CLONE, _CLONE_PARENT, _CLONE_SETTID, _TID = 56, 0x8000, 0x01000000, 720
+ON_A_HOST = ("ip", "netns", "exec")
+"""The words that begin a program in a network namespace, before its name: the namespace stands for a host."""
+_SYS_CLONE, _CLONE_PARENT, _CLONE_SETTID, _CLONE_NEWNET, _TID = 56, 0x8000, 0x01000000, 0x40000000, 720
 """The system call, its flags, and where glibc keeps the thread's number, as Linux on x86_64 has them."""
 _popen = subprocess.Popen
 _forker: Forker | None = None
 
 
 def is_warm(command: Sequence[str], folder: str) -> bool:
-    """Whether a program is one of those that begin in a fork: Python without options, and the program is apportion,
-    one of its processes, torchrun, or a script that imports apportion or torch."""
-    if len(command) < 2 or command[0] != sys.executable:
+    """Whether a program is one of those that begin in a fork: Python without options (``-u`` aside), and the program is
+    apportion, one of its processes, torchrun, what standard input says, a text that imports apportion or torch, or a
+    script that starts others."""
+    words = _words(command)
+    if not words or command[0] != sys.executable:
         return False
-    if command[1] == "-m":
-        return len(command) > 2 and (command[2] in MODULES or command[2].startswith("apportion."))
-    if command[1] == "-c":
-        text = command[2]
-    elif command[1].endswith("_template.py"):  # it stays, and is known by its name
+    if words[0] == "-m":
+        return len(words) > 1 and (words[1] in MODULES or words[1].startswith("apportion."))
+    if words[0] == "-c":
+        text, imported = words[1], "apportion|torch"
+    elif words[0].endswith("_template.py"):  # it stays, and is known by its name
         return False
-    elif command[1].endswith(".py"):
-        text = (Path(folder) / command[1]).read_text()
+    elif words[0].endswith(".py"):
+        text, imported = (Path(folder) / words[0]).read_text(), "apportion|torch|subprocess"
     else:
-        return Path(command[1]).name == "apportion"
-    return re.search(r"^\s*(import|from) (apportion|torch)\b", text, re.MULTILINE) is not None
+        return words[0] == "-" or Path(words[0]).name == "apportion"
+    return re.search(rf"^\s*(import|from) ({imported})\b", text, re.MULTILINE) is not None
+
+
+def _on_host(command: list[str]) -> tuple[list[str], str]:
+    """A command, and the namespace that it is to be run in: "" for this one."""
+    return (command[4:], command[3]) if tuple(command[:3]) == ON_A_HOST else (command, "")
+
+
+def _words(command: Sequence[str]) -> list[str]:
+    """What Python is told to run, and its arguments: torchrun says ``-u`` before them."""
+    return list(command[2:] if command[1:2] == [UNBUFFERED] else command[1:])
 
 
 class Forker:
@@ -110,7 +130,7 @@ class WarmPopen(_popen):  # type: ignore[type-arg]
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, *rest: Any
     ) -> None:
         (cwd, env, _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *others) = rest
-        command = [os.fspath(a) for a in args] if isinstance(args, (list, tuple)) else []
+        command, host = _on_host([os.fspath(a) for a in args] if isinstance(args, (list, tuple)) else [])
         environment = dict(os.environ if env is None else env)
         folder = os.fspath(cwd) if cwd is not None else os.getcwd()
         plain = not shell and preexec_fn is None and executable is None and close_fds and os.getpid() == _owner
@@ -123,6 +143,7 @@ class WarmPopen(_popen):  # type: ignore[type-arg]
             "argv": command,
             "environment": environment,
             "folder": folder,
+            "host": host,
             "session": bool(others[-2]),
             "kept": list(pass_fds),
         }
@@ -248,20 +269,43 @@ def _begin(order: dict[str, Any], descriptors: Sequence[int]) -> None:
     if order["session"]:
         os.setsid()
     _take(descriptors, (0, 1, 2, *order["kept"]))
-    unbuffered = bool(order["environment"].get("PYTHONUNBUFFERED"))
+    unbuffered = bool(order["environment"].get("PYTHONUNBUFFERED")) or order["argv"][1] == UNBUFFERED
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout.reconfigure(line_buffering=sys.stdout.isatty(), write_through=unbuffered)  # type: ignore[union-attr]
     stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = stderr
+    _find_modules(order["environment"])
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
+    if order["host"]:
+        _enter(order["host"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     import numpy
 
     numpy.random.seed()
     _end(_run, order["argv"])
+
+
+def _find_modules(environment: dict[str, str]) -> None:
+    """Has modules, and what is installed, found where the environment of a program says, before its own begins."""
+    from apportion.core import value
+
+    before, now = (where.get("PYTHONPATH", "") for where in (os.environ, environment))
+    if before != now:
+        old, new = (list(filter(None, path.split(os.pathsep))) for path in (before, now))
+        sys.path[1:] = [*new, *(folder for folder in sys.path[1:] if folder not in old)]
+        importlib.invalidate_caches()
+        value._added.cache_clear()
+
+
+def _enter(host: str) -> None:
+    """Moves this process, and whatever it starts, into a network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{host}", "rb") as namespace:
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), host)
 
 
 def _take(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
@@ -275,7 +319,7 @@ def _take(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
 
 def _run(argv: Sequence[str]) -> None:
     """Runs a module, a text or a script as ``python`` does, with a forker of its own for what it starts."""
-    option, *rest = argv[1:]
+    option, *rest = _words(argv)
     program = rest.pop(0) if option in ("-m", "-c") else option
     if not program.startswith("apportion."):
         _fork_forker()
@@ -287,6 +331,10 @@ def _run(argv: Sequence[str]) -> None:
         sys.path[0], sys.argv = "", ["-c", *rest]
         main = sys.modules["__main__"] = ModuleType("__main__")
         exec(compile(program, "<string>", "exec"), vars(main))
+    elif option == "-":
+        sys.path[0], sys.argv = "", ["-", *rest]
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(sys.stdin.read(), "<stdin>", "exec"), vars(main))
     else:
         sys.path[0], sys.argv = str(Path(program).resolve().parent), [program, *rest]
         main = sys.modules["__main__"] = ModuleType("__main__")
@@ -313,7 +361,6 @@ def _fork_forker() -> None:
     name.write_text("python")
     theirs.close()
     _have(Forker(ours, dict(os.environ)))
-    subprocess.Popen = WarmPopen  # type: ignore[misc]
 
 
 def _end(program: Any, *arguments: Any) -> None:
@@ -354,14 +401,13 @@ def _flush() -> None:
 
 def main() -> None:
     """``python warm_python.py FD PARENT``: imports what the programs would, and forks."""
-    import importlib
-
     from apportion.core.value import own_names
     from apportion.process import die_with_parent
     from apportion.runtime.spawn import template
 
     die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    subprocess.Popen = WarmPopen  # type: ignore[misc]  # torchrun has it by name
     template._warm_up()
     strategies = [f"apportion.strategies.{name}" for name in own_names("apportion.strategies")]
     for module in (*strategies, *PRELOADED):
