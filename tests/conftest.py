@@ -22,11 +22,12 @@ import warm_ranks
 from browsers import BROWSER, Browser
 from leaks import Watch
 
-from apportion.api import proof_workers
+from apportion.api import proof_workers, running
 from apportion.runtime.spawn.template import Template
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 
 STARTED = pytest.StashKey[int]()
+DRAW = running._report
 Within = Callable[[float, str], AbstractContextManager[None]]
 Eventually = Callable[..., None]
 
@@ -90,6 +91,30 @@ def no_proof_before_a_run() -> Iterator[None]:
     defaults["check"] = False
     yield
     defaults["check"] = True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_report_after_a_run() -> Iterator[None]:
+    """Drawing the report of a run takes longer than most runs of the tests: it is left out of the runs of this process,
+    unless the test wants ``reports``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "_report", lambda run_dir: None)
+        yield
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Runs end with their report, as they do at a user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "_report", DRAW)
+        yield
+
+
+@pytest.fixture
+def reports() -> Iterator[None]:
+    """The runs of this test end with their report."""
+    with drawing():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

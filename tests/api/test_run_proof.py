@@ -66,6 +66,7 @@ def events(workload: Workload, strategy: Any = "data_parallel", **options: Any) 
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("reports")
 def test_a_run_says_that_it_is_proved_and_writes_it_down(tmp_path: Path) -> None:
     told = events(net(), run_dir=tmp_path / "run")
     begun, settled, start = told[:3]

@@ -238,6 +238,7 @@ def test_a_terminal_shows_epoch_speed_loss_time_left_and_each_worker(folder: Pat
     assert "run/report.html" in table
 
 
+@pytest.mark.usefixtures("reports")
 def test_without_a_strategy_a_few_are_tried_and_it_says_what_was_measured_and_taken(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def test_the_losses_of_two_workers_are_those_of_one_device(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.data("cifar-10-batches-py")
 @pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("reports")
 def test_two_workers_learn_it_in_five_epochs(tmp_path: Path) -> None:
     end = apportion.train(
         EXAMPLE, "data_parallel", launcher=apportion.local(workers=2, threads=1), run_dir=tmp_path / "run"

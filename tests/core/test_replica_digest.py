@@ -19,7 +19,6 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Event, Policy, Workload
-from apportion.api import running as verb
 from apportion.core.replica_digest import difference, tensor_digest
 from apportion.errors import RanksDiffer
 from apportion.runtime.checkpoint.run_directory import RunDirectory
@@ -29,12 +28,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*workers x .* cores")
 STEP = 6
 """After so many updates one rank goes wrong."""
 WORKERS = 2
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing the report is most of what a short run takes."""
-    monkeypatch.setattr(verb, "_report", lambda run_dir: None)
 
 
 # Digests

@@ -35,7 +35,6 @@ from warm_python import FORKER
 
 import apportion
 from apportion import Policy
-from apportion.api import running as verb
 from apportion.api.train import run, train
 from apportion.cli import app
 from apportion.errors import ApportionError, CheckpointError, WorkerFailed
@@ -56,12 +55,6 @@ SECONDS = 5.0
 pytestmark = [pytest.mark.filterwarnings("ignore:.*they take turns"), pytest.mark.processes]
 START_SECONDS = 60.0
 """For a cold start on a busy machine."""
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing the report is most of what a short run takes. The drivers of their own draw it."""
-    monkeypatch.setattr(verb, "_report", lambda run_dir: None)
 
 
 def address(name: str) -> str:
@@ -911,19 +904,21 @@ def test_more_workers_than_cores_warns_once(command: Command, tmp_path: Path, mo
 
 
 def test_nobody_reading_the_output_ends_the_run_without_a_storm(tmp_path: Path) -> None:
-    words = [PROGRAM, "train", address("good"), "--strategy", "single_device", "--run-dir", tmp_path / "run"]
-    done = subprocess.run(
-        f"{shlex.join(map(str, words))} | head -1; exit ${{PIPESTATUS[0]}}",
-        shell=True,
-        executable="/bin/bash",
-        capture_output=True,
+    command = [sys.executable, PROGRAM, "train", address("good"), "--strategy", "single_device"]
+    with subprocess.Popen(
+        [*map(str, command), "--run-dir", str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=START_SECONDS,
         env={**os.environ, "FAULT_PACE": "0.1"},
-    )
-    assert done.returncode == app.FAILED, done.stderr
-    assert done.stdout.count("\n") == 1
-    assert done.stderr == "error: nobody reads what is written on standard output: the run was stopped\n"
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().endswith("\n")
+        process.stdout.close()
+        err = process.stderr.read()
+    assert process.returncode == app.FAILED, err
+    assert err == "error: nobody reads what is written on standard output: the run was stopped\n"
     assert latest_step(tmp_path / "run") > 0
 
 

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 import apportion
 from apportion import Evaluation, Policy, Workload
 from apportion.api import run_proof
-from apportion.api import running as verb
 from apportion.comm.world import World
 from apportion.core.strategy import State, Strategy, batches
 from apportion.errors import StateLost, WorkerFailed
@@ -138,7 +137,6 @@ def pools() -> Iterator[list[WorkerPool]]:
     made: list[WorkerPool] = []
     with pytest.MonkeyPatch.context() as patch, by_value(moving):
         patch.setattr(supervisor, "WorkerPool", lambda *given: made.append(WorkerPool(*given)) or made[-1])
-        patch.setattr(verb, "_report", lambda run_dir: None)
         yield made
 
 

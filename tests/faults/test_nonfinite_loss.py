@@ -168,6 +168,7 @@ def test_a_buffer_that_is_nan_from_the_beginning_is_the_models_own_affair(tmp_pa
     assert RunDirectory(tmp_path / "run").steps()[-1] == 3
 
 
+@pytest.mark.usefixtures("reports")
 def test_the_exit_status_is_1_and_nothing_says_finished(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import sys\n"

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import apportion
 from apportion import Workload
-from apportion.api import running as verb
 from apportion.core.strategy import Strategy
 from apportion.runtime.launch.local import Local
 from apportion.runtime.supervisor import run as supervisor
@@ -32,7 +31,6 @@ def faults_of(
     waiting = list(doomed)
     with pytest.MonkeyPatch.context() as patch, by_value(networks):
         patch.setattr(supervisor, "WorkerPool", lambda *made: pools.append(WorkerPool(*made)) or pools[-1])
-        patch.setattr(verb, "_report", lambda run_dir: None)
         launcher = Local(workers=workers, threads=1)
         for event in apportion.run(workload, strategy, launcher=launcher, run_dir=run_dir, **options):
             faults += [event] if event.kind == "fault" else []

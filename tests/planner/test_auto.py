@@ -182,6 +182,7 @@ def events() -> Generator[Event, None, None]:
     yield event("end", reason="finished", examples_per_second=1.0, metrics={}, run_dir="run", resume=None, why=None)
 
 
+@pytest.mark.usefixtures("reports")
 def test_a_drift_is_told_once_kept_and_shown_in_the_report(tmp_path: Path) -> None:
     expected = Expected(step_seconds=0.01, terms={"computing": 0.01}, measured=True)
     job = Job(workload="none.py:none", strategy=SingleDevice(), run_dir=str(tmp_path / "run"))

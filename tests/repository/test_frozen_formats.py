@@ -13,6 +13,7 @@ from typing import get_args
 
 import pytest
 import torch
+from conftest import drawing
 from ranks import by_value
 from safetensors import safe_open
 from torch import nn
@@ -67,7 +68,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Event]]:
         evaluation=Evaluation(data=data, every=1, best="max accuracy"),
     )
     path = tmp_path_factory.mktemp("frozen") / "run"
-    with by_value(sys.modules[__name__]), pytest.MonkeyPatch.context() as patch:
+    with by_value(sys.modules[__name__]), drawing(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(path.parent))  # a proof that an earlier run has made is no event
         events = list(
             apportion.run(

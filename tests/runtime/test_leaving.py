@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from apportion import Workload
-from apportion.api import running as verb
 from apportion.api.train import run
 from apportion.core.event import Event
 from apportion.errors import WorkerFailed
@@ -41,12 +40,6 @@ def warm() -> None:
     template().wait_ready()
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a report, which is drawn before the last event: who leaves earlier waits for it."""
-    monkeypatch.setattr(verb, "_report", lambda run_dir: None)
-
-
 def events(folder: Path, workers: int = 2, layer: Any = nn.Linear) -> Iterator[Event]:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(70, 6, generator=generator)
@@ -68,6 +61,7 @@ def ended(folder: Path) -> list[Any]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("way", ["break", "exception", "close"])
+@pytest.mark.usefixtures("reports")
 def test_leaving_at_the_end_returns_at_once_and_the_run_is_finished(
     way: str, workers: int, tmp_path: Path, within: Within
 ) -> None:
@@ -113,7 +107,6 @@ def test_ctrl_c_at_the_end_leaves_the_run_finished(caught: bool, tmp_path: Path)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_leaving_at_the_fault_that_stops_a_run_returns_at_once(tmp_path: Path) -> None:
     for event in events(tmp_path / "run", layer=_Breaks):
         if event.kind == "fault":
