@@ -16,6 +16,7 @@ from pathlib import Path
 import durations
 import processes
 import pytest
+import quick_pickles
 import torch
 import warm_python
 import warm_ranks
@@ -99,6 +100,14 @@ def no_report_after_a_run() -> Iterator[None]:
     unless the test wants ``reports``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "_report", lambda run_dir: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def functions_pickled_quickly() -> Iterator[None]:
+    """What a test gives to its workers is pickled without a look at every module there is."""
+    with pytest.MonkeyPatch.context() as patch:
+        quick_pickles.install(patch)
         yield
 
 
