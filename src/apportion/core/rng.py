@@ -56,7 +56,10 @@ def _comparable(state: Any) -> object:
 
 def seed_everything(seed: int) -> None:
     """Seed torch's generators of every device, numpy's and Python's, the same on every rank."""
-    torch.manual_seed(seed)
+    if torch.accelerator.current_accelerator() is None:
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would write a traceback for each kind of GPU
+    else:
+        torch.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
 
