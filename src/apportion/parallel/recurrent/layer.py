@@ -14,6 +14,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from apportion.parallel.recurrent.workspace import GradientMemory, LSTMWorkspace
+
 _sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
 _tanh_backward = torch.ops.aten.tanh_backward.grad_input
 State = tuple[Tensor, ...]
@@ -118,56 +120,33 @@ class LSTMLayer(RecurrentLayer):
         super().__init__(net, number)
         self._w_ih, self._w_hh = self.weights[:2]
         self._biases = self.weights[2:]
-        self._hidden, self._time, self._sizes = net.hidden_size, 0, [0]
-        self._whh_t = self._c = self._gates = self._w_hh.new_empty(0)
-        self._memory = self._w_hh.new_empty(0)
-        self._kept: dict[nn.Parameter, Tensor] = {}
-        self._more: list[tuple[nn.Parameter, Tensor]] = []
-        """The parameters that have a gradient already, with what is to be added to it."""
+        self._space = LSTMWorkspace(self._w_hh, 0, 0)
+        self._gradients = GradientMemory()
 
     def begin(self, x_TBI: Tensor, y_TBO: Tensor, state: State, *, training: bool) -> None:
         self._x, self._y, self._first = x_TBI, y_TBO, state[0]
-        self._allot(*y_TBO.shape[:2])
-        self._c[0].copy_(state[1])
-        self.state = (state[0], self._c[0])
-        self._whh_t.copy_(self._w_hh.detach().t())
+        time, rows = y_TBO.shape[:2]
+        if self._space.shape != (time, rows):
+            self._space = LSTMWorkspace(self._w_hh, time, rows)
+        self._space.c[0].copy_(state[1])
+        self.state = (state[0], self._space.c[0])
+        self._space.whh_t.copy_(self._w_hh.detach().t())
         self._bias = (self._biases[0] + self._biases[1]).detach() if self._biases else None
-        self._readied = self._time
-
-    def _allot(self, time: int, rows: int) -> None:
-        """Allot memory for so many moments and rows. Fresh pages at every step would cost as much as the arithmetic on
-        them."""
-        H = self._hidden
-        sizes = [*(time * rows * n for n in (4 * H, 4 * H, H)), (time + 1) * rows * H, H * 4 * H]
-        self._time = time
-        if self._sizes == sizes:
-            return
-        self._sizes, self._memory = sizes, self._w_hh.new_empty(sum(sizes))
-        gates, dgates, tanh_c, c, whh_t = self._memory.split(sizes)
-        self._gates, self._dgates = gates.view(time, rows, 4 * H), dgates.view(time, rows, 4 * H)
-        self._tanh_c, self._c, self._whh_t = tanh_c.view(time, rows, H), c.view(time + 1, rows, H), whh_t.view(H, 4 * H)
-        self._dh, self._dc = (self._w_hh.new_empty(rows, H) for _ in range(2))
-        # Views by moment, made once: slicing costs about as much as the arithmetic on small layers.
-        self._moments = [
-            (g, g[:, : 2 * H], g[:, 2 * H : 3 * H], g[:, 3 * H :], g[:, :H], g[:, H : 2 * H], *cs, tc)
-            for g, *cs, tc in zip(self._gates, self._c, self._c[1:], self._tanh_c, strict=False)
-        ]
-        self._factors = [
-            (d, d.view(rows, 4, H)[:, :3], d[:, 3 * H :], tc, g[:, H : 2 * H])
-            for d, tc, g in zip(self._dgates, self._tanh_c, self._gates, strict=True)
-        ]
+        self._readied = time
+        """The moment from which on ``ahead`` has been done."""
 
     @torch.no_grad()
     def forward(self, chunk: slice) -> None:
-        x, gates = self._x[chunk].flatten(0, 1), self._gates[chunk].flatten(0, 1)
+        space = self._space
+        x, gates = self._x[chunk].flatten(0, 1), space.gates[chunk].flatten(0, 1)
         if self._bias is None:
             torch.mm(x, self._w_ih.t(), out=gates)
         else:
             torch.addmm(self._bias, x, self._w_ih.t(), out=gates)
         h = self.state[0]
-        for moment, y in zip(self._moments[chunk], self._y[chunk].unbind(0), strict=True):
+        for moment, y in zip(space.moments[chunk], self._y[chunk].unbind(0), strict=True):
             gate, input_forget, cell, output, i, f, c, c_next, tanh_c = moment
-            gate.addmm_(h, self._whh_t)
+            gate.addmm_(h, space.whh_t)
             input_forget.sigmoid_()
             cell.tanh_()
             output.sigmoid_()
@@ -175,7 +154,7 @@ class LSTMLayer(RecurrentLayer):
             c_next.addcmul_(i, cell)
             torch.tanh(c_next, out=tanh_c)
             h = torch.mul(output, tanh_c, out=y)
-        self.state = (h, self._c[chunk.stop])
+        self.state = (h, space.c[chunk.stop])
 
     @torch.no_grad()
     def ahead(self, chunk: slice) -> None:
@@ -185,9 +164,10 @@ class LSTMLayer(RecurrentLayer):
         if start >= stop:
             return
         self._readied = start
-        c, tanh_c = self._c[start:stop], self._tanh_c[start:stop]
-        i, f, cell, output = self._gates[start:stop].chunk(4, 2)
-        di, df, dcell, doutput = self._dgates[start:stop].chunk(4, 2)
+        space = self._space
+        c, tanh_c = space.c[start:stop], space.tanh_c[start:stop]
+        i, f, cell, output = space.gates[start:stop].chunk(4, 2)
+        di, df, dcell, doutput = space.dgates[start:stop].chunk(4, 2)
         _sigmoid_backward(cell, i, grad_input=di)
         _sigmoid_backward(c, f, grad_input=df)
         _tanh_backward(i, cell, grad_input=dcell)
@@ -198,16 +178,16 @@ class LSTMLayer(RecurrentLayer):
     def begin_backward(self, gradients: Sequence[Tensor | None]) -> None:
         self._dstate = gradients[0]
         if gradients[1] is None:
-            self._dc.zero_()
+            self._space.dc.zero_()
         else:
-            self._dc.copy_(gradients[1])
+            self._space.dc.copy_(gradients[1])
 
     @torch.no_grad()
     def backward(self, chunk: slice, dy_TBO: Tensor, dx_TBI: Tensor | None) -> None:
         self.ahead(chunk)
-        dh, dc = self._dh, self._dc
-        later = self._dgates[chunk.stop] if chunk.stop < self._time else None
-        for moment, dy in zip(reversed(self._factors[chunk]), reversed(dy_TBO.unbind(0)), strict=True):
+        space, dh, dc = self._space, self._space.dh, self._space.dc
+        later = space.dgates[chunk.stop] if chunk.stop < len(space.dgates) else None
+        for moment, dy in zip(reversed(space.factors[chunk]), reversed(dy_TBO.unbind(0)), strict=True):
             gate, with_dc, with_dh, into_dc, forget = moment
             if later is not None:
                 torch.addmm(dy, later, self._w_hh, out=dh)
@@ -221,37 +201,24 @@ class LSTMLayer(RecurrentLayer):
             dc.mul_(forget)
             later = gate
         if dx_TBI is not None:
-            torch.mm(self._dgates[chunk].flatten(0, 1), self._w_ih, out=dx_TBI.flatten(0, 1))
+            torch.mm(space.dgates[chunk].flatten(0, 1), self._w_ih, out=dx_TBI.flatten(0, 1))
 
     @torch.no_grad()
     def finish(self) -> None:
-        dgates_t = self._dgates.flatten(0, 1).t()
-        self._more = []
+        dgates, gradients = self._space.dgates, self._gradients
+        dgates_t = dgates.flatten(0, 1).t()
         if self._w_ih.requires_grad:
-            torch.mm(dgates_t, self._x.flatten(0, 1), out=self._gradient(self._w_ih))
+            torch.mm(dgates_t, self._x.flatten(0, 1), out=gradients.of(self._w_ih))
         if self._w_hh.requires_grad:
-            gradient = torch.mm(self._dgates[0].t(), self._first, out=self._gradient(self._w_hh))
-            if self._time > 1:
-                gradient.addmm_(self._dgates[1:].flatten(0, 1).t(), self._y[:-1].flatten(0, 1))
+            gradient = torch.mm(dgates[0].t(), self._first, out=gradients.of(self._w_hh))
+            if len(dgates) > 1:
+                gradient.addmm_(dgates[1:].flatten(0, 1).t(), self._y[:-1].flatten(0, 1))
         trained = [bias for bias in self._biases if bias.requires_grad]
         if trained:
             sums = torch.mv(dgates_t, dgates_t.new_ones(dgates_t.shape[1]))  # twice as fast as sum()
             for bias in trained:
-                self._gradient(bias).copy_(sums)
-        for p, gradient in self._more:
-            assert p.grad is not None
-            p.grad.add_(gradient)
-
-    def _gradient(self, p: nn.Parameter) -> Tensor:
-        """The memory that is ``p.grad`` from now on, the same at every step; where there is a gradient already, memory
-        for what is to be added to it."""
-        if p.grad is not None:
-            self._more.append((p, torch.empty_like(p, memory_format=torch.contiguous_format)))
-            return self._more[-1][1]
-        if p not in self._kept:
-            self._kept[p] = torch.empty_like(p, memory_format=torch.contiguous_format)
-        p.grad = self._kept[p]
-        return p.grad
+                gradients.of(bias).copy_(sums)
+        gradients.add()
 
 
 def layer(net: nn.RNNBase, number: int) -> RecurrentLayer:
