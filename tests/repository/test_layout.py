@@ -23,7 +23,6 @@ FUNCTION_LINES, ATTRIBUTES = 60, 20
 LONG_FUNCTIONS: dict[str, str] = {}
 """Functions that have more lines than that, their docstrings not counted, each with its reason."""
 LARGE_CLASSES = {
-    "parallel/partition/partitioned_step.py SplitStep": "to be parted",
     "runtime/worker/job.py Job": "one field for each thing that a worker is told, and no behaviour",
     "serving/config.py Serving": "one field for each flag of apportion serve",
     "serving/pool/member.py Member": "to be parted",

@@ -475,7 +475,7 @@ def held(world: World, strategy: Strategy) -> tuple[int, int, int]:
         step(step.source.at(n, step.data_shard))
     gc.collect()
     found = [t for t in gc.get_objects() if isinstance(t, Tensor) and t.shape == (96, 96)]
-    return step.held().own, len({t.data_ptr() for t in found}), getattr(step._part, "most_in_flight", 0)
+    return step.held().own, len({t.data_ptr() for t in found}), getattr(step._own.part, "most_in_flight", 0)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

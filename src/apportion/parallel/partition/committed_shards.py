@@ -21,9 +21,11 @@ from typing import Any, final
 
 from torch import Tensor
 
+from apportion.comm.group import collective
 from apportion.comm.sync import CommitWord
 from apportion.comm.world import World
 from apportion.core.strategy import State
+from apportion.errors import StateLost
 from apportion.parallel.replica.committed_state import StateLayout, unpacked
 
 _HEAD_BYTES = 128
@@ -120,6 +122,17 @@ class CommittedShards:
                 self._slot = v.slot
             found.append(unpacked(self._memory(v.seat, v.slot, v.nbytes)))
         return found
+
+    @collective
+    def latest(self) -> list[tuple[State, Any]]:
+        """Return copies of every rank's part after the latest update that all have written, each with its pieces;
+        StateLost: there is none. Called by all ranks: none writes while another still reads."""
+        found = whole(self.versions())
+        if found is None:
+            raise StateLost("no update had been kept by all ranks")
+        parts = self.read(found)
+        self._world.group().barrier()
+        return parts
 
     def _memory(self, seat: int, slot: int, nbytes: int) -> memoryview:
         return self._world.shared(f"parts/{seat}/{slot}/{nbytes}", nbytes)

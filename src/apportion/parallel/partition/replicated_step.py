@@ -37,7 +37,7 @@ from apportion.core.workload import Workload, examples
 from apportion.errors import StateLost
 from apportion.parallel.batch_coupling.analysis import whole_batch_functions
 from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
-from apportion.parallel.partition.committed_shards import CommittedShards, whole
+from apportion.parallel.partition.committed_shards import CommittedShards
 from apportion.parallel.partition.partitioned_step import SplitStep
 from apportion.parallel.partition.replica_groups import ReplicaGroup, how_many, how_many_are_left, whole_network
 from apportion.parallel.replica.gradient_buckets import GradientSum
@@ -216,12 +216,7 @@ class ReplicatedStep(Step, Recoverable):
             self._inner.move(place.within)
             self._settle(world, place)
         assert self._committed is not None
-        found = whole(self._committed.versions())
-        if found is None:
-            raise StateLost("no update had been kept by all ranks")
-        parts = self._committed.read(found)
-        world.group().barrier()  # nobody writes while another still looks
-        self.load_state_dict(self._inner.together(parts))
+        self.load_state_dict(self._inner.together(self._committed.latest()))
 
     def fingerprint(self, workload: Workload) -> dict[str, Any]:
         return self._inner.fingerprint(workload)

@@ -294,7 +294,7 @@ def called(workload: Workload, model: nn.Module, batch: Batch, device: torch.dev
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
         if workload.carry is None:
             return tree.call(model, batch.inputs)
-        return tree.call(model, batch.inputs, tree.cast(workload.carry(len(batch)), device, workload.dtype))
+        return tree.call(model, batch.inputs, tree.cast(workload.carry(len(batch)), device, workload.dtype))[0]
 
 
 class _Reseed:

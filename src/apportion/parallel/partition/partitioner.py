@@ -1,0 +1,162 @@
+"""The division of a plain model among the ranks of a world, and the refusal of what would train another network.
+
+::
+
+    plain model --part()--> this rank's part --> its replica: the part with the optimizers that were made for the whole
+        |                       |
+    full model              layout: who holds which elements of which tensor, from what every rank tells
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from apportion.comm.group import collective
+from apportion.comm.objects import gather_messages
+from apportion.comm.world import World
+from apportion.core import tree
+from apportion.core.data.batch import Batch
+from apportion.core.data.source import BatchSource
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
+from apportion.core.workload import Workload
+from apportion.parallel.partition import equivalence
+from apportion.parallel.partition.autograd_use import asked, refuse_gradients_of_gradients
+from apportion.parallel.partition.full_model import FullModel
+from apportion.parallel.partition.part import MakePart, Part
+from apportion.parallel.partition.supported import refuse_optimizers
+from apportion.parallel.partition.tensor_shards import ShardLayout, TensorShard
+from apportion.parallel.replica.gradient_hooks import GradientHooks
+from apportion.parallel.replica.initial_model import fresh_model, refuse_tied_by_memory
+from apportion.parallel.replica.replica import Replica, called
+from apportion.parallel.tracing.network import settle
+from apportion.parallel.tracing.uncompiled import uncompiled
+from apportion.process import give_back
+
+
+@dataclass(frozen=True)
+class PartitionedModel:
+    """This rank's part of a model before its first update, and the facts about the whole and the other ranks' parts."""
+
+    full: FullModel
+    part: Part
+    replica: Replica
+    """The part with its optimizers; its parameters go by the first of their plain names."""
+    pieces: Mapping[str, Any]
+    """The pieces that this rank holds, as JSON."""
+    layout: ShardLayout
+    hooks: GradientHooks
+    """The hooks on the gradients of the plain model's parameters."""
+
+
+@final
+class Partitioner:
+    """Divides the plain model of a workload: once, or again whenever the membership of its world has changed. ``look``
+    may refuse the plain model and its batches."""
+
+    def __init__(
+        self, workload: Workload, source: BatchSource, look: Callable[[nn.Module, BatchSource], None] | None
+    ) -> None:
+        self._workload, self._source, self._look = workload, source, look
+        self._sample: Batch | None = source.at(0, DataShard())
+
+    @collective
+    def divide(self, world: World, make: MakePart) -> PartitionedModel:
+        """Return this rank's part of a model that is made anew. Called by all ranks."""
+        workload, sample = self._workload, self._sample
+        assert sample is not None, "only a world that may change is divided again"
+        seed_everything(workload.seed)
+        plain = fresh_model(workload, world.device, self._source.dtype)
+        self._settle(plain, sample)
+        if world.size > 1:
+            refuse_tied_by_memory(plain, "each rank holds its own part of the weights")
+        full = FullModel(plain, workload, len(self._source.dataset))  # type: ignore[arg-type]
+        made = workload.optimizer(list(plain.named_parameters()))
+        hooks = GradientHooks((name, p) for name, p in plain.named_parameters() if p.requires_grad)
+        if world.size > 1 and workload.update is None and workload.carry is None:
+            refuse_gradients_of_gradients(asked(plain, sample.inputs), plain)
+        # With update= the model need not have a forward of its own.
+        compares = world.size > 1 and world.generation == 0 and workload.update is None
+        outputs = partial(called, workload, plain, sample, world.device)
+        expected = equivalence.outputs_of(plain, outputs) if compares else None
+        refused = self._refused(plain) if world.generation == 0 else None
+        part = self._part(plain, make, sample, refused=refused)
+        del plain, outputs
+        replica = self._replica(full, made, part, world)
+        pieces, group = full.pieces(replica.model, part.pieces), world.group()
+        layout = ShardLayout.of(gather_messages(pieces, group, device=world.device))
+        refuse_optimizers(replica.optimizers, replica.optimizers.searching, layout, group.size)
+        _refuse_divided_hooks(hooks, pieces)
+        if compares:
+            found = partial(part.predict, replica, sample)
+            equivalence.refuse_others(replica.model, found, expected, workload.precision, group)
+        replica.start_schedules(self._source.total)
+        sample.let_go()
+        if world.members is None:  # it does not change
+            self._sample = None
+        give_back()  # the plain model
+        return PartitionedModel(full, part, replica, pieces, layout, hooks)
+
+    def _settle(self, plain: nn.Module, sample: Batch) -> None:
+        """Call the model once, so that hooks that its forward pass installs when it is first called are there from the
+        beginning."""
+        if self._workload.update is not None or self._workload.carry is not None:
+            return
+        few = tree.rows(sample.inputs, slice(0, 2))
+        with suppress(Exception):  # a model that cannot be called: whoever cuts it has more to say about that
+            settle(plain, partial(tree.call, plain, few))
+
+    def _refused(self, plain: nn.Module) -> ValueError | None:
+        """Return the error by which ``look`` refuses to divide the plain model's batches; None where it accepts them,
+        or was not given."""
+        try:
+            if self._look is not None:
+                self._look(plain, self._source)
+        except ValueError as error:
+            return error
+        return None
+
+    def _part(self, plain: nn.Module, make: MakePart, sample: Batch, *, refused: ValueError | None) -> Part:
+        """Make this rank's part of the plain model. Raises ``refused``, where the part says nothing else."""
+        with uncompiled():
+            self._last = part = make(plain, sample.inputs)
+        if refused is not None:  # what the part says of the same layers is said first: it knows what to do instead
+            raise refused
+        if self._workload.update is not None and not part.alike:
+            raise ValueError(
+                "update= asks for the gradient of a loss that only one of the ranks computes: use data_parallel"
+            )
+        return part
+
+    def _replica(self, full: FullModel, made: Optimizer | Mapping[str, Optimizer], part: Part, world: World) -> Replica:
+        """Return the replica of this rank's part. It does not clip: that is done between the sums and the update."""
+        model = part.model
+        for owner, optimizer in ({"": made} if isinstance(made, Optimizer) else made).items():
+            full.move(owner, optimizer, model, part.pieces)
+        full.forget()
+        workload = replace(self._workload, model=lambda: model, optimizer=lambda _: made, clip_grad_norm=None)
+        replica = Replica(workload, rank=0 if part.alike else world.rank, device=world.device)
+        for p, name in replica.names.items():
+            replica.names[p] = full.first[name]
+        return replica
+
+    def close(self) -> None:
+        """Release what the last part holds, even one of a division that was interrupted."""
+        self._last.close()
+
+
+def _refuse_divided_hooks(hooks: GradientHooks, pieces: Mapping[str, Any]) -> None:
+    """Raise ValueError where a parameter with a hook on its gradient is divided."""
+    for name in hooks.names:
+        if name in pieces and TensorShard.from_plain(pieces[name]).index is not None:
+            raise ValueError(
+                f"{name} has a hook on its gradient, of which each worker would have a part: remove the hook, or "
+                "use data_parallel, which calls it with the whole gradient"
+            )
