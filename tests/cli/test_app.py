@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import select
 import signal
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 import typer
+from commands import at_terminal
 from typer.testing import CliRunner, Result
 
 from apportion.api.compare import ComparedRow
@@ -151,10 +151,7 @@ def program(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def screen(arguments: tuple[str, ...], *, columns: int = 80, seconds: float = 90) -> str:
     """What the command writes on a terminal, without its colours and movements; it has to end with exit status 0."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.environ.update(TERM="xterm-256color", COLUMNS=str(columns), LINES="40")
-        os.execv(APPORTION[0], [*APPORTION, *arguments])
+    process, terminal = at_terminal(arguments, TERM="xterm-256color", COLUMNS=str(columns), LINES="40")
     written, deadline = b"", time.monotonic() + seconds
     try:
         while select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -166,10 +163,10 @@ def screen(arguments: tuple[str, ...], *, columns: int = 80, seconds: float = 90
                 break
             written += part
         else:
-            os.kill(pid, signal.SIGKILL)
+            process.kill()
     finally:
         os.close(terminal)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        status = process.wait()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode()).replace("\r", "\n")
     assert status == 0, text
     return text

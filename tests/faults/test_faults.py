@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import operator
 import os
-import pty
 import random
 import re
 import resource
@@ -29,6 +28,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from commands import at_terminal
 from conftest import Eventually, Within
 from safetensors.torch import load_file
 from warm_python import FORKER
@@ -610,10 +610,7 @@ def test_ctrl_c_while_strategies_are_tried_leaves_nothing(
 def test_ctrl_c_typed_at_a_terminal_ends_with_the_words_on_how_to_go_on(tmp_path: Path) -> None:
     mark, seen = tmp_path / "mark", b""
     words = ["train", address("hangs"), "--strategy", "single_device", "--run-dir", str(tmp_path / "run")]
-    child, terminal = pty.fork()
-    if child == 0:
-        os.environ |= {"FAULT_MARK": str(mark), "TERM": "xterm", "COLUMNS": "200"}
-        os.execv(sys.executable, [sys.executable, str(PROGRAM), *words])
+    process, terminal = at_terminal(words, FAULT_MARK=str(mark), TERM="xterm", COLUMNS="200")
     deadline, typed = time.monotonic() + START_SECONDS, False
     with open(terminal, "r+b", buffering=0) as screen:
         while time.monotonic() < deadline:
@@ -625,8 +622,7 @@ def test_ctrl_c_typed_at_a_terminal_ends_with_the_words_on_how_to_go_on(tmp_path
                     seen += screen.read(4096)
                 except OSError:  # its last process is gone
                     break
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == app.INTERRUPTED
+    assert process.wait(SECONDS) == app.INTERRUPTED
     told = seen.decode()
     assert "interrupted; step 3 is saved\r\ngo on with: apportion train" in told
     assert told.endswith("\r\n")

@@ -5,15 +5,41 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Sequence
 
 SECONDS = 110
+AT_TERMINAL = """
+import fcntl, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+sys.argv[0] = "apportion"
+from apportion.cli.app import main
+main()
+"""
+"""apportion, once its standard input is the terminal that it is controlled from."""
 
 
 def start(command: Sequence[str], **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment}
     )
+
+
+def at_terminal(arguments: Sequence[str], **environment: str) -> tuple[subprocess.Popen[bytes], int]:
+    """``apportion ...`` as it runs at a terminal, and the terminal's other end."""
+    ours, theirs = os.openpty()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", AT_TERMINAL, *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env={**os.environ, **environment},
+        )
+    finally:
+        os.close(theirs)
+    return process, ours
 
 
 def finish(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
