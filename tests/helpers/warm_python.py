@@ -56,7 +56,7 @@ ON_A_HOST = ("ip", "netns", "exec")
 """The words that begin a program in a network namespace, before its name: the namespace stands for a host."""
 _SYS_CLONE, _CLONE_PARENT, _CLONE_SETTID, _CLONE_NEWNET, _TID = 56, 0x8000, 0x01000000, 0x40000000, 720
 """The system call, its flags, and where glibc keeps the thread's number, as Linux on x86_64 has them."""
-_popen = subprocess.Popen
+_popen, _execv = subprocess.Popen, os.execv
 _forker: Forker | None = None
 
 
@@ -319,6 +319,7 @@ def _take(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
 
 def _run(argv: Sequence[str]) -> None:
     """Runs a module, a text or a script as ``python`` does, with a forker of its own for what it starts."""
+    os.execv = _exec
     option, *rest = _words(argv)
     program = rest.pop(0) if option in ("-m", "-c") else option
     if not program.startswith("apportion."):
@@ -340,6 +341,14 @@ def _run(argv: Sequence[str]) -> None:
         main = sys.modules["__main__"] = ModuleType("__main__")
         main.__file__ = program
         exec(compile(Path(program).read_bytes(), program, "exec"), vars(main))
+
+
+def _exec(path: Any, argv: Sequence[Any]) -> None:
+    """What ``os.execv`` is to a program that was forked: another warm one goes on in its place, in this process."""
+    command = [os.fspath(word) for word in argv]
+    if is_warm(command, os.getcwd()):
+        _end(_run, command)
+    _execv(path, argv)
 
 
 def _fork_forker() -> None:
