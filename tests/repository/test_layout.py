@@ -25,7 +25,6 @@ LONG_FUNCTIONS: dict[str, str] = {}
 LARGE_CLASSES = {
     "runtime/worker/job.py Job": "one field for each thing that a worker is told, and no behaviour",
     "serving/config.py Serving": "one field for each flag of apportion serve",
-    "serving/pool/member.py Member": "to be parted",
 }
 """Classes whose instances have more attributes than that, each with its reason."""
 TWICE: dict[str, str] = {}

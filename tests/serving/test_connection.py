@@ -30,12 +30,10 @@ from apportion.serving.http.connection_state import FOLLOWING, ConnectionState
 from apportion.serving.http.request_head import Head
 from apportion.serving.http.response import HTTPError, Response
 from apportion.serving.http.response_writer import SENT_SECONDS
-from apportion.serving.pool.circuit_breaker import Breaker
+from apportion.serving.pool.dynamic_batcher import AT_ONCE, DynamicBatcher
 from apportion.serving.pool.frames import Frame, Kind, Placed, decode
-from apportion.serving.pool.member import AT_ONCE, Member
 from apportion.serving.pool.task import MemberTask
 from apportion.serving.protocol.v2 import HEADER, NamedTensor, read_response, write_request
-from apportion.serving.runtimes.source import Source
 
 pytestmark = pytest.mark.processes
 
@@ -513,14 +511,11 @@ class Instant(Pace):
         pass
 
 
-def seated() -> tuple[Member, Child]:
-    seat, child = (
-        Member(Source(name="m", runtime="onnx", path="m"), 64, 32, Breaker(), lambda seat, child: None),
-        Child(),
-    )
-    seat.child, seat.state, seat.batched = child, "up", True  # type: ignore[assignment]
-    seat.pace = Instant()  # all that waits is computed together
-    return seat, child
+def batcher() -> tuple[DynamicBatcher, Child]:
+    made, child = DynamicBatcher("m", queue_length=64, most_rows=32), Child()
+    made.process_started(child, batched=True)  # type: ignore[arg-type]
+    made.times.pace = Instant()  # all that waits is computed together
+    return made, child
 
 
 def work(settle: Callable[[Any], None], seconds: float = 10.0) -> MemberTask:
@@ -532,52 +527,52 @@ def test_who_asks_again_while_answers_are_given_disturbs_no_one() -> None:
     """Of a batch of three: the outputs lie in memory that the next batch is written over."""
 
     async def told() -> None:
-        seat, child = seated()
+        requests, child = batcher()
         memory, got = bytearray(4 * 64), []
 
         def again(outcome: Any) -> None:
             got.append(outcome[0].tolist())
-            seat.submit(work(lambda outcome: None))
-            seat.submit(work(lambda outcome: None))
+            requests.submit(work(lambda outcome: None))
+            requests.submit(work(lambda outcome: None))
             memory[:] = bytes(len(memory))
 
         for _ in range(AT_ONCE):
-            seat.submit(work(lambda outcome: None))
+            requests.submit(work(lambda outcome: None))
         for settle in (again, lambda outcome: got.append(outcome[0].tolist())):
-            seat.submit(work(settle))
-        seat._heard(Frame(Kind.DONE, 1, 0.0, (Placed("FP32", X),)))  # the two go together
+            requests.submit(work(settle))
+        requests._heard(Frame(Kind.DONE, 1, 0.0, (Placed("FP32", X),)))  # the two go together
         assert child.sent == [1, 2, 3]
         values = np.frombuffer(memory, np.float32)[:2].reshape(2, 1)
         values[:] = [[1.0], [2.0]]
-        seat._heard(Frame(Kind.DONE, 2, 0.0, (Placed("FP32", X),)))
-        seat._heard(Frame(Kind.DONE, 3, 0.0, (Placed("FP32", values, 0),)))
+        requests._heard(Frame(Kind.DONE, 2, 0.0, (Placed("FP32", X),)))
+        requests._heard(Frame(Kind.DONE, 3, 0.0, (Placed("FP32", values, 0),)))
         assert got == [[[1.0]], [[2.0]]]
-        assert len(seat.flights) <= AT_ONCE
+        assert len(requests.in_flight) <= AT_ONCE
 
     asyncio.run(told())
 
 
 def test_who_asks_again_when_it_was_too_late_finds_a_queue_that_is_whole() -> None:
     async def told() -> None:
-        seat, _ = seated()
+        requests, _ = batcher()
         late = []
 
         def again(outcome: Any) -> None:
             late.append(outcome)
-            seat.submit(work(lambda outcome: None))
+            requests.submit(work(lambda outcome: None))
 
         for _ in range(AT_ONCE):
-            seat.submit(work(lambda outcome: None))
+            requests.submit(work(lambda outcome: None))
         for _ in range(5):
-            seat.submit(work(again, seconds=0.0))
-        seat._heard(Frame(Kind.DONE, 1, 0.0, (Placed("FP32", X),)))
+            requests.submit(work(again, seconds=0.0))
+        requests._heard(Frame(Kind.DONE, 1, 0.0, (Placed("FP32", X),)))
         assert len(late) == 5
-        assert len(seat.flights) == AT_ONCE
-        while seat.flights:
-            number = next(iter(seat.flights))
-            rows = np.zeros((seat.flights[number].rows, 3), np.float32)
-            seat._heard(Frame(Kind.DONE, number, 0.0, (Placed("FP32", rows),)))
-        assert not seat.queue
+        assert len(requests.in_flight) == AT_ONCE
+        while requests.in_flight:
+            number = next(iter(requests.in_flight))
+            rows = np.zeros((requests.in_flight[number].rows, 3), np.float32)
+            requests._heard(Frame(Kind.DONE, number, 0.0, (Placed("FP32", rows),)))
+        assert not requests.queue
 
     asyncio.run(told())
 
@@ -585,18 +580,18 @@ def test_who_asks_again_when_it_was_too_late_finds_a_queue_that_is_whole() -> No
 def test_an_answer_that_cannot_be_taken_costs_the_others_nothing() -> None:
     async def told() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, what: said.append(what["exception"]))
-        seat, _ = seated()
+        requests, _ = batcher()
         for _ in range(AT_ONCE):
-            seat.submit(work(lambda outcome: None))
+            requests.submit(work(lambda outcome: None))
 
         def fails(outcome: Any) -> None:
             raise OSError("it has gone")
 
         for settle in (fails, got.append):
-            seat.submit(work(settle))
+            requests.submit(work(settle))
         for number in (1, 2):
-            seat._heard(Frame(Kind.DONE, number, 0.0, (Placed("FP32", X),)))
-        seat._heard(Frame(Kind.DONE, 3, 0.0, (Placed("FP32", np.zeros((2, 3), np.float32)),)))
+            requests._heard(Frame(Kind.DONE, number, 0.0, (Placed("FP32", X),)))
+        requests._heard(Frame(Kind.DONE, 3, 0.0, (Placed("FP32", np.zeros((2, 3), np.float32)),)))
 
     said: list[Any] = []
     got: list[Any] = []

@@ -8,7 +8,7 @@ fast as possible.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -18,6 +18,10 @@ LARGE = 32
 """The number of rows above which times are kept by powers of two."""
 GAIN = 1.05
 """The factor by which a larger batch must compute more rows a second to be worth its delay."""
+LEAST_USUAL = 1e-3
+"""The least seconds that a batch is taken to need: shorter times depend on whatever else the machine does."""
+SLOWDOWN_WEIGHT = 0.3
+"""The weight of the newest batch in ``ServiceTimes.slowdown``: one that had to wait for a core says little."""
 
 
 @dataclass(slots=True)
@@ -52,6 +56,29 @@ class Pace:
             if rows <= high:
                 return before + (after - before) * (rows - low) / (high - low)
         return known[-1][1] * rows / known[-1][0]
+
+
+@dataclass(slots=True)
+class ServiceTimes:
+    """The seconds that a member's batches take now, against those that they took when the member was loaded."""
+
+    pace: Pace = field(default_factory=Pace)
+    usual: Pace = field(default_factory=Pace)
+    """The seconds that batches took when the member was timed by itself as the server was started."""
+    slowdown: float = 1.0
+    """The factor by which the latest batches took longer than usual."""
+
+    def restarted(self, measured: Iterable[tuple[int, float]]) -> None:
+        """Begin with another process, for which (rows, seconds) have been measured."""
+        for rows, seconds in measured:
+            self.pace.seconds[rows] = self.usual.seconds[rows] = seconds
+        self.slowdown = 1.0
+
+    def took(self, rows: int, seconds: float) -> None:
+        """Record the seconds that a batch of so many rows took to be computed."""
+        self.pace.took(rows, seconds)
+        slowdown = seconds / max(self.usual.expected(rows), LEAST_USUAL)
+        self.slowdown += SLOWDOWN_WEIGHT * (slowdown - self.slowdown)
 
 
 def together(waiting: Sequence[tuple[int, float]], now: float, pace: Pace, most_rows: int) -> int:

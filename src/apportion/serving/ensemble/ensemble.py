@@ -22,8 +22,8 @@ from apportion.serving.pool.task import Lost, MemberTask, Outcome, Refused
 from apportion.serving.protocol.datatypes import Array
 
 SLOW = 4.0
-"""The factor by which a member's slowdown (``Member.strain``) may exceed the median of the others' where it answers
-last: beyond it the answer holds all others up, and counts as late, though it is used."""
+"""The factor by which a member's slowdown (``ServiceTimes.slowdown``) may exceed the median of the others' where it
+answers last: beyond it the answer holds all others up, and counts as late, though it is used."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Ensemble:
     def waited_for(self, names: Sequence[str], quorum: int, now: float) -> tuple[list[str], list[str]]:
         """Return (the members to wait for, the members to probe). A member that is down or left out is waited for only
         where the quorum needs it, those that are up first."""
-        if all(self.members[name].unhurt for name in names):
+        if all(self.members[name].healthy for name in names):
             return list(names), []
         up = [name for name in names if self.members[name].state == "up"]
         awaited = [name for name in up if self.members[name].breaker.state(now) == "closed"]
@@ -176,7 +176,7 @@ class PendingRequest:
         )
         self.works[seat] = work
         try:
-            seat.submit(work, first=first)
+            seat.batcher.submit(work, first=first)
         except Overloaded as error:
             self.full.append(error)
             seat.breaker = seat.breaker.refused()
@@ -217,8 +217,8 @@ class PendingRequest:
 
     def _holds_up(self, seat: Member) -> bool:
         """Return whether the member is slower than usual by far more than the others of this request are."""
-        others = [other.strain for other in self.works if other is not seat]
-        return bool(others) and seat.strain > SLOW * max(1.0, median(others))
+        others = [other.batcher.times.slowdown for other in self.works if other is not seat]
+        return bool(others) and seat.batcher.times.slowdown > SLOW * max(1.0, median(others))
 
     def _ask_again(self, seat: Member, names: list[str], now: float) -> bool:
         """Ask the member's next process once more where the last one died with the request and the quorum cannot be
@@ -236,7 +236,10 @@ class PendingRequest:
         return True
 
     def _late(self, seat: Member, names: Sequence[str], now: float) -> None:
-        if self.deadline - self.began < 2 * seat.pace.expected(self.question.rows) + 2 * self.ensemble.reserve:
+        if (
+            self.deadline - self.began
+            < 2 * seat.batcher.times.pace.expected(self.question.rows) + 2 * self.ensemble.reserve
+        ):
             seat.breaker = seat.breaker.refused()  # nobody could have been in time
             return
         if self.began >= seat.missed_at:  # of those that waited at the same time one counts

@@ -40,18 +40,18 @@ def status(staffed: Staffed, serving: Serving, inbox: Arena, metrics: Metrics) -
         members.append(
             {
                 "name": name,
-                "pid": None if seat.child is None else seat.child.pid,
+                "pid": None if seat.process is None else seat.process.pid,
                 "state": seat.state if seat.state != "up" else seat.breaker.state(now),
-                "proven": seat.proven,
+                "proven": seat.batcher.proven,
                 "runtime": seat.runtime,
-                "row_ms": round(seat.pace.expected(1) * 1e3, 3),
-                "waiting": seat.waiting,
-                "computing": sum(len(flight.works) for flight in seat.flights.values()),
-                "batches": seat.counts.batches,
-                "rows": seat.counts.rows,
-                "late": seat.counts.late,
-                "lost": seat.counts.lost,
-                "restarts": seat.counts.restarts,
+                "row_ms": round(seat.batcher.times.pace.expected(1) * 1e3, 3),
+                "waiting": seat.batcher.waiting,
+                "computing": sum(len(flight.works) for flight in seat.batcher.in_flight.values()),
+                "batches": seat.batcher.counts.batches,
+                "rows": seat.batcher.counts.rows,
+                "late": seat.batcher.counts.late,
+                "lost": seat.batcher.counts.lost,
+                "restarts": seat.restarts,
             }
         )
     return {
@@ -69,11 +69,11 @@ def _metrics(staffed: Staffed, metrics: Metrics) -> bytes:
     for name, seat in staffed.ensemble.members.items():
         up = seat.state == "up" and seat.breaker.state(now) == "closed"
         for gauge, value in (
-            (metrics.restarts, seat.counts.restarts),
-            (metrics.queued, seat.waiting),
+            (metrics.restarts, seat.restarts),
+            (metrics.queued, seat.batcher.waiting),
             (metrics.up, int(up)),
-            (metrics.batches, seat.counts.batches),
-            (metrics.rows, seat.counts.rows),
+            (metrics.batches, seat.batcher.counts.batches),
+            (metrics.rows, seat.batcher.counts.rows),
         ):
             metrics.of(gauge, name).set(value)
     return metrics.text()

@@ -118,7 +118,7 @@ class App:
         return not self.draining and self._able(tuple(self.ensemble.members)) >= self.ensemble.quorum
 
     def _able(self, names: tuple[str, ...]) -> int:
-        return sum(self.ensemble.members[name].proven for name in names)
+        return sum(self.ensemble.members[name].batcher.proven for name in names)
 
     def _model_ready(self, model: str) -> Response:
         names = self._models[model]

@@ -90,14 +90,14 @@ class MemberPool:
         """Keep a spare process ready from now on."""
         self._go(self._keep_spare())
 
-    def vacant(self, seat: Member, child: WorkerHandle) -> None:
+    def process_died(self, seat: Member, child: WorkerHandle) -> None:
         """Replace the process of this member, which has died."""
         child.kill()  # its socket has ended; that it has is to be sure
         self._dead.append(child)
         now = asyncio.get_running_loop().time()
         young = now - self._born.get(seat, now) < LEAST_LIFE
         self._waits[seat] = min(LONGEST_WAIT, 2 * (self._waits.get(seat) or 0.125)) if young else 0.0
-        self._log("member died", level="warning", member=seat.name, restarts=seat.counts.restarts)
+        self._log("member died", level="warning", member=seat.name, restarts=seat.restarts)
         self._go(self._replace(seat, self._waits[seat]))
 
     async def close(self) -> None:
@@ -106,10 +106,10 @@ class MemberPool:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)  # who was being hired is among the dead then
-        children = [seat.child for seat in self._seats if seat.child is not None]
+        children = [seat.process for seat in self._seats if seat.process is not None]
         children += [self._spare] if self._spare is not None else []
         for seat in self._seats:
-            seat.unseat()
+            seat.close()
         if self._spare is not None:
             self._spare.close()
         every = [*children, *self._dead]
@@ -125,15 +125,16 @@ class MemberPool:
         """Give the member a process: this one, which has its model loaded, or a new one. Returns what the process
         answers."""
         hired = child or self._new(seat.source.threads)
+        known = bool(seat.batcher.times.pace.seconds)
         try:
             told = await self._ask(
                 hired,
                 "become",
                 self._load if child is None else BECOME_SECONDS,
                 source=asdict(seat.source),
-                seconds=0.0 if seat.pace.seconds else self._timing,
-                most_rows=seat.most_rows,
-                batched=seat.batched if seat.pace.seconds else None,
+                seconds=0.0 if known else self._timing,
+                most_rows=seat.batcher.most_rows,
+                batched=seat.batcher.batched if known else None,
             )
         except BaseException:
             hired.kill()
@@ -148,7 +149,7 @@ class MemberPool:
         now = asyncio.get_running_loop().time()
         self._born[seat] = now
         seat.breaker = seat.breaker.fresh(now)
-        seat.seated(hired, told)
+        seat.process_started(hired, told)
         self._log(f"member {seat.name} pid {hired.pid}", member=seat.name, pid=hired.pid, runtime=seat.runtime)
         return told
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from apportion.serving.config import Serving
 from apportion.serving.pool.circuit_breaker import Breaker
+from apportion.serving.pool.dynamic_batcher import DynamicBatcher
 from apportion.serving.pool.member import Member
 from apportion.serving.pool.pool import Log, MemberPool
 from apportion.serving.pool.shared_arena import Arena
@@ -30,10 +31,9 @@ def staffed(
     seats = [
         Member(
             source=source,
-            queue_length=serving.queue_length,
-            most_rows=serving.most_rows,
+            batcher=DynamicBatcher(source.name, serving.queue_length, serving.most_rows),
             breaker=Breaker(patience=serving.patience),
-            wanted=lambda seat, child: staff.vacant(seat, child),
+            process_died=lambda seat, process: staff.process_died(seat, process),
         )
         for source in sources
     ]
