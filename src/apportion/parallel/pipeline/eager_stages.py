@@ -9,24 +9,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from apportion.comm.world import World
 from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.cost_model.partitioning import SECONDS_PER_BYTE, SECONDS_PER_MESSAGE
 from apportion.parallel.ops.factored_linear import Products
-from apportion.parallel.partition.part import Part
+from apportion.parallel.partition.equivalence import copied, same_outputs
 from apportion.parallel.pipeline.cut_points import RUNS, Places, changing_buffers, named_alike
 from apportion.parallel.pipeline.eager_forward import OtherWay, OwnForward, Recorded
 from apportion.parallel.pipeline.eager_parameters import held
 from apportion.parallel.pipeline.meta_shapes import CannotRun
-from apportion.parallel.pipeline.microbatch import MicrobatchPasses, StageLinks
-from apportion.parallel.pipeline.schedules import turns
+from apportion.parallel.pipeline.microbatch import StageLinks
 from apportion.parallel.pipeline.single_stage import checkpointed, refuse_state
+from apportion.parallel.pipeline.stage_part import StagePart
 from apportion.parallel.pipeline.whole_batch import normalises, refuse_coupled
 from apportion.parallel.replica.initial_model import memory_of
-from apportion.parallel.replica.replica import Replica
 from apportion.parallel.tracing.network import evaluating, undisturbed
 
 Cut = Callable[[Sequence[str], Callable[[], Places]], Sequence[int]]
@@ -36,7 +35,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @final
-class OwnStages(Part):
+class OwnStages(StagePart):
     """This rank's stretch of a network's forward, and how micro-batches pass through it."""
 
     def __init__(  # noqa: PLR0913 (what a pipeline has)
@@ -52,9 +51,7 @@ class OwnStages(Part):
         whole_batch_norm: bool,
         named: Sequence[str] = (),
     ) -> None:
-        self._rank, self._size = world.rank, world.size
-        self._microbatches, self._schedule, self._recompute = microbatches, schedule, recompute
-        self.most_in_flight = 0
+        super().__init__(world, microbatches=microbatches, schedule=schedule, recompute=recompute)
         few = tree.rows(inputs, slice(0, 2))
         stateful = changing_buffers(model, few)
         _refuse_moved(model, stateful)
@@ -84,39 +81,14 @@ class OwnStages(Part):
         self._products = Products(())
         self.ends = StageLinks.of(world.group(), world.device)
 
-    def backward(self, replica: Replica, batch: Batch) -> Tensor | None:
-        parts = batch.parts(self._microbatches)
-        passes = MicrobatchPasses(self.run, self._products, self.ends, replica, batch, parts)
-        for kind, number in turns(self._schedule, self._rank, self._size, len(parts)):
-            if kind == "forward":
-                passes.forward(number)
-            else:
-                passes.backward(number)
-        self.most_in_flight = max(self.most_in_flight, passes.most)
-        self.ends.finish()
-        return passes.loss
-
     def run(self, received: Sequence[Any], batch: Batch) -> Any:
-        """Run the stretch; returns what it hands on, or the outputs of the network."""
-
         def stretch(*received: Any) -> Any:
             return self._own.stretch(batch.inputs, self._trains, *self._bounds, received)
 
         return checkpointed(stretch, *received) if self._recompute else stretch(*received)
 
-    @torch.no_grad()
-    def predict(self, replica: Replica, batch: Batch) -> Any | None:
-        received = self.ends.before.receive() if self.ends.before is not None else []
-        with evaluating(self._trained), replica.autocast():
-            found = self._own.stretch(batch.inputs, self._evaluates, *self._bounds, received)
-        if self.ends.after is None:
-            return found
-        self.ends.after.send(found)
-        self.ends.after.finish()
-        return None
-
-    def close(self) -> None:
-        self.ends.close()
+    def evaluated(self, received: Sequence[Any], batch: Batch) -> Any:
+        return self._own.stretch(batch.inputs, self._evaluates, *self._bounds, received)
 
 
 def _refuse_whole_batch(model: nn.Module, *, whole_batch_norm: bool) -> None:
@@ -279,27 +251,20 @@ def prove(own: OwnForward, recorded: Recorded, bounds: Sequence[int], inputs: An
     model = own.model
     draws = torch.default_generator.get_state()
     with undisturbed(model):
-        expected = tree.tensors(tree.call(model, _copied(inputs)))
+        expected = tree.call(model, copied(inputs))
     torch.default_generator.set_state(draws)
     with undisturbed(model):
         values: Any = []
         try:
             for begin, end in itertools.pairwise(bounds):
-                values = _copied(own.stretch(_copied(inputs), recorded, begin, end, values))
+                values = copied(own.stretch(copied(inputs), recorded, begin, end, values))
         except OtherWay as error:
             raise CannotRun(str(error)) from error
         except RuntimeError as error:  # torch refuses what it is given within a stretch
             raise CannotRun(f"in stages {type(model).__name__} does not run: use data_parallel") from error
-        found = tree.tensors(values)
-    if len(found) != len(expected) or not all(
-        torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in zip(found, expected, strict=True)
-    ):
+    if not same_outputs(values, expected):
         raise CannotRun(
             f"in stages {type(model).__name__} does not give what it gives whole: between its layers it writes in "
             "place to what another stage uses, or it changes with every call; give cuts= elsewhere, or use "
             "data_parallel"
         )
-
-
-def _copied(values: Any) -> Any:
-    return tree.map_tensors(Tensor.clone, values)

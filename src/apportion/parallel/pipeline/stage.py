@@ -19,8 +19,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, final
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from apportion.comm.objects import broadcast_message
 from apportion.comm.world import World
@@ -42,7 +41,6 @@ from apportion.parallel.pipeline.cut_points import (
 from apportion.parallel.pipeline.eager_stages import OwnStages, has_lists
 from apportion.parallel.pipeline.meta_shapes import CannotRun
 from apportion.parallel.pipeline.microbatch import MicrobatchPasses, StageLinks
-from apportion.parallel.pipeline.schedules import turns
 from apportion.parallel.pipeline.single_stage import InParts, checkpointed, refuse_state
 from apportion.parallel.pipeline.stage_graph import (
     StageGraph,
@@ -52,6 +50,7 @@ from apportion.parallel.pipeline.stage_graph import (
     terms,
     trained_alone,
 )
+from apportion.parallel.pipeline.stage_part import StagePart
 from apportion.parallel.pipeline.whole_batch import (
     BatchRows,
     needs_whole_batch,
@@ -59,7 +58,6 @@ from apportion.parallel.pipeline.whole_batch import (
     refuse_coupled_stage,
     rows_at,
 )
-from apportion.parallel.replica.replica import Replica
 from apportion.parallel.tracing.network import evaluating
 from apportion.parallel.tracing.tracer import Unfollowed, Whole, follow, names, of_torch
 
@@ -127,7 +125,7 @@ def refuse_stages(own_update: bool, carries: bool, device: str, untraceable: str
 
 
 @final
-class Stages(Part):
+class Stages(StagePart):
     """This rank's stage of a network, and how micro-batches pass through it."""
 
     def __init__(  # noqa: PLR0913 (what a pipeline has)
@@ -143,10 +141,8 @@ class Stages(Part):
         recompute: bool,
         whole_batch_norm: bool,
     ) -> None:
-        self._world, self._rank, self._size, self._group = world, world.rank, world.size, world.group()
-        self._microbatches, self._schedule, self._recompute = microbatches, schedule, recompute
-        self.most_in_flight = 0
-        """The most micro-batches whose activations this stage has kept at once."""
+        super().__init__(world, microbatches=microbatches, schedule=schedule, recompute=recompute)
+        self._world = world
         self._at_once: tuple[Sequence[BatchRows], Sequence[BatchRows]] | None = None
         """The way in which what comes, and what goes, depends on the rows, for a stage that computes a batch at once;
         None for others."""
@@ -182,7 +178,7 @@ class Stages(Part):
             adopt_the_rest(self.model, model, graph)
         # Of a whole batch they would keep all inputs until the end.
         self._products = Products(plain_layers(self.model) if microbatches > 1 else ())
-        self.ends = StageLinks.of(self._group, world.device)
+        self.ends = StageLinks.of(world.group(), world.device)
 
     def _cut(
         self,
@@ -221,43 +217,18 @@ class Stages(Part):
         begins = [found.index(calls(graph)[i].name) for i in at]
         return StageGraph(model, evaluated, [0, *begins, len(found)], self._rank)
 
-    # Training
-
-    def backward(self, replica: Replica, batch: Batch) -> Tensor | None:
-        parts = batch.parts(self._microbatches)
-        passes = MicrobatchPasses(self.run, self._products, self.ends, replica, batch, parts)
-        if self._at_once is not None and len(parts) > 1:
+    def _make(self, passes: MicrobatchPasses, many: int) -> None:
+        if self._at_once is not None and many > 1:
             passes.at_once(*self._at_once)
         else:
-            for kind, number in turns(self._schedule, self._rank, self._size, len(parts)):
-                if kind == "forward":
-                    passes.forward(number)
-                else:
-                    passes.backward(number)
-        self.most_in_flight = max(self.most_in_flight, passes.most)
-        self.ends.finish()
-        return passes.loss
+            super()._make(passes, many)
 
     def run(self, received: Sequence[Any], batch: Batch) -> Any:
-        """Run the stage's forward pass; returns what it hands on, or the outputs of the network."""
         given = self._training.takes(self._arguments, batch)
         return checkpointed(self.model, *given, *received) if self._recompute else self.model(*given, *received)
 
-    # Evaluation
-
-    @torch.no_grad()
-    def predict(self, replica: Replica, batch: Batch) -> Any | None:
-        received = self.ends.before.receive() if self.ends.before is not None else []
-        with evaluating(self._trained), replica.autocast():
-            found = self._evaluation.module(*self._evaluation.takes(self._arguments, batch), *received)
-        if self.ends.after is None:
-            return found
-        self.ends.after.send(found)
-        self.ends.after.finish()
-        return None
-
-    def close(self) -> None:
-        self.ends.close()
+    def evaluated(self, received: Sequence[Any], batch: Batch) -> Any:
+        return self._evaluation.module(*self._evaluation.takes(self._arguments, batch), *received)
 
 
 def _agreed(

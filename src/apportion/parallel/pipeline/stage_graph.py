@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.torch_private import buffers_of, persists_no_more
+from apportion.parallel.partition.equivalence import copied, same_outputs
 from apportion.parallel.partition.tensor_shards import TensorShard
 from apportion.parallel.pipeline.cut_points import calls, crossing_values
 from apportion.parallel.tracing.network import undisturbed
@@ -132,21 +132,14 @@ def prove(model: nn.Module, graph: fx.Graph, bounds: Sequence[int], inputs: Any)
     """Check that the stages one after the other, each on copies, give what the model gives; a ValueError where they do
     not, as with writing in place to what another stage uses."""
     with undisturbed(model):
-        expected = tree.tensors(tree.call(model, _copied(inputs)))
+        expected = tree.call(model, copied(inputs))
     with undisturbed(model):
         values: Any = []
         for number in range(len(bounds) - 1):
             stage = StageGraph(model, graph, bounds, number)
-            values = _copied(stage.module(*stage.of(graph, _copied(inputs)), *values))
-        found = tree.tensors(values)
-    if len(found) != len(expected) or not all(
-        torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in zip(found, expected, strict=True)
-    ):
+            values = copied(stage.module(*stage.of(graph, copied(inputs)), *values))
+    if not same_outputs(values, expected):
         raise ValueError(
             f"in stages {type(model).__name__} does not give what it gives whole: it writes in place to what another "
             "stage uses, or changes with every call; give cuts= elsewhere, or use data_parallel"
         )
-
-
-def _copied(values: Any) -> Any:
-    return tree.map_tensors(Tensor.clone, values)
