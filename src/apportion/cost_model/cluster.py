@@ -4,14 +4,12 @@ that a person can plan for machines that are elsewhere."""
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from apportion.core.json_data import read
+from apportion.cost_model.json_file import JsonFile
 
 Port = Literal["device", "host", "all"]
 
@@ -136,7 +134,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class Cluster(JsonFile):
     """Devices and the links between them."""
 
     name: str
@@ -198,34 +196,3 @@ class Cluster:
             pairs = (self.link(a, b) for a, b in itertools.pairwise(names))
             found = self._joining_all[names] = min(pairs, key=lambda link: link.bandwidth)
         return found
-
-    # JSON
-
-    def to_json(self) -> dict[str, Any]:
-        """The cluster as plain data."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Cluster:
-        """The cluster that plain data describes. ValueError where a field is missing, unknown, or holds what cannot
-        be."""
-        try:
-            return read(Cluster, data)
-        except ValueError as error:
-            raise ValueError(f"this is not a cluster: {error}; docs/planner.md has one to begin with") from None
-
-    def save(self, path: str | Path) -> None:
-        """Write the cluster to a file of JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
-
-    @staticmethod
-    def load(path: str | Path) -> Cluster:
-        """Read a cluster from a file of JSON. ValueError where it holds none."""
-        try:
-            data = json.loads(Path(path).read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from None
-        try:
-            return Cluster.from_json(data)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None

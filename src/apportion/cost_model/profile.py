@@ -4,15 +4,13 @@ plan needs neither the model nor the machines."""
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from apportion.core.json_data import read
 from apportion.cost_model.cluster import Device, Rate
+from apportion.cost_model.json_file import JsonFile
 
 
 class Seconds(NamedTuple):
@@ -118,7 +116,7 @@ class Pass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class Profile(JsonFile):
     """The profile of a workload's step."""
 
     name: str
@@ -300,37 +298,6 @@ class Profile:
         if device.kind == "cuda":
             return Seconds(max(forward, call), 2 * max(forward, call))
         return Seconds(forward + call, 2 * (forward + call))
-
-    # JSON
-
-    def to_json(self) -> dict[str, Any]:
-        """The profile as plain data."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Profile:
-        """The profile that plain data describes. ValueError where a field is missing, unknown, or holds what cannot
-        be."""
-        try:
-            return read(Profile, data)
-        except ValueError as error:
-            raise ValueError(f"this is not a profile: {error}; docs/planner.md has one to begin with") from None
-
-    def save(self, path: str | Path) -> None:
-        """Write the profile to a file of JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
-
-    @staticmethod
-    def load(path: str | Path) -> Profile:
-        """Read a profile from a file of JSON. ValueError where it holds none."""
-        try:
-            data = json.loads(Path(path).read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from None
-        try:
-            return Profile.from_json(data)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
 
 
 def _not_below(least: float, **given: float) -> None:
