@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -21,6 +19,7 @@ from typing import Any
 from apportion.api.proof_workers import ProofRequest
 from apportion.api.prover import prove
 from apportion.core import fast_paths
+from apportion.core.json_data import cache_folder, keep
 from apportion.core.strategy import Strategy
 from apportion.errors import ApportionError, NotProved
 from apportion.planner.trials.trial import Candidate
@@ -82,7 +81,7 @@ class SelfProof:
         give_back()  # the states that were compared: the run goes on in this process
         self._known = replace(found, seconds=time.monotonic() - began)
         if asked["key"] is not None and found.verdict in ("equal", "different"):
-            _keep(self._name(asked["key"]), self._known)
+            keep(_path(self._name(asked["key"])), asdict(self._known))
         return self._known
 
     def _cut(self, cuts: Sequence[str] | None) -> None:
@@ -211,25 +210,13 @@ def _settled(proof: Proof) -> Settled:
     return Settled(verdict=proof.verdict, sentence=proof.sentence, seconds=0.0)
 
 
-def _folder() -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "apportion" / "proofs"
+def _path(name: str) -> Path:
+    return cache_folder("proofs") / f"{name}.json"
 
 
 def _recall(name: str) -> Settled | None:
     try:
-        found = json.loads((_folder() / f"{name}.json").read_text())
+        found = json.loads(_path(name).read_text())
         return replace(Settled(**{**found, "plain": tuple(found["plain"])}), remembered=True, seconds=0.0)
     except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-def _keep(name: str, settled: Settled) -> None:
-    """Keeps the answer for the next run; where nothing can be written, that run proves again."""
-    try:
-        _folder().mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=_folder(), suffix=".new") as draft:
-            (Path(draft) / name).write_text(json.dumps(asdict(settled)))
-            os.replace(Path(draft) / name, _folder() / f"{name}.json")
-    except OSError:
-        pass

@@ -1,15 +1,20 @@
 """Dataclasses from JSON that a person may have written: what is wrong is named with its place.
 
-Settings go to plain JSON and back: what JSON has no word for (tuples, counters, keys that are no text) is tagged.
+Settings go to plain JSON and back: what JSON has no word for (tuples, counters, keys that are no text) is tagged. What
+one run keeps for the next is JSON in a cache.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
+import os
+import tempfile
 from collections import Counter
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -87,6 +92,27 @@ def _listed(cls: type) -> str:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:38]}.."
+
+
+# Caches
+
+
+def cache_folder(kind: str) -> Path:
+    """Return ``$XDG_CACHE_HOME/apportion/KIND``, or the same below ``~/.cache``. Raises RuntimeError where there is no
+    home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apportion" / kind
+
+
+def keep(path: Path, data: Any) -> None:
+    """Write JSON to a file of a cache, which is whole or as it was. Where nothing can be written, nothing is: the next
+    run finds out again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, suffix=".new") as draft:
+            (Path(draft) / path.name).write_text(json.dumps(data, indent=1))
+            os.replace(Path(draft) / path.name, path)
+    except OSError:
+        pass
 
 
 # Settings

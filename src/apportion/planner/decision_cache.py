@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 
+from apportion.core import json_data
+from apportion.core.json_data import cache_folder
 from apportion.process import usable_cores
 
 FIELDS = {"told", "expected", "a_step", "measured_for"}
@@ -23,8 +24,7 @@ of one process, and the seconds that the measuring was allowed."""
 
 def folder() -> Path:
     """Return the folder that decisions are kept in."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "apportion" / "plans"
+    return cache_folder("plans")
 
 
 def host() -> dict[str, Any]:
@@ -59,13 +59,7 @@ def recall(name: str) -> dict[str, Any] | None:
 
 def keep(name: str, plan: Mapping[str, Any]) -> None:
     """Keep a plan for the next run; where nothing can be written, the next run measures again."""
-    try:
-        folder().mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder(), suffix=".new") as draft:
-            (Path(draft) / name).write_text(json.dumps(plan, indent=1))
-            os.replace(Path(draft) / name, folder() / f"{name}.json")
-    except OSError:
-        pass
+    json_data.keep(folder() / f"{name}.json", plan)
 
 
 def _processor() -> str:

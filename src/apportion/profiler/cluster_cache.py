@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from apportion.core.json_data import cache_folder, keep
 from apportion.cost_model.cluster import Cluster
 from apportion.process import usable_cores
 from apportion.profiler.discover import cpu_model, memory_bytes, numa_nodes
@@ -33,12 +34,6 @@ def fingerprint() -> dict[str, Any]:
     }
 
 
-def folder() -> Path:
-    """Return ``$XDG_CACHE_HOME/apportion/clusters``, or the same below ``~/.cache``. Raises RuntimeError where there is
-    no home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apportion" / "clusters"
-
-
 def read(seconds: float, where: Path | None = None) -> Cluster | None:
     """Read this machine as it was measured before, for so many seconds or longer; None where it was not, or what was
     kept cannot be read."""
@@ -57,18 +52,11 @@ def write(cluster: Cluster, seconds: float, where: Path | None = None) -> None:
     made_of = fingerprint()
     data = {"fingerprint": made_of, "seconds": seconds, "cluster": cluster.to_json()}
     try:
-        path = _path(made_of, where)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")
-        try:
-            draft.write_text(json.dumps(data, indent=1) + "\n")
-            os.replace(draft, path)  # whole, or as it was
-        finally:
-            draft.unlink(missing_ok=True)
-    except (OSError, RuntimeError):
+        keep(_path(made_of, where), data)
+    except RuntimeError:  # there is no home
         pass
 
 
 def _path(made_of: dict[str, Any], where: Path | None) -> Path:
     digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
-    return (where or folder()) / f"{digest[:16]}.json"
+    return (where or cache_folder("clusters")) / f"{digest[:16]}.json"
