@@ -11,11 +11,12 @@ import torch
 from served import net
 from torch import Tensor, nn
 
+from apportion.exporting.target import called
 from apportion.serving.replication import in_graph
 from apportion.serving.runtimes import stacked_modules
 from apportion.serving.runtimes.runtime import Expired
 from apportion.serving.runtimes.source import Source, save_rows
-from apportion.serving.runtimes.stacked_modules import InTurn, Stacked, called, together
+from apportion.serving.runtimes.stacked_modules import InTurn, Stacked, together
 from apportion.serving.runtimes.torch_runtime import TorchRuntime
 
 

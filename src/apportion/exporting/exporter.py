@@ -18,7 +18,7 @@ from torch import nn
 from apportion.core.torch_private import pytree
 from apportion.core.value import parse
 from apportion.errors import ApportionError
-from apportion.exporting.target import Exported, Inputs, Target
+from apportion.exporting.target import Exported, Inputs, Target, called
 
 PACKAGE = "apportion.exporting.targets"
 LIMIT = 1e-4
@@ -52,7 +52,7 @@ def export(
         made = Path(folder) / path.name
         about = chosen.write(model, wide, made)
         with torch.no_grad():
-            expected = [[_array(x) for x in pytree.tree_leaves(_call(model, inputs))] for inputs in batches]
+            expected = [[_array(x) for x in pytree.tree_leaves(called(model, inputs))] for inputs in batches]
         difference = max(
             _difference(own, theirs) for own, theirs in zip(expected, chosen.run(made, batches), strict=True)
         )
@@ -74,12 +74,6 @@ def export(
         limit=limit,
         about=about,
     )
-
-
-def _call(model: nn.Module, inputs: Inputs) -> Any:
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def _array(output: torch.Tensor) -> Any:

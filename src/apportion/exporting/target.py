@@ -20,6 +20,13 @@ Inputs = Any
 (``model(**x)``)."""
 
 
+def called(model: nn.Module, inputs: Inputs) -> Any:
+    """Call the model with a dict by names, with a tuple by position."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Exported:
     """An exported file, and what was found when it was run beside the model."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from apportion.core.torch_private import pytree
+from apportion.exporting.target import called
 
 TURNS = 5
 TOLERANCE = 1e-4
@@ -65,13 +66,6 @@ def together(modules: Sequence[nn.Module], sample: Any) -> nn.Module:
                 called(module, sample)
                 own.append(time.perf_counter() - began)
     return min(taken, key=lambda module: sorted(taken[module])[TURNS // 2])
-
-
-def called(module: nn.Module, sample: Any) -> Any:
-    """Call the module with a dict by names, with a tuple by position."""
-    if isinstance(sample, dict):
-        return module(**sample)
-    return module(*sample) if isinstance(sample, tuple) else module(sample)
 
 
 def _alike(some: Tensor, other: Tensor) -> bool:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from apportion.core.torch_private import pytree
+from apportion.exporting.target import called
 from apportion.serving.protocol.datatypes import NAMES, Array
 from apportion.serving.runtimes.exported_archive import checked
 from apportion.serving.runtimes.runtime import Expired, Runtime, Spec
-from apportion.serving.runtimes.stacked_modules import called, together
+from apportion.serving.runtimes.stacked_modules import together
 
 _FROM_TORCH = {
     torch.bool: "BOOL", torch.uint8: "UINT8", torch.uint16: "UINT16", torch.uint32: "UINT32", torch.uint64: "UINT64",
