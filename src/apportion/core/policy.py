@@ -31,8 +31,7 @@ class Policy(Value):
     def __post_init__(self) -> None:
         if self.checkpoint_every is not None:
             self.interval()
-        if not isinstance(self.keep, int) or self.keep < 1:
-            raise ValueError(f"keep={self.keep!r} must be a whole number of at least 1 checkpoint")
+        self._must_be_whole("keep", unit="checkpoint")
         if not isinstance(self.max_restarts, int) or self.max_restarts < 0:
             raise ValueError(f"max_restarts={self.max_restarts!r} must be a whole number of workers, 0 or more")
         if self.on_loss not in ("replace", "shrink"):

@@ -242,7 +242,8 @@ class Strategy(Value, ABC):
     @property
     @abstractmethod
     def exact(self) -> bool:
-        """Does one step of the strategy equal the one-device step?"""
+        """Does one step of the strategy equal the one-device step? Where no field decides that, a class attribute says
+        so: ``exact = True``."""
 
     def replays(self, workers: int) -> bool:
         """Is what the strategy computes known only from what its steps write down (``Step.log``)?"""

@@ -46,6 +46,16 @@ class Value:
         text = str(self)
         return text if text.endswith(")") else text + "()"
 
+    def _must_be_whole(self, *names: str, least: int = 1, unit: str = "") -> None:
+        """Raise ValueError where one of these fields is no whole number of at least so many, and not None where that is
+        its default."""
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        for name in names:
+            value, optional = getattr(self, name), defaults[name] is None
+            if not (isinstance(value, int) and value >= least) and not (optional and value is None):
+                what = f"a whole number of at least {least}{unit and f' {unit}'}{', or None' if optional else ''}"
+                raise ValueError(f"{name}={value!r} must be {what}")
+
 
 def names(package: str) -> list[str]:
     """The values that a folder holds, ``names("apportion.strategies")``, and that installed packages add to it."""

@@ -62,6 +62,7 @@ SPLITS = ("height", "width", "channel", "group")
 class ConvParallel(Strategy):
     """Each worker computes a part of every image, or of its channels."""
 
+    exact = True
     splits = True
     survives = True
 
@@ -71,10 +72,6 @@ class ConvParallel(Strategy):
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
             raise ValueError(f"split={self.split!r} must be one of {', '.join(map(repr, SPLITS))}")
-
-    @property
-    def exact(self) -> bool:
-        return True
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:

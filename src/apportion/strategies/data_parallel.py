@@ -97,8 +97,7 @@ class DataParallel(Strategy):
         check_replicas(self.replicas)
         if self.shares not in ("equal", "measured"):
             raise ValueError(f'shares={self.shares!r} must be "equal" or "measured"')
-        if not isinstance(self.microbatches, int) or self.microbatches < 1:
-            raise ValueError(f"microbatches={self.microbatches!r} must be a whole number of at least 1")
+        self._must_be_whole("microbatches")
 
     @property
     def exact(self) -> bool:
@@ -128,11 +127,7 @@ class DataParallel(Strategy):
             return replica_costs.cost(self.of, self.replicas, profile, layout)
         must_feed(profile, layout.ranks)
         must_be_whole(profile, self.microbatches)
-        if self.shares == "measured" and profile.carries:
-            raise ValueError(
-                'shares="measured" would move rows between ranks, and a carried state stays with its rank: '
-                'use shares="equal"'
-            )
+        self._refuse_carried(profile.carries)
         even: list[float] = [*dealt(profile.batch_size, layout.ranks)]
         rows = by_speed(profile, layout) if self.shares == "measured" else even
         found = computed(profile, layout, rows, parts=self.microbatches)
@@ -145,6 +140,13 @@ class DataParallel(Strategy):
         asked = data_parallel.asked_while_computing(profile, layout)
         return replace(cost, terms={**cost.terms, "communicating": cost.terms["communicating"] + asked})
 
+    def _refuse_carried(self, carries: bool) -> None:
+        if self.shares == "measured" and carries:
+            raise ValueError(
+                'shares="measured" would move rows between ranks, and a carried state stays with its rank: '
+                'use shares="equal"'
+            )
+
     def build(self, workload: Workload, world: World) -> Step:
         if self.of is not None:
             return ReplicatedStep(workload, world, self.of, self.replicas)
@@ -152,11 +154,7 @@ class DataParallel(Strategy):
         if self.microbatches > 1 and (workload.count is None or workload.update is not None):
             what = "a loss that couples examples" if workload.count is None else "update="
             raise ValueError(f"microbatches={self.microbatches} would cut the batch under {what}: use microbatches=1")
-        if self.shares == "measured" and workload.carry is not None:
-            raise ValueError(
-                'shares="measured" would move rows between ranks, and a carried state stays with its rank: '
-                'use shares="equal"'
-            )
+        self._refuse_carried(workload.carry is not None)
         return DataParallelStep(workload, world, self.microbatches, measured=self.shares == "measured")
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:

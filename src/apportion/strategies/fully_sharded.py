@@ -70,6 +70,8 @@ CNNs come out, where a call took 8 us."""
 class FullySharded(Strategy):
     """Each worker holds a share of the weights and computes a share of every batch."""
 
+    exact = True
+
     min_num_params: int = 100_000
     """The number of parameters that a layer has at least to be gathered by itself; smaller ones travel with what they
     are part of."""
@@ -78,13 +80,7 @@ class FullySharded(Strategy):
     result."""
 
     def __post_init__(self) -> None:
-        for name in ("min_num_params", "microbatches"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number of at least 1")
-
-    @property
-    def exact(self) -> bool:
-        return True
+        self._must_be_whole("min_num_params", "microbatches")
 
     def cost(self, profile: Profile, layout: Placement) -> Cost:
         self._refuse(profile, layout)
@@ -130,11 +126,7 @@ class FullySharded(Strategy):
         must_feed(profile, layout.ranks)
         for rank in layout.kinds:
             if layout.device(rank).kind == "cuda" and layout.together(rank) > 1:
-                gpus = len(set(layout.devices))
-                raise ValueError(
-                    f"{layout.ranks} workers would share {gpus} GPUs, and shards on one GPU save nothing: "
-                    f"use workers<={gpus}"
-                )
+                raise _shared(layout.ranks, len(set(layout.devices)))
         if profile.own_update:
             raise ValueError("update= asks for gradients of whole parameters, which no rank has: use data_parallel")
         if not profile.element_wise:
@@ -147,10 +139,7 @@ class FullySharded(Strategy):
         workload.must_feed(world.size)
         gpus = torch.cuda.device_count() if world.device.type == "cuda" else world.local_size
         if world.local_size > gpus:
-            raise ValueError(
-                f"{world.local_size} workers would share {gpus} GPUs, and shards on one GPU save nothing: "
-                f"use workers<={max(gpus, 1)}"
-            )
+            raise _shared(world.local_size, gpus)
         for given, why in (
             (workload.update is not None, "update= asks for gradients of whole parameters, which no rank has: use"),
             (workload.compile, "compile=True would compile weights that come and go: use compile=False, or"),
@@ -170,6 +159,12 @@ class FullySharded(Strategy):
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return reference(workload)
+
+
+def _shared(workers: int, gpus: int) -> ValueError:
+    return ValueError(
+        f"{workers} workers would share {gpus} GPUs, and shards on one GPU save nothing: use workers<={max(gpus, 1)}"
+    )
 
 
 @final

@@ -31,7 +31,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -61,11 +61,8 @@ for each layer. Chosen so that the measured step of a small network comes out, w
 class Hogwild(Strategy):
     """Workers that write to shared weights without locks."""
 
-    survives: ClassVar[bool] = True
-
-    @property
-    def exact(self) -> bool:
-        return False
+    exact = False
+    survives = True
 
     def cost(self, profile: Profile, layout: Placement) -> Cost:
         must_have_store(profile, layout)

@@ -42,7 +42,7 @@ from apportion.core.data.source import BatchSource
 from apportion.core.strategy import State, Step, Strategy
 from apportion.core.torch_private import BatchNormBase, ConvBase
 from apportion.core.workload import Workload, examples
-from apportion.cost_model.constraints import no_convolution
+from apportion.cost_model.constraints import must_feed, no_convolution
 from apportion.cost_model.cost import Cost
 from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
@@ -70,6 +70,7 @@ _SLICED_KINDS = ("Linear", "Embedding", "MultiheadAttention", "LSTM", "GRU", "RN
 class HybridParallel(Strategy):
     """Each worker computes a share of the examples in the first layers, and a slice of the last ones."""
 
+    exact = True
     splits = True
     survives = True
 
@@ -88,12 +89,7 @@ class HybridParallel(Strategy):
     def __post_init__(self) -> None:
         if self.exchange not in ("all", "rotate"):
             raise ValueError(f'exchange={self.exchange!r} must be "all" or "rotate"')
-        if not isinstance(self.min_width, int) or self.min_width < 1:
-            raise ValueError(f"min_width={self.min_width!r} must be a whole number of at least 1")
-
-    @property
-    def exact(self) -> bool:
-        return True
+        self._must_be_whole("min_width")
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
@@ -110,11 +106,7 @@ class HybridParallel(Strategy):
             yield cls(tensor=_prefix(profile, later[0]))
 
     def cost(self, profile: Profile, layout: Placement) -> Cost:
-        if profile.batch_size < layout.ranks:
-            raise ValueError(
-                f"batch_size={profile.batch_size} cannot feed {layout.ranks} workers: each needs at least one example; "
-                f"use workers<={profile.batch_size} or batch_size>={layout.ranks}"
-            )
+        must_feed(profile, layout.ranks)
         self._refuse(profile.own_update, profile.carries, not profile.cut_by_rows)
         if self._by_convolutions and not any(layer.kind in _CONVOLUTIONS for layer in profile.layers):
             raise ValueError(no_convolution(profile.name))

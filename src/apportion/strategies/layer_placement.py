@@ -47,15 +47,12 @@ from apportion.parallel.replica.single_process import reference
 class LayerPlacement(Strategy):
     """Each worker computes some consecutive layers, one worker after the other."""
 
+    exact = True
     splits = True
     survives = True
 
     cuts: tuple[str, ...] | None = None
     """The layers that the workers after the first begin with, by their path; None: such that all take equally long."""
-
-    @property
-    def exact(self) -> bool:
-        return True
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:

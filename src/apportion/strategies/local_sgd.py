@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Any, ClassVar, Literal, Self, final
+from typing import Any, Literal, Self, final
 
 from torch import Tensor
 
@@ -59,6 +59,9 @@ from apportion.parallel.replica.single_process import OneDeviceStep
 class LocalSgd(Strategy):
     """Each worker trains a replica; their weights are averaged at intervals."""
 
+    exact = False
+    survives = True
+
     every: int = 16
     """The number of steps of a replica between two averages."""
     outer: Literal["average", "nesterov"] = "average"
@@ -68,11 +71,8 @@ class LocalSgd(Strategy):
     slots: Literal["kept", "averaged"] = "kept"
     """The place of the optimizer's state: each replica's own, or averaged as the weights are."""
 
-    survives: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
-        if not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(f"every={self.every!r} must be a whole number of at least 1 step")
+        self._must_be_whole("every", unit="step")
         if self.outer not in ("average", "nesterov"):
             raise ValueError(f'outer={self.outer!r} must be "average" or "nesterov"')
         if not self.outer_lr > 0:
@@ -81,10 +81,6 @@ class LocalSgd(Strategy):
             raise ValueError(f"outer_momentum={self.outer_momentum} must be at least 0 and below 1")
         if self.slots not in ("kept", "averaged"):
             raise ValueError(f'slots={self.slots!r} must be "kept" or "averaged"')
-
-    @property
-    def exact(self) -> bool:
-        return False
 
     @property
     def _outer(self) -> Outer | None:
@@ -96,24 +92,24 @@ class LocalSgd(Strategy):
             yield from (cls(every=every) for every in (1, 8, 32))
 
     def cost(self, profile: Profile, layout: Placement) -> Cost:
-        if profile.carries:
-            raise ValueError(
-                "local_sgd deals out whole batches in turn, and a recurrent state that is carried along needs the one "
-                "before: use data_parallel"
-            )
+        _refuse_carried(profile.carries)
         kind = local_sgd.AveragingKind(outer=self.outer == "nesterov", slots=self.slots == "averaged")
         return local_sgd.cost(profile, layout, kind, every=self.every)
 
     def build(self, workload: Workload, world: World) -> Step:
-        if workload.carry is not None:
-            raise ValueError(
-                "local_sgd deals out whole batches in turn, and a recurrent state that is carried along needs the one "
-                "before: use data_parallel"
-            )
+        _refuse_carried(workload.carry is not None)
         return LocalSgdStep(workload, world, self)
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return simulated(workload, world_size, self.every, self._outer, averaged_slots=self.slots == "averaged")
+
+
+def _refuse_carried(carries: bool) -> None:
+    if carries:
+        raise ValueError(
+            "local_sgd deals out whole batches in turn, and a recurrent state that is carried along needs the one "
+            "before: use data_parallel"
+        )
 
 
 @final

@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -68,18 +68,14 @@ us."""
 class MapReduce(Strategy):
     """Each worker goes through its share of the batch in parts; the gradient is the sum over all of them."""
 
+    exact = True
+    survives = True
+
     part: int = 1024
     """The number of examples that a worker has in memory at once."""
 
-    survives: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
-        if not isinstance(self.part, int) or self.part < 1:
-            raise ValueError(f"part={self.part!r} must be a whole number of at least 1 example")
-
-    @property
-    def exact(self) -> bool:
-        return True
+        self._must_be_whole("part", unit="example")
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
@@ -90,13 +86,7 @@ class MapReduce(Strategy):
 
     def cost(self, profile: Profile, layout: Placement) -> Cost:
         must_feed(profile, layout.ranks)
-        for given, what in (
-            (not profile.cut_by_rows, "a loss that couples examples"),
-            (profile.own_update, "an update= of your own"),
-            (profile.carries, "a recurrent state that is carried along"),
-        ):
-            if given:
-                raise ValueError(f"map_reduce sums over parts of the batch, which {what} is not: use data_parallel")
+        _refuse_whole(not profile.cut_by_rows, profile.own_update, profile.carries)
         if profile.batch_norm:
             raise ValueError(
                 "map_reduce would give batch normalisation the statistics of a part of the batch: use a normalisation "
@@ -129,13 +119,7 @@ class MapReduce(Strategy):
 
     def build(self, workload: Workload, world: World) -> Step:
         workload.must_feed(world.size)
-        for given, what in (
-            (workload.count is None, "a loss that couples examples"),
-            (workload.update is not None, "an update= of your own"),
-            (workload.carry is not None, "a recurrent state that is carried along"),
-        ):
-            if given:
-                raise ValueError(f"map_reduce sums over parts of the batch, which {what} is not: use data_parallel")
+        _refuse_whole(workload.count is None, workload.update is not None, workload.carry is not None)
         return MapReduceStep(workload, world, self.part)
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
@@ -261,6 +245,16 @@ class MapReduceStep(ReplicaStep, Recoverable):
     def committed(self) -> State | None:
         before = self._before
         return before if before is not None else super().committed()
+
+
+def _refuse_whole(couples: bool, own_update: bool, carries: bool) -> None:
+    for given, what in (
+        (couples, "a loss that couples examples"),
+        (own_update, "an update= of your own"),
+        (carries, "a recurrent state that is carried along"),
+    ):
+        if given:
+            raise ValueError(f"map_reduce sums over parts of the batch, which {what} is not: use data_parallel")
 
 
 def _refuse_batch_norm(model: nn.Module) -> None:

@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, final, get_args
+from typing import Any, final, get_args
 
 from apportion.comm.world import World
 from apportion.core.strategy import State, Step, Strategy
@@ -77,6 +77,9 @@ def _in_order(found: Computed, once: PushPrice, workers: int) -> dict[str, float
 class ParameterServer(Strategy):
     """Workers that take batches as they come, and a store of weights that they share."""
 
+    exact = False
+    survives = True
+
     push_every: int = 1
     """The number of batches whose gradients are summed before they are pushed (the paper's n_push)."""
     pull_every: int = 1
@@ -97,15 +100,9 @@ class ParameterServer(Strategy):
     replicas: int | None = None
     """The number of such workers with ``of``; None: as ``of`` says by its number of stages, or else the fewest."""
 
-    survives: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
-        for name, least in (("push_every", 1), ("pull_every", 1), ("servers", 0), ("max_staleness", 0)):
-            value = getattr(self, name)
-            if name == "max_staleness" and value is None:
-                continue
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+        self._must_be_whole("push_every", "pull_every")
+        self._must_be_whole("servers", "max_staleness", least=0)
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode={self.mode!r} must be one of {', '.join(map(repr, get_args(Mode)))}")
         if self.mode == "ordered" and (self.push_every, self.pull_every, self.max_staleness) != (1, 1, None):
@@ -131,10 +128,6 @@ class ParameterServer(Strategy):
                     f"{name}={getattr(self, name)} is of workers that are one process each, and with of={self.of} a "
                     "worker is a group, which pulls and pushes with every batch: leave it out"
                 )
-
-    @property
-    def exact(self) -> bool:
-        return False
 
     @property
     def _rhythm(self) -> PushPullSchedule:

@@ -66,6 +66,7 @@ TRIED = (4, 8, 16, 32)
 class PipelineParallel(Strategy):
     """Each worker computes some consecutive layers, of one micro-batch after the other."""
 
+    exact = True
     splits = True
     survives = True
 
@@ -87,16 +88,9 @@ class PipelineParallel(Strategy):
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ValueError(f'schedule={self.schedule!r} must be "gpipe" or "1f1b"')
-        if not isinstance(self.microbatches, int) or self.microbatches < 1:
-            raise ValueError(f"microbatches={self.microbatches!r} must be a whole number of at least 1")
-        if self.stages is not None and (not isinstance(self.stages, int) or self.stages < 1):
-            raise ValueError(f"stages={self.stages!r} must be a whole number of at least 1, or None")
+        self._must_be_whole("microbatches", "stages")
         if self.batch_norm not in (None, "whole"):
             raise ValueError(f'batch_norm={self.batch_norm!r} must be "whole", or None')
-
-    @property
-    def exact(self) -> bool:
-        return True
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:

@@ -43,14 +43,11 @@ comes out, where a call took 8 us."""
 class SingleDevice(Strategy):
     """One process computes the whole batch."""
 
+    exact = True
     one_process = True
 
     fused: bool = False
     """True for the same update by torch's fused kernel, where its optimizer has one: it differs in the last bits."""
-
-    @property
-    def exact(self) -> bool:
-        return True
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[SingleDevice]:
@@ -60,10 +57,7 @@ class SingleDevice(Strategy):
                 yield cls(fused=True)
 
     def cost(self, profile: Profile, layout: Placement) -> Cost:
-        if layout.ranks != 1:
-            raise ValueError(
-                f"single_device runs in one process, not in {layout.ranks}: use workers=1, or data_parallel"
-            )
+        _must_be_alone(layout.ranks)
         device, rows = layout.device(0), profile.batch_size
         return Cost(
             terms={
@@ -77,9 +71,13 @@ class SingleDevice(Strategy):
         )
 
     def build(self, workload: Workload, world: World) -> Step:
-        if world.size != 1:
-            raise ValueError(f"single_device runs in one process, not in {world.size}: use workers=1, or data_parallel")
+        _must_be_alone(world.size)
         return OneDeviceStep(with_fused_updates(workload) if self.fused else workload, world.device, alone=True)
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return reference(workload)
+
+
+def _must_be_alone(ranks: int) -> None:
+    if ranks != 1:
+        raise ValueError(f"single_device runs in one process, not in {ranks}: use workers=1, or data_parallel")

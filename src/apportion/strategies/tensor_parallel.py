@@ -62,6 +62,7 @@ OWN_UPDATE = (
 class TensorParallel(Strategy):
     """Each worker holds a slice of every layer and computes it for every example."""
 
+    exact = True
     splits = True
     survives = True
 
@@ -70,12 +71,7 @@ class TensorParallel(Strategy):
     is narrower costs more to gather than to compute."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.min_width, int) or self.min_width < 1:
-            raise ValueError(f"min_width={self.min_width!r} must be a whole number of at least 1")
-
-    @property
-    def exact(self) -> bool:
-        return True
+        self._must_be_whole("min_width")
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:

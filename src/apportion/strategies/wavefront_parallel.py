@@ -56,6 +56,7 @@ from apportion.parallel.replica.single_process import reference
 class WavefrontParallel(Strategy):
     """Each worker computes layers of a recurrent net, chunk by chunk in time."""
 
+    exact = True
     splits = True
     survives = True
 
@@ -63,12 +64,7 @@ class WavefrontParallel(Strategy):
     """The number of moments that go from layer to layer at once; None: by a rule (``recurrent_layer.chunk_length``)."""
 
     def __post_init__(self) -> None:
-        if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
-            raise ValueError(f"chunk={self.chunk!r} must be a whole number of at least 1, or None for the rule")
-
-    @property
-    def exact(self) -> bool:
-        return True
+        self._must_be_whole("chunk")
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:

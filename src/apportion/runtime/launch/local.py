@@ -32,10 +32,8 @@ class Local(Value):
     """False: the ranks are not running yet, and have to be started."""
 
     def __post_init__(self) -> None:
-        for name, least in (("workers", 1), ("threads", 1), ("loaders", 0)):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < least):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+        self._must_be_whole("workers", "threads")
+        self._must_be_whole("loaders", least=0)
         if self.device not in (None, "cpu", "cuda"):
             raise ValueError(f'device={self.device!r} must be "cpu" or "cuda"')
 
