@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import durations
+import hypothesis
 import processes
 import pytest
 import quick_pickles
@@ -26,6 +27,10 @@ from leaks import Watch
 from apportion.api import proof_workers, running
 from apportion.runtime.spawn.template import Template
 from apportion.runtime.supervisor.worker_pool import WorkerPool
+
+# How long one example takes says nothing on a machine that does something else too.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 STARTED = pytest.StashKey[int]()
 DRAW = running._report

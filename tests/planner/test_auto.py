@@ -151,6 +151,7 @@ class Heavy(Rests):
 
 
 @pytest.mark.processes
+@pytest.mark.serial
 @pytest.mark.parametrize(
     ("steps", "priced", "tried"),
     [(60, False, False), (400, False, True), (100_000, True, True)],
