@@ -246,7 +246,7 @@ def test_a_script_whose_other_rank_is_killed_is_told_which(environments: list[di
             rank.wait()
     seconds, _, error = said.partition(" ")
     assert error == f"rank 0 lost rank 1: its process {killed} has ended"
-    assert float(seconds) < 3.0
+    assert float(seconds) < 6.0
 
 
 @pytest.fixture

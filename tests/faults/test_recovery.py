@@ -43,7 +43,7 @@ from apportion.strategies.data_parallel import DataParallel
 pytestmark = [pytest.mark.filterwarnings("ignore:.*they take turns"), pytest.mark.processes]
 SECONDS, RUN_SECONDS = 20.0, 100.0
 """For what takes a fraction of one, on a busy machine; and for a run."""
-MARGIN_SECONDS = 1.0
+MARGIN_SECONDS = 3.0
 """On a busy machine."""
 STEPS, PACE = 60, 0.01
 """The steps of a run, and the seconds that each of them sleeps: a test has so long to do something to the run."""
@@ -732,7 +732,7 @@ def test_ten_kills_at_random_moments_leave_no_trace(
     strategy: Strategy, tmp_path: Path, marks: Marks, undisturbed: Undisturbed
 ) -> None:
     took = killed_often(10, 1, strategy, tmp_path, undisturbed)
-    assert statistics.median(took) < 1.0
+    assert statistics.median(took) < SECONDS / 4
 
 
 @pytest.mark.slow

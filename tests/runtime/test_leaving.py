@@ -59,6 +59,7 @@ def ended(folder: Path) -> list[Any]:
     return [event.data["reason"] for event in read_events(folder) if event.kind == "end"]
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("way", ["break", "exception", "close"])
 @pytest.mark.usefixtures("reports")
@@ -107,6 +108,7 @@ def test_ctrl_c_at_the_end_leaves_the_run_finished(caught: bool, tmp_path: Path)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.serial
 def test_leaving_at_the_fault_that_stops_a_run_returns_at_once(tmp_path: Path) -> None:
     for event in events(tmp_path / "run", layer=_Breaks):
         if event.kind == "fault":
