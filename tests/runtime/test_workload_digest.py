@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from apportion import Workload
 from apportion.runtime.proof.value_digest import Digester, UnhashableError
-from apportion.runtime.proof.workload_digest import digested, workload_digest
+from apportion.runtime.proof.workload_digest import digested
 
 HELPER = '''
 """Layers of one's own."""
@@ -244,7 +244,7 @@ def test_what_the_caller_gives_is_part_of_it(opened: Callable[..., Workload]) ->
     workload = opened()
     found = [digest(workload, **given) for given in ({}, {"ranks": 3}, {"strategy": "map_reduce"}, {"threads": 2})]
     assert len(set(found)) == 4
-    shapes = [workload_digest(workload, batch=(torch.zeros(rows, 8), torch.zeros(rows))) for rows in (4, 5)]
+    shapes = [digested(workload, batch=(torch.zeros(rows, 8), torch.zeros(rows))).digest for rows in (4, 5)]
     assert shapes[0] != shapes[1]
 
 
@@ -354,7 +354,7 @@ def test_the_settings_of_the_optimizers_are_part_of_it() -> None:
         torch.optim.SGD([network.weight], lr=0.1),
         torch.optim.ASGD(network.parameters(), lr=0.1),
     ]
-    assert len({workload_digest(workload, optimizers={"": optimizer}) for optimizer in made}) == len(made)
+    assert len({digested(workload, optimizers={"": optimizer}).digest for optimizer in made}) == len(made)
 
 
 def test_the_values_of_the_weights_are_no_part_of_it() -> None:
@@ -396,7 +396,7 @@ def test_what_has_no_digest_is_named(tmp_path: Path) -> None:
     assert "lock" in named({"lock": threading.Lock()})
     workload = Workload(model=nn.Identity, data=list, optimizer=list, batch_size=1, loss=lambda o, t: lock)  # type: ignore[arg-type,return-value]
     lock = threading.Lock()
-    assert workload_digest(workload) is None
+    assert digested(workload).digest is None
     assert "lock" in str(digested(workload).unhashable)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -273,9 +273,6 @@ class Strategy(Value, ABC):
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         """Compute what this strategy must compute: the whole model's state after each step, in one process. ``log``: of
         a run that is to be done again; then the one state that it must have ended with."""
-
-
-StrategyFactory = Callable[..., Strategy]
 
 
 def batches(step: Step, *, stop: int | None = None, loaders: int = 0) -> Iterator[Batch]:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from apportion.comm.channel import Channel
-from apportion.comm.group import Group
 from apportion.comm.objects import broadcast_message
 from apportion.comm.world import World
 from apportion.parallel.pipeline.transfer import StageReceiver, StageSender
@@ -83,8 +82,8 @@ class HardwareBenchmark:
     """A benchmark that all ranks of a world call in the same way. It returns samples of this rank: seconds, or a
     rate."""
 
-    def __init__(self, world: World, group: Group | None = None) -> None:
-        self.group, self.device = group or world.group(), world.device
+    def __init__(self, world: World) -> None:
+        self.group, self.device = world.group(), world.device
         self._product: tuple[Tensor, Tensor, Tensor] | None = None
         self._overlapped: tuple[Tensor, float] | None = None
 

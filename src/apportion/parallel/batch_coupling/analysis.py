@@ -154,8 +154,8 @@ class _Looked:
     def _bound(self) -> float:
         return BOUND[self.copied.single]
 
-    def _differ(self, found: Ran, expected: Ran, factor: float = 1.0) -> bool:
-        return self._apart(found, expected) > factor * self._bound()
+    def _differ(self, found: Ran, expected: Ran) -> bool:
+        return self._apart(found, expected) > self._bound()
 
     def _apart(self, found: Ran, expected: Ran) -> float:
         """The largest difference of the loss, and of a parameter's gradient, relative to the largest that are there;

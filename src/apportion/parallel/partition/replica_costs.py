@@ -1,9 +1,8 @@
-"""The price of replicas of a network in parts (``parallel/partition/replicated_step.py``), and which are worth one."""
+"""The price of replicas of a network in parts (``parallel/partition/replicated_step.py``)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
 
 from apportion.core.strategy import Strategy
 from apportion.cost_model.collectives import all_reduce
@@ -18,19 +17,6 @@ from apportion.parallel.partition.replica_groups import how_many
 STEP_CALLS = 10.0
 """The cost of a step's own Python, in ``Device.call_seconds``: the sum, and the state that is kept. An estimate by what
 ``data_parallel`` needs."""
-
-
-def in_groups(kinds: Iterable[type[Strategy]], profile: Profile, layout: Placement) -> Iterator[tuple[Strategy, int]]:
-    """Yield (strategy of a replica, number of replicas): each kind's own candidates, on groups of two ranks and more,
-    two groups and more, that share the ranks evenly."""
-    n = layout.ranks
-    for replicas in range(2, n // 2 + 1):
-        if n % replicas or profile.batch_size < replicas:
-            continue
-        part, share = layout.part(range(n // replicas)), of_rows(profile, profile.batch_size / replicas)
-        for kind in kinds:
-            if kind.splits:
-                yield from ((value, replicas) for value in kind.candidates(share, part))
 
 
 def slowest_group(of: Strategy, profile: Profile, layout: Placement, replicas: int, rows: float) -> Cost:

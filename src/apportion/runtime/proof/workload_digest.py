@@ -14,6 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from apportion.core import tree
+from apportion.core.rng import seeded_rng
+from apportion.core.strategy import Step
 from apportion.core.workload import Workload
 from apportion.runtime.proof.installed_packages import release
 from apportion.runtime.proof.value_digest import Digester, UnhashableError, seal
@@ -46,22 +48,13 @@ class Digested(NamedTuple):
     """The place of the value that has no digest, and what it is: ``loss: log: a _io.TextIOWrapper``."""
 
 
-def workload_digest(
-    workload: Workload,
-    *,
-    network: nn.Module | None = None,
-    optimizers: Mapping[str, Optimizer] | None = None,
-    batch: Any = None,
-    given: Mapping[str, Any] | None = None,
-) -> str | None:
-    """Returns everything that decides which network is trained, as a hexadecimal digest: the same in every process,
-    another after every edit. None where something has no digest (``digested`` names it).
-
-    ``network``: as the workload's factory made it, before a strategy has changed it; ``optimizers``: made for it,
-    before any update; ``batch``: a pytree, of which shapes and dtypes count; ``given``: what else decides, as plain
-    values (strategy, ranks, device, threads).
-    """
-    return digested(workload, network=network, optimizers=optimizers, batch=batch, given=given).digest
+def proof_key(workload: Workload, step: Step) -> str | None:
+    """Returns the key that a remembered proof of this workload is kept under; None where something of it has no digest.
+    It leaves the generators as they were."""
+    with seeded_rng(workload.seed):
+        network = workload.model()
+        example = step.source.dataset[0]
+    return digested(workload, network=network, batch=example).digest
 
 
 def digested(
@@ -72,7 +65,13 @@ def digested(
     batch: Any = None,
     given: Mapping[str, Any] | None = None,
 ) -> Digested:
-    """Returns what ``workload_digest`` does, with the name of a value that has no digest."""
+    """Returns everything that decides which network is trained, as a hexadecimal digest: the same in every process,
+    another after every edit; or the name of a value that has no digest.
+
+    ``network``: as the workload's factory made it, before a strategy has changed it; ``optimizers``: made for it,
+    before any update; ``batch``: a pytree, of which shapes and dtypes count; ``given``: what else decides, as plain
+    values (strategy, ranks, device, threads).
+    """
     of = Digester()
     try:
         parts: list[Any] = [part for name in FIELDS for part in (name, of(name, getattr(workload, name)))]

@@ -41,8 +41,8 @@ _DONE, _WAITING, _STEP, _BEGUN = (
 class LookClock:
     """Measures the seconds between two looks; counts at most the time that two looks may take."""
 
-    def __init__(self, now: float | None = None) -> None:
-        self._looked = time.monotonic() if now is None else now
+    def __init__(self) -> None:
+        self._looked = time.monotonic()
 
     def passed(self, now: float) -> float:
         """Returns the seconds since the last call."""

@@ -107,7 +107,7 @@ class _TrainingLoop:
             return None
         key = None
         if self.world.rank == 0:
-            from apportion.runtime.proof.proof_key import proof_key  # it knows every kind of value
+            from apportion.runtime.proof.workload_digest import proof_key  # it knows every kind of value
 
             key = proof_key(self.workload, self.step)
         asked = {"key": key, "steps": self.source.total, "parameters": self.step.parameters, "cuts": self.step.cuts}
