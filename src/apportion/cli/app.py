@@ -385,7 +385,7 @@ def _guarded() -> Iterator[None]:
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(WRONG_USE) from None
-    except (Disproved, NotFinite) as error:
+    except (Disproved, NotFinite, RanksDiffer) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(NO) from None
     except WorkerFailed as error:
@@ -395,9 +395,6 @@ def _guarded() -> Iterator[None]:
         if error.where is not None:
             typer.echo(f"  at {error.where}", err=True)
         raise typer.Exit(FAILED) from None
-    except RanksDiffer as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(NO) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has to go somewhere
         typer.echo("error: nobody reads what is written on standard output: the run was stopped", err=True)

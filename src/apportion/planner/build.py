@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from apportion.cost_model.cluster import Cluster
 from apportion.cost_model.profile import Profile
-from apportion.planner.calibration import Correction, Trial, correction
-from apportion.planner.candidate import Priced, family, folded, ranked
+from apportion.planner.calibration import Correction, correction
+from apportion.planner.candidate import Priced, family, folded, ranked, trials_of
 from apportion.planner.explain import why_first, why_not
 from apportion.planner.plan import Matched, Plan
 from apportion.planner.search import search
@@ -60,12 +60,8 @@ def make(  # noqa: PLR0913 (what a plan is of, and what was asked for)
 
 def _taught(found: Sequence[Priced]) -> Correction | None:
     """Return the correction that the trials have taught; None where nothing was tried."""
-    trials = [
-        Trial(family(p.strategy), p.cost, p.tried.step_seconds)
-        for p in found
-        if p.tried is not None and p.cost is not None
-    ]
-    return correction(trials) if trials else None
+    made = trials_of(found)
+    return correction(made) if made else None
 
 
 def _none(order: Sequence[Priced], profile: Profile, cluster: Cluster) -> str:

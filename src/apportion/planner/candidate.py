@@ -11,6 +11,7 @@ from apportion.core.strategy import Strategy
 from apportion.cost_model.cost import Cost
 from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
+from apportion.planner.calibration import Correction, Trial
 from apportion.planner.units import gibibytes
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
@@ -135,6 +136,12 @@ class Priced:
         left = 1.0 if without is None else without.step_seconds / self.cost.step_seconds
         return replace(self, overhead=min(1.0, max(0.0, 1.0 - left)), without_core=profile.without_core)
 
+    def corrected_by(self, correction: Correction) -> Priced:
+        """Return the candidate as it is predicted with what trials of others have taught."""
+        if self.cost is None:
+            return self
+        return replace(self, corrected=correction.step_seconds(family(self.strategy), self.cost))
+
     @property
     def simple(self) -> tuple[int, int, bool]:
         """The key that is lower for a simpler candidate: one process before several, few hosts before many, a plain
@@ -160,6 +167,15 @@ def misfit(cost: Cost, layout: Placement) -> str:
             each = f" ({ranks} workers of {gibibytes(cost.memory_bytes)})" if ranks > 1 else ""
             return f"does not fit: needs {gibibytes(needed)}{each} on {name}, which has {gibibytes(there)}"
     return ""
+
+
+def trials_of(found: Iterable[Priced]) -> list[Trial]:
+    """Return what was predicted and measured of those candidates that were tried."""
+    return [
+        Trial(family(p.strategy), p.cost, p.tried.step_seconds)
+        for p in found
+        if p.tried is not None and p.cost is not None
+    ]
 
 
 def ranked(found: Iterable[Priced]) -> list[Priced]:

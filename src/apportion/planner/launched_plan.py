@@ -27,8 +27,8 @@ from apportion.cost_model.cluster import Cluster
 from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.planner.build import make
-from apportion.planner.calibration import Trial, correction
-from apportion.planner.candidate import Measurement, Priced, family, ranked
+from apportion.planner.calibration import correction
+from apportion.planner.candidate import Measurement, Priced, ranked, trials_of
 from apportion.planner.plan import Plan
 from apportion.planner.search import places_of, search
 from apportion.planner.trials.launched_trials import Bench, Choice, Taken
@@ -155,18 +155,8 @@ def _corrected(planned: Plan, taken: dict[Choice, Taken], refused: dict[str, str
     """Return the plan with each candidate measured where it was tried, on the layout that it was tried on, and the rest
     corrected by what the trials have taught."""
     found = [_with(p, taken, refused) for p in planned.found]
-    trials = [
-        Trial(family(p.strategy), p.cost, p.tried.step_seconds)
-        for p in found
-        if p.tried is not None and p.cost is not None
-    ]
-    fitted = correction(trials)
-    found = [
-        replace(p, corrected=fitted.step_seconds(family(p.strategy), p.cost))
-        if p.tried is None and p.cost is not None
-        else p
-        for p in found
-    ]
+    fitted = correction(trials_of(found))
+    found = [p.corrected_by(fitted) if p.tried is None else p for p in found]
     return make(found, planned.profile, planned.cluster, workload=planned.workload)
 
 

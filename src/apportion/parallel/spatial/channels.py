@@ -13,7 +13,6 @@ layer whose groups the ranks share looks at this rank's own channels alone: Alex
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from torch.nn import functional
 from apportion.comm.differentiable import all_gather
 from apportion.comm.group import Group
 from apportion.core.torch_private import BatchNormBase
-from apportion.parallel.spatial.conv import Conv, pad_across
+from apportion.parallel.spatial.conv import Conv, pad_across, plain_conv
 from apportion.parallel.spatial.geometry import Bounds, equal, sizes, strip
 from apportion.parallel.spatial.placements import SpatialPlan, positions
 from apportion.parallel.spatial.strip import SpatialShard, moved, shared, summed
@@ -94,9 +93,7 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, settings: Conv) ->
             mode = "constant" if settings.mode == "zeros" else settings.mode
             x = pad_across(x, d + 2, pair, mode) if any(pair) else x
         padding = (0,) * len(pairs)
-    function: Any = (functional.conv1d, functional.conv2d, functional.conv3d)[weight.dim() - 3]
-    y: Tensor = function(x, weight, bias, settings.stride, padding, settings.dilation, settings.groups)
-    return y
+    return plain_conv(x, weight, bias, settings, padding)
 
 
 def batch_norm(holding: SpatialPlan, layer: BatchNormBase, x: SpatialShard) -> SpatialShard:

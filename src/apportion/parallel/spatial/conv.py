@@ -80,7 +80,7 @@ def conv(x: SpatialShard, weight: Tensor, bias: Tensor | None, settings: Conv, g
     reads = window.reads(strip(made, group.rank))
     if reads.n > 0:
         rows = filled(rows, x.dim, reads, x.length)
-        y = _conv(rows, weight, bias, settings, padding)
+        y = plain_conv(rows, weight, bias, settings, padding)
         return SpatialShard(y, x.dim, made)
     shape = [x.own.shape[0], weight.shape[0]]
     for d in range(dims):
@@ -89,7 +89,8 @@ def conv(x: SpatialShard, weight: Tensor, bias: Tensor | None, settings: Conv, g
     return SpatialShard(nothing(shape, rows, weight, bias, dtype=computed(rows)), x.dim, made)
 
 
-def _conv(rows: Tensor, weight: Tensor, bias: Tensor | None, settings: Conv, padding: tuple[int, ...]) -> Tensor:
+def plain_conv(rows: Tensor, weight: Tensor, bias: Tensor | None, settings: Conv, padding: tuple[int, ...]) -> Tensor:
+    """Compute torch's own convolution, with this padding of zeros."""
     function: Any = (functional.conv1d, functional.conv2d, functional.conv3d)[weight.dim() - 3]
     y: Tensor = function(rows, weight, bias, settings.stride, padding, settings.dilation, settings.groups)
     return y

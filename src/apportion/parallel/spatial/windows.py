@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from apportion.parallel.spatial import channels, conv, pooling
-from apportion.parallel.spatial.call_arguments import Call, arguments, image_of
+from apportion.parallel.spatial.call_arguments import Call, arguments, image_of, unflat
 from apportion.parallel.spatial.conv import Conv, each
 from apportion.parallel.spatial.placements import SpatialPlan, rows_of
 from apportion.parallel.spatial.pooling import Pool
@@ -167,9 +167,7 @@ def interpolate(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: 
     """Compute ``functional.interpolate`` to a multiple of the rows."""
     names = "input size scale_factor mode align_corners recompute_scale_factor antialias"
     given = arguments(names, args, kwargs, size=None, scale_factor=None, mode="nearest", align_corners=None)
-    x, mode = image_of(given), given["mode"]
-    if x.flat:
-        raise ValueError(f"{x.held()} was flattened, and is used as an image")
+    x, mode = unflat(image_of(given)), given["mode"]
     if x.dim < 2:  # the image itself is whole
         rest = {name: value for name, value in given.items() if name != "input"}
         return _by_channel(lambda own: functional.interpolate(own, **rest), x)

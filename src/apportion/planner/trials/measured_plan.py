@@ -10,7 +10,7 @@ import numpy as np
 from apportion.core.workload import Workload
 from apportion.errors import ApportionError
 from apportion.planner.build import make
-from apportion.planner.candidate import Measurement, Priced, family
+from apportion.planner.candidate import Measurement, Priced
 from apportion.planner.plan import Plan
 from apportion.planner.trials.pilot import pilot
 from apportion.planner.trials.trial import Candidate, Measured, TrialWorkers, candidate
@@ -60,7 +60,7 @@ def after(p: Priced, refined: TuningResult) -> Priced:
         return p
     found = next((t for t in refined.tried if str(t) == str(p)), None)
     if found is None:
-        return replace(p, corrected=refined.correction.step_seconds(family(p.strategy), p.cost))
+        return p.corrected_by(refined.correction)
     if found.measured is None:
         return replace(p, cost=None, refusal=found.refused or "it could not run")
     return replace(p, tried=_tried(found.measured))

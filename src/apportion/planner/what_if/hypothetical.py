@@ -137,10 +137,7 @@ class WhatIf:
         if self.taught is None:
             return list(found)
         taught = self.taught
-        return [
-            p if p.cost is None else replace(p, corrected=taught.step_seconds(family(p.strategy), p.cost))
-            for p in found
-        ]
+        return [p.corrected_by(taught) for p in found]
 
 
 def at(ranking: Iterable[Priced], p: Priced) -> Priced | None:
