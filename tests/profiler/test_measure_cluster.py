@@ -136,12 +136,17 @@ def test_what_cannot_be_kept_whole_leaves_nothing(measured: Cluster, tmp_path: P
     assert list(tmp_path.iterdir()) == [kept_in]
 
 
-def test_the_cache_is_where_the_system_wants_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cluster_cache.folder() == tmp_path / "apportion" / "clusters"
+def test_the_cache_is_where_the_system_wants_caches(
+    measured: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    cluster_cache.write(measured, TINY)
+    assert len(list((tmp_path / "caches" / "apportion" / "clusters").iterdir())) == 1
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cluster_cache.folder() == tmp_path / ".cache" / "apportion" / "clusters"
+    assert cluster_cache.read(TINY) is None
+    cluster_cache.write(measured, TINY)
+    assert len(list((tmp_path / "home" / ".cache" / "apportion" / "clusters").iterdir())) == 1
 
 
 def test_measuring_anew_replaces_what_was_kept(measured: Cluster, tmp_path: Path) -> None:
