@@ -38,6 +38,7 @@ from apportion.cost_model.strategies.pipeline import Pipeline, cut
 from apportion.parallel.partition.part import MakePart
 from apportion.parallel.partition.partitioned_step import SplitStep
 from apportion.parallel.pipeline.schedules import turns
+from apportion.parallel.pipeline.single_stage import Staging
 from apportion.parallel.pipeline.stage import refuse_stages, staged
 from apportion.parallel.replica.single_process import reference
 
@@ -68,7 +69,7 @@ class LayerPlacement(Strategy):
 
     def build(self, workload: Workload, world: World) -> Step:
         def part(world: World) -> MakePart:
-            return staged(workload, world, cuts=self.cuts)
+            return staged(workload, world, Staging(cuts=self.cuts))
 
         return SplitStep(workload, world, part(world), again=part)
 

@@ -54,6 +54,7 @@ from apportion.parallel.optim.fused import with_fused_updates
 from apportion.parallel.partition.part import MakePart
 from apportion.parallel.partition.partitioned_step import SplitStep
 from apportion.parallel.pipeline.schedules import SCHEDULES, turns
+from apportion.parallel.pipeline.single_stage import Staging
 from apportion.parallel.pipeline.stage import refuse_stages, staged
 from apportion.parallel.replica.single_process import reference
 
@@ -177,11 +178,14 @@ class PipelineParallel(Strategy):
         def part(now: World) -> MakePart:
             # Of fewer workers there are fewer stages: what was said of the others does not fit them.
             cuts = self.cuts if now.size == world.size else None
-            return staged(
-                workload, now,
-                microbatches=self.microbatches, schedule=self.schedule, cuts=cuts, recompute=self.recompute,
+            staging = Staging(
+                microbatches=self.microbatches,
+                schedule=self.schedule,
+                cuts=cuts,
+                recompute=self.recompute,
                 whole_batch_norm=self.batch_norm == "whole",
-            )  # fmt: skip
+            )
+            return staged(workload, now, staging)
 
         def look(model: nn.Module, source: BatchSource) -> None:
             """Refuses what couples rows: layers that a stage computes of the whole batch are not divided; others and

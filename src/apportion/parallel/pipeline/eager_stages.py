@@ -22,7 +22,7 @@ from apportion.parallel.pipeline.eager_forward import OtherWay, OwnForward, Reco
 from apportion.parallel.pipeline.eager_parameters import held
 from apportion.parallel.pipeline.meta_shapes import CannotRun
 from apportion.parallel.pipeline.microbatch import StageLinks
-from apportion.parallel.pipeline.single_stage import checkpointed, refuse_state
+from apportion.parallel.pipeline.single_stage import Staging, checkpointed
 from apportion.parallel.pipeline.stage_part import StagePart
 from apportion.parallel.pipeline.whole_batch import normalises, refuse_coupled
 from apportion.parallel.replica.initial_model import memory_of
@@ -38,30 +38,20 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 class OwnStages(StagePart):
     """This rank's stretch of a network's forward, and how micro-batches pass through it."""
 
-    def __init__(  # noqa: PLR0913 (what a pipeline has)
-        self,
-        model: nn.Module,
-        inputs: Any,
-        world: World,
-        cut: Cut,
-        *,
-        microbatches: int,
-        schedule: str,
-        recompute: bool,
-        whole_batch_norm: bool,
-        named: Sequence[str] = (),
-    ) -> None:
-        super().__init__(world, microbatches=microbatches, schedule=schedule, recompute=recompute)
+    def __init__(self, model: nn.Module, inputs: Any, world: World, cut: Cut, staging: Staging) -> None:
+        super().__init__(world, staging)
+        microbatches = staging.microbatches
         few = tree.rows(inputs, slice(0, 2))
         stateful = changing_buffers(model, few)
         _refuse_moved(model, stateful)
-        if microbatches > 1 or recompute:
-            _refuse_whole_batch(model, whole_batch_norm=whole_batch_norm)
-            refuse_state(model, stateful, microbatches, recompute=recompute, whole_batch_norm=whole_batch_norm)
+        if microbatches > 1 or staging.recompute:
+            if staging.whole_batch_norm:
+                _refuse_whole_batch(model)
+            staging.refuse_state(model, stateful)
         if microbatches > 1:  # every rank, so that all say the same
             refuse_coupled(model, inputs, microbatches)
         sample = tree.rows(inputs, slice(0, max(2, -(-tree.length(inputs) // microbatches))))
-        self._own, self._trains = opened(model, few, world.size, named)
+        self._own, self._trains = opened(model, few, world.size, staging.cuts or ())
         try:
             with evaluating(model.modules()), undisturbed(model):
                 self._evaluates = self._own.record(few)
@@ -85,15 +75,15 @@ class OwnStages(StagePart):
         def stretch(*received: Any) -> Any:
             return self._own.stretch(batch.inputs, self._trains, *self._bounds, received)
 
-        return checkpointed(stretch, *received) if self._recompute else stretch(*received)
+        return checkpointed(stretch, *received) if self._staging.recompute else stretch(*received)
 
     def evaluated(self, received: Sequence[Any], batch: Batch) -> Any:
         return self._own.stretch(batch.inputs, self._evaluates, *self._bounds, received)
 
 
-def _refuse_whole_batch(model: nn.Module, *, whole_batch_norm: bool) -> None:
+def _refuse_whole_batch(model: nn.Module) -> None:
     found = [name for name, layer in model.named_modules() if normalises(layer)]
-    if whole_batch_norm and found:
+    if found:
         raise CannotRun(
             f'batch_norm="whole" puts together what comes to {found[0]}, which is not known where the forward of '
             f"{type(model).__name__} cannot be followed: use microbatches=1, or layer_placement"

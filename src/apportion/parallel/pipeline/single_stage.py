@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -24,24 +25,61 @@ from apportion.parallel.replica.loss_weighting import LossShare
 from apportion.parallel.replica.replica import Replica
 
 
+@dataclass(frozen=True, kw_only=True)
+class Staging:
+    """The way in which a network is divided into stages, and a batch into micro-batches."""
+
+    microbatches: int = 1
+    schedule: str = "gpipe"
+    cuts: Sequence[str] | None = None
+    """The layers that the stages after the first begin with; None: where stages take equally long."""
+    recompute: bool = False
+    """True where activations are computed again in the backward pass."""
+    whole_batch_norm: bool = False
+    """True where a stage with batch normalisation computes the batch at once."""
+
+    def refuse_state(self, model: nn.Module, stateful: Sequence[str]) -> None:
+        """Refuse layers and buffers of which a forward pass over parts of the batch, or a second one, would make
+        another network."""
+        microbatches = self.microbatches
+        if self.whole_batch_norm:
+            if not self.recompute:
+                return
+            microbatches = 1
+        what, why, instead = "recompute=True", "have {} see every batch twice", "recompute=False"
+        if microbatches > 1:
+            what, why = f"microbatches={microbatches}", "give {} the statistics of a part of the batch"
+            instead = 'batch_norm="whole", microbatches=1'
+        for name, layer in model.named_modules():
+            if normalises(layer):
+                raise ValueError(
+                    f"{what} would {why.format(name)}: use {instead}, layer_placement, data_parallel, or a "
+                    "normalisation that looks at one example (GroupNorm, LayerNorm)"
+                )
+        if stateful:
+            raise ValueError(
+                f"{what} would change the buffer {stateful[0]} more than once a step: use {instead}, layer_placement, "
+                "or data_parallel"
+            )
+
+
 @final
 class InParts(Part):
     """The only stage: the whole model, which computes one micro-batch after the other."""
 
     alike = True
 
-    def __init__(
-        self, model: nn.Module, inputs: Any, microbatches: int, *, recompute: bool, whole_batch_norm: bool
-    ) -> None:
-        if microbatches > 1 or recompute:
+    def __init__(self, model: nn.Module, inputs: Any, staging: Staging) -> None:
+        microbatches = staging.microbatches
+        if microbatches > 1 or staging.recompute:
             stateful = changing_buffers(model, tree.rows(inputs, slice(0, 2)))
-            refuse_state(model, stateful, microbatches, recompute=recompute, whole_batch_norm=whole_batch_norm)
+            staging.refuse_state(model, stateful)
             if stateful or any(map(normalises, model.modules())):
                 microbatches = 1
         if microbatches > 1:
             refuse_coupled(model, inputs, microbatches)
         self.model, self._microbatches = model, microbatches
-        if recompute:
+        if staging.recompute:
             _recompute(model)
         self._products = Products(plain_layers(model) if microbatches > 1 else ())
         self.pieces: Mapping[str, TensorShard] = {}
@@ -83,29 +121,3 @@ def _recompute(model: nn.Module) -> None:
         return checkpointed(run, *values, **named) if torch.is_grad_enabled() else run(*values, **named)
 
     model.forward = forward
-
-
-def refuse_state(
-    model: nn.Module, stateful: Sequence[str], microbatches: int, *, recompute: bool, whole_batch_norm: bool
-) -> None:
-    """Refuse layers and buffers of which a forward pass over parts of the batch, or a second one, would make another
-    network."""
-    if whole_batch_norm:
-        if not recompute:
-            return
-        microbatches = 1
-    what, why, instead = "recompute=True", "have {} see every batch twice", "recompute=False"
-    if microbatches > 1:
-        what, why = f"microbatches={microbatches}", "give {} the statistics of a part of the batch"
-        instead = 'batch_norm="whole", microbatches=1'
-    for name, layer in model.named_modules():
-        if normalises(layer):
-            raise ValueError(
-                f"{what} would {why.format(name)}: use {instead}, layer_placement, data_parallel, or a normalisation "
-                "that looks at one example (GroupNorm, LayerNorm)"
-            )
-    if stateful:
-        raise ValueError(
-            f"{what} would change the buffer {stateful[0]} more than once a step: use {instead}, layer_placement, or "
-            "data_parallel"
-        )

@@ -41,7 +41,7 @@ from apportion.parallel.pipeline.cut_points import (
 from apportion.parallel.pipeline.eager_stages import OwnStages, has_lists
 from apportion.parallel.pipeline.meta_shapes import CannotRun
 from apportion.parallel.pipeline.microbatch import MicrobatchPasses, StageLinks
-from apportion.parallel.pipeline.single_stage import InParts, checkpointed, refuse_state
+from apportion.parallel.pipeline.single_stage import InParts, Staging, checkpointed
 from apportion.parallel.pipeline.stage_graph import (
     StageGraph,
     adopt_the_rest,
@@ -62,17 +62,9 @@ from apportion.parallel.tracing.network import evaluating
 from apportion.parallel.tracing.tracer import Unfollowed, Whole, follow, names, of_torch
 
 
-def staged(  # noqa: PLR0913 (what a pipeline has)
-    workload: Workload,
-    world: World,
-    *,
-    microbatches: int = 1,
-    schedule: str = "gpipe",
-    cuts: Sequence[str] | None = None,
-    recompute: bool = False,
-    whole_batch_norm: bool = False,
-) -> Callable[[nn.Module, Any], Part]:
+def staged(workload: Workload, world: World, staging: Staging) -> Callable[[nn.Module, Any], Part]:
     """A function that makes this rank's part of a model: a stage of it, or all of it where there is one rank."""
+    cuts = staging.cuts
     if cuts is not None and len(cuts) != world.size - 1:
         raise ValueError(
             f"cuts={tuple(cuts)} make {len(cuts) + 1} stages, and there are {world.size} workers: use "
@@ -83,25 +75,17 @@ def staged(  # noqa: PLR0913 (what a pipeline has)
 
     def make(model: nn.Module, inputs: Any) -> Part:
         if world.size == 1:
-            return InParts(model, inputs, microbatches, recompute=recompute, whole_batch_norm=whole_batch_norm)
+            return InParts(model, inputs, staging)
         graph = _traced(model, inputs)
         if isinstance(graph, Unfollowed) or _hides_layers(model, graph) or _hides_hooks(model, graph):
             try:
-                return OwnStages(
-                    model, inputs, world, partial(_agreed, world, cuts, "own"),
-                    microbatches=microbatches, schedule=schedule, recompute=recompute,
-                    whole_batch_norm=whole_batch_norm, named=cuts or (),
-                )  # fmt: skip
+                return OwnStages(model, inputs, world, partial(_agreed, world, cuts, "own"), staging)
             except CannotRun as error:
                 if isinstance(graph, Unfollowed):
                     raise ValueError(
                         f"{_cannot_be_cut(graph)}; nor can it be run in stages as it is written: {error}"
                     ) from error
-        return Stages(
-            model, inputs, world, graph,
-            microbatches=microbatches, schedule=schedule, cuts=cuts, recompute=recompute,
-            whole_batch_norm=whole_batch_norm,
-        )  # fmt: skip
+        return Stages(model, inputs, world, graph, staging)
 
     return make
 
@@ -128,33 +112,21 @@ def refuse_stages(own_update: bool, carries: bool, device: str, untraceable: str
 class Stages(StagePart):
     """This rank's stage of a network, and how micro-batches pass through it."""
 
-    def __init__(  # noqa: PLR0913 (what a pipeline has)
-        self,
-        model: nn.Module,
-        inputs: Any,
-        world: World,
-        graph: fx.Graph,
-        *,
-        microbatches: int,
-        schedule: str,
-        cuts: Sequence[str] | None,
-        recompute: bool,
-        whole_batch_norm: bool,
-    ) -> None:
-        super().__init__(world, microbatches=microbatches, schedule=schedule, recompute=recompute)
-        self._world = world
+    def __init__(self, model: nn.Module, inputs: Any, world: World, graph: fx.Graph, staging: Staging) -> None:
+        super().__init__(world, staging)
+        self._world, microbatches = world, staging.microbatches
         self._at_once: tuple[Sequence[BatchRows], Sequence[BatchRows]] | None = None
         """The way in which what comes, and what goes, depends on the rows, for a stage that computes a batch at once;
         None for others."""
         refuse_untraceable(asked(model, inputs), model)
         stateful = changing_buffers(model, tree.rows(inputs, slice(0, 2)))
-        if microbatches > 1 or recompute:
-            refuse_state(model, stateful, microbatches, recompute=recompute, whole_batch_norm=whole_batch_norm)
+        if microbatches > 1 or staging.recompute:
+            staging.refuse_state(model, stateful)
         ones = {str(node.target) for node in calls(graph) if node.op == "call_module"}  # a layer may be followed in one
         with evaluating(model.modules()):
             evaluated = _followed(model, inputs, lambda path, module: path in ones or of_torch(path, module))
         refuse_elsewhere(model, graph, evaluated)
-        at = self._cut(model, graph, evaluated, inputs, stateful, cuts)
+        at = self._cut(model, graph, evaluated, inputs, stateful)
         bounds = [0, *at, len(calls(graph))]
         self.cuts = named_alike([names(graph)[node] for node in calls(graph)], at)
         at_once = [needs_whole_batch(model, calls(graph)[a:b], stateful) for a, b in pairwise(bounds)]
@@ -181,23 +153,17 @@ class Stages(StagePart):
         self.ends = StageLinks.of(world.group(), world.device)
 
     def _cut(
-        self,
-        model: nn.Module,
-        graph: fx.Graph,
-        evaluated: fx.Graph,
-        inputs: Any,
-        stateful: Sequence[str],
-        cuts: Sequence[str] | None,
+        self, model: nn.Module, graph: fx.Graph, evaluated: fx.Graph, inputs: Any, stateful: Sequence[str]
     ) -> list[int]:
         def places() -> Places:
             alone = {} if str(evaluated) == str(graph) else trained_alone(model, graph, evaluated)
             return measured(model, graph, self._sample(inputs), stateful).without(alone)
 
-        return _agreed(self._world, cuts, "", [names(graph)[node] for node in calls(graph)], places)
+        return _agreed(self._world, self._staging.cuts, "", [names(graph)[node] for node in calls(graph)], places)
 
     def _sample(self, inputs: Any) -> Any:
         """A micro-batch of the inputs, of two rows at least: one alone cannot be normalised."""
-        return tree.rows(inputs, slice(0, max(2, -(-tree.length(inputs) // self._microbatches))))
+        return tree.rows(inputs, slice(0, max(2, -(-tree.length(inputs) // self._staging.microbatches))))
 
     def _rows(
         self, model: nn.Module, graph: fx.Graph, bounds: Sequence[int], inputs: Any
@@ -225,7 +191,7 @@ class Stages(StagePart):
 
     def run(self, received: Sequence[Any], batch: Batch) -> Any:
         given = self._training.takes(self._arguments, batch)
-        return checkpointed(self.model, *given, *received) if self._recompute else self.model(*given, *received)
+        return checkpointed(self.model, *given, *received) if self._staging.recompute else self.model(*given, *received)
 
     def evaluated(self, received: Sequence[Any], batch: Batch) -> Any:
         return self._evaluation.module(*self._evaluation.takes(self._arguments, batch), *received)

@@ -16,6 +16,7 @@ from apportion.parallel.ops.factored_linear import Products
 from apportion.parallel.partition.part import Part
 from apportion.parallel.pipeline.microbatch import MicrobatchPasses, StageLinks
 from apportion.parallel.pipeline.schedules import turns
+from apportion.parallel.pipeline.single_stage import Staging
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.tracing.network import evaluating
 
@@ -28,9 +29,9 @@ class StagePart(Part):
     _trained: Sequence[nn.Module]
     """The modules that are in training mode."""
 
-    def __init__(self, world: World, *, microbatches: int, schedule: str, recompute: bool) -> None:
-        self._rank, self._size = world.rank, world.size
-        self._microbatches, self._schedule, self._recompute = microbatches, schedule, recompute
+    def __init__(self, world: World, staging: Staging) -> None:
+        self._rank, self._size, self._staging = world.rank, world.size, staging
+        self._schedule = staging.schedule
         self.most_in_flight = 0
         """The most micro-batches whose activations this stage has kept at once."""
 
@@ -43,7 +44,7 @@ class StagePart(Part):
         """Run the stage's forward pass of the network as it is evaluated."""
 
     def backward(self, replica: Replica, batch: Batch) -> Tensor | None:
-        parts = batch.parts(self._microbatches)
+        parts = batch.parts(self._staging.microbatches)
         passes = MicrobatchPasses(self.run, self._products, self.ends, replica, batch, parts)
         self._make(passes, len(parts))
         self.most_in_flight = max(self.most_in_flight, passes.most)
