@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from apportion.core.rng import RngState, fork_host_rng, plain_rng_states, seed_host
 from apportion.core.sampler import Draws
 
 
@@ -113,3 +117,33 @@ def test_the_numbers_never_change() -> None:
 
 
 NUMBERS = [[432, 269, 301], [417, 98, 170]]
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, random.gauss, np.random.rand, np.random.randn, lambda: torch.rand(1)],
+    ids=["random", "gauss", "rand", "randn", "torch"],
+)  # fmt: skip
+def test_what_the_generators_are_at_is_the_same_until_one_of_them_draws(draw: Callable[..., object]) -> None:
+    with fork_host_rng():
+        seed_host(3)
+        before, plain = RngState.now(), plain_rng_states()
+        assert RngState.now().fingerprint() == before.fingerprint()
+        assert plain_rng_states() == plain
+        draw()
+        assert RngState.now().fingerprint() != before.fingerprint()
+        assert (plain_rng_states() != plain) == (not isinstance(draw(), torch.Tensor))
+        before.restore()
+        assert RngState.now().fingerprint() == before.fingerprint()
+        assert plain_rng_states() == plain
+
+
+def test_another_kind_of_numpys_generators_is_seen_to_draw_too() -> None:
+    usual = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        before = plain_rng_states()
+        assert plain_rng_states() == before
+        np.random.rand()
+        assert plain_rng_states() != before
+    finally:
+        np.random.set_bit_generator(usual)

@@ -40,18 +40,19 @@ class RngState:
         return self.python, _comparable(self.numpy), self.torch.numpy().tobytes()
 
 
-def plain_fingerprint() -> tuple[object, object]:
-    """Returns values that are equal for equal states of Python's generator, and of numpy's."""
-    return random.getstate(), _comparable(np.random.get_state())
+def plain_rng_states() -> tuple[object, object]:
+    """Returns what Python's and numpy's generators are at, as values that are equal for equal states."""
+    return random.getstate(), _comparable(np.random.get_state(legacy=False))
 
 
 def _comparable(state: Any) -> object:
-    """A state of numpy's generator as a value that can be compared. Its 624 words as text would take milliseconds,
-    which is longer than most of what is asked whether it draws."""
-    if not isinstance(state, tuple):  # another generator than numpy's first one has been put in its place
-        return repr(state)
-    kind, words, *place = state
-    return kind, words.tobytes(), *place
+    """Returns the state of numpy's generator, of whichever kind it is, with bytes in the place of arrays: to write 624
+    numbers out takes longer than the forward pass of a small layer."""
+    if isinstance(state, np.ndarray):
+        return state.tobytes()
+    if isinstance(state, dict):
+        return {name: _comparable(value) for name, value in state.items()}
+    return tuple(map(_comparable, state)) if isinstance(state, tuple) else state
 
 
 def seed_everything(seed: int) -> None:

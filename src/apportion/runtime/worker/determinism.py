@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from apportion.core.rng import plain_fingerprint, strategy_is_drawing
+from apportion.core.rng import plain_rng_states, strategy_is_drawing
 from apportion.core.torch_private import DispatchMode
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -81,14 +81,14 @@ class Observed(DispatchMode):
     def _begin(self, *_: Any) -> None:
         self._depth += 1
         if self._depth == 1:
-            self._before = plain_fingerprint()
+            self._before = plain_rng_states()
             self.__enter__()
 
     def _end(self, *_: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
             self.__exit__(None, None, None)
-            both = zip(("random", "numpy.random"), self._before, plain_fingerprint(), strict=True)
+            both = zip(("random", "numpy.random"), self._before, plain_rng_states(), strict=True)
             self.plain_draws.update(name for name, before, after in both if before != after)
 
     def __torch_dispatch__(
