@@ -18,6 +18,7 @@ import hypothesis
 import processes
 import pytest
 import quick_pickles
+import recorded_references
 import torch
 import warm_python
 import warm_ranks
@@ -164,9 +165,10 @@ def cold_servers() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_ranks_for_proofs(watch: Watch, counted_processes: None) -> Iterator[None]:
-    """The processes of a proof stay for the next one, unless the test wants ``cold_ranks``."""
+    """The processes of a proof stay for the next one, and what a reference has computed is remembered, unless the test
+    wants ``cold_ranks``."""
     with pytest.MonkeyPatch.context() as patch, warm_ranks.keeping():
-        patch.setattr(proof_workers, "WorkerPool", warm_ranks.kept)
+        patch.setattr(proof_workers, "WorkerPool", recorded_references.pool)
         yield
 
 

@@ -85,9 +85,7 @@ class Kept:
 
 def kept(launcher: Local, target: str, job: Job, ranks: int) -> Kept:
     """Returns a pool that has been used before and fits, or a new one."""
-    unlike = ("PYTEST_CURRENT_TEST",)
-    environment = frozenset(pair for pair in os.environ.items() if pair[0] not in unlike)
-    key = (ranks, launcher.threads_each(ranks), launcher.device, environment, os.getcwd(), tuple(sys.path))
+    key = surroundings(launcher, ranks)
     pool = next((pool for pool in reversed(idle) if pool.key == key), None)
     if pool is None:
         pool = _Pool(launcher, ranks, key)
@@ -95,6 +93,13 @@ def kept(launcher: Local, target: str, job: Job, ranks: int) -> Kept:
         idle.remove(pool)
     pool.begin(target, job)
     return Kept(pool)
+
+
+def surroundings(launcher: Local, ranks: int) -> Hashable:
+    """Returns what processes have from the one that asks for them: those with other surroundings compute elsewhere."""
+    unlike = ("PYTEST_CURRENT_TEST",)
+    environment = frozenset(pair for pair in os.environ.items() if pair[0] not in unlike)
+    return ranks, launcher.threads_each(ranks), launcher.device, environment, os.getcwd(), tuple(sys.path)
 
 
 def processes() -> set[int]:

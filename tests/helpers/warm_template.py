@@ -11,13 +11,22 @@ import importlib
 from apportion.core.value import own_names
 from apportion.runtime.spawn import template
 
+MORE = (
+    "apportion.profiler.workload_worker",
+    "apportion.runtime.proof.proof_workload",
+    "pytest",  # for functions of the tests themselves
+    "ranks",
+    "torch.utils.serialization",
+    "warm_ranks",
+)
+
 
 def main() -> None:
     """``python warm_template.py FD DRIVER_PID``, as ``apportion.runtime.spawn.template`` is called."""
     for name in own_names("apportion.strategies"):
         importlib.import_module(f"apportion.strategies.{name}")
-    importlib.import_module("apportion.profiler.workload_worker")
-    importlib.import_module("pytest")  # for functions of the tests themselves
+    for name in MORE:
+        importlib.import_module(name)
     template.main()
 
 
