@@ -43,6 +43,7 @@ from apportion.planner.what_if.crossover import crossings
 from apportion.planner.what_if.hypothetical import WhatIf
 from apportion.planner.what_if.sensitivity import sensitivities
 from apportion.profiler import cluster_cache
+from apportion.profiler.measure_workload import profile
 from apportion.reporting.html import write_plan_html
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.local_sgd import LocalSgd
@@ -769,7 +770,14 @@ def test_of_one_process_and_another_no_number_of_workers_is_told() -> None:
     assert plan.reasons[1] == "as fast as can be told (0.3% faster), and less simple"
 
 
+@pytest.fixture
+def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workload is timed for a moment, where it does not matter how long its layers take."""
+    monkeypatch.setitem(profile.__kwdefaults__, "seconds", 0.5)
+
+
 @pytest.mark.processes
+@pytest.mark.usefixtures("briefly")
 def test_a_file_of_a_measured_cluster_is_not_thought_to_be_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -786,6 +794,7 @@ def test_a_file_of_a_measured_cluster_is_not_thought_to_be_this_machine(
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("briefly")
 def test_a_cluster_that_was_measured_elsewhere_is_not_thought_to_be_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
