@@ -67,10 +67,7 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     address = workload if isinstance(workload, str) else _address(workload)
     if isinstance(workload, str):
         check_place(workload)
-    if resume not in (True, False, "auto"):
-        raise ValueError(f'resume={resume!r} must be True, False or "auto" (go on where there is a checkpoint)')
-    if resume and run_dir is None:
-        raise ValueError(f"resume={resume!r} needs run_dir: the directory of the run to go on with")
+    _check_resume(resume, run_dir)
     # What a run needs, who only imports this package does without.
     from apportion.api import running
     from apportion.core.policy import Policy
@@ -104,6 +101,13 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     if isinstance(launcher, Env):
         return running.joined(asked, chosen, launcher)
     return running.started(asked, chosen, launcher, planning)
+
+
+def _check_resume(resume: object, run_dir: str | Path | None) -> None:
+    if resume not in (True, False, "auto"):
+        raise ValueError(f'resume={resume!r} must be True, False or "auto" (go on where there is a checkpoint)')
+    if resume and run_dir is None:
+        raise ValueError(f"resume={resume!r} needs run_dir: the directory of the run to go on with")
 
 
 def train(workload: Workload | str, strategy: Strategy | str | None = None, **options: Any) -> Result:

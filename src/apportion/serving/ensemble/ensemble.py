@@ -27,7 +27,7 @@ answers last: beyond it the answer holds all others up, and counts as late, thou
 
 
 @dataclass(frozen=True)
-class Result:
+class EnsembleResult:
     """The answer of the members, and the outputs that they were combined to."""
 
     answer: Answer
@@ -64,7 +64,7 @@ class Ensemble:
         """The ``Member`` objects, each of them once."""
         return list(dict.fromkeys(self.members.values()))
 
-    def ask(self, question: InferenceRequest, told: Callable[[Result | Exception], None]) -> PendingRequest:
+    def ask(self, question: InferenceRequest, told: Callable[[EnsembleResult | Exception], None]) -> PendingRequest:
         """Ask the members, and take what they answer by the deadline. ``told`` is called once, perhaps at once: with
         the result, or with DeadlineExceeded, NoQuorum, Overloaded, or Refused where the models do not take these
         inputs."""
@@ -72,14 +72,14 @@ class Ensemble:
         asking.begin()
         return asking
 
-    async def infer(self, question: InferenceRequest) -> Result:
+    async def infer(self, question: InferenceRequest) -> EnsembleResult:
         """Ask the members as ``ask`` does, and wait for the result; raises the error where there is none."""
-        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[EnsembleResult] = asyncio.get_running_loop().create_future()
 
-        def told(found: Result | Exception) -> None:
+        def told(found: EnsembleResult | Exception) -> None:
             if future.done():
                 return
-            if isinstance(found, Result):
+            if isinstance(found, EnsembleResult):
                 future.set_result(found)
             else:
                 future.set_exception(found)
@@ -113,7 +113,7 @@ class PendingRequest:
     """A request to the ensemble, from the first queue to its outcome."""
 
     def __init__(
-        self, ensemble: Ensemble, question: InferenceRequest, told: Callable[[Result | Exception], None]
+        self, ensemble: Ensemble, question: InferenceRequest, told: Callable[[EnsembleResult | Exception], None]
     ) -> None:
         self.ensemble, self.question, self._told = ensemble, question, told
         self.names, self.deadline = question.names, question.deadline
@@ -263,10 +263,10 @@ class PendingRequest:
         self._let_go()
         self._told(found)
 
-    def _found(self, outcome: Answer | DeadlineExceeded | NoQuorum) -> Result | Exception:
+    def _found(self, outcome: Answer | DeadlineExceeded | NoQuorum) -> EnsembleResult | Exception:
         if isinstance(outcome, Answer):
             try:
-                return Result(outcome, self._combined(outcome))
+                return EnsembleResult(outcome, self._combined(outcome))
             except Exception as error:  # nobody may be left waiting
                 return NoQuorum(f"the members' outputs do not fit together: {error}")
         if isinstance(outcome, NoQuorum) and (self.refused or self.full):

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from apportion.comm.sync import CACHE_LINE
 from apportion.serving.config import Serving
 from apportion.serving.ensemble.deadline import expires
-from apportion.serving.ensemble.ensemble import Ensemble, InferenceRequest, PendingRequest, Result
+from apportion.serving.ensemble.ensemble import Ensemble, InferenceRequest, PendingRequest, EnsembleResult
 from apportion.serving.errors import DeadlineExceeded, NoQuorum, Overloaded
 from apportion.serving.http.request_head import Head, number
 from apportion.serving.http.response import HTTPError, Response
@@ -65,10 +65,10 @@ class InferServer(Protocol):
     def specs(self, model: str) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
         """Return the inputs and the outputs of a model."""
 
-    def noted(self, reply: Response, model: str, began: float, result: Result | None = None) -> Response:
+    def noted(self, reply: Response, model: str, began: float, result: EnsembleResult | None = None) -> Response:
         """Return the response, which is counted once it is sent."""
 
-    def note(self, model: str, status: int, seconds: float, result: Result | None) -> None:
+    def note(self, model: str, status: int, seconds: float, result: EnsembleResult | None) -> None:
         """Count a request that has been answered."""
 
 
@@ -156,7 +156,7 @@ class InferCall:
         tensors, leases = placed([(tensor.datatype, tensor.array) for tensor in given], app.inbox, held)
         return InferenceRequest(tensors, rows, expires(self._came, timeout, app.serving.deadline), self._names, leases)
 
-    def _answered(self, found: Result | Exception) -> None:
+    def _answered(self, found: EnsembleResult | Exception) -> None:
         assert self._told is not None
         if self._over:
             return
@@ -172,7 +172,7 @@ class InferCall:
             self._app.noted(reply, self._model, self._began, found)
         self._told(reply)
 
-    def _reply(self, result: Result) -> Response:
+    def _reply(self, result: EnsembleResult) -> Response:
         assert self._request is not None
         request, specs = self._request, self._app.specs(self._model)[1]
         found = {s.name: NamedTensor(s.name, s.datatype, x) for s, x in zip(specs, result.outputs, strict=True)}
@@ -234,7 +234,7 @@ def _in_order(request: Request, inputs: tuple[Spec, ...]) -> list[NamedTensor]:
     return found
 
 
-def _head(model: str, request: Request, result: Result) -> dict[str, Any]:
+def _head(model: str, request: Request, result: EnsembleResult) -> dict[str, Any]:
     answer = result.answer
     head: dict[str, Any] = {"model_name": model, "model_version": VERSION}
     if request.id is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from apportion.serving.config import ENSEMBLE, Serving
-from apportion.serving.ensemble.ensemble import Ensemble, Result
+from apportion.serving.ensemble.ensemble import Ensemble, EnsembleResult
 from apportion.serving.errors import Overloaded
 from apportion.serving.http.host_names import Hosts
 from apportion.serving.http.infer_request import VERSION, InferCall, defect, reply_to
@@ -167,12 +167,12 @@ class App:
             raise Overloaded(f"{self.busy} requests are being answered already", seconds=self.serving.deadline)
         return names
 
-    def noted(self, reply: Response, model: str, began: float, result: Result | None = None) -> Response:
+    def noted(self, reply: Response, model: str, began: float, result: EnsembleResult | None = None) -> Response:
         """Return the response, which is counted once it is sent."""
         reply.sent = lambda: self.note(model, reply.status, time.perf_counter() - began, result)
         return reply
 
-    def note(self, model: str, status: int, seconds: float, result: Result | None) -> None:
+    def note(self, model: str, status: int, seconds: float, result: EnsembleResult | None) -> None:
         """Count and log a request that has been answered."""
         about: dict[str, Any] = {"model": model, "status": status, "ms": round(seconds * 1e3, 3)}
         used: tuple[str, ...] = ()
