@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from apportion.comm.sync import CACHE_LINE
 from apportion.serving.config import Serving
 from apportion.serving.ensemble.deadline import expires
-from apportion.serving.ensemble.ensemble import Ensemble, InferenceRequest, PendingRequest, EnsembleResult
+from apportion.serving.ensemble.ensemble import Ensemble, EnsembleResult, InferenceRequest, PendingRequest
 from apportion.serving.errors import DeadlineExceeded, NoQuorum, Overloaded
 from apportion.serving.http.request_head import Head, number
 from apportion.serving.http.response import HTTPError, Response
