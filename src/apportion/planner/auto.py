@@ -37,10 +37,13 @@ MOST_SECONDS = 7.0
 """The most seconds that trials take; they also never take more than ``BUDGET_SHARE`` of the run."""
 LEAST_SECONDS = 0.5
 """The least seconds that trials are begun with: starting a second candidate takes as long."""
+STARTS = 2
+"""The times that processes are started, one after another, before the first round of trials."""
 LONG_SECONDS = 1.0
 """The seconds from which a first step is so long that it is not made again."""
-SHORT_SECONDS = 0.1
-"""The seconds that the few steps after the first take about in all."""
+SHORT_SECONDS, LEAST_STEPS = 0.1, 3
+"""The seconds that the few steps after the first take about in all, and the least number of them: the second is often
+slower than those after it, and a run that seems twice as long is given twice the time for its choice."""
 PREDICTING, PILOT = 0.4, 0.3
 """The shares of the time of trials that prices and a pilot are given."""
 PRICED_SECONDS, PRICED_STEPS = 5.0, 50
@@ -132,7 +135,7 @@ class _Deciding:
 
     def decide(self) -> Decision:
         """Decide by measuring, predicting and trying as much as the time allows."""
-        seconds = min(self._budget(), self._left())
+        seconds = min(self._budget(), self._left() - STARTS * self._built)
         if seconds < max(LEAST_SECONDS, self._built):
             why = f"the run takes about {self._run():.2g} s, too short to measure others first and prove what is chosen"
             return self._taken(self._offers[0], why, [])
@@ -244,7 +247,7 @@ def _a_step(alone: TrialWorkers) -> float:
     first = time.perf_counter() - began
     if first > LONG_SECONDS:
         return first
-    alone.go(max(1, min(5, int(SHORT_SECONDS / first))))
+    alone.go(max(LEAST_STEPS, min(5, int(SHORT_SECONDS / first))))
     return alone.measured.step_seconds
 
 

@@ -48,7 +48,7 @@ def budget(run_seconds: float) -> float:
     return max(BUDGET_SECONDS, BUDGET_SHARE * run_seconds)
 
 
-PROOF_SECONDS, PROOF_STEPS = 3.0, 8
+PROOF_SECONDS, PROOF_STEPS = 4.5, 16
 """The seconds that a short proof takes, with so many steps of a few rows in float64, in four processes on two cores."""
 
 
