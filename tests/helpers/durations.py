@@ -26,7 +26,7 @@ LONGEST = "APPORTION_LONGEST"
 OTHERS = 0.2
 """The share of the processors that other programs may have while a test is timed: above it the time says nothing."""
 YARDSTICK = 1.5
-"""Seconds that the yardstick takes on the machine of reference, which has two cores of the year 2023."""
+"""Seconds that the yardstick takes on the machine of reference, which has two cores."""
 _start_cold = subprocess.Popen
 """Kept from before programs of the tests are forked from a warm Python."""
 PHASES = ("setup", "call", "teardown")

@@ -18,18 +18,19 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion.core.strategy import Strategy
-from apportion.runtime.worker.agreement import RunAgreement, differences, refuse_differences
+from apportion.runtime.worker import run_description
+from apportion.runtime.worker.agreement import NUMBERS, RunAgreement, differences, refuse_differences, unlike_code
 from apportion.runtime.worker.job import Job
-from apportion.runtime.worker.run_description import describe_data, describe_run
+from apportion.runtime.worker.run_description import describe_code, describe_data, describe_run
 
 
 def network(width: int = 16) -> nn.Module:
     return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 2))
 
 
-def rows(count: int = 61, seed: int = 0) -> TensorDataset:
+def rows(count: int = 61, seed: int = 0, least: float = 0.0) -> TensorDataset:
     x = torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
-    return TensorDataset(x, (x.sum(1) > 0).long())
+    return TensorDataset(x, (x.sum(1) > least).long())
 
 
 def sgd(parameters: Any, lr: float = 0.1, momentum: float = 0.9) -> torch.optim.Optimizer:
@@ -67,7 +68,7 @@ def described(job: Job) -> list[dict[str, Any]]:
     workload = job.open()
     step = apportion.data_parallel().build(workload, apportion.World())
     try:
-        at = {"host": "a", "processor": "AVX2"}
+        at = {"host": "a", "processor": "AVX2", "code": describe_code(workload)}
         return [{**at, **describe_run(job, workload)}, {**at, **describe_data(job, workload, step)}]
     finally:
         step.close()
@@ -101,7 +102,8 @@ CASES: dict[str, tuple[Job, int, str]] = {
     "policy": (replace(JOB, policy=apportion.Policy(checkpoint_every="5 steps")), 0, "checkpoint_every='5 steps'"),
     "changes": (replace(JOB, changes={"steps": 7}), 0, "steps=7"),
     "fast paths": (replace(JOB, plain=("linear",)), 0, "plain paths=linear"),
-    "data": (given(data=partial(rows, seed=1)), 1, "digest of example 0="),
+    "data": (given(data=partial(rows, seed=1)), 1, "example "),
+    "labels": (given(data=partial(rows, least=100.0)), 1, "digest of example "),
     "length": (given(data=partial(rows, 62)), 1, "examples=62"),
     "schedule": (given(schedule=partial(decay, power=2.0)), 1, "rates of optimizer="),
     "loss": (given(loss=partial(loss, smoothing=0.1)), 1, "differs in loss)"),
@@ -147,15 +149,30 @@ def test_the_same_run_is_not_refused_though_its_code_names_something_of_the_host
     refuse_differences([told[1], other[1]])
 
 
-def test_initial_weights_that_differ_are_refused_on_equal_processors_alone(told: list[dict[str, Any]]) -> None:
-    kind, name = "numbers of the initial weights", "sum of squares of the initial weights"
-    size = told[0][kind][name]
-    rounded = {**told[0], kind: {name: size * (1 + 1e-7)}}
+@pytest.mark.parametrize(("when", "kind"), [(0, NUMBERS[0]), (1, NUMBERS[1]), (1, NUMBERS[2])], ids=NUMBERS)
+def test_numbers_that_differ_by_rounding_are_refused_on_equal_processors_alone(
+    when: int, kind: str, told: list[dict[str, Any]]
+) -> None:
+    first = told[when]
+    name, size = next(iter(first[kind].items()))
+    rounded = {**first, kind: {**first[kind], name: size * (1 + 1e-7)}}
     with pytest.raises(ValueError, match=name):
-        refuse_differences([told[0], rounded])
-    refuse_differences([told[0], {**rounded, "processor": "AVX512"}])
+        refuse_differences([first, rounded])
+    refuse_differences([first, {**rounded, "processor": "AVX512"}])
     with pytest.raises(ValueError, match=name):
-        refuse_differences([told[0], {**rounded, "processor": "AVX512", kind: {name: size * 1.01}}])
+        refuse_differences([first, {**rounded, "processor": "AVX512", kind: {**first[kind], name: size * 1.01}}])
+
+
+def test_code_that_differs_is_told_where_no_update_shows_whether_it_matters(
+    told: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = described(given(loss=lambda outputs, targets: loss(outputs, targets)))[1]
+    assert unlike_code([told[1], other]) is None, "the update is the same"
+    monkeypatch.setattr(run_description, "MOST_PARAMETERS", 10)
+    large = [described(job)[1] for job in (JOB, given(loss=partial(loss, smoothing=0.1)))]
+    refuse_differences(large)
+    assert str(unlike_code(large)).startswith("the code of loss differs between the ranks")
+    assert unlike_code([large[0], large[0]]) is None
 
 
 def test_describing_leaves_the_generators_as_they_were() -> None:

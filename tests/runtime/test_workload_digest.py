@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import itertools
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion import Workload
+from apportion.runtime.proof import installed_packages
 from apportion.runtime.proof.value_digest import Digester, UnhashableError
 from apportion.runtime.proof.workload_digest import digested
 
@@ -491,3 +493,29 @@ def test_modules_that_name_each_other_come_to_an_end(monkeypatch: pytest.MonkeyP
     first = Digester()("f", one.__dict__["f"])
     exec("def g(): return one_of_two.f() + 2", two.__dict__)
     assert Digester()("f", one.__dict__["f"]) != first
+
+
+# The same on two hosts
+
+
+def path_of(folder: Path, name: str) -> Any:
+    """A function that names a file of its host, as a text and as a path."""
+    text, path = str(folder / name), folder / name
+    return lambda: (text, path, "relative/name")
+
+
+def test_a_portable_digest_is_the_same_in_another_folder_and_not_of_another_file() -> None:
+    here, there, other = (
+        path_of(Path(folder), name) for folder, name in (("/a", "data.csv"), ("/b/c", "data.csv"), ("/a", "d.csv"))
+    )
+    portable = [Digester(portable=True)("the function", function) for function in (here, there, other)]
+    assert portable[0] == portable[1] != portable[2]
+    assert Digester()("the function", here) != Digester()("the function", there)
+
+
+def test_a_portable_digest_holds_the_version_of_a_package_and_not_the_time_of_its_files() -> None:
+    assert installed_packages.release("torch.nn", portable=True) == torch.__version__
+    assert installed_packages.release("torch.nn") != torch.__version__
+    own = installed_packages.release("apportion.core", portable=True)
+    assert own == installed_packages.own_contents()
+    assert re.fullmatch(r"\S+ \([0-9a-f]{8}\)", own)

@@ -54,8 +54,8 @@ from apportion.parallel.optim.fused import with_fused_updates
 from apportion.parallel.partition.part import MakePart
 from apportion.parallel.partition.partitioned_step import SplitStep
 from apportion.parallel.pipeline.schedules import SCHEDULES, turns
-from apportion.parallel.pipeline.single_stage import Staging
 from apportion.parallel.pipeline.stage import refuse_stages, staged
+from apportion.parallel.pipeline.staging import Staging
 from apportion.parallel.replica.single_process import reference
 
 TRIED = (4, 8, 16, 32)

@@ -22,8 +22,9 @@ from apportion.parallel.pipeline.eager_forward import OtherWay, OwnForward, Reco
 from apportion.parallel.pipeline.eager_parameters import held
 from apportion.parallel.pipeline.meta_shapes import CannotRun
 from apportion.parallel.pipeline.microbatch import StageLinks
-from apportion.parallel.pipeline.single_stage import Staging, checkpointed
+from apportion.parallel.pipeline.single_stage import checkpointed
 from apportion.parallel.pipeline.stage_part import StagePart
+from apportion.parallel.pipeline.staging import Staging
 from apportion.parallel.pipeline.whole_batch import normalises, refuse_coupled
 from apportion.parallel.replica.initial_model import memory_of
 from apportion.parallel.tracing.network import evaluating, undisturbed

@@ -1,11 +1,9 @@
-"""A network as one stage, which computes one micro-batch after the other; and the refusal of what no stage can do with
-a part of a batch."""
+"""A network as one stage, which computes one micro-batch after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -20,47 +18,10 @@ from apportion.parallel.ops.factored_linear import Products, plain_layers
 from apportion.parallel.partition.part import Part
 from apportion.parallel.partition.tensor_shards import TensorShard
 from apportion.parallel.pipeline.cut_points import changing_buffers
+from apportion.parallel.pipeline.staging import Staging
 from apportion.parallel.pipeline.whole_batch import normalises, refuse_coupled
 from apportion.parallel.replica.loss_weighting import LossShare
 from apportion.parallel.replica.replica import Replica
-
-
-@dataclass(frozen=True, kw_only=True)
-class Staging:
-    """The way in which a network is divided into stages, and a batch into micro-batches."""
-
-    microbatches: int = 1
-    schedule: str = "gpipe"
-    cuts: Sequence[str] | None = None
-    """The layers that the stages after the first begin with; None: where stages take equally long."""
-    recompute: bool = False
-    """True where activations are computed again in the backward pass."""
-    whole_batch_norm: bool = False
-    """True where a stage with batch normalisation computes the batch at once."""
-
-    def refuse_state(self, model: nn.Module, stateful: Sequence[str]) -> None:
-        """Refuse layers and buffers of which a forward pass over parts of the batch, or a second one, would make
-        another network."""
-        microbatches = self.microbatches
-        if self.whole_batch_norm:
-            if not self.recompute:
-                return
-            microbatches = 1
-        what, why, instead = "recompute=True", "have {} see every batch twice", "recompute=False"
-        if microbatches > 1:
-            what, why = f"microbatches={microbatches}", "give {} the statistics of a part of the batch"
-            instead = 'batch_norm="whole", microbatches=1'
-        for name, layer in model.named_modules():
-            if normalises(layer):
-                raise ValueError(
-                    f"{what} would {why.format(name)}: use {instead}, layer_placement, data_parallel, or a "
-                    "normalisation that looks at one example (GroupNorm, LayerNorm)"
-                )
-        if stateful:
-            raise ValueError(
-                f"{what} would change the buffer {stateful[0]} more than once a step: use {instead}, layer_placement, "
-                "or data_parallel"
-            )
 
 
 @final

@@ -41,7 +41,7 @@ from apportion.parallel.pipeline.cut_points import (
 from apportion.parallel.pipeline.eager_stages import OwnStages, has_lists
 from apportion.parallel.pipeline.meta_shapes import CannotRun
 from apportion.parallel.pipeline.microbatch import MicrobatchPasses, StageLinks
-from apportion.parallel.pipeline.single_stage import InParts, Staging, checkpointed
+from apportion.parallel.pipeline.single_stage import InParts, checkpointed
 from apportion.parallel.pipeline.stage_graph import (
     StageGraph,
     adopt_the_rest,
@@ -51,6 +51,7 @@ from apportion.parallel.pipeline.stage_graph import (
     trained_alone,
 )
 from apportion.parallel.pipeline.stage_part import StagePart
+from apportion.parallel.pipeline.staging import Staging
 from apportion.parallel.pipeline.whole_batch import (
     BatchRows,
     needs_whole_batch,

@@ -16,7 +16,7 @@ from apportion.parallel.ops.factored_linear import Products
 from apportion.parallel.partition.part import Part
 from apportion.parallel.pipeline.microbatch import MicrobatchPasses, StageLinks
 from apportion.parallel.pipeline.schedules import turns
-from apportion.parallel.pipeline.single_stage import Staging
+from apportion.parallel.pipeline.staging import Staging
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.tracing.network import evaluating
 

@@ -8,6 +8,7 @@ have all descriptions then, and all of them raise the same error where one diffe
 from __future__ import annotations
 
 import math
+import platform
 import socket
 import warnings
 from collections.abc import Sequence
@@ -21,11 +22,11 @@ from apportion.comm.world import World
 from apportion.core.strategy import Step
 from apportion.core.workload import Workload
 from apportion.runtime.worker.job import Job
-from apportion.runtime.worker.run_description import Description, describe_data, describe_run
+from apportion.runtime.worker.run_description import Description, describe_code, describe_data, describe_run
 
-NUMBERS = ("numbers of the initial weights", "numbers after the first update")
-"""The kinds of settings that hold numbers which were computed: on processors that round differently they are the same
-within TOLERANCE."""
+NUMBERS = ("numbers of the initial weights", "numbers of the examples", "numbers after the first update")
+"""The kinds of settings that hold numbers which were computed: with processors or threads that round differently they
+are the same within TOLERANCE."""
 TOLERANCE = 1e-4
 """A relative difference that rounding does not make."""
 MOST = 3
@@ -37,17 +38,19 @@ class RunAgreement:
 
     def __init__(self, job: Job, world: World) -> None:
         self._job, self._world = job, world
+        self._code: dict[str, str | None] = {}
 
     @collective
     def on_workload(self, workload: Workload) -> None:
         """Compares the settings of all ranks, before any strategy is built. Raises ValueError, on all of them, where
         they differ."""
+        self._code = describe_code(workload)
         told = self._gather(describe_run(self._job, workload))
         refuse_differences(told)
         if len(processors := sorted({rank["processor"] for rank in told})) > 1 and self._world.rank == 0:
             warnings.warn(
-                f"the processors of these hosts compute with {' and '.join(processors)}, which round differently: a "
-                "run on other hosts may differ from this one in the last bits",
+                f"the ranks compute with {' and '.join(processors)}, which round differently: a run on other hosts may "
+                "differ from this one in the last bits",
                 stacklevel=2,
             )
 
@@ -55,11 +58,15 @@ class RunAgreement:
     def on_data(self, workload: Workload, step: Step) -> None:
         """Compares the data of all ranks, and what the first update makes of some of them. Raises ValueError, on all
         of them, where they differ."""
-        refuse_differences(self._gather(describe_data(self._job, workload, step)))
+        told = self._gather(describe_data(self._job, workload, step))
+        refuse_differences(told)
+        if (said := unlike_code(told)) is not None and self._world.rank == 0:
+            warnings.warn(said, stacklevel=2)
 
     @collective
     def _gather(self, described: Description) -> list[Description]:
-        own = {"host": socket.gethostname(), "processor": torch.backends.cpu.get_cpu_capability(), **described}
+        processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, threads={torch.get_num_threads()}"
+        own = {"host": socket.gethostname(), "processor": processor, "code": self._code, **described}
         return gather_messages(own, self._world.group(), device=self._world.device)
 
 
@@ -106,8 +113,24 @@ def _agree(one: Any, other: Any, tolerance: float) -> bool:
     return False
 
 
+def unlike_code(told: Sequence[Description]) -> str | None:
+    """Returns what is to be said where code differs between ranks and no update was made that would show whether that
+    matters; None where nothing is."""
+    numbers = [rank["numbers after the first update"] for rank in told]
+    names = sorted({name for rank in told[1:] for name in _unlike(told[0], rank)})
+    if not names or any(value is not None for of in numbers for value in of.values()):
+        return None
+    return (
+        f"the code of {', '.join(names)} differs between the ranks, which may be no more than the path of a file, and "
+        "no update was made before the run that would show it: give all ranks the same script"
+    )
+
+
 def _code(first: Description, other: Description) -> str:
     """Names the workload's functions that are not the same code, where the numbers that they compute differ."""
-    mine, theirs = first.get("code", {}), other.get("code", {})
-    names = [name for name in mine if not _agree(mine[name], theirs.get(name), 0.0)]
+    names = _unlike(first, other)
     return f" (their code differs in {', '.join(names)})" if names else ""
+
+
+def _unlike(first: Description, other: Description) -> list[str]:
+    return [name for name, mine in first["code"].items() if not _agree(mine, other["code"][name], 0.0)]

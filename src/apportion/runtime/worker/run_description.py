@@ -12,12 +12,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apportion.core.rng import seeded_rng
 from apportion.core.strategy import Step
+from apportion.core.torch_private import pytree
 from apportion.core.workload import Workload
 from apportion.parallel.replica.initial_model import fresh_model
 from apportion.runtime.proof.installed_packages import own_contents
@@ -27,12 +29,12 @@ from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.schedule_lookahead import FOLLOWED, rates_ahead
 
 Description = Mapping[str, Any]
-"""What a rank was given, as plain JSON: its ``host`` and ``processor``, and its settings, by kind and name."""
+"""What a rank was given, as plain JSON: its ``host``, ``processor`` and ``code``, and its settings by kind and name."""
 SETTINGS = ("seed", "batch_size", "steps", "epochs", "order", "precision", "clip_grad_norm", "compile")
 """The fields of the workload that are described by their values."""
 CODE = ("model", "loss", "update", "count", "collate", "augment", "carry", "schedule", "optimizer")
 """The fields of the workload that are functions."""
-EXAMPLES = 5
+EXAMPLES = 16
 """The number of examples, spread evenly over the data, that are compared."""
 ROWS = 4
 """The number of rows in the update that is made to compare numbers."""
@@ -62,7 +64,6 @@ def describe_run(job: Job, workload: Workload) -> dict[str, Any]:
     }
     return {
         "settings": settings,
-        "code": {name: _digest(of, getattr(workload, name)) for name in CODE},
         "numbers of the initial weights": {"sum of squares of the initial weights": _squares(_tensors(model))},
     }
 
@@ -74,22 +75,45 @@ def describe_data(job: Job, workload: Workload, step: Step) -> dict[str, Any]:
     dataset = step.source.dataset
     count = len(dataset)  # type: ignore[arg-type]
     told: dict[str, Any] = {"examples": count, "updates": step.source.total}
+    sizes: dict[str, float] = {}
     for place in sorted({round(i * (count - 1) / (EXAMPLES - 1)) for i in range(EXAMPLES)}):
         with seeded_rng(place):
-            told[f"digest of example {place}"] = _digest(of, dataset[place])
+            whole, computed = _parts(dataset[place])
+        told[f"digest of example {place}"] = _digest(of, whole)
+        sizes[f"sum of squares of example {place}"] = _squares(enumerate(computed))
     told["loss terms of an example"] = _count(workload, dataset[0])
     if workload.schedule is not None:
         for name, optimizer in step.optimizers.items():
             told[f"rates of optimizer {name}".rstrip()] = _rates(workload, optimizer, step.source.total)
     same = replace(workload, data=lambda: dataset, evaluation=None, compile=False)  # opened once: it may be large
-    numbers = _first_update(job, same) if step.parameters <= MOST_PARAMETERS else {}
-    code = {name: _digest(of, getattr(workload, name)) for name in CODE}
-    return {"settings": told, "code": code, "numbers after the first update": numbers}
+    update = _first_update(job, same) if step.parameters <= MOST_PARAMETERS else None
+    return {
+        "settings": told,
+        "numbers of the examples": sizes,
+        "numbers after the first update": {"sum of squares after the first update": update},
+    }
 
 
-def _first_update(job: Job, workload: Workload) -> dict[str, float]:
+def describe_code(workload: Workload) -> dict[str, str | None]:
+    """Returns a digest of each function of the workload, by name; None where it has none."""
+    of = Digester(portable=True)
+    return {name: _digest(of, getattr(workload, name)) for name in CODE}
+
+
+def _parts(example: Any) -> tuple[list[Any], list[Tensor]]:
+    """Returns the parts of an example that are the same bits on every processor, and those that may be rounded."""
+    leaves = [torch.from_numpy(x) if _is_floating_array(x) else x for x in pytree.tree_leaves(example)]
+    rounded = [x for x in leaves if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
+    return [tuple(x.shape) if any(x is r for r in rounded) else x for x in leaves], rounded
+
+
+def _is_floating_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype in (np.float32, np.float64)
+
+
+def _first_update(job: Job, workload: Workload) -> float | None:
     """Returns the size of what one update on a few rows makes of the network and of its optimizers' slots, in one
-    process; nothing where that fails, since the run will tell why."""
+    process; None where that fails, since the run will tell why."""
     few = few_rows(workload, ROWS, 1, 1)
     for small in (short_sequences(few), few):
         try:
@@ -97,8 +121,8 @@ def _first_update(job: Job, workload: Workload) -> dict[str, float]:
                 state = next(iter(job.strategy.reference(small, 1)))
         except Exception:  # such as data that are not sequences
             continue
-        return {"sum of squares after the first update": _squares(state.tensors())}
-    return {}
+        return _squares(state.tensors())
+    return None
 
 
 def _count(workload: Workload, example: Any) -> float | None:
@@ -159,7 +183,7 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
-def _squares(tensors: Iterable[tuple[str, Tensor]]) -> float:
+def _squares(tensors: Iterable[tuple[Any, Tensor]]) -> float:
     """Returns the sum of the squares of all elements, each weighed by its place."""
     total = 0.0
     for number, (_, tensor) in enumerate(tensors, start=1):
