@@ -7,6 +7,7 @@ output is not read, lines are dropped, and a line says how many.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 import time
@@ -60,10 +61,22 @@ class ServerLog:
                 self._dropped = 0
                 lines.append(_line("lines dropped", "warning", {"lines": dropped}))
             try:
-                sys.stderr.buffer.write(b"".join(lines))
-                sys.stderr.buffer.flush()
+                _write_out(b"".join(lines))
             except Exception:  # nobody reads it any more, or there is none
                 pass
+
+
+def _write_out(data: bytes) -> None:
+    """Writes to standard error. Where that is a file of the system it is written to past Python's buffer: a thread that
+    waits in a write of that holds its lock, which Python wants when the program ends."""
+    try:
+        descriptor = sys.stderr.fileno()
+    except (OSError, AttributeError):  # a stream of memory
+        sys.stderr.buffer.write(data)
+        sys.stderr.buffer.flush()
+        return
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 _log: ServerLog | None = None
