@@ -5,14 +5,13 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import apart, on_ranks
 from seats import Kill, kills, on_seats
 
 from apportion.comm.world import World
@@ -48,23 +47,19 @@ def test_parts_of_a_world_have_ranks_and_collectives_of_their_own() -> None:
     ]
 
 
-def over_torch(world: World, memory: bool, function: Any, *arguments: Any) -> tuple[Any, str]:
-    """The function where nobody hands out memory; ``memory``: the ranks may find some of their own."""
-    own = World.from_env(device="cpu")
-    own = own if memory else replace(own, local_size=1)  # as if each were on a host of its own
+def unsupervised(world: World, over: str, function: Any, *arguments: Any) -> Any:
+    """The function where nobody hands out memory. ``over``: the class of a group between hosts; none: the ranks may
+    find some memory of their own."""
+    own = apart(over=over) if over else World.from_env(device="cpu")
     found = function(own, *arguments)
-    group = type(own.group()).__name__
     own.close()
     assert not dist.is_initialized()
-    return found, group
+    return found
 
 
-@pytest.mark.parametrize("memory", [False, True])
-def test_parts_of_a_world_are_the_same_over_torch_distributed(memory: bool) -> None:
-    expected = on_ranks(in_parts, 4)
-    for (found, group), same in zip(on_ranks(over_torch, 4, memory, in_parts), expected, strict=True):
-        assert found == same
-        assert memory or group == "ProcessGroup"
+@pytest.mark.parametrize("over", ["", "NetworkGroup", "ProcessGroup"])
+def test_parts_of_a_world_are_the_same_where_nobody_hands_out_memory(over: str) -> None:
+    assert on_ranks(unsupervised, 4, over, in_parts) == on_ranks(in_parts, 4)
 
 
 def remembered(world: World, progress: Any) -> list[int]:

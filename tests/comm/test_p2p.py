@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import on_ranks
+from ranks import apart, on_ranks
 from torch import Tensor
 
 from apportion.comm import barrier as meeting
@@ -159,12 +159,11 @@ def test_a_large_message_goes_on_while_its_sender_waits_in_another_group(through
     assert on_ranks(send_and_meet, 3, through) == [[], [True], []]
 
 
-def send_and_wait_in_gloo(world: World, through: str) -> bool:
-    """Rank 0 sends more through memory than may be under way, and waits in torch.distributed for rank 1, which takes
-    that first."""
-    own = replace(World.from_env(device="cpu"), local_size=1)  # as if each were on a host of its own
+def send_and_wait_elsewhere(world: World, over: str, through: str) -> bool:
+    """Rank 0 sends more through memory than may be under way, and waits in a group between hosts for rank 1, which
+    takes that first."""
+    own = apart(over=over)
     group = own.group()
-    assert isinstance(group, ProcessGroup)
     memory = host_memory(group, spins=False, deadline=5.0)
     assert memory is not None
     message, into, small = made(1, 3 * RING), torch.empty(3 * RING, dtype=torch.uint8), torch.zeros(1)
@@ -181,9 +180,10 @@ def send_and_wait_in_gloo(world: World, through: str) -> bool:
     return world.rank == 0 or torch.equal(into, message)
 
 
+@pytest.mark.parametrize("over", ["NetworkGroup", "ProcessGroup"])
 @pytest.mark.parametrize("through", ["a barrier", "a message"])
-def test_a_large_message_goes_on_while_its_sender_waits_in_torch_distributed(through: str) -> None:
-    assert on_ranks(send_and_wait_in_gloo, 2, through) == [True] * 2
+def test_a_large_message_goes_on_while_its_sender_waits_between_hosts(over: str, through: str) -> None:
+    assert on_ranks(send_and_wait_elsewhere, 2, over, through) == [True] * 2
 
 
 def never_asleep(world: World) -> bool:
@@ -494,18 +494,18 @@ def test_a_lost_rank_ends_the_wait_for_a_message_of_gloo() -> None:
     assert on_ranks(lost_over_torch, 2)[0].startswith("rank 0 lost another rank in a collective: ")
 
 
-def over_gloo(world: World, wanted: list[Exchange]) -> tuple[list[str], str]:
-    own = replace(World.from_env(device="cpu"), local_size=1)  # as if each were on a host of its own
+def between_hosts(world: World, over: str, wanted: list[Exchange]) -> list[str]:
+    own = apart(over=over)
     found = make_exchanges(own, wanted)
-    group = type(own.group()).__name__
     own.close()
-    return found, group
+    return found
 
 
-def test_messages_are_the_same_over_torch_distributed() -> None:
+@pytest.mark.parametrize("over", ["NetworkGroup", "ProcessGroup"])
+def test_messages_are_the_same_between_hosts(over: str) -> None:
     sizes = ((0, 1, 64, 1000, 70_000), (3, 0, 65, 7, 100), (1 << 20, 8, 9 << 20, 10, 11))
     wanted = [Exchange(sizes, ((1, 2, 1), (1, 1, 2), (2, 1, 0))), Exchange(sizes, ((0, 0, 0),) * 3)]
-    assert on_ranks(over_gloo, 3, wanted) == [([], "ProcessGroup")] * 3
+    assert on_ranks(between_hosts, 3, over, wanted) == [[]] * 3
 
 
 def test_whoever_closes_waits_until_its_messages_are_let_go() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import mmap
 import os
 import random
@@ -11,12 +10,13 @@ import resource
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from collective_calls import Call, calls, digest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import on_ranks
@@ -28,118 +28,14 @@ from apportion.comm.group import Group, Work
 from apportion.comm.host_memory import host_memory, is_faster
 from apportion.comm.membership import Membership
 from apportion.comm.process_group import ProcessGroup
-from apportion.comm.shared_memory_group import PIECE, SharedMemoryGroup, nbytes
+from apportion.comm.shared_memory_group import SharedMemoryGroup, nbytes
 from apportion.comm.sync import Word, sleep_on
 from apportion.comm.world import World
 from apportion.errors import MembershipChanged, PeerLost
 
 pytestmark = pytest.mark.processes
 
-DTYPES = [
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
-    torch.complex64,
-]  # fmt: skip
-
-
 # The collectives against a computation by hand
-
-
-@dataclass(frozen=True)
-class Call:
-    """A collective on made tensors. ``extra``: the rows that each rank has besides, for ``all_gather_rows`` and
-    ``gather_parts``."""
-
-    kind: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    source: int
-    extra: tuple[int, ...]
-    seed: int
-
-    def tensor(self, rank: int, size: int) -> Tensor:
-        rows = (self.extra[rank],) if self.kind in ("all_gather_rows", "gather_parts") else ()
-        rows = (size,) if self.kind == "reduce_scatter" else rows
-        made = torch.randn((*rows, *self.shape), generator=torch.Generator().manual_seed(self.seed * 8 + rank))
-        return (made > 0) if self.dtype == torch.bool else (made * 9).to(self.dtype)
-
-    def by_hand(self, size: int, own: int = 0) -> list[Tensor]:
-        """What every rank must have; this one, where they differ."""
-        parts = [self.tensor(rank, size) for rank in range(size)]
-        if self.kind == "all_gather":
-            return [torch.stack(parts)]
-        if self.kind in ("all_gather_rows", "gather_parts"):
-            return parts
-        if self.kind == "broadcast":
-            return [parts[self.source % size]]
-        if self.kind == "mean":
-            parts = [part * (1.0 / size) for part in parts]
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
-        return [total[own] if self.kind == "reduce_scatter" else total]
-
-    def on(self, group: Group) -> list[Tensor]:
-        tensor = self.tensor(group.rank, group.size)
-        if self.kind == "total":
-            same = tensor.clone()
-            total = group.total(tensor)
-            assert torch.equal(tensor.view(-1), same.view(-1)), "what is summed stays"
-            return [total]
-        if self.kind == "gather_parts":
-            parts = [torch.empty((rows, *self.shape), dtype=self.dtype) for rows in self.extra[: group.size]]
-            group.gather_parts(tensor, parts)
-            return parts
-        if self.kind == "reduce_scatter":
-            into = torch.empty(self.shape, dtype=self.dtype)
-            group.reduce_scatter(
-                tensor.view(group.size, -1) if tensor.numel() else tensor.view(group.size, 0), into.view(-1)
-            )
-            return [into]
-        if self.kind == "all_gather":
-            return [group.all_gather(tensor)]
-        if self.kind == "all_gather_rows":
-            return group.all_gather_rows(tensor)
-        if self.kind == "broadcast":
-            group.broadcast(tensor, source=self.source % group.size)
-        elif self.kind == "mean":
-            assert isinstance(group, SharedMemoryGroup)
-            group.mean(tensor)
-        else:
-            group.all_reduce(tensor).wait()
-        return [tensor]
-
-
-def digest(tensors: list[Tensor]) -> str:
-    """Of the bits, shapes and types."""
-    told = hashlib.sha256()
-    for tensor in tensors:
-        told.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        told.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return told.hexdigest()
-
-
-KINDS = [
-    "all_reduce", "total", "mean", "all_gather", "all_gather_rows", "gather_parts", "reduce_scatter", "broadcast",
-]  # fmt: skip
-
-
-@st.composite
-def calls(draw: Any) -> Call:
-    kind = draw(st.sampled_from(KINDS))
-    dtype = draw(st.sampled_from([d for d in DTYPES if d.is_floating_point] if kind == "mean" else DTYPES))
-    whole = PIECE // dtype.itemsize
-    near = st.builds(lambda pieces, more: max(0, pieces * whole + more), st.integers(0, 2), st.integers(-2, 2))
-    shapes = st.one_of(
-        st.builds(lambda n: (n,), near),
-        st.builds(lambda n: (n,), st.integers(0, 300)),
-        st.just(()),
-        st.lists(st.integers(0, 7), min_size=2, max_size=3).map(tuple),
-    )
-    if kind in ("all_gather_rows", "gather_parts"):
-        shapes = st.lists(st.integers(0, 100), max_size=2).map(tuple)
-    most = draw(st.sampled_from([0, 1, 40]))
-    extra = tuple(draw(st.lists(st.integers(0, most), min_size=5, max_size=5)))
-    return Call(kind, dtype, draw(shapes), draw(st.integers(0, 4)), extra, draw(st.integers(0, 1000)))
 
 
 def make_calls(world: World, wanted: list[Call]) -> list[str]:
@@ -435,7 +331,7 @@ def without_supervisor(world: World, wanted: list[Call]) -> tuple[list[str], boo
     gloo = meet(world)
     memory = host_memory(gloo)
     assert memory is not None
-    memory.under = gloo
+    memory.flat = gloo
     found = make_calls(replace(world, _groups={"world": memory}), wanted)
     memory.close()
     return found, dist.is_initialized(), os.listdir("/dev/shm")
@@ -475,11 +371,10 @@ def of_the_world(world: World) -> tuple[str, float, bool]:
 
 
 def test_a_world_without_a_supervisor_takes_one_group_on_every_rank() -> None:
-    """Shared memory, unless this machine is so busy that gloo measured faster."""
     answers = on_ranks(of_the_world, 2)
     assert answers[0] == answers[1]
     assert answers[0][1:] == (3.0, False)
-    assert answers[0][0] in ("SharedMemoryGroup", "ProcessGroup")
+    assert answers[0][0] == "SharedMemoryGroup"
 
 
 class Slow(Group):

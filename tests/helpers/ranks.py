@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -40,6 +41,19 @@ def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[
         return [pickle.loads(base64.b64decode(a["data"])) for a in pool.answers("result", SECONDS)]
     finally:
         pool.close()
+
+
+def apart(*, over: str = "NetworkGroup") -> World:
+    """The world of a rank as if each were on a host of its own, whose group is of this class."""
+    own = replace(World.from_env(device="cpu", insecure=True), local_rank=0, local_size=1)
+    if over == "ProcessGroup":
+        from apportion.comm.process_group import ProcessGroup
+
+        group = ProcessGroup.connect(rank=own.rank, size=own.size, device=own.device, local_size=1)
+        group.all_waits = own.all_waits
+        own._groups["world"] = group
+    assert own.size == 1 or type(own.group()).__name__ == over
+    return own
 
 
 def run(sock: socket.socket, payload: bytes) -> int:

@@ -4,12 +4,11 @@ same."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import apart, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -100,7 +99,7 @@ def workload(name: str) -> Workload:
 
 def trained(world: World, name: str, microbatches: int) -> tuple[dict[str, Tensor], list[int]]:
     """The weights; and after each backward pass, how much of its sum was under way."""
-    own = replace(World.from_env(device="cpu"), local_size=1)  # as if each were on a host of its own
+    own = apart()
     step: Any = DataParallel(microbatches=microbatches).build(workload(name), own)
     sent = []
     for batch in apportion.batches(step):
@@ -136,7 +135,7 @@ def test_a_gradient_that_comes_in_parts_does_not_leave_early() -> None:
 
 def grows_later(world: World) -> str:
     """In parts from the second step on."""
-    own = replace(World.from_env(device="cpu"), local_size=1)
+    own = apart()
     p = nn.Parameter(torch.ones(WIDE, WIDE, dtype=torch.float64))
     sums = GradientSum([p], own.group(), early=True)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import networks
@@ -12,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import by_value, on_ranks
+from ranks import apart, by_value, on_ranks
 from torch import Tensor, nn
 
 from apportion.comm.world import World
@@ -384,7 +383,7 @@ def test_a_stage_needs_the_whole_batch_for_its_statistics_and_for_what_changes()
 
 def passed(world: World, rounds: list[list[Any]], between_hosts: bool) -> list[list[Any]]:
     """Rank 0 sends, rank 1 sends back what it got."""
-    own = replace(World.from_env(device="cpu"), local_size=1) if between_hosts else world
+    own = apart() if between_hosts else world
     group = own.group().lane() if between_hosts else own.group()
     other = 1 - world.rank
     outlet, inlet = (

@@ -9,13 +9,13 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import SECONDS, finish, free_port, start
 
 import apportion
-from apportion.comm.world import hosts as hosts_of
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 WORK = """
@@ -68,9 +68,9 @@ step = apportion.data_parallel().build(workload, world)
 losses = []
 for batch in apportion.batches(step):
     losses.append(float(step(batch)["loss"]))
-world.close()
 with open(f"{sys.argv[1]}-{world.rank}.json", "w") as file:
-    json.dump({"losses": losses, "interface": os.environ.get("GLOO_SOCKET_IFNAME")}, file)
+    json.dump({"losses": losses, "group": type(world.group()).__name__}, file)
+world.close()
 """
 RUNS = """
 import dataclasses
@@ -298,18 +298,6 @@ def test_a_part_knows_which_of_its_ranks_are_on_its_host(folder: Path) -> None:
     assert_parts(folder, "two", splits, [0, 0, 1, 1])
 
 
-def test_ranks_are_on_the_hosts_that_their_local_ranks_tell() -> None:
-    def places(names: str, local_ranks: str, *sizes: int) -> list[tuple[str, int, int]]:
-        return [(n, int(at), sizes[i % len(sizes)]) for i, (n, at) in enumerate(zip(names, local_ranks, strict=True))]
-
-    assert hosts_of(places("aabb", "0101", 2)) == [0, 0, 1, 1]
-    assert hosts_of(places("abab", "0011", 2)) == [0, 1, 0, 1], "dealt out in turn"
-    assert hosts_of(places("aaaa", "0101", 2)) == [0, 0, 1, 1], "two of one name"
-    assert hosts_of(places("aaaa", "0011", 2)) == [0, 1, 0, 1]
-    assert hosts_of(places("aaab", "0120", 3)) == [0, 0, 0, 1], "Slurm's largest is what all are told"
-    assert hosts_of(places("aaa", "012", 1)) == [0, 1, 2]
-
-
 # Two hosts
 
 
@@ -358,9 +346,13 @@ def ip(*arguments: str) -> None:
 
 
 @pytest.mark.processes
-def test_two_hosts_give_the_losses_of_one(folder: Path, hosts: dict[str, str]) -> None:
+def test_two_hosts_give_the_losses_of_one(folder: Path, hosts: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     master = next(iter(hosts.values()))
     processes = []
+    secret = folder / "secret"
+    secret.write_text("a secret of this test")
+    secret.chmod(0o600)
+    monkeypatch.setenv("APPORTION_SECRET_FILE", str(secret))
     for rank, name in enumerate(hosts):
         where = ["--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1", f"--master-addr={master}"]
         command = ["ip", "netns", "exec", name, *TORCHRUN, *where, "--master-port=29511", "loop.py", "hosts"]
@@ -371,7 +363,7 @@ def test_two_hosts_give_the_losses_of_one(folder: Path, hosts: dict[str, str]) -
     assert told[0]["losses"] == told[1]["losses"]
     # On one host the update is made elsewhere, in other pieces: the same numbers up to rounding.
     assert told[0]["losses"] == pytest.approx(expected, rel=1e-5)
-    assert [t["interface"] for t in told] == [f"ap{os.getpid()}a", f"ap{os.getpid()}b"], "the end of the cable"
+    assert [t["group"] for t in told] == ["NetworkGroup"] * 2
 
 
 # Set up wrongly
@@ -393,11 +385,11 @@ def test_without_an_address_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch)
         (
             {
                 "SLURM_PROCID": "5",
-                "SLURM_STEP_NUM_TASKS": "7",
+                "SLURM_STEP_NUM_TASKS": "6",
                 "SLURM_LOCALID": "1",
-                "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+                "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
             },
-            (5, 7, 1, 2),
+            (5, 6, 1, 2),
         ),
         (
             {
@@ -432,16 +424,16 @@ def test_torchruns_names_win_over_slurms(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (world.rank, world.size) == (1, 2)
 
 
-def world(monkeypatch: pytest.MonkeyPatch, number: int, address: str) -> apportion.World:
-    """One rank of two, that does not wait long for the other."""
-    given = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": str(free_port())}
-    for name, text in {**given, "MASTER_ADDR": address}.items():
+def world(monkeypatch: pytest.MonkeyPatch, number: int, address: str, near: bool = False) -> apportion.World:
+    """One rank of two, that does not wait long for the other. ``near``: on one host."""
+    given = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": str(number if near else 0)}
+    given |= {"LOCAL_WORLD_SIZE": "2" if near else "1", "MASTER_PORT": str(free_port()), "MASTER_ADDR": address}
+    for name, text in given.items():
         monkeypatch.setenv(name, text)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")  # restored after the test, whoever sets it meanwhile
-    monkeypatch.setattr("apportion.comm.process_group.DEADLINE_SECONDS", 2.0)
-    monkeypatch.setattr("apportion.comm.process_group.PATIENCE_SECONDS", 0.2)
-    return apportion.World.from_env(device="cpu")
+    monkeypatch.setattr("apportion.comm.network.rendezvous.DEADLINE_SECONDS", 2.0)
+    monkeypatch.setattr("apportion.comm.network.rendezvous.RESOLVE_SECONDS", 0.5)
+    monkeypatch.setattr("apportion.comm.network.rendezvous.PATIENCE_SECONDS", 0.2)
+    return apportion.World.from_env(device="cpu", insecure=True)
 
 
 def test_a_name_that_does_not_resolve_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,11 +444,13 @@ def test_a_name_that_does_not_resolve_is_told(monkeypatch: pytest.MonkeyPatch) -
         asked.group()
 
 
-@pytest.mark.parametrize(("number", "why"), [(0, "1/2 clients joined"), (1, "timed out")])
+@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize(("number", "why"), [(0, "rank 1 is not there: it did not connect in"), (1, "nobody answers")])
 def test_where_nobody_answers_a_rank_says_that_it_waits_and_then_gives_up(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: int, why: str
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: int, why: str, near: bool
 ) -> None:
-    asked = world(monkeypatch, number, "127.0.0.1")
+    monkeypatch.setattr("apportion.comm.world.is_loopback", lambda host: near)  # or a host that nobody else reaches
+    asked = world(monkeypatch, number, "127.0.0.1", near)
     with pytest.raises(
         apportion.ApportionError, match=rf"rank {number} of 2 could not meet the others at 127.0.0.1:\d+"
     ) as e:
@@ -464,6 +458,16 @@ def test_where_nobody_answers_a_rank_says_that_it_waits_and_then_gives_up(
     assert why in str(e.value)
     assert "check that rank 0 runs there" in str(e.value)
     assert f"rank {number} of 2 has waited 0 s for the others at 127.0.0.1:" in capfd.readouterr().err
+
+
+def test_several_hosts_without_a_secret_are_refused_with_the_command_that_makes_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = replace(world(monkeypatch, 0, "10.0.0.1"), insecure=False)
+    with pytest.raises(
+        ValueError, match=r"APPORTION_SECRET_FILE is not set: .* \(umask 077; python3 -c .*insecure=Tru"
+    ):
+        asked.group()
 
 
 @pytest.mark.processes

@@ -16,7 +16,7 @@ import pytest
 import torch
 from killed import saved
 from proofs import EXACT, assert_equal
-from ranks import by_value, on_ranks
+from ranks import apart, by_value, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -310,23 +310,20 @@ def test_the_weights_are_those_that_torchs_distributed_checkpoint_gathers() -> N
         assert on_ranks(gathered_by_torch, 3) == [True] * 3
 
 
-def on_several_hosts(world: World, workload: Workload) -> tuple[State, bool]:
-    from apportion.comm.process_group import ProcessGroup
-
-    world = replace(world, channel=None, local_size=1)
-    state = go_on(world, EACH, workload, None, 4)
-    within = isinstance(world.group(), ProcessGroup)
-    world.close()
-    return state, within
+def on_several_hosts(world: World, over: str, workload: Workload) -> State:
+    own = apart(over=over)
+    state = go_on(own, EACH, workload, None, 4)
+    own.close()
+    return state
 
 
+@pytest.mark.parametrize("over", ["NetworkGroup", "ProcessGroup"])
 @pytest.mark.parametrize("name", ["batch_norm_2d", "carried_state", "clipped"])
-def test_it_is_the_same_network_where_ranks_share_no_memory(name: str) -> None:
+def test_it_is_the_same_network_where_ranks_share_no_memory(name: str, over: str) -> None:
     workload = networks.cases[name](61)
     with by_value(networks):
         (alone,) = on_ranks(go_on, 1, SingleDevice(), workload, None, 4)
-        for state, by_process_group in on_ranks(on_several_hosts, 2, workload):
-            assert by_process_group
+        for state in on_ranks(on_several_hosts, 2, over, workload):
             expected = dict(alone.tensors())
             for key, tensor in state.tensors():
                 assert (tensor.double() - expected[key].double()).abs().max() <= 1e-12, key
@@ -476,9 +473,8 @@ class Apart(nn.Module):
         return (self.left if self.rank else self.right)(x)
 
 
-def apart(world: World, share_memory: bool) -> str:
-    if not share_memory:
-        world = replace(world, channel=None, local_size=1)
+def other_layers(world: World, over: str) -> str:
+    world = apart(over=over) if over else world
     step = EACH.build(replace(networks.cases["mlp"](61), model=Apart), world)
     step.model.rank = world.rank  # type: ignore[assignment]
     assert step.data_shard is not None
@@ -492,12 +488,12 @@ def apart(world: World, share_memory: bool) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("share_memory", [True, False])
-def test_layers_of_one_size_are_not_taken_for_each_other(share_memory: bool) -> None:
+@pytest.mark.parametrize("over", ["", "NetworkGroup", "ProcessGroup"])
+def test_layers_of_one_size_are_not_taken_for_each_other(over: str) -> None:
     with by_value(networks):
-        for told in on_ranks(apart, 2, share_memory):
+        for told in on_ranks(other_layers, 2, over):
             assert "needs every rank to compute the same layers" in told
-            assert ("is at layer '" in told) == share_memory
+            assert ("is at layer '" in told) == (over != "ProcessGroup")
 
 
 def test_a_layer_that_only_some_ranks_compute_is_an_error_and_not_a_wrong_number() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from killed import faults_of, saved
 from proofs import EXACT, assert_equal
-from ranks import by_value, on_ranks
+from ranks import apart, by_value, on_ranks
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 from torch.nn import functional as F
@@ -174,7 +174,7 @@ def alike(name: str) -> Workload:
 
 def between_hosts(world: World, name: str, strategy: Strategy) -> dict[str, Tensor]:
     """The weights after training with evaluations in between, as if each rank were on a host of its own."""
-    own = replace(World.from_env(device="cpu"), local_size=1)
+    own = apart()
     step = strategy.build(alike(name), own)
     for batch in apportion.batches(step):
         step(batch)

@@ -62,6 +62,7 @@ class Barrier:
         self._spin, self._deadline = SPIN_SECONDS if spins else 0.0, deadline
         self._look = min(LOOK_SECONDS, deadline)
         self.number = 0
+        self._interrupted = False
         self.waits: deque[tuple[float, float]] = deque(maxlen=_RECORDED_WAITS)
         self.all_waits = WaitClock() if all_waits is None else all_waits
         own, mark, pid = words[rank]
@@ -72,6 +73,11 @@ class Barrier:
         fence()
         mark.value = generation
         wake(own)
+
+    def interrupt(self) -> None:
+        """Has whoever waits here stop waiting, with PeerLost, within ``SLEEP_SECONDS``. May be called from any thread;
+        nobody meets here any more."""
+        self._interrupted = True
 
     def arrive(self) -> None:
         """Arrive: everything written so far is there for those that have waited for this rank."""
@@ -140,6 +146,8 @@ class Barrier:
                     return
                 if seen != before:  # it is late, but at work
                     began, before = time.perf_counter(), seen
+                if self._interrupted:
+                    raise PeerLost(f"rank {self.rank} waits no longer for rank {rank}: it was closed here")
                 if self._check is not None:
                     self._check()
                 elif time.perf_counter() > look:

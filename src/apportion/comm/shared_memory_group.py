@@ -58,8 +58,8 @@ def links_in(memory: memoryview, ranks: int) -> Links:
 class SharedMemoryGroup(Group):
     """The collectives over ``memory``, which has ``nbytes(size)`` or more and belongs to this group alone."""
 
-    under: Group | None = None
-    """The group that this one was set up through, where that is closed with it."""
+    flat: Group | None = None
+    """The group of the same ranks that this one was set up through, where that is closed with it."""
 
     def __init__(  # noqa: PLR0913 (what a meeting is of)
         self,
@@ -215,5 +215,5 @@ class SharedMemoryGroup(Group):
         self._senders.clear()
         self._receivers.clear()
         self._views.clear()
-        if self.under is not None:
-            self.under.close()
+        if self.flat is not None:
+            self.flat.close()

@@ -4,35 +4,28 @@ MASTER_PORT, alone; and what srun and mpirun say instead of the first three."""
 from __future__ import annotations
 
 import os
-import re
-import socket
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from apportion.comm import p2p
 from apportion.comm.channel import Channel
 from apportion.comm.group import Alone, Group, WaitClock, collective
-from apportion.comm.host_memory import host_memory, is_faster, shared_memory
+from apportion.comm.host_memory import host_memory, shared_memory
 from apportion.comm.membership import Membership
+from apportion.comm.network import launched_ranks
+from apportion.comm.network.address import is_loopback
+from apportion.comm.network.launched_ranks import NAMES, host_key, number
 from apportion.comm.objects import gather_messages
 from apportion.comm.shared_memory_group import SharedMemoryGroup, nbytes
 from apportion.errors import ApportionError
 from apportion.process import usable_cores
 
-if TYPE_CHECKING:
-    from apportion.comm.process_group import ProcessGroup
-
 REJOIN_SECONDS = 120.0
 """The seconds that a supervisor has to seat a replacement."""
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_OTHER_NAMES = (
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-)
-"""The names by which srun and mpirun call RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +47,8 @@ class World:
     """The number of seats that there are."""
     members: Membership | None = field(default=None, repr=False, compare=False)
     """The membership of the run, where workers may be replaced."""
+    insecure: bool = False
+    """True: ranks on several hosts need no secret, and whoever reaches a port may take one's place."""
     outer: World | None = field(default=None, repr=False, compare=False)
     """The world that this is a part of, made by ``split``."""
     name: str = ""
@@ -67,25 +62,28 @@ class World:
     _known_hosts: list[int] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
-    def from_env(cls, *, device: str | None = None, channel: Channel | None = None) -> World:
-        """The world that torchrun, Slurm or a launcher describes in the environment; a world of one without it.
+    def from_env(cls, *, device: str | None = None, channel: Channel | None = None, insecure: bool = False) -> World:
+        """The world that torchrun, Slurm or a launcher describes in the environment; a world of one without it. Where
+        nobody says how many ranks each host has, they meet here and find it out.
 
         ``device``: "cpu" or "cuda"; None takes the GPUs where there are any, shared
-        in turn where there are fewer than ranks.
+        in turn where there are fewer than ranks. ``insecure``: ranks on several hosts need no APPORTION_SECRET_FILE.
         """
-        given = _given(os.environ)
-        size = _number("WORLD_SIZE", given.get("WORLD_SIZE", "1"))
+        given = launched_ranks.given(os.environ)
+        size = number("WORLD_SIZE", given.get("WORLD_SIZE", "1"))
         missing = [name for name in NAMES if name not in given]
         if size > 1 and missing:
             raise ValueError(
                 f"WORLD_SIZE={size} but {', '.join(missing)} is not set: start the script with torchrun, or set all of "
                 f"{', '.join(NAMES)} (MASTER_ADDR: the host of rank 0, MASTER_PORT: a free port there)"
             )
-        rank, local_rank = _number("RANK", given.get("RANK", "0")), _number("LOCAL_RANK", given.get("LOCAL_RANK", "0"))
+        rank, local_rank = number("RANK", given.get("RANK", "0")), number("LOCAL_RANK", given.get("LOCAL_RANK", "0"))
         if not 0 <= rank < size:
             raise ValueError(f"RANK={rank} must be in 0..{size - 1} (WORLD_SIZE={size})")
-        local_size = _number("LOCAL_WORLD_SIZE", given.get("LOCAL_WORLD_SIZE", str(size)))
-        return cls(
+        near = size == 1 or is_loopback(given["MASTER_ADDR"])
+        told = given.get("LOCAL_WORLD_SIZE", str(size) if near else None)
+        local_size = number("LOCAL_WORLD_SIZE", told) if told is not None else 0
+        world = cls(
             rank=rank,
             size=size,
             local_rank=local_rank,
@@ -94,7 +92,23 @@ class World:
             channel=channel,
             seat=local_rank,
             seats=local_size,
+            insecure=insecure,
         )
+        return world if local_size else world._found_out()
+
+    def _found_out(self) -> World:
+        """Meet the other ranks, and return this world with the number of ranks that this host has."""
+        flat = self._meet()
+        keys = gather_messages(host_key(), flat, device=self.device)
+        _, local_rank, local_size = launched_ranks.numbered(keys)[self.rank]
+        if local_rank != self.local_rank:
+            raise ValueError(
+                f"LOCAL_RANK={self.local_rank} of rank {self.rank}, which is number {local_rank} of the {local_size} "
+                "ranks of its host: number the ranks of a host from 0 on"
+            )
+        found = replace(self, local_size=local_size, seats=local_size, _groups={}, _known_hosts=[])
+        found._groups["world"] = found._fastest(flat)
+        return found
 
     def join(self) -> World:
         """Take this process's seat among workers that may be replaced, and return the world as it is when it may
@@ -183,18 +197,19 @@ class World:
         if self.local_size == self.size:
             return [0] * self.size
         if not self._known_hosts:
-            own = [socket.gethostname(), self.local_rank, self.local_size]
-            self._known_hosts.extend(hosts(gather_messages(own, self.group(), device=self.device)))
+            self._find_hosts(self.group())
         return self._known_hosts
 
-    def _connect_part(self, part: World, ranks: list[int]) -> Group:
-        from apportion.comm.process_group import ProcessGroup
+    def _find_hosts(self, group: Group) -> None:
+        """Learn where the other ranks run. Raises ValueError where the numbers that they were given cannot be."""
+        seats = gather_messages([host_key(), self.local_rank, self.local_size], group, device=self.device)
+        launched_ranks.refuse_contradictions(seats)
+        self._known_hosts.extend(launched_ranks.hosts(seats))
 
-        whole: Group | None = self.group()
-        if isinstance(whole, SharedMemoryGroup):
-            whole = whole.under
-        assert isinstance(whole, ProcessGroup)
-        return part._fastest(whole.part(ranks))
+    def _connect_part(self, part: World, ranks: list[int]) -> Group:
+        whole = self.group()
+        flat: Any = getattr(whole, "flat", whole)
+        return part._fastest(flat.part(ranks))
 
     def group(self, axis: str = "world") -> Group:
         """The collectives among the ranks of this world, or of this rank's part along an axis that ``split`` has made;
@@ -228,6 +243,18 @@ class World:
                 all_waits=self.all_waits,
                 links=lambda source, to: self.shared(f"{name}/{source}-{to}", p2p.nbytes),
             )
+        return self._fastest(self._meet())
+
+    def _meet(self) -> Group:
+        """Meet the other ranks: over connections of our own, or those of torch for GPUs and where the user's own script
+        has made them."""
+        if self.device.type == "cpu" and not _has_torch_group():
+            from apportion.comm.network.network_group import NetworkGroup
+            from apportion.comm.network.rendezvous import meet
+
+            one_host = self.local_size == self.size or is_loopback(os.environ["MASTER_ADDR"])
+            meeting = meet(self.rank, self.size, one_host=one_host, insecure=self.insecure)
+            return NetworkGroup(meeting, range(self.size), all_waits=self.all_waits)
         # torch.distributed takes long to import and a world of one does not need it.
         from apportion.comm.process_group import ProcessGroup
 
@@ -239,17 +266,28 @@ class World:
             watched=self.channel is not None,
         )
         group.all_waits = self.all_waits
-        return self._fastest(group)
-
-    def _fastest(self, group: ProcessGroup) -> Group:
-        """Return the group, or the memory that its ranks share where no supervisor hands it out, whichever is the
-        faster."""
-        if self.device.type == "cpu" and self.channel is None and self.local_size == self.size:
-            found = host_memory(group, spins=self.has_cores())
-            if found is not None and is_faster(found, group):
-                found.under = group
-                return found
         return group
+
+    def _fastest(self, group: Group) -> Group:
+        """Return the group, or one of the same ranks that uses memory where they share some and no supervisor hands it
+        out."""
+        if self.device.type != "cpu" or self.channel is not None:
+            return group
+        if self.local_size == self.size:
+            found = host_memory(group, spins=self.has_cores())
+            if found is None:
+                return group
+            found.flat = group
+            return found
+        if not self._known_hosts:
+            self._find_hosts(group)
+        from apportion.comm.network.network_group import NetworkGroup
+
+        if len(set(self._known_hosts)) == self.size or not isinstance(group, NetworkGroup):
+            return group
+        from apportion.comm.network.hierarchical_group import HierarchicalGroup
+
+        return HierarchicalGroup.make(group, self._known_hosts, spins=self.has_cores())
 
     def has_cores(self) -> bool:
         """Has every process of this host a core of its own, so that it may look for the others without sleeping?"""
@@ -289,42 +327,14 @@ class World:
         self._groups.clear()
 
 
-def hosts(places: Sequence[tuple[str, int, int]]) -> list[int]:
-    """The host of every rank, numbered in the order in which they come. ``places``: each one's host's name, local_rank
-    and local_size; several hosts may have one name (containers), and then each has every local rank once."""
-    seats: list[tuple[str, set[int]]] = []
-    found = []
-    for name, local_rank, local_size in places:
-        free = (at for at, (n, taken) in enumerate(seats) if n == name and local_rank not in taken)
-        number = next((at for at in free if len(seats[at][1]) < local_size), len(seats))
-        if number == len(seats):
-            seats.append((name, set()))
-        seats[number][1].add(local_rank)
-        found.append(number)
-    return found
+def _has_torch_group() -> bool:
+    """Tells whether the user's own script has made a group of torch.distributed."""
+    module: Any = sys.modules.get("torch.distributed")
+    if module is None or not module.is_available() or not module.is_initialized():
+        return False
+    from apportion.comm.network.c10d_backend import is_ours
 
-
-def _given(environment: Mapping[str, str]) -> dict[str, str]:
-    """The five variables and LOCAL_WORLD_SIZE, as far as they are set, under torchrun's names or another launcher's."""
-    names = (*NAMES, "LOCAL_WORLD_SIZE")
-    given = {name: environment[name] for name in names if environment.get(name)}
-    if "WORLD_SIZE" in given:
-        return given
-    for rank, size, local_rank, local_size in _OTHER_NAMES:
-        if rank in environment and size in environment:
-            given |= {"RANK": environment[rank], "WORLD_SIZE": environment[size]}
-            given |= {"LOCAL_RANK": environment[local_rank]} if local_rank in environment else {}
-            tasks = [int(n) for n in re.findall(r"(?:^|,)(\d+)", environment.get(local_size, ""))]  # Slurm: 2(x3),1
-            given |= {"LOCAL_WORLD_SIZE": str(max(tasks))} if tasks else {}
-            break
-    return given
-
-
-def _number(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{name}={text!r} must be a whole number") from None
+    return not is_ours()
 
 
 def _device(asked: str | None, local_rank: int) -> torch.device:

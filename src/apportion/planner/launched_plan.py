@@ -18,8 +18,9 @@ from dataclasses import replace
 import torch
 
 from apportion.comm.group import collective
+from apportion.comm.network.launched_ranks import hosts
 from apportion.comm.objects import broadcast_message, gather_messages
-from apportion.comm.world import World, hosts
+from apportion.comm.world import World
 from apportion.core.address import load_workload
 from apportion.core.value import written_name
 from apportion.core.workload import Workload

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from apportion.comm.group import collective
+from apportion.comm.network.launched_ranks import hosts
 from apportion.comm.objects import broadcast_message, gather_messages
-from apportion.comm.world import World, hosts
+from apportion.comm.world import World
 from apportion.cost_model.cluster import Cluster, Device, Link, Rate
 from apportion.profiler.cluster_worker import HardwareBenchmark
 from apportion.profiler.discover import discover

@@ -1,8 +1,9 @@
 """A network whose weights, gradients and optimizer slots are spread over the ranks (torch's FSDP2), and the conversion
 between its shards and whole tensors.
 
-Where the ranks share memory, the gathering of weights and the summing of gradients go through it; else through the
-process group, as FSDP does by itself. A shard is a run of rows: ``torch.chunk`` along dimension 0.
+The gathering of weights and the summing of gradients go through our own groups: the memory of a host, and connections
+between hosts; on GPUs through the process group, as FSDP does by itself. A shard is a run of rows: ``torch.chunk``
+along dimension 0.
 
 The networks and optimizers that cannot be trained so are refused here by name.
 """
@@ -22,7 +23,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, Rprop
 
-from apportion.comm.group import Group, collective
+from apportion.comm.group import Alone, Group, collective
+from apportion.comm.network import c10d_backend
+from apportion.comm.network.hierarchical_group import HierarchicalGroup
+from apportion.comm.network.network_group import NetworkGroup
 from apportion.comm.process_group import ProcessGroup
 from apportion.comm.shared_memory_group import SharedMemoryGroup
 from apportion.comm.world import World
@@ -40,6 +44,8 @@ _CALLS_ITS_PARTS = (
 """The modules of torch that call their parts. The other composed ones (attention, a transformer layer) use weights of
 their parts without calling them."""
 _GATHER, _SCATTER = 0, 1
+Gathering = SharedMemoryGroup | NetworkGroup | HierarchicalGroup
+"""The groups that FSDP's messages go through: our own."""
 
 
 def units(model: nn.Module, least: int) -> list[nn.Module]:
@@ -99,7 +105,7 @@ class Sharded:
             unit.set_force_sum_reduction_for_comms(True)
             # A rank that did not use a parameter sends zeros, so that every rank sends the same parameters.
             unit.set_reduce_scatter_unused_params(True)
-            if isinstance(self._group, SharedMemoryGroup):
+            if isinstance(self._group, Gathering):
                 unit.set_custom_all_gather(_AllGather(self._group, number, names[module]))  # type: ignore[arg-type]
                 unit.set_custom_reduce_scatter(_ReduceScatter(self._group, number, names[module]))  # type: ignore[arg-type]
         self._names = dict(model.named_parameters(remove_duplicate=False))
@@ -231,6 +237,10 @@ def _without_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
 
 def _mesh(world: World) -> DeviceMesh:
     """The mesh of all ranks, in a row. FSDP asks for a process group, whatever its messages go through."""
+    group = world.group()
+    if isinstance(group, Gathering | Alone) and (not dist.is_initialized() or c10d_backend.is_ours()):
+        c10d_backend.init_process_group(group)
+        return init_device_mesh(world.device.type, (world.size,))
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)  # where FSDP puts what it gathers
     # Never left: torch keeps what it has worked out for this mesh for as long as the process lives.
@@ -244,7 +254,7 @@ def _mesh(world: World) -> DeviceMesh:
 class _Messages:
     """A unit's collectives, as FSDP wants them (``Comm``)."""
 
-    def __init__(self, group: SharedMemoryGroup, number: int, name: str) -> None:
+    def __init__(self, group: Gathering, number: int, name: str) -> None:
         self._group, self._number, self._name = group, number, name
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

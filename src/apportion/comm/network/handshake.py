@@ -1,0 +1,86 @@
+"""The proof that both ends of a connection know the secret, before anything else is read from it.
+
+::
+
+    accepting  MAGIC, nonce a                                              ->
+               <-  nonce b, purpose, HMAC(secret, "dialled"  a b purpose)     dialling
+    accepting  HMAC(secret, "accepted" a b purpose)                        ->
+
+Both nonces are new, so that a handshake which was recorded proves nothing. The end that accepts says nothing that was
+made with the secret before the other end has proved itself. The purpose says what the connection is for and which rank
+dials it, and is proved with the rest. All messages have one length: nothing is stored on a stranger's word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+from dataclasses import dataclass
+
+MAGIC = b"apportion/1\n"
+NONCE_BYTES = 32
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_RANK = struct.Struct("!I")
+PURPOSE_BYTES = _DIGEST_BYTES + _RANK.size
+GREETING_BYTES = len(MAGIC) + NONCE_BYTES
+"""The bytes that the accepting end begins with."""
+CLAIM_BYTES = NONCE_BYTES + PURPOSE_BYTES + _DIGEST_BYTES
+"""The bytes that the dialling end answers."""
+PROOF_BYTES = _DIGEST_BYTES
+"""The bytes by which the accepting end proves itself in turn."""
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What a connection is for: the name of the group, which both ends know, and the rank that dials."""
+
+    name: str
+    rank: int
+
+    def pack(self) -> bytes:
+        """Returns the bytes that are sent for it."""
+        return named(self.name) + _RANK.pack(self.rank)
+
+
+def named(name: str) -> bytes:
+    """Returns what stands for the name of a group in a purpose."""
+    return hashlib.sha256(name.encode()).digest()
+
+
+def unpack(purpose: bytes) -> tuple[bytes, int]:
+    """Returns what stands for the name, and the rank, of a purpose as it was sent."""
+    return purpose[:_DIGEST_BYTES], _RANK.unpack(purpose[_DIGEST_BYTES:])[0]
+
+
+def greet() -> bytes:
+    """Returns what the accepting end begins with."""
+    return MAGIC + secrets.token_bytes(NONCE_BYTES)
+
+
+def claim(secret: bytes, greeting: bytes, purpose: bytes) -> bytes:
+    """Returns what the dialling end answers. Raises ValueError where the greeting is not this protocol's."""
+    if not greeting.startswith(MAGIC):
+        raise ValueError(f"{greeting[: len(MAGIC)]!r} is not the greeting of a rank, {MAGIC!r}")
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    return nonce + purpose + _mac(secret, b"dialled", greeting, nonce, purpose)
+
+
+def proof_of(secret: bytes, greeting: bytes, claimed: bytes) -> tuple[bytes, bytes] | None:
+    """Returns the purpose of a connection and what proves the accepting end to the other; None where the claim was made
+    without the secret."""
+    nonce, purpose, mac = claimed[:NONCE_BYTES], claimed[NONCE_BYTES:-_DIGEST_BYTES], claimed[-_DIGEST_BYTES:]
+    if not hmac.compare_digest(mac, _mac(secret, b"dialled", greeting, nonce, purpose)):
+        return None
+    return purpose, _mac(secret, b"accepted", greeting, nonce, purpose)
+
+
+def is_proved(secret: bytes, greeting: bytes, claimed: bytes, proof: bytes) -> bool:
+    """Returns whether the accepting end has proved that it knows the secret."""
+    nonce, purpose = claimed[:NONCE_BYTES], claimed[NONCE_BYTES:-_DIGEST_BYTES]
+    return hmac.compare_digest(proof, _mac(secret, b"accepted", greeting, nonce, purpose))
+
+
+def _mac(secret: bytes, side: bytes, greeting: bytes, nonce: bytes, purpose: bytes) -> bytes:
+    return hmac.new(secret, side + greeting + nonce + purpose, hashlib.sha256).digest()

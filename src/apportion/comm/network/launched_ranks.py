@@ -1,0 +1,90 @@
+"""What launchers say to a rank about its place, and what ranks find out about their hosts."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OTHER_NAMES = (
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+)
+"""The names by which srun and mpirun call RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE."""
+Seat = tuple[str, int, int]
+"""Where a rank runs: its host, LOCAL_RANK and LOCAL_WORLD_SIZE."""
+
+
+def given(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the five variables and LOCAL_WORLD_SIZE, as far as they are set, under torchrun's names or another
+    launcher's."""
+    names = (*NAMES, "LOCAL_WORLD_SIZE")
+    found = {name: environment[name] for name in names if environment.get(name)}
+    if "WORLD_SIZE" in found:
+        return found
+    for rank, size, local_rank, local_size in _OTHER_NAMES:
+        if rank in environment and size in environment:
+            found |= {"RANK": environment[rank], "WORLD_SIZE": environment[size]}
+            found |= {"LOCAL_RANK": environment[local_rank]} if local_rank in environment else {}
+            tasks = [int(n) for n in re.findall(r"(?:^|,)(\d+)", environment.get(local_size, ""))]  # Slurm: 2(x3),1
+            found |= {"LOCAL_WORLD_SIZE": str(max(tasks))} if len(set(tasks)) == 1 else {}
+            break
+    return found
+
+
+def number(name: str, text: str) -> int:
+    """Returns a variable that must be a whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be a whole number") from None
+
+
+def host_key() -> str:
+    """Returns what tells this host from others: its name, this start of its system, and the namespaces of its network
+    and its processes. Two containers of one machine are two hosts."""
+    parts = [socket.gethostname()]
+    try:
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid")]
+    except OSError:  # not Linux: the name has to do
+        pass
+    return "/".join(parts)
+
+
+def hosts(seats: Sequence[Seat]) -> list[int]:
+    """Returns the host of every rank, numbered in the order in which they come. Several starts on one host may stand
+    for several hosts, and then each has every local rank once."""
+    taken: list[tuple[str, set[int]]] = []
+    found = []
+    for name, local_rank, local_size in seats:
+        free = (at for at, (n, ranks) in enumerate(taken) if n == name and local_rank not in ranks)
+        place = next((at for at in free if len(taken[at][1]) < local_size), len(taken))
+        if place == len(taken):
+            taken.append((name, set()))
+        taken[place][1].add(local_rank)
+        found.append(place)
+    return found
+
+
+def numbered(keys: Sequence[str]) -> list[Seat]:
+    """Returns where each rank runs, of ranks that know no LOCAL_WORLD_SIZE, by the keys of their hosts."""
+    return [(key, keys[:rank].count(key), keys.count(key)) for rank, key in enumerate(keys)]
+
+
+def refuse_contradictions(seats: Sequence[Seat]) -> None:
+    """Raises ValueError where the numbers that the ranks were given are not those of ranks on hosts."""
+    of = hosts(seats)
+    for rank, (name, local_rank, local_size) in enumerate(seats):
+        there = [other for other, host in enumerate(of) if host == of[rank]]
+        local_ranks = sorted(seats[other][1] for other in there)
+        if local_ranks != list(range(local_size)):
+            host = name.split("/")[0]
+            raise ValueError(
+                f"rank {rank} on host {host} was given LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE={local_size}, and "
+                f"the ranks there are {there} with LOCAL_RANK={local_ranks}: they must be 0 to LOCAL_WORLD_SIZE-1, "
+                "each once; start the ranks with torchrun, or leave LOCAL_WORLD_SIZE out, and it is found out"
+            )

@@ -1,0 +1,359 @@
+"""The collectives of ranks that are joined by connections alone.
+
+Every rank exchanges with every other one directly. An all-reduce of P ranks is a reduce-scatter and an all-gather, in
+which each rank sends ``2 (P - 1) / P`` of the tensor, as in a ring, in 2 rounds where a ring needs ``2 (P - 1)``; two
+ranks send each other the whole tensor, which is as much, in one round. Sums are taken in rank order, so they have the
+same bits on every rank and in every run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from apportion.comm.group import DONE, Group, WaitClock, Work, bytes_of
+from apportion.comm.network.collective_thread import CollectiveThread
+from apportion.comm.network.rank_connection import NAP_SECONDS, RankConnection, move_until
+from apportion.comm.network.rendezvous import Meeting
+
+DEADLINE_SECONDS = 300.0
+"""The seconds without a byte after which a collective or a message is given up."""
+PIECE_BYTES = 1 << 20
+"""The bytes that two ranks add up at a time, while more are under way."""
+SMALL_BYTES = 32 << 10
+"""The bytes up to which every rank sends every other one its whole tensor: one round instead of two."""
+INLINE_BYTES = 64 << 10
+"""The bytes up to which a sum is made by the thread that asks for it."""
+_RECORDED_WAITS = 8192
+
+
+@final
+class NetworkGroup(Group):
+    """Some ranks of a meeting, in this order, who exchange over connections of their own."""
+
+    beside = True
+
+    def __init__(
+        self, meeting: Meeting, ranks: Sequence[int], name: str = "world", *, all_waits: WaitClock | None = None
+    ) -> None:
+        self._meeting, self._ranks, self._name = meeting, list(ranks), name
+        self.rank, self.size = self._ranks.index(meeting.rank), len(ranks)
+        self.waits: deque[tuple[float, float]] = deque(maxlen=_RECORDED_WAITS)
+        self.all_waits = WaitClock() if all_waits is None else all_waits
+        self._peers: dict[int, RankConnection] = {}
+        self._ways: dict[tuple[int, bool], RankConnection] = {}
+        """The connections of messages: of each peer one that this rank sends on, and one that it receives on."""
+        self._worker: CollectiveThread | None = None
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._interrupted = False
+
+    # Collectives
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        flat = tensor.detach().view(-1)
+        if not flat.numel() or self.size == 1:
+            return DONE
+        if flat.nbytes <= INLINE_BYTES and (self._worker is None or self._worker.is_idle()):
+            self._sum(flat, self.all_waits)
+            return DONE
+        if self._worker is None:
+            self._worker = CollectiveThread()
+        return self._worker.run(lambda clock: self._sum(flat, clock), self)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        own = tensor.detach().contiguous()
+        gathered = own.new_empty((self.size, *own.shape))
+        self.gather_into(gathered.view(self.size, own.numel()), own.view(-1))
+        return gathered
+
+    def gather_into(self, rows: Tensor, own: Tensor) -> None:
+        self._settle()
+        data = _memory(own)
+        if data.nbytes:
+            others = self._all_others()
+            self._exchange([(at, data) for at in others], [(at, _memory(rows[at])) for at in others])
+        rows[self.rank].copy_(own)
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Sums in place over the ranks as ``all_reduce`` does, in the thread that asks for it. Blocks."""
+        self._settle()
+        flat = tensor.detach().view(-1)
+        if flat.numel() and self.size > 1:
+            self._sum(flat, self.all_waits)
+
+    def gather_parts(self, own: Tensor, parts: Sequence[Tensor]) -> None:
+        self._settle()
+        others = self._all_others()
+        data = _memory(own)
+        sends = [(at, data) for at in others] if data.nbytes else []
+        self._exchange(sends, [(at, _memory(parts[at])) for at in others if parts[at].numel()])
+        if own.numel() and parts[self.rank].data_ptr() != own.data_ptr():
+            parts[self.rank].view(-1).copy_(own.view(-1))
+
+    def sum_parts(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the sum over the ranks of their parts of this rank's number. The parts of a number are flat and have
+        one size on every rank; those of different numbers need not. Blocks."""
+        self._settle()
+        return self._scattered(parts, self.all_waits) if self.size > 1 else parts[0].clone()
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
+        self._settle()
+        flat = bytes_of(tensor)
+        if not flat.numel() or self.size == 1:
+            return
+        if self.size == 2 or flat.numel() <= SMALL_BYTES:
+            self._spread(flat, source)
+            return
+        # The source hands a part to each rank, and all hand their parts on: no way carries more than twice the tensor.
+        parts = [_memory(part) for part in flat.tensor_split(self.size)]
+        others = [at for at in self._all_others() if at != source]
+        if self.rank == source:
+            self._exchange([*((at, parts[at]) for at in others), *((at, parts[source]) for at in others)], [])
+            return
+        self._exchange([], [(source, parts[self.rank])])
+        received = [*((at, parts[at]) for at in others), (source, parts[source])]
+        self._exchange([(at, parts[self.rank]) for at in others], received)
+
+    def _spread(self, flat: Tensor, source: int) -> None:
+        if self.rank == source:
+            self._exchange([(at, _memory(flat)) for at in self._all_others()], [])
+        else:
+            self._exchange([], [(source, _memory(flat))])
+
+    def reduce_scatter(self, rows: Tensor, into: Tensor) -> None:
+        self._settle()
+        rows = rows.contiguous()
+        if not into.numel() or self.size == 1:
+            into.copy_(rows[0])
+            return
+        into.copy_(self._scattered([row.view(-1) for row in rows], self.all_waits).view(into.shape))
+
+    def barrier(self) -> None:
+        self._settle()
+        if self.size > 1:
+            self._sum(torch.zeros(1), self.all_waits)
+
+    def _sum(self, flat: Tensor, clock: WaitClock) -> None:
+        """Sums in place over the ranks, of which there are several."""
+        if self.size == 2:
+            self._add_other(flat, clock)
+        elif flat.nbytes <= SMALL_BYTES:
+            self._add_all(flat, clock)
+        else:
+            parts = flat.tensor_split(self.size)
+            own = self._scattered(parts, clock)
+            parts[self.rank].copy_(own)
+            others = self._all_others()
+            data = _memory(parts[self.rank])
+            self._exchange([(at, data) for at in others], [(at, _memory(parts[at])) for at in others], clock=clock)
+
+    def _add_other(self, flat: Tensor, clock: WaitClock) -> None:
+        """Exchanges the whole tensor with the one other rank, and adds the pieces as they have come and gone."""
+        peer = self._peer(1 - self.rank, clock)
+        theirs = self._take_scratch(flat)
+        peer.begin_count()
+        step, added = PIECE_BYTES // flat.element_size(), 0
+        sent, got = peer.send(_memory(flat)), peer.receive(_memory(theirs))
+
+        def add() -> None:
+            nonlocal added
+            there = min(peer.sent, peer.received) // flat.element_size()
+            while added < flat.numel() and there >= min(added + step, flat.numel()):
+                flat[added : added + step].add_(theirs[added : added + step])
+                added += step
+
+        self._move([peer], lambda: peer.through[0] >= sent and peer.through[1] >= got, clock, add)
+
+    def _add_all(self, flat: Tensor, clock: WaitClock) -> None:
+        others = self._all_others()
+        rows = self._take_scratch(flat, len(others)).view(len(others), flat.numel())
+        given = flat.clone()
+        data = _memory(given)
+        self._exchange(
+            [(at, data) for at in others],
+            [(at, _memory(row)) for at, row in zip(others, rows, strict=True)],
+            clock=clock,
+        )
+        self._add_in_order(flat, given, rows)
+
+    def _scattered(self, parts: Sequence[Tensor], clock: WaitClock) -> Tensor:
+        """Returns the sum over the ranks of their parts of this rank's number."""
+        others, mine = self._all_others(), parts[self.rank]
+        rows = self._take_scratch(mine, len(others)).view(len(others), mine.numel())
+        self._exchange(
+            [(at, _memory(parts[at])) for at in others],
+            [(at, _memory(row)) for at, row in zip(others, rows, strict=True)],
+            clock=clock,
+        )
+        total = torch.empty_like(mine)
+        self._add_in_order(total, mine, rows)
+        return total
+
+    def _add_in_order(self, total: Tensor, own: Tensor, others: Tensor) -> None:
+        """Writes the sum of every rank's numbers, in rank order."""
+        terms = [*others[: self.rank], own, *others[self.rank :]]
+        torch.add(terms[0], terms[1], out=total)
+        for term in terms[2:]:
+            total.add_(term)
+
+    # Messages
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        assert tensor.is_contiguous(), "what is sent is contiguous"
+        way = self._way(self._other(to), out=True)
+        if not tensor.numel():
+            return DONE
+        number = way.send(_memory(tensor))
+        if not way.move():
+            return DONE
+        self.all_waits.moving[id(way)] = way.move
+        return _Message(self, way, 0, number)
+
+    def receive(self, into: Tensor, source: int) -> Work:
+        assert into.is_contiguous(), "what is received into is contiguous"
+        way = self._way(self._other(source), out=False)
+        if not into.numel():
+            return DONE
+        number = way.receive(_memory(into))
+        self.all_waits.moving[id(way)] = way.move
+        return _Message(self, way, 1, number)
+
+    def _way(self, peer: int, *, out: bool) -> RankConnection:
+        """Returns the connection of the messages to a rank, or from it: whoever sends dials, since the other end may
+        not have asked for a message yet."""
+        if (peer, out) not in self._ways:
+            name = f"{self._name}/messages"
+            rank = self._ranks[peer]
+            self._ways[peer, out] = self._connect(rank, name, self.all_waits, dials=out)
+        return self._ways[peer, out]
+
+    # Others
+
+    def part(self, ranks: Sequence[int]) -> NetworkGroup:
+        """Makes the group of some of these ranks, in this order; called by them alone."""
+        own = [self._ranks[rank] for rank in ranks]
+        return NetworkGroup(self._meeting, own, self._meeting.another(own), all_waits=self.all_waits)
+
+    def lane(self) -> NetworkGroup:
+        return self.part(range(self.size))
+
+    def interrupt(self) -> None:
+        """Has whoever waits in this group stop waiting, with PeerLost. May be called from any thread; only ``close``
+        comes after it."""
+        self._interrupted = True
+        self._meeting.wake()
+        for connection in (*self._peers.values(), *self._ways.values()):
+            connection.close()
+
+    def close(self) -> None:
+        self.interrupt()
+        for connection in self._ways.values():
+            self.all_waits.moving.pop(id(connection), None)
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        for connection in (*self._peers.values(), *self._ways.values()):
+            connection.release()
+        self._peers.clear()
+        self._ways.clear()
+        if self._name == "world":
+            self._meeting.close()
+
+    def _all_others(self) -> list[int]:
+        return [at for at in range(self.size) if at != self.rank]
+
+    def _peer(self, at: int, clock: WaitClock) -> RankConnection:
+        """Returns the connection of the collectives to a rank; the higher rank dials."""
+        if at not in self._peers:
+            rank = self._ranks[at]
+            self._peers[at] = self._connect(rank, self._name, clock, dials=rank < self._meeting.rank)
+        return self._peers[at]
+
+    def _connect(self, rank: int, name: str, clock: WaitClock, *, dials: bool) -> RankConnection:
+        way = self._meeting.dial if dials else self._meeting.take
+        sock = None
+        while not dials and sock is None and clock.move_on():  # whom this rank waits for may wait for that
+            sock = self._meeting.poll(rank, name, NAP_SECONDS)
+        sock = sock or way(rank, name, lambda: self._interrupted)
+        connection = RankConnection(sock, self._meeting.describe(rank))
+        if self._interrupted:  # meanwhile
+            connection.close()
+        return connection
+
+    def _exchange(
+        self,
+        sends: Sequence[tuple[int, memoryview]],
+        receives: Sequence[tuple[int, memoryview]],
+        *,
+        clock: WaitClock | None = None,
+    ) -> None:
+        """Sends to and receives from other ranks at once, until all of it is through."""
+        clock = self.all_waits if clock is None else clock
+        peers = {at: self._peer(at, clock) for at in sorted({at for at, _ in (*sends, *receives)})}
+        for peer in peers.values():
+            peer.begin_count()
+        ends = [(peers[at], 0, peers[at].send(data)) for at, data in sends]
+        ends += [(peers[at], 1, peers[at].receive(into)) for at, into in receives]
+        self._move(
+            [*peers.values()],
+            lambda: all(peer.through[way] >= number for peer, way, number in ends),
+            clock,
+        )
+
+    def _move(
+        self,
+        peers: Sequence[RankConnection],
+        holds: Callable[[], bool],
+        clock: WaitClock,
+        moved: Callable[[], None] | None = None,
+    ) -> None:
+        try:
+            span = move_until(peers, holds, clock=clock, seconds=DEADLINE_SECONDS, moved=moved)
+        except BaseException:  # what others wait for will not come: they learn it at once, and not at their deadline
+            for connection in self._peers.values():
+                connection.close()
+            raise
+        if clock is self.all_waits:
+            self.waits.append(span)
+
+    def _settle(self) -> None:
+        """Waits for the sums that another thread makes: they come first."""
+        if self._worker is not None:
+            self._worker.wait_idle()
+
+    def _take_scratch(self, like: Tensor, times: int = 1) -> Tensor:
+        """Returns memory for so many tensors like this one, which is another's after the next collective."""
+        nbytes = like.nbytes * times
+        if self._scratch.numel() < nbytes:
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8)
+        return self._scratch[:nbytes].view(like.dtype)
+
+
+@final
+class _Message(Work):
+    """A message that is under way."""
+
+    def __init__(self, group: NetworkGroup, way: RankConnection, direction: int, number: int) -> None:
+        self._group, self._way, self._direction, self._number = group, way, direction, number
+
+    def wait(self) -> None:
+        way, clock = self._way, self._group.all_waits
+        if way.through[self._direction] < self._number:
+            move_until(
+                [way],
+                lambda: way.through[self._direction] >= self._number,
+                clock=clock,
+                seconds=DEADLINE_SECONDS,
+            )
+        if not way.events:
+            clock.moving.pop(id(way), None)
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """Returns the memory of a contiguous tensor."""
+    numbers: Any = bytes_of(tensor).numpy()
+    return memoryview(numbers)

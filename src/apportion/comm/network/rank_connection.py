@@ -1,0 +1,199 @@
+"""A connection to another rank: messages of known lengths, sent and received as far as it goes without waiting.
+
+A message is its number, its length and its bytes. Who receives says beforehand how long the next one is, so nothing is
+stored on the word of the other end, and ranks that do not agree on the order of their messages are found out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import final
+
+from apportion.comm.group import WaitClock
+from apportion.errors import PeerLost
+
+_HEADER = struct.Struct("!QQ")
+"""The number of a message on its connection, and its length in bytes."""
+BUFFER_BYTES = 4 << 20
+"""The bytes that the system is asked to hold of a connection in each direction."""
+NAP_SECONDS = 0.0005
+"""The seconds between two looks at other messages that only this process moves on."""
+LOOK_SECONDS = 1.0
+"""The seconds between two looks at the deadline."""
+
+
+@final
+class RankConnection:
+    """One end of a connection. One thread at a time moves its messages; any thread may close it."""
+
+    def __init__(self, sock: socket.socket, name: str) -> None:
+        self.name = name
+        """The name of the other end, for messages of errors."""
+        self._sock = sock
+        sock.setblocking(False)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+        self._sends: deque[memoryview] = deque()
+        self._receives: deque[memoryview] = deque()
+        self._head = b""
+        """What is left of the header of the first message to send."""
+        self._begun = False
+        self._got = bytearray()
+        """What has arrived of the header of the message to receive."""
+        self.sent = self.received = 0
+        """The bytes of the messages under way that have gone out and come in, since ``begin_count``."""
+        self.started, self.through = [0, 0], [0, 0]
+        """The numbers of messages that were begun and that are through: those to send, and those to receive."""
+        self.gone = 0
+        """The bytes of all messages that have gone out."""
+        self._closed = False
+
+    def fileno(self) -> int:
+        """Returns the descriptor to poll."""
+        return self._sock.fileno()
+
+    @property
+    def events(self) -> int:
+        """The events of the socket that would move a message on."""
+        return (select.POLLOUT if self._sends else 0) | (select.POLLIN if self._receives else 0)
+
+    def begin_count(self) -> None:
+        """Counts the bytes that go out and come in from zero."""
+        self.sent = self.received = 0
+
+    def send(self, data: memoryview) -> int:
+        """Begins a message; the memory must stay as it is until the message is through. Returns its number."""
+        self._sends.append(data)
+        self.started[0] += 1
+        return self.started[0]
+
+    def receive(self, into: memoryview) -> int:
+        """Begins to receive the next message, which must have this length. Returns its number."""
+        self._receives.append(into)
+        self.started[1] += 1
+        return self.started[1]
+
+    def move(self) -> bool:
+        """Moves on what can be moved without waiting, and returns whether anything is left. Raises PeerLost where the
+        connection has ended, and AssertionError where a message has another length than was expected."""
+        try:
+            while self._sends and self._push():
+                pass
+            while self._receives and self._pull():
+                pass
+        except OSError as error:
+            raise self._lost(error.strerror or type(error).__name__) from error
+        return bool(self._sends or self._receives)
+
+    def _push(self) -> bool:
+        data = self._sends[0]
+        if not self._begun:
+            self._head, self._begun = _HEADER.pack(self.through[0], data.nbytes), True
+        try:
+            gone = self._sock.sendmsg([self._head, data])
+        except BlockingIOError:
+            return False
+        head = min(gone, len(self._head))
+        self._head = self._head[head:]
+        self._sends[0] = data = data[gone - head :]
+        self.sent += gone - head
+        self.gone += gone - head
+        if not self._head and not data.nbytes:
+            self._sends.popleft()
+            self._begun = False
+            self.through[0] += 1
+        return True
+
+    def _pull(self) -> bool:
+        into = self._receives[0]
+        left = _HEADER.size - len(self._got)
+        head = bytearray(left)
+        try:
+            came = self._sock.recvmsg_into([head, into] if left else [into])[0]
+        except BlockingIOError:
+            return False
+        if not came and (left or into.nbytes):
+            raise self._lost("it ended")
+        if left:
+            self._got += head[:came]
+            if len(self._got) < _HEADER.size:
+                return True
+            self._check(into.nbytes)
+        came -= min(came, left)
+        self._receives[0] = into = into[came:]
+        self.received += came
+        if not into.nbytes:
+            self._receives.popleft()
+            self._got.clear()
+            self.through[1] += 1
+        return True
+
+    def _check(self, expected: int) -> None:
+        number, length = _HEADER.unpack(self._got)
+        if (number, length) != (self.through[1], expected):
+            raise AssertionError(
+                f"message {number} of {length} bytes came from {self.name}, and message {self.through[1]} of "
+                f"{expected} bytes was expected: the ranks do not agree on the order of their messages, or on a shape "
+                "or type"
+            )
+
+    def _lost(self, why: str) -> PeerLost:
+        return PeerLost(f"the connection to {self.name} was lost: {'it was closed here' if self._closed else why}")
+
+    def close(self) -> None:
+        """Ends the connection: a thread that waits for its messages stops waiting."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Gives the descriptor back, once nobody waits any more."""
+        self.close()
+        self._sock.close()
+
+
+def move_until(
+    connections: Iterable[RankConnection],
+    holds: Callable[[], bool],
+    *,
+    clock: WaitClock,
+    seconds: float,
+    moved: Callable[[], None] | None = None,
+) -> tuple[float, float]:
+    """Moves the messages of these connections until a condition holds, and returns when it began and ended. ``moved``
+    is called when some bytes may have moved. Raises PeerLost where nothing has moved for so many seconds."""
+    own = list(connections)
+    began = last = time.perf_counter()
+    before = -1
+    clock.begin()
+    try:
+        while True:
+            for connection in own:
+                if connection.events:
+                    connection.move()
+            if moved is not None:
+                moved()
+            if holds():
+                return began, time.perf_counter()
+            done = sum(connection.sent + connection.received for connection in own)
+            now = time.perf_counter()
+            if done != before:
+                before, last = done, now
+            elif now - last > seconds:
+                late = ", ".join(connection.name for connection in own if connection.events)
+                raise PeerLost(f"nothing has come from or gone to {late} for {seconds:.0f} s")
+            poller = select.poll()
+            for connection in own:
+                if connection.events:
+                    poller.register(connection, connection.events)
+            poller.poll((NAP_SECONDS if clock.move_on() else LOOK_SECONDS) * 1000)
+    finally:
+        clock.end()
+        clock.seconds += time.perf_counter() - began

@@ -1,0 +1,50 @@
+"""What launchers say to ranks about their places, and what follows from it: pure."""
+
+from __future__ import annotations
+
+import pytest
+
+from apportion.comm.network.launched_ranks import Seat, given, hosts, numbered, refuse_contradictions
+
+
+def seats(names: str, local_ranks: str, *sizes: int) -> list[Seat]:
+    return [(n, int(at), sizes[i % len(sizes)]) for i, (n, at) in enumerate(zip(names, local_ranks, strict=True))]
+
+
+def test_the_hosts_of_ranks_are_told_by_name_and_local_rank() -> None:
+    assert hosts(seats("aabb", "0101", 2)) == [0, 0, 1, 1]
+    assert hosts(seats("abab", "0011", 2)) == [0, 1, 0, 1], "dealt out in turn"
+    assert hosts(seats("aaaa", "0101", 2)) == [0, 0, 1, 1], "two starts on one host"
+    assert hosts(seats("aaaa", "0011", 2)) == [0, 1, 0, 1]
+    assert hosts(seats("aaa", "000", 1)) == [0, 1, 2]
+
+
+def test_the_places_of_ranks_are_found_out_by_their_hosts() -> None:
+    assert numbered(["a", "a", "b"]) == [("a", 0, 2), ("a", 1, 2), ("b", 0, 1)]
+    assert numbered(["b", "a", "b"]) == [("b", 0, 2), ("a", 0, 1), ("b", 1, 2)]
+
+
+@pytest.mark.parametrize("right", [seats("aabb", "0101", 2), seats("aab", "010", 2, 2, 1), seats("aaaa", "0101", 2)])
+def test_numbers_that_can_be_are_taken(right: list[Seat]) -> None:
+    refuse_contradictions(right)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (seats("ab", "00", 2), r"rank 0 on host a was given LOCAL_RANK=0 and LOCAL_WORLD_SIZE=2, and the ranks there"),
+        (seats("aabb", "0111", 2), r"rank 2 on host b was given LOCAL_RANK=1 .* with LOCAL_RANK=\[1\]"),
+        (seats("aab", "011", 2, 2, 1), r"rank 2 on host b was given LOCAL_RANK=1 and LOCAL_WORLD_SIZE=1"),
+        (seats("aa", "01", 2, 1), r"LOCAL_WORLD_SIZE"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_refused_by_name(wrong: list[Seat], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        refuse_contradictions(wrong)
+
+
+def test_slurm_is_believed_where_each_host_has_as_many_ranks() -> None:
+    environment = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0"}
+    found = given({**environment, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"})
+    assert found == {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    assert "LOCAL_WORLD_SIZE" not in given({**environment, "SLURM_STEP_TASKS_PER_NODE": "3,1"}), "it is found out"

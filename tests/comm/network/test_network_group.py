@@ -1,0 +1,226 @@
+"""The collectives of ranks that are joined by connections, alone and with memory within hosts: real processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from collective_calls import KINDS, Call, calls, digest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import on_ranks
+
+from apportion.comm.group import Group
+from apportion.comm.network.hierarchical_group import HierarchicalGroup
+from apportion.comm.network.network_group import NetworkGroup
+from apportion.comm.network.rendezvous import meet
+from apportion.comm.world import World
+from apportion.errors import PeerLost
+
+pytestmark = pytest.mark.processes
+
+OF_ALL = [kind for kind in KINDS if kind != "mean"]
+
+
+def joined(world: World, secret: str | None = None) -> NetworkGroup:
+    """The ranks over sockets of this host, or over TCP with a secret."""
+    if secret is not None:
+        os.environ["APPORTION_SECRET_FILE"] = secret
+    meeting = meet(world.rank, world.size, one_host=secret is None, insecure=False)
+    return NetworkGroup(meeting, range(world.size))
+
+
+def make_calls(world: World, wanted: list[Call], hosts: list[int] | None, secret: str | None = None) -> list[str]:
+    flat = joined(world, secret)
+    group: Group = flat if hosts is None else HierarchicalGroup.make(flat, hosts, spins=False)
+    assert hosts is None or isinstance(group, HierarchicalGroup)
+    found = [digest(call.on(group)) for call in wanted]
+    lane = group.lane()
+    works = []
+    tensors = [call.tensor(world.rank, world.size) for call in wanted if call.kind == "all_reduce"]
+    for tensor in tensors:  # under way together, while the group's own go on
+        works.append(lane.all_reduce(tensor))
+        group.barrier()
+    for work in works:
+        work.wait()
+    lane.close()
+    group.close()
+    return [*found, *(digest([tensor]) for tensor in tensors)]
+
+
+def expected(wanted: list[Call], size: int, rank: int, hosts: list[int] | None) -> list[str]:
+    by_host = [[r for r, h in enumerate(hosts) if h == host] for host in sorted(set(hosts))] if hosts else []
+    summed = [call for call in wanted if call.kind == "all_reduce"]
+    return [digest(call.by_hand(size, rank, by_host)) for call in (*wanted, *summed)]
+
+
+def secret_file(tmp_path: Path) -> str:
+    path = tmp_path / "secret"
+    path.write_text("0123456789abcdef")
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(wanted=st.lists(calls(OF_ALL), min_size=10, max_size=25))
+def test_every_collective_gives_the_same_bits_as_by_hand_on_every_rank(size: int, wanted: list[Call]) -> None:
+    for rank, found in enumerate(on_ranks(make_calls, size, wanted, None)):
+        assert found == expected(wanted, size, rank, None), f"rank {rank}"
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 1], [0, 1, 0, 1], [0, 1, 1, 2], [0, 0, 0, 1, 1]])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(wanted=st.lists(calls(OF_ALL), min_size=10, max_size=25))
+def test_hosts_of_several_ranks_give_the_same_bits_as_by_hand(hosts: list[int], wanted: list[Call]) -> None:
+    for rank, found in enumerate(on_ranks(make_calls, len(hosts), wanted, hosts)):
+        assert found == expected(wanted, len(hosts), rank, hosts), f"rank {rank}"
+
+
+def test_connections_of_tcp_that_have_proved_themselves_carry_the_same(tmp_path: Path) -> None:
+    wanted = [Call(kind, torch.float32, (n,), 1, (2, 1, 3), 7) for kind in OF_ALL for n in (5, 300_000)]
+    for rank, found in enumerate(on_ranks(make_calls, 3, wanted, None, secret_file(tmp_path))):
+        assert found == expected(wanted, 3, rank, None), f"rank {rank}"
+
+
+# Bytes
+
+
+def count_bytes(world: World, numbers: int, hosts: list[int] | None) -> int:
+    """The bytes that this rank sends to others through connections in one all-reduce."""
+    flat = joined(world)
+    group: Any = flat if hosts is None else HierarchicalGroup.make(flat, hosts, spins=False)
+    group.all_reduce(torch.zeros(numbers)).wait()
+    over = flat if hosts is None else group._across
+    before = sum(peer.gone for peer in over._peers.values()) if over is not None else 0
+    group.all_reduce(torch.zeros(numbers)).wait()
+    after = sum(peer.gone for peer in over._peers.values()) if over is not None else 0
+    group.barrier()
+    group.close()
+    return after - before
+
+
+@pytest.mark.parametrize(
+    ("hosts", "of_a_host"),
+    [([0, 1], 1.0), ([0, 1, 2], 4 / 3), ([0, 1, 2, 3], 1.5), ([0, 0, 1, 1], 1.0), ([0, 0, 1], 1.0)],
+)
+def test_a_host_sends_no_more_than_a_ring_of_hosts_would(hosts: list[int], of_a_host: float) -> None:
+    numbers, several = 600_000, len(set(hosts)) < len(hosts)
+    sent = on_ranks(count_bytes, len(hosts), numbers, hosts if several else None)
+    for host in set(hosts):
+        own = sum(count for count, of in zip(sent, hosts, strict=True) if of == host)
+        assert own == pytest.approx(of_a_host * 4 * numbers, rel=0.01)
+
+
+# Messages
+
+
+def exchange_messages(world: World, hosts: list[int] | None) -> list[float]:
+    """Each rank sends to each other one, before anybody receives, and large ones go on while others are waited for."""
+    flat = joined(world)
+    group: Group = flat if hosts is None else HierarchicalGroup.make(flat, hosts, spins=False)
+    others = [rank for rank in range(world.size) if rank != world.rank]
+    small = [group.send(torch.full((1000,), float(world.rank)), to) for to in others]
+    group.barrier()
+    large = torch.full((5_000_000,), float(world.rank))
+    works = [group.send(large, to) for to in others]
+    got = []
+    for source in others:
+        first, second = torch.empty(1000), torch.empty(5_000_000)
+        ends = [group.receive(first, source), group.receive(second, source)]
+        for end in reversed(ends):
+            end.wait()
+        got += [first.mean().item(), second[0].item(), second[-1].item()]
+    for work in (*small, *works):
+        work.wait()
+    group.barrier()
+    group.close()
+    return got
+
+
+@pytest.mark.parametrize("hosts", [None, [0, 0, 1]])
+def test_messages_arrive_in_order_whoever_receives_first(hosts: list[int] | None) -> None:
+    for rank, got in enumerate(on_ranks(exchange_messages, 3, hosts)):
+        assert got == [float(other) for other in range(3) if other != rank for _ in range(3)]
+
+
+def disagree(world: World) -> str:
+    group = joined(world)
+    try:
+        group.all_reduce(torch.zeros(100 + world.rank)).wait()
+    except (AssertionError, PeerLost) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        group.close()
+    return "summed"
+
+
+def test_ranks_that_do_not_agree_on_a_shape_find_out() -> None:
+    told = on_ranks(disagree, 2)
+    assert any("the ranks do not agree on the order of their messages, or on a shape" in each for each in told)
+    assert all(each != "summed" for each in told)
+
+
+# Waits that end
+
+
+def wait_and_be_told(world: World, kind: str) -> float:
+    """Rank 0 waits for a rank that never comes, and is told to stop: the seconds until it has."""
+    flat = joined(world)
+    group: Group = HierarchicalGroup.make(flat, [0, 0, 1], spins=False) if kind == "hosts" else flat
+    group.barrier()
+    if world.rank:
+        world.group().barrier()
+        return 0.0
+    told: list[float] = []
+
+    def interrupt() -> None:
+        told.append(time.perf_counter())
+        group.interrupt()  # type: ignore[attr-defined]
+
+    timer = threading.Timer(0.3, interrupt)
+    timer.start()
+    waits = {
+        "receive": lambda: group.receive(torch.zeros(10), 1).wait(),
+        "thread": lambda: group.all_reduce(torch.zeros(100_000)).wait(),
+        "broadcast": lambda: group.broadcast(torch.zeros(10), source=2),
+        "hosts": group.barrier,
+    }
+    with pytest.raises(PeerLost, match="it was closed here"):
+        waits[kind]()
+    ended = time.perf_counter()
+    world.group().barrier()
+    return ended - told[0]
+
+
+@pytest.mark.parametrize("kind", ["receive", "thread", "broadcast", "hosts"])
+def test_a_wait_ends_when_another_thread_says_so(kind: str) -> None:
+    assert max(on_ranks(wait_and_be_told, 3, kind)) < 0.5
+
+
+def lose(world: World) -> str:
+    group = joined(world)
+    group.barrier()
+    if world.rank == 1:
+        group.close()  # as when its process ends
+        world.group().barrier()
+        return "gone"
+    try:
+        group.all_reduce(torch.zeros(100_000)).wait()
+    except PeerLost as error:
+        return str(error)
+    finally:
+        world.group().barrier()
+    return "summed"
+
+
+def test_whoever_waits_for_a_rank_that_has_gone_learns_it_at_once() -> None:
+    first, second, third = on_ranks(lose, 3)
+    assert second == "gone"
+    assert "the connection to rank" in first
+    assert "was lost" in third

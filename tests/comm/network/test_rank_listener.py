@@ -1,0 +1,189 @@
+"""The place where ranks connect, and what strangers can do there: nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from apportion.comm.network import rank_listener as listener_file
+from apportion.comm.network import rendezvous
+from apportion.comm.network.address import Address
+from apportion.comm.network.handshake import CLAIM_BYTES, GREETING_BYTES, Purpose, claim
+from apportion.comm.network.rank_listener import MOST_PENDING, RankListener
+from apportion.comm.network.rendezvous import dial_rank
+from apportion.errors import PeerLost
+
+SECRET = b"s" * 32
+PURPOSE = Purpose("run/world", 1)
+
+
+@pytest.fixture
+def listening() -> Iterator[RankListener]:
+    listener = RankListener(Address("127.0.0.1", -1), SECRET)
+    yield listener
+    listener.close()
+
+
+def connect(listener: RankListener) -> socket.socket:
+    return socket.create_connection((listener.address.host, listener.address.port), 5)
+
+
+def greeting_of(sock: socket.socket) -> bytes:
+    got = b""
+    while len(got) < GREETING_BYTES:
+        got += sock.recv(GREETING_BYTES - len(got))
+    return got
+
+
+def is_ended(sock: socket.socket) -> bool:
+    """Whether the other end hangs up, having said nothing more."""
+    sock.settimeout(10)
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def assert_lets_a_rank_in(listener: RankListener) -> None:
+    with dial_rank(listener.address, SECRET, PURPOSE, 10) as ours, listener.take("run/world", 1, 10) as theirs:
+        ours.sendall(b"hello")
+        theirs.settimeout(5)
+        assert theirs.recv(5) == b"hello"
+
+
+def test_a_rank_that_knows_the_secret_is_let_in(listening: RankListener) -> None:
+    assert_lets_a_rank_in(listening)
+    assert listening.address.host == "127.0.0.1", "and listens at no other address"
+
+
+def test_a_rank_that_dials_again_takes_the_place_of_its_first_connection(listening: RankListener) -> None:
+    first, second = (dial_rank(listening.address, SECRET, PURPOSE, 10) for _ in range(2))
+    with first, second:
+        assert is_ended(first)
+        with listening.take("run/world", 1, 5) as theirs:
+            theirs.sendall(b"x")
+            assert second.recv(1) == b"x"
+
+
+def test_one_with_another_secret_is_not_let_in_and_is_told_why(
+    listening: RankListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "REFUSED_SECONDS", 0.2)
+    with pytest.raises(
+        PeerLost, match="did not let this rank in: APPORTION_SECRET_FILE must name a file with the same"
+    ):
+        dial_rank(listening.address, b"another secret, of 32 characters", PURPOSE, 10)
+    with pytest.raises(PeerLost, match="rank 1 is not there: it did not connect in 0 s"):
+        listening.take("run/world", 1, 0.1)
+    assert listening.refused > 0
+
+
+def test_a_listener_that_does_not_know_the_secret_is_found_out(
+    listening: RankListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "REFUSED_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        stop = threading.Event()
+
+        def pretend() -> None:  # says what a rank would, without the secret
+            server.settimeout(0.1)
+            while not stop.is_set():
+                try:
+                    sock, _ = server.accept()
+                except TimeoutError:
+                    continue
+                with sock, connect(listening) as real:  # even with a greeting of the real one
+                    sock.sendall(greeting_of(real))
+                    sock.settimeout(2)
+                    try:
+                        sock.recv(CLAIM_BYTES)
+                        sock.sendall(os.urandom(32))
+                    except OSError:
+                        pass
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        try:
+            with pytest.raises(PeerLost, match="did not let this rank in"):
+                dial_rank(Address("127.0.0.1", server.getsockname()[1]), SECRET, PURPOSE, 10)
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_a_recorded_claim_lets_nobody_in(listening: RankListener) -> None:
+    with connect(listening) as sock:
+        recorded = claim(SECRET, greeting_of(sock), PURPOSE.pack())
+        sock.sendall(recorded)
+        listening.take("run/world", 1, 5).close()
+    with connect(listening) as sock:
+        greeting_of(sock)
+        sock.sendall(recorded)
+        assert is_ended(sock)
+    assert listening.refused == 1
+
+
+def test_whoever_says_nothing_is_hung_up_on(listening: RankListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_file, "PENDING_SECONDS", 0.2)
+    with connect(listening) as sock:
+        greeting_of(sock)
+        sock.sendall(b"x")  # and one that says a little
+        assert is_ended(sock)
+    assert_lets_a_rank_in(listening)
+
+
+def visit(listener: RankListener, kind: int, draws: random.Random) -> None:
+    """Connects as a stranger, and says something or nothing."""
+    said = (
+        draws.randbytes(draws.randrange(1, 4 * CLAIM_BYTES)),
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x15apport" + bytes(CLAIM_BYTES),  # a long claim of zeros
+        b"",
+    )
+    with connect(listener) as sock:
+        try:
+            sock.sendall(said[kind])
+            sock.shutdown(socket.SHUT_WR)
+        except OSError:  # it was hung up on
+            pass
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
+
+
+def test_ten_thousand_strangers_neither_get_in_nor_keep_a_rank_out(listening: RankListener) -> None:
+    draws, before, memory = random.Random(0), descriptors(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    end = time.monotonic() + 60
+    for number in range(10_000):
+        visit(listening, number % 4, draws)
+        if number % 1000 == 0:
+            assert_lets_a_rank_in(listening)
+        assert time.monotonic() < end
+    with ExitStack() as held:
+        for _ in range(3 * MOST_PENDING):  # who stay
+            held.enter_context(connect(listening))
+        assert_lets_a_rank_in(listening)
+        with pytest.raises(PeerLost):
+            listening.take("run/world", 1, 0.1)
+    gc.collect()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 64 << 10  # KiB
+    listening.close()
+    assert descriptors() <= before
+
+
+def test_a_wait_for_a_rank_ends_when_the_listener_is_closed(listening: RankListener) -> None:
+    threading.Timer(0.2, listening.close).start()
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="it was closed here"):
+        listening.take("run/world", 1, 30)
+    assert time.monotonic() - began < 5
