@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,9 +39,12 @@ class Call:
         made = torch.randn((*rows, *self.shape), generator=torch.Generator().manual_seed(self.seed * 8 + rank))
         return (made > 0) if self.dtype == torch.bool else (made * 9).to(self.dtype)
 
-    def by_hand(self, size: int, own: int = 0, hosts: Sequence[Sequence[int]] = ()) -> list[Tensor]:
+    def by_hand(
+        self, size: int, own: int = 0, hosts: Sequence[Sequence[int]] = (), ring_bytes: float = math.inf
+    ) -> list[Tensor]:
         """What every rank must have; this one, where they differ. ``hosts``: the ranks of each host, which add up their
-        own before the hosts do; none: all ranks in a row."""
+        own before the hosts do; none: all ranks in a row. ``ring_bytes``: the bytes of a rank's part from which on a
+        sum goes round in a ring."""
         parts = [self.tensor(rank, size) for rank in range(size)]
         if self.kind == "all_gather":
             return [torch.stack(parts)]
@@ -50,8 +54,10 @@ class Call:
             return [parts[self.source % size]]
         if self.kind == "mean":
             parts = [part * (1.0 / size) for part in parts]
-        sums = [_in_order([parts[rank] for rank in ranks]) for ranks in hosts or [range(size)]]
-        total = _in_order(sums)
+        sums = [_in_order([parts[rank] for rank in ranks]) for ranks in hosts] or parts
+        slices = min(map(len, hosts), default=1)
+        in_slices = self.kind in ("all_reduce", "total")
+        total = by_slices(sums, slices, ring_bytes) if in_slices else _in_order(sums)
         return [total[own] if self.kind == "reduce_scatter" else total]
 
     def on(self, group: Group) -> list[Tensor]:
@@ -90,6 +96,24 @@ def _in_order(terms: list[Tensor]) -> Tensor:
     for term in terms[1:]:
         total += term
     return total
+
+
+def by_slices(terms: list[Tensor], slices: int, ring_bytes: float) -> Tensor:
+    """The sum of what so many slices of a tensor are on each host."""
+    sums = []
+    for slice_ in zip(*(term.reshape(-1).tensor_split(slices) for term in terms), strict=True):
+        in_a_ring = len(terms) > 2 and slice_[0].nbytes >= len(terms) * ring_bytes
+        sums.append(in_ring(list(slice_)) if in_a_ring else _in_order(list(slice_)))
+    return torch.cat(sums).view(terms[0].shape)
+
+
+def in_ring(terms: list[Tensor]) -> Tensor:
+    """The sum in the order of a ring: each part in rank order from its own rank on."""
+    parts = [term.reshape(-1).tensor_split(len(terms)) for term in terms]
+    sums = [
+        _in_order([parts[(part + hop) % len(terms)][part] for hop in range(len(terms))]) for part in range(len(terms))
+    ]
+    return torch.cat(sums).view(terms[0].shape)
 
 
 def digest(tensors: list[Tensor]) -> str:

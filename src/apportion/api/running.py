@@ -144,7 +144,7 @@ def joined(asked: RunRequest, strategy: Strategy | None, launcher: Env) -> Gener
         raise ValueError(
             "env() cannot try strategies: its processes are running already; give strategy=data_parallel()"
         )
-    world = World.from_env(device=launcher.device)
+    world = World.from_env(device=launcher.device, insecure=launcher.insecure)
     if asked.resume == "auto":
         found = has_checkpoint(asked.run_dir) if world.rank == 0 else None
         asked = replace(asked, resume=broadcast_message(found, world.group(), device=world.device))

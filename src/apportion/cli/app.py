@@ -266,7 +266,7 @@ def _plan_launched(workload: str | None, launcher: str, *, trial: bool) -> Plan 
             f"--launcher {launcher} with {workload}: plan looks at every layout of this machine by itself; --launcher "
             "env, with FILE:NAME, is for ranks that torchrun or Slurm have started"
         )
-    world = World.from_env(device=given.device)
+    world = World.from_env(device=given.device, insecure=given.insecure)
     if world.size == 1:
         raise ValueError(
             f"--launcher {launcher} plans for ranks that torchrun or Slurm have started, and here is one alone: start "

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from collective_calls import KINDS, Call, calls, digest
+from collective_calls import KINDS, Call, calls, digest, in_ring
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import on_ranks
 
 from apportion.comm.group import Group
 from apportion.comm.network.hierarchical_group import HierarchicalGroup
-from apportion.comm.network.network_group import NetworkGroup
+from apportion.comm.network.network_group import RING_BYTES, NetworkGroup
 from apportion.comm.network.rendezvous import meet
+from apportion.comm.network.ring import PIECE_BYTES
 from apportion.comm.world import World
 from apportion.errors import PeerLost
 
@@ -56,7 +57,7 @@ def make_calls(world: World, wanted: list[Call], hosts: list[int] | None, secret
 def expected(wanted: list[Call], size: int, rank: int, hosts: list[int] | None) -> list[str]:
     by_host = [[r for r, h in enumerate(hosts) if h == host] for host in sorted(set(hosts))] if hosts else []
     summed = [call for call in wanted if call.kind == "all_reduce"]
-    return [digest(call.by_hand(size, rank, by_host)) for call in (*wanted, *summed)]
+    return [digest(call.by_hand(size, rank, by_host, RING_BYTES)) for call in (*wanted, *summed)]
 
 
 def secret_file(tmp_path: Path) -> str:
@@ -86,6 +87,30 @@ def test_connections_of_tcp_that_have_proved_themselves_carry_the_same(tmp_path:
     wanted = [Call(kind, torch.float32, (n,), 1, (2, 1, 3), 7) for kind in OF_ALL for n in (5, 300_000)]
     for rank, found in enumerate(on_ranks(make_calls, 3, wanted, None, secret_file(tmp_path))):
         assert found == expected(wanted, 3, rank, None), f"rank {rank}"
+
+
+def sum_large(world: World, sizes: list[int], secret: str | None) -> list[str]:
+    group = joined(world, secret)
+    tensors = [Call("all_reduce", torch.float32, (n,), 0, (), n).tensor(world.rank, world.size) for n in sizes]
+    for work in [group.all_reduce(tensor) for tensor in tensors]:
+        work.wait()
+    group.close()
+    return [digest([tensor]) for tensor in tensors]
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+@pytest.mark.parametrize("size", [3, 4, 5])
+def test_a_large_sum_goes_round_in_a_ring_and_has_the_same_bits_everywhere(
+    size: int, tcp: bool, tmp_path: Path
+) -> None:
+    least, piece = size * (RING_BYTES // 4), PIECE_BYTES // 4
+    sizes = [least, least + 1, size * piece, size * piece + 1, 3 * size * piece + size - 1, 1_000_003]
+    expected = []
+    for n in sizes:
+        call = Call("all_reduce", torch.float32, (n,), 0, (), n)
+        expected.append(digest([in_ring([call.tensor(rank, size) for rank in range(size)])]))
+    for found in on_ranks(sum_large, size, sizes, secret_file(tmp_path) if tcp else None):
+        assert found == expected
 
 
 # Bytes

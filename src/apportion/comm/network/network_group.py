@@ -1,16 +1,16 @@
 """The collectives of ranks that are joined by connections alone.
 
-Every rank exchanges with every other one directly. An all-reduce of P ranks is a reduce-scatter and an all-gather, in
-which each rank sends ``2 (P - 1) / P`` of the tensor, as in a ring, in 2 rounds where a ring needs ``2 (P - 1)``; two
-ranks send each other the whole tensor, which is as much, in one round. Sums are taken in rank order, so they have the
-same bits on every rank and in every run.
+Small tensors are exchanged directly, in one round or two. Large ones that more than two ranks sum go round in a ring
+(``ring.py``), which keeps each cable busy with one message each way. Two ranks send each other the whole tensor, which
+is as much as a ring of two sends, in one round. The order of every sum is fixed, so it has the same bits on every rank
+and in every run: rank order, and in a ring rank order from the part's own rank on.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -19,11 +19,14 @@ from apportion.comm.group import DONE, Group, WaitClock, Work, bytes_of
 from apportion.comm.network.collective_thread import CollectiveThread
 from apportion.comm.network.rank_connection import NAP_SECONDS, RankConnection, move_until
 from apportion.comm.network.rendezvous import Meeting
+from apportion.comm.network.ring import memory_of, sum_in_ring
 
 DEADLINE_SECONDS = 300.0
 """The seconds without a byte after which a collective or a message is given up."""
 PIECE_BYTES = 1 << 20
 """The bytes that two ranks add up at a time, while more are under way."""
+RING_BYTES = 64 << 10
+"""The bytes of a rank's part of a tensor from which on it goes round in a ring."""
 SMALL_BYTES = 32 << 10
 """The bytes up to which every rank sends every other one its whole tensor: one round instead of two."""
 INLINE_BYTES = 64 << 10
@@ -48,7 +51,7 @@ class NetworkGroup(Group):
         self._ways: dict[tuple[int, bool], RankConnection] = {}
         """The connections of messages: of each peer one that this rank sends on, and one that it receives on."""
         self._worker: CollectiveThread | None = None
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8)
         self._interrupted = False
 
     # Collectives
@@ -72,10 +75,10 @@ class NetworkGroup(Group):
 
     def gather_into(self, rows: Tensor, own: Tensor) -> None:
         self._settle()
-        data = _memory(own)
+        data = memory_of(own)
         if data.nbytes:
             others = self._all_others()
-            self._exchange([(at, data) for at in others], [(at, _memory(rows[at])) for at in others])
+            self._exchange([(at, data) for at in others], [(at, memory_of(rows[at])) for at in others])
         rows[self.rank].copy_(own)
 
     def add_up(self, tensor: Tensor) -> None:
@@ -88,9 +91,9 @@ class NetworkGroup(Group):
     def gather_parts(self, own: Tensor, parts: Sequence[Tensor]) -> None:
         self._settle()
         others = self._all_others()
-        data = _memory(own)
+        data = memory_of(own)
         sends = [(at, data) for at in others] if data.nbytes else []
-        self._exchange(sends, [(at, _memory(parts[at])) for at in others if parts[at].numel()])
+        self._exchange(sends, [(at, memory_of(parts[at])) for at in others if parts[at].numel()])
         if own.numel() and parts[self.rank].data_ptr() != own.data_ptr():
             parts[self.rank].view(-1).copy_(own.view(-1))
 
@@ -109,7 +112,7 @@ class NetworkGroup(Group):
             self._spread(flat, source)
             return
         # The source hands a part to each rank, and all hand their parts on: no way carries more than twice the tensor.
-        parts = [_memory(part) for part in flat.tensor_split(self.size)]
+        parts = [memory_of(part) for part in flat.tensor_split(self.size)]
         others = [at for at in self._all_others() if at != source]
         if self.rank == source:
             self._exchange([*((at, parts[at]) for at in others), *((at, parts[source]) for at in others)], [])
@@ -120,9 +123,9 @@ class NetworkGroup(Group):
 
     def _spread(self, flat: Tensor, source: int) -> None:
         if self.rank == source:
-            self._exchange([(at, _memory(flat)) for at in self._all_others()], [])
+            self._exchange([(at, memory_of(flat)) for at in self._all_others()], [])
         else:
-            self._exchange([], [(source, _memory(flat))])
+            self._exchange([], [(source, memory_of(flat))])
 
     def reduce_scatter(self, rows: Tensor, into: Tensor) -> None:
         self._settle()
@@ -143,21 +146,23 @@ class NetworkGroup(Group):
             self._add_other(flat, clock)
         elif flat.nbytes <= SMALL_BYTES:
             self._add_all(flat, clock)
+        elif flat.nbytes >= self.size * RING_BYTES:
+            sum_in_ring(self, flat, clock)
         else:
             parts = flat.tensor_split(self.size)
             own = self._scattered(parts, clock)
             parts[self.rank].copy_(own)
             others = self._all_others()
-            data = _memory(parts[self.rank])
-            self._exchange([(at, data) for at in others], [(at, _memory(parts[at])) for at in others], clock=clock)
+            data = memory_of(parts[self.rank])
+            self._exchange([(at, data) for at in others], [(at, memory_of(parts[at])) for at in others], clock=clock)
 
     def _add_other(self, flat: Tensor, clock: WaitClock) -> None:
         """Exchanges the whole tensor with the one other rank, and adds the pieces as they have come and gone."""
-        peer = self._peer(1 - self.rank, clock)
-        theirs = self._take_scratch(flat)
+        peer = self.peer(1 - self.rank, clock)
+        theirs = self.scratch(flat)
         peer.begin_count()
         step, added = PIECE_BYTES // flat.element_size(), 0
-        sent, got = peer.send(_memory(flat)), peer.receive(_memory(theirs))
+        sent, got = peer.send(memory_of(flat)), peer.receive(memory_of(theirs))
 
         def add() -> None:
             nonlocal added
@@ -166,16 +171,16 @@ class NetworkGroup(Group):
                 flat[added : added + step].add_(theirs[added : added + step])
                 added += step
 
-        self._move([peer], lambda: peer.through[0] >= sent and peer.through[1] >= got, clock, add)
+        self.move([peer], lambda: peer.through[0] >= sent and peer.through[1] >= got, clock, add)
 
     def _add_all(self, flat: Tensor, clock: WaitClock) -> None:
         others = self._all_others()
-        rows = self._take_scratch(flat, len(others)).view(len(others), flat.numel())
+        rows = self.scratch(flat, len(others)).view(len(others), flat.numel())
         given = flat.clone()
-        data = _memory(given)
+        data = memory_of(given)
         self._exchange(
             [(at, data) for at in others],
-            [(at, _memory(row)) for at, row in zip(others, rows, strict=True)],
+            [(at, memory_of(row)) for at, row in zip(others, rows, strict=True)],
             clock=clock,
         )
         self._add_in_order(flat, given, rows)
@@ -183,10 +188,10 @@ class NetworkGroup(Group):
     def _scattered(self, parts: Sequence[Tensor], clock: WaitClock) -> Tensor:
         """Returns the sum over the ranks of their parts of this rank's number."""
         others, mine = self._all_others(), parts[self.rank]
-        rows = self._take_scratch(mine, len(others)).view(len(others), mine.numel())
+        rows = self.scratch(mine, len(others)).view(len(others), mine.numel())
         self._exchange(
-            [(at, _memory(parts[at])) for at in others],
-            [(at, _memory(row)) for at, row in zip(others, rows, strict=True)],
+            [(at, memory_of(parts[at])) for at in others],
+            [(at, memory_of(row)) for at, row in zip(others, rows, strict=True)],
             clock=clock,
         )
         total = torch.empty_like(mine)
@@ -207,7 +212,7 @@ class NetworkGroup(Group):
         way = self._way(self._other(to), out=True)
         if not tensor.numel():
             return DONE
-        number = way.send(_memory(tensor))
+        number = way.send(memory_of(tensor))
         if not way.move():
             return DONE
         self.all_waits.moving[id(way)] = way.move
@@ -218,7 +223,7 @@ class NetworkGroup(Group):
         way = self._way(self._other(source), out=False)
         if not into.numel():
             return DONE
-        number = way.receive(_memory(into))
+        number = way.receive(memory_of(into))
         self.all_waits.moving[id(way)] = way.move
         return _Message(self, way, 1, number)
 
@@ -266,7 +271,7 @@ class NetworkGroup(Group):
     def _all_others(self) -> list[int]:
         return [at for at in range(self.size) if at != self.rank]
 
-    def _peer(self, at: int, clock: WaitClock) -> RankConnection:
+    def peer(self, at: int, clock: WaitClock) -> RankConnection:
         """Returns the connection of the collectives to a rank; the higher rank dials."""
         if at not in self._peers:
             rank = self._ranks[at]
@@ -293,27 +298,29 @@ class NetworkGroup(Group):
     ) -> None:
         """Sends to and receives from other ranks at once, until all of it is through."""
         clock = self.all_waits if clock is None else clock
-        peers = {at: self._peer(at, clock) for at in sorted({at for at, _ in (*sends, *receives)})}
+        peers = {at: self.peer(at, clock) for at in sorted({at for at, _ in (*sends, *receives)})}
         for peer in peers.values():
             peer.begin_count()
         ends = [(peers[at], 0, peers[at].send(data)) for at, data in sends]
         ends += [(peers[at], 1, peers[at].receive(into)) for at, into in receives]
-        self._move(
+        self.move(
             [*peers.values()],
             lambda: all(peer.through[way] >= number for peer, way, number in ends),
             clock,
         )
 
-    def _move(
+    def move(
         self,
         peers: Sequence[RankConnection],
         holds: Callable[[], bool],
         clock: WaitClock,
         moved: Callable[[], None] | None = None,
     ) -> None:
+        """Moves messages until a condition holds, as ``move_until`` does. Where that fails the connections are
+        closed: what others wait for will not come, and they learn it at once and not at their deadline."""
         try:
             span = move_until(peers, holds, clock=clock, seconds=DEADLINE_SECONDS, moved=moved)
-        except BaseException:  # what others wait for will not come: they learn it at once, and not at their deadline
+        except BaseException:
             for connection in self._peers.values():
                 connection.close()
             raise
@@ -325,12 +332,12 @@ class NetworkGroup(Group):
         if self._worker is not None:
             self._worker.wait_idle()
 
-    def _take_scratch(self, like: Tensor, times: int = 1) -> Tensor:
+    def scratch(self, like: Tensor, times: int = 1) -> Tensor:
         """Returns memory for so many tensors like this one, which is another's after the next collective."""
         nbytes = like.nbytes * times
-        if self._scratch.numel() < nbytes:
-            self._scratch = torch.empty(nbytes, dtype=torch.uint8)
-        return self._scratch[:nbytes].view(like.dtype)
+        if self._bytes.numel() < nbytes:
+            self._bytes = torch.empty(nbytes, dtype=torch.uint8)
+        return self._bytes[:nbytes].view(like.dtype)
 
 
 @final
@@ -351,9 +358,3 @@ class _Message(Work):
             )
         if not way.events:
             clock.moving.pop(id(way), None)
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor."""
-    numbers: Any = bytes_of(tensor).numpy()
-    return memoryview(numbers)

@@ -16,12 +16,15 @@ from collections.abc import Callable, Iterable
 from typing import final
 
 from apportion.comm.group import WaitClock
+from apportion.comm.network.address import prepare_bulk
 from apportion.errors import PeerLost
 
 _HEADER = struct.Struct("!QQ")
 """The number of a message on its connection, and its length in bytes."""
 BUFFER_BYTES = 4 << 20
 """The bytes that the system is asked to hold of a connection in each direction."""
+WAKE_BYTES = 128 << 10
+"""The bytes of a message that are waited for at once: to be woken for each packet costs more than to copy it."""
 NAP_SECONDS = 0.0005
 """The seconds between two looks at other messages that only this process moves on."""
 LOOK_SECONDS = 1.0
@@ -37,6 +40,8 @@ class RankConnection:
         """The name of the other end, for messages of errors."""
         self._sock = sock
         sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            prepare_bulk(sock)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
@@ -51,6 +56,8 @@ class RankConnection:
         """The bytes of the messages under way that have gone out and come in, since ``begin_count``."""
         self.started, self.through = [0, 0], [0, 0]
         """The numbers of messages that were begun and that are through: those to send, and those to receive."""
+        self._wake_at = 1
+        """The bytes from which on the system says that there is something to receive."""
         self.gone = 0
         """The bytes of all messages that have gone out."""
         self._closed = False
@@ -109,7 +116,8 @@ class RankConnection:
             self._sends.popleft()
             self._begun = False
             self.through[0] += 1
-        return True
+            return True
+        return False  # the system took what it has room for
 
     def _pull(self) -> bool:
         into = self._receives[0]
@@ -118,13 +126,15 @@ class RankConnection:
         try:
             came = self._sock.recvmsg_into([head, into] if left else [into])[0]
         except BlockingIOError:
+            self._wake_from(min(left + into.nbytes, WAKE_BYTES))
             return False
         if not came and (left or into.nbytes):
             raise self._lost("it ended")
         if left:
             self._got += head[:came]
             if len(self._got) < _HEADER.size:
-                return True
+                self._wake_from(1)
+                return False
             self._check(into.nbytes)
         came -= min(came, left)
         self._receives[0] = into = into[came:]
@@ -133,7 +143,14 @@ class RankConnection:
             self._receives.popleft()
             self._got.clear()
             self.through[1] += 1
-        return True
+            return True
+        self._wake_from(min(into.nbytes, WAKE_BYTES))
+        return False  # the system gave what there was
+
+    def _wake_from(self, nbytes: int) -> None:
+        if nbytes != self._wake_at:
+            self._wake_at = nbytes
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     def _check(self, expected: int) -> None:
         number, length = _HEADER.unpack(self._got)
@@ -172,6 +189,7 @@ def move_until(
     own = list(connections)
     began = last = time.perf_counter()
     before = -1
+    poller, watched = select.poll(), dict.fromkeys(own, 0)
     clock.begin()
     try:
         while True:
@@ -189,9 +207,9 @@ def move_until(
             elif now - last > seconds:
                 late = ", ".join(connection.name for connection in own if connection.events)
                 raise PeerLost(f"nothing has come from or gone to {late} for {seconds:.0f} s")
-            poller = select.poll()
-            for connection in own:
-                if connection.events:
+            for connection, events in watched.items():
+                if connection.events != events:
+                    watched[connection] = connection.events
                     poller.register(connection, connection.events)
             poller.poll((NAP_SECONDS if clock.move_on() else LOOK_SECONDS) * 1000)
     finally:

@@ -18,5 +18,9 @@ class Env(Value):
     loaders: int = 0
     """The number of data-loading processes of each worker."""
 
+    insecure: bool = False
+    """True: ranks on several hosts need no secret in APPORTION_SECRET_FILE, and whoever reaches a port may take one's
+    place."""
+
     launched = True
     """True: the ranks are running already."""

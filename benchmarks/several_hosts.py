@@ -1,0 +1,119 @@
+"""Strategies between hosts against torch's DDP: hosts as network namespaces, joined by cables of a rate. Needs root.
+
+    python benchmarks/several_hosts.py --json FILE [--only id,...]
+
+hosts_ddp_HxR_RATE    data_parallel against DDP over gloo at its best setting (peers/ddp.py), H hosts of R ranks each,
+                      global batch 128, the network 784-1024-1024-10 with its batches in memory: examples/s.
+bytes_HxR             what a host sends in a step of data_parallel, over what a ring of hosts must send of the gradient
+                      (W for two hosts, 4/3 W for three, 1.5 W for four): the cable's own count, headers and all.
+
+Every rank has one thread; the hosts share two cores in turn. Both sides of a row are warmed up and then run in turn,
+A B A B, the other one parked on a pipe. Figures are medians over the rounds; a ratio above 1 is better than the peer.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+
+from hosts import cannot, several_hosts
+from parked import Side, SideFailed
+from table import main, measured
+
+HERE = Path(__file__).resolve().parent
+MLP = f"{HERE / 'mlp1024.py'}:workload"
+PARAMETERS = 784 * 1024 + 1024 + 1024 * 1024 + 1024 + 1024 * 10 + 10
+OURS, DDP = str(HERE / "ours.py"), str(HERE / "peers" / "ddp.py")
+ROUNDS, ROUND_SECONDS, WARM_UP_STEPS = 15, 1.0, 4
+RATES = {"25m": 25e6, "100m": 1e8, "1g": 1e9}
+BATCH = "128"
+
+
+@dataclass(frozen=True)
+class Against:
+    """Examples/s of two sides that train the same on the same hosts."""
+
+    what: str
+    hosts: tuple[int, ...]
+    rate: float
+    ours: list[str]
+    peer: list[str]
+    unit: str = "examples/s"
+
+    def measure(self):
+        """(ours, peer, ratio)."""
+        if (why := cannot()) is not None:
+            raise SideFailed(why)
+        ranks = sum(self.hosts)
+        with (
+            several_hosts(self.hosts, self.rate) as hosts,
+            Side(self.ours, ranks=ranks, hosts=hosts) as ours,
+            Side(self.peer, ranks=ranks, hosts=hosts) as peer,
+        ):
+            for side in (ours, peer):
+                side.wait_until_ready()
+                side.go(WARM_UP_STEPS)
+            steps = max(2, round(ROUND_SECONDS / mean(side.go(WARM_UP_STEPS) / WARM_UP_STEPS for side in (ours, peer))))
+            rounds = [(ours.go(steps), peer.go(steps)) for _ in range(ROUNDS)]
+        own, other = (steps * int(BATCH) / median(seconds) for seconds in zip(*rounds, strict=True))
+        return own, other, median(b / a for a, b in rounds)
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """The bytes that a host sends in a step, over those that it must."""
+
+    what: str
+    hosts: tuple[int, ...]
+    ours: list[str]
+    most: float
+    """Of W, the bytes of the gradient."""
+    unit: str = "MB"
+
+    def measure(self):
+        """(bytes sent, bytes that a ring would send, their ratio)."""
+        if (why := cannot()) is not None:
+            raise SideFailed(why)
+        steps = 20
+        with (
+            several_hosts(self.hosts, None) as hosts,
+            Side(self.ours, ranks=sum(self.hosts), hosts=hosts) as ours,
+        ):
+            ours.wait_until_ready()
+            ours.go(WARM_UP_STEPS)
+            before = hosts.sent()
+            ours.go(steps)
+            sent = max(b - a for a, b in zip(before, hosts.sent(), strict=True)) / steps
+        must = self.most * 4 * PARAMETERS
+        return sent / 1e6, must / 1e6, sent / must
+
+
+def ours(strategy="data_parallel"):
+    return [OURS, MLP, strategy, BATCH, "memory"]
+
+
+def ddp(*options):
+    return [DDP, MLP, BATCH, "memory", *options]
+
+
+def against_ddp(hosts, rate):
+    many = f"{len(hosts)} hosts of {hosts[0]} ranks, {rate}"
+    return Against(f"data_parallel against DDP, {many}", hosts, RATES[rate], ours(), ddp())
+
+
+KNOWN = {
+    f"hosts_ddp_{len(hosts)}x{hosts[0]}_{rate}": against_ddp(hosts, rate)
+    for hosts, rate in (((2, 2), "100m"), ((2, 2), "1g"), ((1, 1), "1g"), ((1, 1, 1, 1), "1g"))
+} | {
+    f"bytes_{name}": Bytes(f"bytes that a host sends in a step, {name}", hosts, ours(), most)
+    for name, hosts, most in (
+        ("2x1", (1, 1), 1.0),
+        ("2x2", (2, 2), 1.0),
+        ("3x1", (1, 1, 1), 4 / 3),
+        ("4x1", (1, 1, 1, 1), 1.5),
+        ("2+1", (2, 1), 1.0),
+    )
+}
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, KNOWN, measured(KNOWN)))
