@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
@@ -458,6 +459,49 @@ def test_where_nobody_answers_a_rank_says_that_it_waits_and_then_gives_up(
     assert why in str(e.value)
     assert "check that rank 0 runs there" in str(e.value)
     assert f"rank {number} of 2 has waited 0 s for the others at 127.0.0.1:" in capfd.readouterr().err
+
+
+FOUND_OUT = """
+import json
+import sys
+
+import torch
+
+import apportion
+
+world = apportion.World.from_env(device="cpu", insecure=True)
+total = torch.tensor([10.0**world.rank])
+world.group().all_reduce(total).wait()
+world.close()
+print(json.dumps([world.local_rank, world.local_size, total.item()]))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("numbers", [[0, 1], [0, 0]])
+def test_how_many_ranks_a_host_has_is_found_out_where_nobody_says_it(numbers: list[int]) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 1))  # sends nothing
+        except OSError:
+            pytest.skip("needs an address that is not of this host alone")
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": probe.getsockname()[0], "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", FOUND_OUT],
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(number)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, number in enumerate(numbers)
+    ]
+    told = [process.communicate(timeout=SECONDS) for process in ranks]
+    for rank, (out, err) in enumerate(told):
+        if numbers == [0, 1]:
+            assert json.loads(out) == [rank, 2, 11.0], err
+        else:
+            assert "were given LOCAL_RANK=[0, 0]: they must be 0 to 1, each once" in err
 
 
 def test_several_hosts_without_a_secret_are_refused_with_the_command_that_makes_one(

@@ -407,7 +407,8 @@ def test_a_death_in_the_middle_of_keeping_leaves_the_state_before() -> None:
     with by_value(sys.modules[__name__]):
         outcome = seats.on_seats(keep, 2, 400, killed=killed)
     assert outcome.results == [400, 400]
-    assert outcome.changes > 20
+    assert outcome.kills == 30
+    assert outcome.changes > 10, "two deaths close together are one change, on a busy machine more often"
 
 
 @pytest.mark.processes

@@ -99,13 +99,8 @@ class World:
     def _found_out(self) -> World:
         """Meet the other ranks, and return this world with the number of ranks that this host has."""
         flat = self._meet()
-        keys = gather_messages(host_key(), flat, device=self.device)
-        _, local_rank, local_size = launched_ranks.numbered(keys)[self.rank]
-        if local_rank != self.local_rank:
-            raise ValueError(
-                f"LOCAL_RANK={self.local_rank} of rank {self.rank}, which is number {local_rank} of the {local_size} "
-                "ranks of its host: number the ranks of a host from 0 on"
-            )
+        told = gather_messages([host_key(), self.local_rank], flat, device=self.device)
+        local_size = launched_ranks.count_ranks([(key, local_rank) for key, local_rank in told], self.rank)
         found = replace(self, local_size=local_size, seats=local_size, _groups={}, _known_hosts=[])
         found._groups["world"] = found._fastest(flat)
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from apportion.comm.network.launched_ranks import Seat, given, hosts, numbered, refuse_contradictions
+from apportion.comm.network.launched_ranks import Seat, count_ranks, given, hosts, refuse_contradictions
 
 
 def seats(names: str, local_ranks: str, *sizes: int) -> list[Seat]:
@@ -19,9 +19,10 @@ def test_the_hosts_of_ranks_are_told_by_name_and_local_rank() -> None:
     assert hosts(seats("aaa", "000", 1)) == [0, 1, 2]
 
 
-def test_the_places_of_ranks_are_found_out_by_their_hosts() -> None:
-    assert numbered(["a", "a", "b"]) == [("a", 0, 2), ("a", 1, 2), ("b", 0, 1)]
-    assert numbered(["b", "a", "b"]) == [("b", 0, 2), ("a", 0, 1), ("b", 1, 2)]
+def test_the_ranks_of_a_host_are_counted_where_nobody_says_how_many_there_are() -> None:
+    assert [count_ranks([("a", 0), ("b", 0), ("a", 1)], rank) for rank in range(3)] == [2, 1, 2]
+    with pytest.raises(ValueError, match=r"the 2 ranks on host a were given LOCAL_RANK=\[1, 1\]: they must be 0 to 1"):
+        count_ranks([("a/boot", 1), ("b", 0), ("a/boot", 1)], 1)
 
 
 @pytest.mark.parametrize("right", [seats("aabb", "0101", 2), seats("aab", "010", 2, 2, 1), seats("aaaa", "0101", 2)])

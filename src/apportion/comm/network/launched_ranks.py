@@ -70,9 +70,19 @@ def hosts(seats: Sequence[Seat]) -> list[int]:
     return found
 
 
-def numbered(keys: Sequence[str]) -> list[Seat]:
-    """Returns where each rank runs, of ranks that know no LOCAL_WORLD_SIZE, by the keys of their hosts."""
-    return [(key, keys[:rank].count(key), keys.count(key)) for rank, key in enumerate(keys)]
+def count_ranks(told: Sequence[tuple[str, int]], rank: int) -> int:
+    """Returns the number of ranks on the host of a rank. ``told``: the host and LOCAL_RANK of every rank. Raises
+    ValueError, for every rank alike, where the ranks of a host are not numbered from 0 on."""
+    numbers: dict[str, list[int]] = {}
+    for key, local_rank in told:
+        numbers.setdefault(key, []).append(local_rank)
+    for key, local_ranks in numbers.items():
+        if sorted(local_ranks) != list(range(len(local_ranks))):
+            raise ValueError(
+                f"the {len(local_ranks)} ranks on host {key.split('/')[0]} were given LOCAL_RANK={local_ranks}: they "
+                f"must be 0 to {len(local_ranks) - 1}, each once"
+            )
+    return len(numbers[told[rank][0]])
 
 
 def refuse_contradictions(seats: Sequence[Seat]) -> None:
