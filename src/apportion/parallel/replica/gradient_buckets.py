@@ -71,8 +71,6 @@ class GradientSum:
         full, rest = _gathered(
             [p for p in reversed(dense) if p not in large], early_bytes(group.size) if early else None
         )
-        if full and not rest:  # the first layers' gradients come last, and the loss with them: one message for both
-            rest = [full.pop()]
         device = parameters[0].device if parameters else torch.device("cpu")
         # One slot a parameter says whether it was used, the last one carries the loss.
         self._tail = torch.zeros(len(dense) + 1, device=device)
