@@ -387,8 +387,8 @@ class Slow(Group):
         time.sleep(0.004)
         return self._group.all_reduce(tensor)
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return self._group.all_gather(tensor)
+    def gather_into(self, rows: Tensor, own: Tensor) -> None:
+        self._group.gather_into(rows, own)
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
         self._group.broadcast(tensor, source=source)

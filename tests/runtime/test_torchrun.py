@@ -432,7 +432,7 @@ def world(monkeypatch: pytest.MonkeyPatch, number: int, address: str, near: bool
     for name, text in given.items():
         monkeypatch.setenv(name, text)
     monkeypatch.setattr("apportion.comm.network.rendezvous.DEADLINE_SECONDS", 2.0)
-    monkeypatch.setattr("apportion.comm.network.rendezvous.RESOLVE_SECONDS", 0.5)
+    monkeypatch.setattr("apportion.comm.network.meeting_place.RESOLVE_SECONDS", 0.5)
     monkeypatch.setattr("apportion.comm.network.rendezvous.PATIENCE_SECONDS", 0.2)
     return apportion.World.from_env(device="cpu", insecure=True)
 

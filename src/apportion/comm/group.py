@@ -113,8 +113,8 @@ class Group(ABC):
         """Sum in place over the ranks; the tensor (contiguous) is theirs until ``wait`` returns."""
 
     @abstractmethod
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Gather every rank's tensor of this one shape into (size, *shape), in rank order. Blocks."""
+    def gather_into(self, rows: Tensor, own: Tensor) -> None:
+        """Gather every rank's ``own`` (n) into ``rows`` (size, n), in rank order; it may be a row of them. Blocks."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
@@ -145,6 +145,13 @@ class Group(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave the group."""
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Gather every rank's tensor of this one shape into (size, *shape), in rank order. Blocks."""
+        own = tensor.detach().contiguous()
+        gathered = own.new_empty((self.size, *own.shape))
+        self.gather_into(gathered.view(self.size, own.numel()), own.view(-1))
+        return gathered
 
     def all_gather_rows(self, tensor: Tensor) -> list[Tensor]:
         """Gather every rank's tensor, in rank order, where dimension 0 may differ (and may be 0). Blocks."""
@@ -203,8 +210,8 @@ class Alone(Group):
     def all_reduce(self, tensor: Tensor) -> Work:
         return DONE
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return tensor.unsqueeze(0).clone()
+    def gather_into(self, rows: Tensor, own: Tensor) -> None:
+        rows[0].copy_(own)
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
         pass

@@ -197,13 +197,10 @@ class ProcessGroup(Group):
     def all_reduce(self, tensor: Tensor) -> Work:
         return _Pending(self._start(self._pg.allreduce, _lend(tensor)), self)
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.contiguous()
-        gathered = tensor.new_empty((self.size, *tensor.shape))
-        if tensor.numel():
-            *into, own = _lend(*gathered.unbind(0), tensor)
-            self._wait(self._start(self._pg.allgather, [into], [own]))
-        return gathered
+    def gather_into(self, rows: Tensor, own: Tensor) -> None:
+        if own.numel():
+            *into, given = _lend(*rows.unbind(0), own)
+            self._wait(self._start(self._pg.allgather, [into], [given]))
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
         self._wait(self._start(self._pg.broadcast, *_lend(tensor), source))

@@ -141,14 +141,7 @@ class SharedMemoryGroup(Group):
             self._views[key] = [slot.view(dtype)[:n] for slot in self._slots[self._turn]]
         return self._views[key]
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        gathered = tensor.new_empty((self.size, *tensor.shape))
-        own = tensor.detach().contiguous().view(-1)
-        self.gather_into(gathered.view(self.size, own.numel()), own)
-        return gathered
-
     def gather_into(self, rows: Tensor, own: Tensor) -> None:
-        """Gather every rank's ``own`` (n) into (size, n), in rank order; it may be a row of them. Blocks."""
         n = PIECE // own.element_size()
         for start in range(0, own.numel(), n):
             piece = own[start : start + n]

@@ -197,9 +197,9 @@ class World:
 
     def _find_hosts(self, group: Group) -> None:
         """Learn where the other ranks run. Raises ValueError where the numbers that they were given cannot be."""
-        seats = gather_messages([host_key(), self.local_rank, self.local_size], group, device=self.device)
-        launched_ranks.refuse_contradictions(seats)
-        self._known_hosts.extend(launched_ranks.hosts(seats))
+        slots = gather_messages([host_key(), self.local_rank, self.local_size], group, device=self.device)
+        launched_ranks.refuse_contradictions(slots)
+        self._known_hosts.extend(launched_ranks.hosts(slots))
 
     def _connect_part(self, part: World, ranks: list[int]) -> Group:
         whole = self.group()

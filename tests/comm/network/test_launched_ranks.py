@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from apportion.comm.network.launched_ranks import Seat, count_ranks, given, hosts, refuse_contradictions
+from apportion.comm.network.launched_ranks import Slot, count_ranks, given, hosts, refuse_contradictions
 
 
-def seats(names: str, local_ranks: str, *sizes: int) -> list[Seat]:
+def slots(names: str, local_ranks: str, *sizes: int) -> list[Slot]:
     return [(n, int(at), sizes[i % len(sizes)]) for i, (n, at) in enumerate(zip(names, local_ranks, strict=True))]
 
 
 def test_the_hosts_of_ranks_are_told_by_name_and_local_rank() -> None:
-    assert hosts(seats("aabb", "0101", 2)) == [0, 0, 1, 1]
-    assert hosts(seats("abab", "0011", 2)) == [0, 1, 0, 1], "dealt out in turn"
-    assert hosts(seats("aaaa", "0101", 2)) == [0, 0, 1, 1], "two starts on one host"
-    assert hosts(seats("aaaa", "0011", 2)) == [0, 1, 0, 1]
-    assert hosts(seats("aaa", "000", 1)) == [0, 1, 2]
+    assert hosts(slots("aabb", "0101", 2)) == [0, 0, 1, 1]
+    assert hosts(slots("abab", "0011", 2)) == [0, 1, 0, 1], "dealt out in turn"
+    assert hosts(slots("aaaa", "0101", 2)) == [0, 0, 1, 1], "two starts on one host"
+    assert hosts(slots("aaaa", "0011", 2)) == [0, 1, 0, 1]
+    assert hosts(slots("aaa", "000", 1)) == [0, 1, 2]
 
 
 def test_the_ranks_of_a_host_are_counted_where_nobody_says_how_many_there_are() -> None:
@@ -25,21 +25,21 @@ def test_the_ranks_of_a_host_are_counted_where_nobody_says_how_many_there_are() 
         count_ranks([("a/boot", 1), ("b", 0), ("a/boot", 1)], 1)
 
 
-@pytest.mark.parametrize("right", [seats("aabb", "0101", 2), seats("aab", "010", 2, 2, 1), seats("aaaa", "0101", 2)])
-def test_numbers_that_can_be_are_taken(right: list[Seat]) -> None:
+@pytest.mark.parametrize("right", [slots("aabb", "0101", 2), slots("aab", "010", 2, 2, 1), slots("aaaa", "0101", 2)])
+def test_numbers_that_can_be_are_taken(right: list[Slot]) -> None:
     refuse_contradictions(right)
 
 
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        (seats("ab", "00", 2), r"rank 0 on host a was given LOCAL_RANK=0 and LOCAL_WORLD_SIZE=2, and the ranks there"),
-        (seats("aabb", "0111", 2), r"rank 2 on host b was given LOCAL_RANK=1 .* with LOCAL_RANK=\[1\]"),
-        (seats("aab", "011", 2, 2, 1), r"rank 2 on host b was given LOCAL_RANK=1 and LOCAL_WORLD_SIZE=1"),
-        (seats("aa", "01", 2, 1), r"LOCAL_WORLD_SIZE"),
+        (slots("ab", "00", 2), r"rank 0 on host a was given LOCAL_RANK=0 and LOCAL_WORLD_SIZE=2, and the ranks there"),
+        (slots("aabb", "0111", 2), r"rank 2 on host b was given LOCAL_RANK=1 .* with LOCAL_RANK=\[1\]"),
+        (slots("aab", "011", 2, 2, 1), r"rank 2 on host b was given LOCAL_RANK=1 and LOCAL_WORLD_SIZE=1"),
+        (slots("aa", "01", 2, 1), r"LOCAL_WORLD_SIZE"),
     ],
 )
-def test_numbers_that_contradict_each_other_are_refused_by_name(wrong: list[Seat], why: str) -> None:
+def test_numbers_that_contradict_each_other_are_refused_by_name(wrong: list[Slot], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         refuse_contradictions(wrong)
 

@@ -17,7 +17,7 @@ from ranks import on_ranks
 
 from apportion.comm.group import Group
 from apportion.comm.network.hierarchical_group import HierarchicalGroup
-from apportion.comm.network.network_group import RING_BYTES, NetworkGroup
+from apportion.comm.network.network_group import RING_BYTES, SMALL_BYTES, NetworkGroup
 from apportion.comm.network.rendezvous import meet
 from apportion.comm.network.ring import PIECE_BYTES
 from apportion.comm.world import World
@@ -111,6 +111,14 @@ def test_a_large_sum_goes_round_in_a_ring_and_has_the_same_bits_everywhere(
         expected.append(digest([in_ring([call.tensor(rank, size) for rank in range(size)])]))
     for found in on_ranks(sum_large, size, sizes, secret_file(tmp_path) if tcp else None):
         assert found == expected
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_sum_that_is_too_small_for_a_ring_is_in_rank_order(size: int) -> None:
+    sizes = [SMALL_BYTES // 4, SMALL_BYTES // 4 + 1, 20_000, size * (RING_BYTES // 4) - 1]
+    calls = [Call("all_reduce", torch.float32, (n,), 0, (), n) for n in sizes]
+    for found in on_ranks(sum_large, size, sizes, None):
+        assert found == [digest(call.by_hand(size)) for call in calls]
 
 
 # Bytes

@@ -14,12 +14,12 @@ from contextlib import ExitStack
 
 import pytest
 
+from apportion.comm.network import dialling
 from apportion.comm.network import rank_listener as listener_file
-from apportion.comm.network import rendezvous
 from apportion.comm.network.address import Address
+from apportion.comm.network.dialling import dial_rank
 from apportion.comm.network.handshake import CLAIM_BYTES, GREETING_BYTES, Purpose, claim
 from apportion.comm.network.rank_listener import MOST_PENDING, RankListener
-from apportion.comm.network.rendezvous import dial_rank
 from apportion.errors import PeerLost
 
 SECRET = b"s" * 32
@@ -74,10 +74,10 @@ def test_a_rank_that_dials_again_takes_the_place_of_its_first_connection(listeni
             assert second.recv(1) == b"x"
 
 
-def test_one_with_another_secret_is_not_let_in_and_is_told_why(
-    listening: RankListener, monkeypatch: pytest.MonkeyPatch
+def test_one_with_another_secret_is_not_let_in_and_both_ends_are_told_why(
+    listening: RankListener, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rendezvous, "REFUSED_SECONDS", 0.2)
+    monkeypatch.setattr(dialling, "REFUSED_SECONDS", 0.2)
     with pytest.raises(
         PeerLost, match="did not let this rank in: APPORTION_SECRET_FILE must name a file with the same"
     ):
@@ -85,12 +85,13 @@ def test_one_with_another_secret_is_not_let_in_and_is_told_why(
     with pytest.raises(PeerLost, match="rank 1 is not there: it did not connect in 0 s"):
         listening.take("run/world", 1, 0.1)
     assert listening.refused > 0
+    assert capfd.readouterr().err.count("127.0.0.1 was not let in at 127.0.0.1:") == 1, "once"
 
 
 def test_a_listener_that_does_not_know_the_secret_is_found_out(
     listening: RankListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "REFUSED_SECONDS", 0.2)
+    monkeypatch.setattr(dialling, "REFUSED_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         stop = threading.Event()
 

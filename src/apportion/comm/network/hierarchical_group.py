@@ -61,10 +61,21 @@ class HierarchicalGroup(Group):
         for rank, host in enumerate(hosts):
             ranks[host].append(rank)
         own = ranks[hosts[flat.rank]]
-        memory = host_memory(flat.part(own), spins=spins) if len(own) > 1 else None
+        memory = None
+        if len(own) > 1:
+            near = flat.part(own)
+            memory = host_memory(near, spins=spins)
+            if memory is None:
+                near.close()
+            else:
+                memory.flat = near
         has = torch.tensor([1.0 if memory is not None or len(own) == 1 else 0.0])
         flat.all_reduce(has).wait()
-        return cls(flat, ranks, memory, spins=spins) if has.item() == flat.size else flat
+        if has.item() == flat.size:
+            return cls(flat, ranks, memory, spins=spins)
+        if memory is not None:
+            memory.close()
+        return flat
 
     # Collectives
 
@@ -93,12 +104,6 @@ class HierarchicalGroup(Group):
         ranks = self._memory.size
         parts = [*slices, *(slices[0][:0] for _ in range(ranks - len(slices)))]
         self._memory.gather_parts(parts[self._place], parts)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        own = tensor.detach().contiguous()
-        gathered = own.new_empty((self.size, *own.shape))
-        self.gather_into(gathered.view(self.size, own.numel()), own.view(-1))
-        return gathered
 
     def gather_into(self, rows: Tensor, own: Tensor) -> None:
         self._settle()

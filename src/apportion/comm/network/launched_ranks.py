@@ -14,7 +14,7 @@ _OTHER_NAMES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
 )
 """The names by which srun and mpirun call RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE."""
-Seat = tuple[str, int, int]
+Slot = tuple[str, int, int]
 """Where a rank runs: its host, LOCAL_RANK and LOCAL_WORLD_SIZE."""
 
 
@@ -55,12 +55,12 @@ def host_key() -> str:
     return "/".join(parts)
 
 
-def hosts(seats: Sequence[Seat]) -> list[int]:
+def hosts(slots: Sequence[Slot]) -> list[int]:
     """Returns the host of every rank, numbered in the order in which they come. Several starts on one host may stand
     for several hosts, and then each has every local rank once."""
     taken: list[tuple[str, set[int]]] = []
     found = []
-    for name, local_rank, local_size in seats:
+    for name, local_rank, local_size in slots:
         free = (at for at, (n, ranks) in enumerate(taken) if n == name and local_rank not in ranks)
         place = next((at for at in free if len(taken[at][1]) < local_size), len(taken))
         if place == len(taken):
@@ -85,12 +85,12 @@ def count_ranks(told: Sequence[tuple[str, int]], rank: int) -> int:
     return len(numbers[told[rank][0]])
 
 
-def refuse_contradictions(seats: Sequence[Seat]) -> None:
+def refuse_contradictions(slots: Sequence[Slot]) -> None:
     """Raises ValueError where the numbers that the ranks were given are not those of ranks on hosts."""
-    of = hosts(seats)
-    for rank, (name, local_rank, local_size) in enumerate(seats):
+    of = hosts(slots)
+    for rank, (name, local_rank, local_size) in enumerate(slots):
         there = [other for other, host in enumerate(of) if host == of[rank]]
-        local_ranks = sorted(seats[other][1] for other in there)
+        local_ranks = sorted(slots[other][1] for other in there)
         if local_ranks != list(range(local_size)):
             host = name.split("/")[0]
             raise ValueError(

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from apportion.comm.group import DONE, Group, WaitClock, Work, bytes_of
 from apportion.comm.network.collective_thread import CollectiveThread
-from apportion.comm.network.rank_connection import NAP_SECONDS, RankConnection, move_until
+from apportion.comm.network.rank_connection import NAP_SECONDS, RankConnection, memory_of, move_until
 from apportion.comm.network.rendezvous import Meeting
-from apportion.comm.network.ring import memory_of, sum_in_ring
+from apportion.comm.network.ring import RingSum
 
 DEADLINE_SECONDS = 300.0
 """The seconds without a byte after which a collective or a message is given up."""
@@ -50,8 +50,8 @@ class NetworkGroup(Group):
         self._peers: dict[int, RankConnection] = {}
         self._ways: dict[tuple[int, bool], RankConnection] = {}
         """The connections of messages: of each peer one that this rank sends on, and one that it receives on."""
-        self._worker: CollectiveThread | None = None
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._thread: CollectiveThread | None = None
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._interrupted = False
 
     # Collectives
@@ -60,18 +60,12 @@ class NetworkGroup(Group):
         flat = tensor.detach().view(-1)
         if not flat.numel() or self.size == 1:
             return DONE
-        if flat.nbytes <= INLINE_BYTES and (self._worker is None or self._worker.is_idle()):
+        if flat.nbytes <= INLINE_BYTES and (self._thread is None or self._thread.is_idle()):
             self._sum(flat, self.all_waits)
             return DONE
-        if self._worker is None:
-            self._worker = CollectiveThread()
-        return self._worker.run(lambda clock: self._sum(flat, clock), self)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        own = tensor.detach().contiguous()
-        gathered = own.new_empty((self.size, *own.shape))
-        self.gather_into(gathered.view(self.size, own.numel()), own.view(-1))
-        return gathered
+        if self._thread is None:
+            self._thread = CollectiveThread()
+        return self._thread.run(lambda clock: self._sum(flat, clock), self)
 
     def gather_into(self, rows: Tensor, own: Tensor) -> None:
         self._settle()
@@ -145,21 +139,28 @@ class NetworkGroup(Group):
         if self.size == 2:
             self._add_other(flat, clock)
         elif flat.nbytes <= SMALL_BYTES:
-            self._add_all(flat, clock)
+            flat.copy_(self._scattered([flat] * self.size, clock))
         elif flat.nbytes >= self.size * RING_BYTES:
-            sum_in_ring(self, flat, clock)
+            self._add_in_ring(flat, clock)
         else:
             parts = flat.tensor_split(self.size)
-            own = self._scattered(parts, clock)
-            parts[self.rank].copy_(own)
+            parts[self.rank].copy_(self._scattered(parts, clock))
             others = self._all_others()
             data = memory_of(parts[self.rank])
             self._exchange([(at, data) for at in others], [(at, memory_of(parts[at])) for at in others], clock=clock)
 
+    def _add_in_ring(self, flat: Tensor, clock: WaitClock) -> None:
+        after, before = (self._peer((self.rank + way) % self.size, clock) for way in (1, -1))
+        longest = max(flat.tensor_split(self.size), key=len)
+        for peer in (after, before):
+            peer.begin_count()
+        ring = RingSum(self.rank, self.size, after, before, flat, self._take_scratch(longest))
+        self._move([after, before], ring.is_through, clock, ring.go_on)
+
     def _add_other(self, flat: Tensor, clock: WaitClock) -> None:
         """Exchanges the whole tensor with the one other rank, and adds the pieces as they have come and gone."""
-        peer = self.peer(1 - self.rank, clock)
-        theirs = self.scratch(flat)
+        peer = self._peer(1 - self.rank, clock)
+        theirs = self._take_scratch(flat)
         peer.begin_count()
         step, added = PIECE_BYTES // flat.element_size(), 0
         sent, got = peer.send(memory_of(flat)), peer.receive(memory_of(theirs))
@@ -171,39 +172,22 @@ class NetworkGroup(Group):
                 flat[added : added + step].add_(theirs[added : added + step])
                 added += step
 
-        self.move([peer], lambda: peer.through[0] >= sent and peer.through[1] >= got, clock, add)
-
-    def _add_all(self, flat: Tensor, clock: WaitClock) -> None:
-        others = self._all_others()
-        rows = self.scratch(flat, len(others)).view(len(others), flat.numel())
-        given = flat.clone()
-        data = memory_of(given)
-        self._exchange(
-            [(at, data) for at in others],
-            [(at, memory_of(row)) for at, row in zip(others, rows, strict=True)],
-            clock=clock,
-        )
-        self._add_in_order(flat, given, rows)
+        self._move([peer], lambda: peer.through[0] >= sent and peer.through[1] >= got, clock, add)
 
     def _scattered(self, parts: Sequence[Tensor], clock: WaitClock) -> Tensor:
-        """Returns the sum over the ranks of their parts of this rank's number."""
+        """Returns the sum over the ranks of their parts of this rank's number. What is sent stays as it is."""
         others, mine = self._all_others(), parts[self.rank]
-        rows = self.scratch(mine, len(others)).view(len(others), mine.numel())
+        rows = self._take_scratch(mine, len(others)).view(len(others), mine.numel())
         self._exchange(
             [(at, memory_of(parts[at])) for at in others],
             [(at, memory_of(row)) for at, row in zip(others, rows, strict=True)],
             clock=clock,
         )
-        total = torch.empty_like(mine)
-        self._add_in_order(total, mine, rows)
-        return total
-
-    def _add_in_order(self, total: Tensor, own: Tensor, others: Tensor) -> None:
-        """Writes the sum of every rank's numbers, in rank order."""
-        terms = [*others[: self.rank], own, *others[self.rank :]]
-        torch.add(terms[0], terms[1], out=total)
+        terms = [*rows[: self.rank], mine, *rows[self.rank :]]  # in rank order
+        total = torch.add(terms[0], terms[1])
         for term in terms[2:]:
             total.add_(term)
+        return total
 
     # Messages
 
@@ -258,9 +242,9 @@ class NetworkGroup(Group):
         self.interrupt()
         for connection in self._ways.values():
             self.all_waits.moving.pop(id(connection), None)
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
         for connection in (*self._peers.values(), *self._ways.values()):
             connection.release()
         self._peers.clear()
@@ -271,7 +255,7 @@ class NetworkGroup(Group):
     def _all_others(self) -> list[int]:
         return [at for at in range(self.size) if at != self.rank]
 
-    def peer(self, at: int, clock: WaitClock) -> RankConnection:
+    def _peer(self, at: int, clock: WaitClock) -> RankConnection:
         """Returns the connection of the collectives to a rank; the higher rank dials."""
         if at not in self._peers:
             rank = self._ranks[at]
@@ -298,18 +282,18 @@ class NetworkGroup(Group):
     ) -> None:
         """Sends to and receives from other ranks at once, until all of it is through."""
         clock = self.all_waits if clock is None else clock
-        peers = {at: self.peer(at, clock) for at in sorted({at for at, _ in (*sends, *receives)})}
+        peers = {at: self._peer(at, clock) for at in sorted({at for at, _ in (*sends, *receives)})}
         for peer in peers.values():
             peer.begin_count()
         ends = [(peers[at], 0, peers[at].send(data)) for at, data in sends]
         ends += [(peers[at], 1, peers[at].receive(into)) for at, into in receives]
-        self.move(
+        self._move(
             [*peers.values()],
             lambda: all(peer.through[way] >= number for peer, way, number in ends),
             clock,
         )
 
-    def move(
+    def _move(
         self,
         peers: Sequence[RankConnection],
         holds: Callable[[], bool],
@@ -329,15 +313,15 @@ class NetworkGroup(Group):
 
     def _settle(self) -> None:
         """Waits for the sums that another thread makes: they come first."""
-        if self._worker is not None:
-            self._worker.wait_idle()
+        if self._thread is not None:
+            self._thread.wait_idle()
 
-    def scratch(self, like: Tensor, times: int = 1) -> Tensor:
+    def _take_scratch(self, like: Tensor, times: int = 1) -> Tensor:
         """Returns memory for so many tensors like this one, which is another's after the next collective."""
         nbytes = like.nbytes * times
-        if self._bytes.numel() < nbytes:
-            self._bytes = torch.empty(nbytes, dtype=torch.uint8)
-        return self._bytes[:nbytes].view(like.dtype)
+        if self._scratch.numel() < nbytes:
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8)
+        return self._scratch[:nbytes].view(like.dtype)
 
 
 @final

@@ -13,9 +13,11 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import final
+from typing import Any, final
 
-from apportion.comm.group import WaitClock
+from torch import Tensor
+
+from apportion.comm.group import WaitClock, bytes_of
 from apportion.comm.network.address import prepare_bulk
 from apportion.errors import PeerLost
 
@@ -215,3 +217,9 @@ def move_until(
     finally:
         clock.end()
         clock.seconds += time.perf_counter() - began
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Returns the memory of a contiguous tensor."""
+    numbers: Any = bytes_of(tensor).numpy()
+    return memoryview(numbers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import final
 
 from apportion.comm.network.address import Address, is_own_user, listen, prepare
 from apportion.comm.network.handshake import CLAIM_BYTES, greet, named, proof_of, unpack
+from apportion.comm.network.secret import NAME
 from apportion.errors import PeerLost
 
 PENDING_SECONDS = 5.0
@@ -153,6 +155,8 @@ class RankListener:
         proved = proof_of(self._secret, pending.greeting, pending.claimed)
         if proved is None:
             self.refused += 1
+            if self.refused == 1:  # a user's mistake, or a stranger: once is enough
+                self._tell_refused(pending)
             self._drop(pending)
             return
         purpose, proof = proved
@@ -169,6 +173,15 @@ class RankListener:
             self._changed.notify_all()
         if before is not None:  # the rank has dialled again
             before.close()
+
+    def _tell_refused(self, pending: _Unproved) -> None:
+        with contextlib.suppress(OSError):
+            who = pending.sock.getpeername()[0] if not self._unix else "a process of this host"
+            sys.stderr.write(
+                f"{who} was not let in at {self.address}: it does not know what is in the file that {NAME} names here; "
+                "every host needs the same file\n"
+            )
+            sys.stderr.flush()
 
     def _drop_late(self) -> None:
         limit = time.monotonic() - PENDING_SECONDS

@@ -23,12 +23,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, Rprop
 
-from apportion.comm.group import Alone, Group, collective
+from apportion.comm.group import Group, collective
 from apportion.comm.network import c10d_backend
-from apportion.comm.network.hierarchical_group import HierarchicalGroup
-from apportion.comm.network.network_group import NetworkGroup
 from apportion.comm.process_group import ProcessGroup
-from apportion.comm.shared_memory_group import SharedMemoryGroup
 from apportion.comm.world import World
 from apportion.core import torch_private, tree
 from apportion.core.strategy import State
@@ -44,8 +41,6 @@ _CALLS_ITS_PARTS = (
 """The modules of torch that call their parts. The other composed ones (attention, a transformer layer) use weights of
 their parts without calling them."""
 _GATHER, _SCATTER = 0, 1
-Gathering = SharedMemoryGroup | NetworkGroup | HierarchicalGroup
-"""The groups that FSDP's messages go through: our own."""
 
 
 def units(model: nn.Module, least: int) -> list[nn.Module]:
@@ -105,7 +100,7 @@ class Sharded:
             unit.set_force_sum_reduction_for_comms(True)
             # A rank that did not use a parameter sends zeros, so that every rank sends the same parameters.
             unit.set_reduce_scatter_unused_params(True)
-            if isinstance(self._group, Gathering):
+            if not isinstance(self._group, ProcessGroup):
                 unit.set_custom_all_gather(_AllGather(self._group, number, names[module]))  # type: ignore[arg-type]
                 unit.set_custom_reduce_scatter(_ReduceScatter(self._group, number, names[module]))  # type: ignore[arg-type]
         self._names = dict(model.named_parameters(remove_duplicate=False))
@@ -238,7 +233,7 @@ def _without_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
 def _mesh(world: World) -> DeviceMesh:
     """The mesh of all ranks, in a row. FSDP asks for a process group, whatever its messages go through."""
     group = world.group()
-    if isinstance(group, Gathering | Alone) and (not dist.is_initialized() or c10d_backend.is_ours()):
+    if not isinstance(group, ProcessGroup) and (not dist.is_initialized() or c10d_backend.is_ours()):
         c10d_backend.init_process_group(group)
         return init_device_mesh(world.device.type, (world.size,))
     if world.device.type == "cuda":
@@ -254,7 +249,7 @@ def _mesh(world: World) -> DeviceMesh:
 class _Messages:
     """A unit's collectives, as FSDP wants them (``Comm``)."""
 
-    def __init__(self, group: Gathering, number: int, name: str) -> None:
+    def __init__(self, group: Group, number: int, name: str) -> None:
         self._group, self._number, self._name = group, number, name
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

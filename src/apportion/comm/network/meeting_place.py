@@ -1,0 +1,134 @@
+"""The places where ranks that others have started meet: at sockets of one host, or at MASTER_ADDR.
+
+Under torchrun the store of its agents holds MASTER_PORT; rank 0 listens at a free port, and the store tells which.
+Nothing that the store says is trusted: whoever answers at the address has to prove itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import Any, final
+
+from apportion.comm.network.address import Address, is_loopback, route_to
+from apportion.errors import ApportionError
+
+RESOLVE_SECONDS = 20.0
+"""The seconds that the name of rank 0's host may take to be known."""
+_PAUSE_SECONDS = 0.3
+ANYWHERE = "192.0.2.1"
+"""An address that no host has (RFC 5737): the route to it is that to any other host."""
+
+
+@final
+class OneHost:
+    """Where the ranks of one host and one user listen: sockets whose names follow from the run's."""
+
+    def __init__(self, name: str) -> None:
+        self._run = hashlib.sha256(name.encode()).hexdigest()[:16]
+
+    def of_rank_0(self) -> Address:
+        """Returns the address at which rank 0 is to listen."""
+        return Address(f"{self._run}-0", 0)
+
+    def tell(self, address: Address) -> None:
+        """Does nothing: the others know the name by which rank 0 listens."""
+
+    def find_rank_0(self) -> Address:
+        """Returns the address at which rank 0 listens, or will."""
+        return self.of_rank_0()
+
+    def beside(self, sock: socket.socket, rank: int) -> Address:
+        """Returns the address at which a rank is to listen that has reached rank 0 by this connection."""
+        return Address(f"{self._run}-{rank}", 0)
+
+
+@final
+class SeveralHosts:
+    """Where the ranks of several hosts listen: rank 0 at MASTER_ADDR, each other at the address by which it reaches
+    rank 0. ``seconds``: how long torchrun's store may take."""
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self._seconds = seconds
+        self._host, self._port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        _wait_until_resolved(self._host)
+        from_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._store = _TorchrunStore(self._host, self._port, name, seconds) if from_torchrun else None
+
+    def of_rank_0(self) -> Address:
+        """Returns the address at which rank 0 is to listen."""
+        if self._store is None:
+            return Address(self._host, self._port)
+        own = route_to(self._host)
+        if is_loopback(own) and not is_loopback(self._host):
+            own = route_to(ANYWHERE)  # the host's own table says so of its name, and others could not reach that
+        return Address(own, -1)
+
+    def tell(self, address: Address) -> None:
+        """Lets the others know where rank 0 listens."""
+        if self._store is not None:
+            self._store.tell(address)
+
+    def find_rank_0(self) -> Address:
+        """Returns the address at which rank 0 listens, or will."""
+        return Address(self._host, self._port) if self._store is None else self._store.address(self._seconds)
+
+    def beside(self, sock: socket.socket, rank: int) -> Address:
+        """Returns the address at which a rank is to listen that has reached rank 0 by this connection."""
+        return Address(sock.getsockname()[0], -1)
+
+
+def _wait_until_resolved(host: str) -> None:
+    """Waits until a name is known: a cluster may make names while ranks start. Raises ApportionError where it is not
+    within RESOLVE_SECONDS."""
+    end = time.monotonic() + RESOLVE_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise ApportionError(
+                    f"MASTER_ADDR={host} cannot be resolved ({error}): give the address of rank 0's host"
+                ) from error
+        time.sleep(_PAUSE_SECONDS)
+
+
+def where() -> str:
+    """Returns what the place where ranks meet is called in messages."""
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (MASTER_ADDR:MASTER_PORT)"
+
+
+@final
+class _TorchrunStore:
+    """The store of torchrun's agents, in which rank 0 leaves its address."""
+
+    def __init__(self, host: str, port: int, name: str, seconds: float) -> None:
+        import torch.distributed as dist  # takes long, and only torchrun's ranks need it
+
+        self._key = f"apportion/{name}/address"
+        try:
+            self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+                host, port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False
+            )
+        except (RuntimeError, ValueError) as error:
+            raise ApportionError(
+                f"torchrun's store at {where()} does not answer: {str(error).splitlines()[0]}"
+            ) from error
+
+    def tell(self, address: Address) -> None:
+        """Leaves rank 0's address."""
+        self._store.set(self._key, json.dumps(address.__dict__))
+
+    def address(self, seconds: float) -> Address:
+        """Waits until rank 0 has left its address."""
+        try:
+            self._store.wait([self._key], timedelta(seconds=seconds))
+            found = json.loads(self._store.get(self._key))
+            return Address(str(found["host"]), int(found["port"]))
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise ApportionError(f"rank 0 has left no address in torchrun's store at {where()}: {error}") from error
