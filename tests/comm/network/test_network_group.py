@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from collective_calls import KINDS, Call, calls, digest, in_ring
+from commands import free_port
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import on_ranks
@@ -197,6 +198,23 @@ def test_ranks_that_do_not_agree_on_a_shape_find_out() -> None:
     told = on_ranks(disagree, 2)
     assert any("the ranks do not agree on the order of their messages, or on a shape" in each for each in told)
     assert all(each != "summed" for each in told)
+
+
+def meet_again(world: World, port: int, secret: str) -> list[float]:
+    """One meeting after the other at one port, of which rank 0 leaves each a little later than the others."""
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
+    sums = []
+    for _ in range(5):
+        group = joined(world, secret)
+        sums.append(group.total(torch.ones(1)).item())
+        if world.rank == 0:
+            time.sleep(0.1)
+        group.close()
+    return sums
+
+
+def test_a_rank_that_meets_again_waits_for_one_that_has_not_left_the_meeting_before(tmp_path: Path) -> None:
+    assert on_ranks(meet_again, 3, free_port(), secret_file(tmp_path)) == [[3.0] * 5] * 3
 
 
 # Waits that end

@@ -145,17 +145,21 @@ def _report(place: OneHost | SeveralHosts, rank: int, secret: bytes, name: str) 
     """Tells rank 0 where this one listens, and learns where the others do."""
     end = time.monotonic() + DEADLINE_SECONDS
     first = place.find_rank_0()
-    with dial_rank(first, secret, Purpose(f"{name}/meeting", rank), end - time.monotonic()) as sock:
-        meeting = Meeting(rank, RankListener(place.beside(sock, rank), secret), secret, name)
-        try:
-            sock.settimeout(DEADLINE_SECONDS)
-            _send(sock, meeting._listener.address.__dict__)
-            told = [Address(**address) for address in _receive(sock)]
-        except BaseException:
-            meeting.close()
-            raise
-    meeting.addresses = [first, *told[1:]]  # of rank 0 the address by which it was reached
-    return meeting
+    while True:
+        with dial_rank(first, secret, Purpose(f"{name}/meeting", rank), end - time.monotonic()) as sock:
+            meeting = Meeting(rank, RankListener(place.beside(sock, rank), secret), secret, name)
+            try:
+                sock.settimeout(max(0.1, end - time.monotonic()))
+                _send(sock, meeting._listener.address.__dict__)
+                told = [Address(**address) for address in _receive(sock)]
+            except BaseException as error:
+                meeting.close()
+                # The listener of an earlier meeting at the same address lets a rank in as well, until it is closed.
+                if not isinstance(error, ConnectionError) or time.monotonic() > end:
+                    raise
+            else:
+                meeting.addresses = [first, *told[1:]]  # of rank 0 the address by which it was reached
+                return meeting
 
 
 def _send(sock: socket.socket, message: Any) -> None:
