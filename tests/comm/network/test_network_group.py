@@ -19,6 +19,7 @@ from ranks import on_ranks
 from apportion.comm.group import Group
 from apportion.comm.network.hierarchical_group import HierarchicalGroup
 from apportion.comm.network.network_group import RING_BYTES, SMALL_BYTES, NetworkGroup
+from apportion.comm.network.rank_connection import RankConnection
 from apportion.comm.network.rendezvous import meet
 from apportion.comm.network.ring import PIECE_BYTES
 from apportion.comm.world import World
@@ -48,6 +49,7 @@ def make_calls(world: World, wanted: list[Call], hosts: list[int] | None, secret
     for tensor in tensors:  # under way together, while the group's own go on
         works.append(lane.all_reduce(tensor))
         group.barrier()
+    assert lane.all_gather(torch.tensor([world.rank])).flatten().tolist() == list(range(world.size)), "after the sums"
     for work in works:
         work.wait()
     lane.close()
@@ -120,6 +122,25 @@ def test_a_sum_that_is_too_small_for_a_ring_is_in_rank_order(size: int) -> None:
     calls = [Call("all_reduce", torch.float32, (n,), 0, (), n) for n in sizes]
     for found in on_ranks(sum_large, size, sizes, None):
         assert found == [digest(call.by_hand(size)) for call in calls]
+
+
+def sum_with_a_slow_reader(world: World) -> bool:
+    """Rank 1 reads nothing for a while, so that rank 0 has all of rank 1's numbers before its own have gone."""
+    group = joined(world)
+    group.barrier()
+    pull, end = RankConnection._pull, time.monotonic() + 0.3
+    if world.rank == 1:
+        RankConnection._pull = lambda self: time.monotonic() > end and pull(self)  # type: ignore[method-assign]
+    tensor = torch.full((4_000_000,), world.rank + 1.0)
+    group.all_reduce(tensor).wait()
+    RankConnection._pull = pull  # type: ignore[method-assign]
+    group.barrier()
+    group.close()
+    return bool((tensor == 3.0).all())
+
+
+def test_numbers_are_not_added_to_before_they_have_gone() -> None:
+    assert on_ranks(sum_with_a_slow_reader, 2) == [True, True]
 
 
 # Bytes

@@ -9,6 +9,7 @@ import resource
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -19,6 +20,7 @@ from apportion.comm.network import rank_listener as listener_file
 from apportion.comm.network.address import Address
 from apportion.comm.network.dialling import dial_rank
 from apportion.comm.network.handshake import CLAIM_BYTES, GREETING_BYTES, Purpose, claim
+from apportion.comm.network.rank_connection import RankConnection
 from apportion.comm.network.rank_listener import MOST_PENDING, RankListener
 from apportion.errors import PeerLost
 
@@ -188,3 +190,31 @@ def test_a_wait_for_a_rank_ends_when_the_listener_is_closed(listening: RankListe
     with pytest.raises(PeerLost, match="it was closed here"):
         listening.take("run/world", 1, 30)
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root, who can become another user")
+def test_another_user_of_the_host_is_hung_up_on() -> None:
+    name = f"test-{os.getpid()}"
+    listener = RankListener(Address(name, 0), SECRET)
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # a thread listens, which the child does without
+                pid = os.fork()
+            if pid == 0:  # nothing of this process but the connection, as another user
+                os.setuid(65534)
+                sock.connect(f"\0apportion/0/{name}")
+                os._exit(0 if is_ended(sock) else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "it was greeted"
+        assert_lets_a_rank_in(listener)
+    finally:
+        listener.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="Linux lets a connection choose")
+def test_a_connection_of_a_local_network_has_a_congestion_control_for_bursts(listening: RankListener) -> None:
+    with dial_rank(listening.address, SECRET, PURPOSE, 10) as sock:
+        RankConnection(sock, "rank 0")
+        chosen = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+    assert chosen in (b"cubic", b"reno")
