@@ -5,7 +5,8 @@
 hosts_ddp_HxR_RATE    data_parallel against DDP over gloo at its best setting (peers/ddp.py), H hosts of R ranks each,
                       global batch 128, the network 784-1024-1024-10 with its batches in memory: examples/s.
 bytes_HxR             what a host sends in a step of data_parallel, over what a ring of hosts must send of the gradient
-                      (W for two hosts, 4/3 W for three, 1.5 W for four), at 1 Gb/s: the cable's own count, headers and all.
+                      (W for two hosts, 4/3 W for three, 1.5 W for four), at 1 Gb/s: the cable's own count, headers and
+                      all.
 
 Every rank has one thread; the hosts share two cores in turn. Both sides of a row are warmed up and then run in turn,
 A B A B, the other one parked on a pipe. Figures are medians over the rounds; a ratio above 1 is better than the peer.
