@@ -28,6 +28,9 @@ from apportion.errors import MembershipChanged
 from apportion.process import die_with_parent
 
 DEADLINE_SECONDS = 100.0
+AHEAD = 8
+"""The steps that workers may be past the step at which the next one is killed: a supervisor that comes late on a busy
+machine would otherwise kill one when the others are done, who could not be asked back."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,8 @@ class Outcome:
 def on_seats(
     function: Callable[..., Any], seats: int, *arguments: Any, killed: Sequence[Kill] = (), replaced: bool = True
 ) -> Outcome:
-    """``function(world, progress, *arguments)`` on so many seats; ``progress[seat]`` is how far it is. ``replaced``:
-    the dead are; else the run goes on with those who are left."""
+    """``function(world, progress, *arguments)`` on so many seats; ``progress[seat]`` is how far it is, and the last
+    word the step that none may pass yet. ``replaced``: the dead are; else the run goes on with those who are left."""
     (outcome,) = ranks.on_ranks(_supervise, 1, function, seats, arguments, list(killed), replaced)
     return Outcome(**outcome)
 
@@ -86,7 +89,8 @@ class _Supervisor:
         self._memory = SharedMemoryOwner()
         self._members = Membership(self._memory.map("members", Membership.nbytes(seats)), seats)  # type: ignore[arg-type]
         self._members.begin()
-        self._progress = np.frombuffer(self._memory.map("test/progress", 8 * seats), dtype=np.int64)
+        words = np.frombuffer(self._memory.map("test/progress", 8 * (seats + 1)), dtype=np.int64)
+        self._progress, self._limit = words[:-1], words[-1:]
         self._selector = selectors.DefaultSelector()
         self._lines: dict[int, Lines] = {}
         self._pids: dict[int, int] = {}
@@ -116,7 +120,7 @@ class _Supervisor:
             n = self._seats
             place = {"rank": seat, "size": n, "local_rank": seat, "local_size": n, "seat": seat, "seats": n}
             world = World(**place, device=torch.device("cpu"), channel=channel).join()  # type: ignore[arg-type]
-            progress = np.frombuffer(world.shared("test/progress", 8 * n), dtype=np.int64)
+            progress = np.frombuffer(world.shared("test/progress", 8 * (n + 1)), dtype=np.int64)
             result = pickle.dumps(self._function(world, progress, *self._arguments))
             channel.send({"kind": "result", "data": base64.b64encode(result).decode()})
             while channel.commands.get() is not None:
@@ -135,6 +139,7 @@ class _Supervisor:
         expected = self._seats
         while self._results < expected:
             assert time.monotonic() < deadline, f"it hangs at {self._progress.tolist()}, after {self._outcome}"
+            self._limit[0] = waiting[0].step + AHEAD if waiting else np.iinfo(np.int64).max
             self._hear(0.001)
             now = time.monotonic()
             if waiting and self._progress.max() >= waiting[0].step:
@@ -227,6 +232,9 @@ def _steps(step: Step, world: World, progress: Any, made: list[int]) -> None:
         step(batch)
         made.append(world.size)
         progress[world.seat] = step.done
+        while step.done >= progress[-1]:  # until the next kill
+            world.check()
+            time.sleep(0.0005)
     world.group().barrier()
 
 
