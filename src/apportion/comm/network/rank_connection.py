@@ -24,9 +24,11 @@ from apportion.errors import PeerLost
 _HEADER = struct.Struct("!QQ")
 """The number of a message on its connection, and its length in bytes."""
 BUFFER_BYTES = 4 << 20
-"""The bytes that the system is asked to hold of a connection in each direction."""
-WAKE_BYTES = 128 << 10
-"""The bytes of a message that are waited for at once: to be woken for each packet costs more than to copy it."""
+"""The bytes that the system is asked to hold of what is sent. What it holds of what comes it settles by itself: where
+that is asked for, what it offers the other end may stay at its first 64 KiB or so, too little for a fast cable."""
+WAKE_BYTES = 32 << 10
+"""The bytes of a message that are waited for at once: to be woken for each packet costs more than to copy it. Half of
+what the system offers a new connection to send: where that is less than what is waited for, the other end stops."""
 NAP_SECONDS = 0.0005
 """The seconds between two looks at other messages that only this process moves on."""
 LOOK_SECONDS = 1.0
@@ -44,9 +46,8 @@ class RankConnection:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             prepare_bulk(sock)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            with contextlib.suppress(OSError):
-                sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         self._sends: deque[memoryview] = deque()
         self._receives: deque[memoryview] = deque()
         self._head = b""
