@@ -4,6 +4,10 @@
 
 hosts_ddp_HxR_RATE    data_parallel against DDP over gloo at its best setting (peers/ddp.py), H hosts of R ranks each,
                       global batch 128, the network 784-1024-1024-10 with its batches in memory: examples/s.
+hosts_fp16_2x1_RATE   data_parallel(compress="fp16") against DDP with its fp16 hook, and, as hosts_fp16_2x1_RATE_plain,
+                      against DDP without it.
+hosts_int8_2x1_100m, hosts_power_sgd_2x1_100m
+                      data_parallel with these compressions against DDP without one.
 bytes_HxR             what a host sends in a step of data_parallel, over what a ring of hosts must send of the gradient
                       (W for two hosts, 4/3 W for three, 1.5 W for four), at 1 Gb/s: the cable's own count, headers and
                       all.
@@ -102,9 +106,23 @@ def against_ddp(hosts, rate):
     return Against(f"data_parallel against DDP, {many}", hosts, RATES[rate], ours(), ddp())
 
 
+def compressed(method, rate, *options):
+    """data_parallel with a compression, against DDP with these options, on two hosts of one rank."""
+    against = f"DDP with {', '.join(options)}" if options else "DDP"
+    what = f"data_parallel, {method}, against {against}, 2 hosts of 1 rank, {rate}"
+    return Against(what, (1, 1), RATES[rate], ours(f"data_parallel(compress={method})"), ddp(*options))
+
+
 KNOWN = {
     f"hosts_ddp_{len(hosts)}x{hosts[0]}_{rate}": against_ddp(hosts, rate)
     for hosts, rate in (((2, 2), "100m"), ((2, 2), "1g"), ((1, 1), "1g"), ((1, 1, 1, 1), "1g"))
+} | {
+    "hosts_fp16_2x1_1g": compressed("fp16", "1g", "fp16"),
+    "hosts_fp16_2x1_1g_plain": compressed("fp16", "1g"),
+    "hosts_fp16_2x1_100m": compressed("fp16", "100m", "fp16"),
+    "hosts_fp16_2x1_100m_plain": compressed("fp16", "100m"),
+    "hosts_int8_2x1_100m": compressed("int8", "100m"),
+    "hosts_power_sgd_2x1_100m": compressed("power_sgd", "100m"),
 } | {
     f"bytes_{name}": Bytes(f"bytes that a host sends in a step, {name}", hosts, ours(), most)
     for name, hosts, most in (

@@ -1,8 +1,9 @@
-"""torch's DistributedDataParallel on a workload: one rank, parked. python ddp.py FILE:NAME [BATCH_SIZE [memory] [hook]]
+"""torch's DistributedDataParallel on a workload: one rank, parked. python ddp.py FILE:NAME [BATCH_SIZE [OPTION ...]]
 
 The same network, data path, optimizer and schedule as ours; DDP as fast as it goes: gradients that are views of the
 buckets, a static graph, no broadcast of buffers (none of them changes), a fused optimizer. With `memory`:
-its batches lie in memory already. With `hook`: its gradients take our all-reduce.
+its batches lie in memory already. With `hook`: its gradients take our all-reduce. With `fp16`: they are halved by its
+own hook.
 """
 
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,6 +34,8 @@ def main(address, batch_size=None, *options):
     )
     if "hook" in options:
         model.register_comm_hook(None, apportion.comm.shared_memory_hook)
+    if "fp16" in options:
+        model.register_comm_hook(None, fp16_compress_hook)
     optimizer = fused(workload.optimizer(model.module.named_parameters()))
     schedule = workload.schedule(optimizer, STEPS) if workload.schedule else None
     source, shard = BatchSource(workload), DataShard(dist.get_rank(), dist.get_world_size())

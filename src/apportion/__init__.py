@@ -1,7 +1,7 @@
 """Distributed PyTorch training that proves it is the same network.
 
 The public names; each is imported when it is first used, so that the command line can start workers before torch is in.
-Every strategy and launcher stands here under the name it is written with.
+Every strategy, launcher and compression stands here under the name it is written with.
 """
 
 import importlib
@@ -37,6 +37,11 @@ if TYPE_CHECKING:
     from apportion.errors import CheckpointError as CheckpointError
     from apportion.errors import Disproved as Disproved
     from apportion.errors import WorkerFailed as WorkerFailed
+    from apportion.parallel.compression.methods.bf16 import Bf16 as bf16  # noqa: F401
+    from apportion.parallel.compression.methods.fp16 import Fp16 as fp16  # noqa: F401
+    from apportion.parallel.compression.methods.int8 import Int8 as int8  # noqa: F401
+    from apportion.parallel.compression.methods.power_sgd import PowerSgd as power_sgd  # noqa: F401
+    from apportion.parallel.compression.methods.top_k import TopK as top_k  # noqa: F401
     from apportion.planner.plan import Plan as Plan
     from apportion.profiler.measure_cluster import measure as measure
     from apportion.runtime.checkpoint.load import load as load
@@ -88,7 +93,7 @@ _HOMES = {
     "serve": "api.serve",
     "train": "api.train",
 }
-_FOLDERS = ("apportion.strategies", "apportion.runtime.launch")
+_FOLDERS = ("apportion.strategies", "apportion.runtime.launch", "apportion.parallel.compression.methods")
 
 __all__ = sorted(_HOMES)
 

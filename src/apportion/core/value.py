@@ -23,7 +23,11 @@ _KINDS = {
     "apportion.strategies": "strategy",
     "apportion.runtime.launch": "launcher",
     "apportion.exporting.targets": "target",
+    "apportion.parallel.compression.methods": "compression",
 }
+NESTED = "values"
+"""The key of a field's metadata that names the folder of the values that it takes, where that is another one than its
+own."""
 
 
 def written_name(cls: type) -> str:
@@ -133,12 +137,12 @@ def _construct(cls: type, node: ast.expr, text: str, package: str | None) -> Any
     arguments = node.keywords if isinstance(node, ast.Call) else []
     if isinstance(node, ast.Call) and node.args:
         raise ValueError(f"{text!r}: arguments are given by name, {_signature(cls)}")
-    known = {f.name for f in dataclasses.fields(cls)}
+    known = {f.name: f.metadata.get(NESTED, package) for f in dataclasses.fields(cls)}
     values = {}
     for argument in arguments:
         if argument.arg not in known:
             raise ValueError(f"{written_name(cls)} has no {argument.arg!r}: {_signature(cls)}")
-        values[argument.arg] = _argument(argument.value, text, package)
+        values[argument.arg] = _argument(argument.value, text, known[argument.arg])
     try:
         return cls(**values)
     except TypeError as error:

@@ -35,7 +35,7 @@ A worker's death loses nothing: the others and its replacement make the step und
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
@@ -45,7 +45,9 @@ from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.replica_digest import Replicated, apart_from
 from apportion.core.strategy import Held, Recoverable, State, Step, Strategy, held
+from apportion.core.value import NESTED
 from apportion.core.workload import Workload
+from apportion.parallel.compression.compression import METHODS, Compression, compression
 from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
 from apportion.parallel.partition.replica_groups import check_of, check_replicas
 from apportion.parallel.partition.replicated_step import ReplicatedStep
@@ -85,12 +87,19 @@ class DataParallel(Strategy):
     """The number of replicas with ``of``; the workers are shared out evenly. None: as ``of`` says by its number of
     stages, or else the fewest."""
 
+    compress: Compression | str | None = field(default=None, metadata={NESTED: METHODS})
+    """What travels between hosts is compressed: "fp16", "bf16", "int8", "top_k(fraction=0.01)", "power_sgd(rank=2)", or
+    one of these as a value. Then the result is not that of one device. None, and within a host: it is not
+    compressed."""
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "compress", compression(self.compress))
         if self.of is not None:
             check_of(self.of)
-            if self.microbatches != 1 or self.shares != "equal":
+            if self.microbatches != 1 or self.shares != "equal" or self.compress is not None:
                 raise ValueError(
-                    f"microbatches= and shares= are of replicas of one worker each: give them to {self.of}"
+                    f"microbatches=, shares= and compress= are of replicas of one worker each: leave them out with "
+                    f"of={self.of}"
                 )
         elif self.replicas is not None:
             raise ValueError(f"replicas={self.replicas!r} goes with of=, as of=pipeline_parallel(): leave it out")
@@ -101,7 +110,7 @@ class DataParallel(Strategy):
 
     @property
     def exact(self) -> bool:
-        return self.of is None or self.of.exact
+        return self.compress is None and (self.of is None or self.of.exact)
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
@@ -155,7 +164,9 @@ class DataParallel(Strategy):
             what = "a loss that couples examples" if workload.count is None else "update="
             raise ValueError(f"microbatches={self.microbatches} would cut the batch under {what}: use microbatches=1")
         self._refuse_carried(workload.carry is not None)
-        return DataParallelStep(workload, world, self.microbatches, measured=self.shares == "measured")
+        return DataParallelStep(
+            workload, world, self.microbatches, measured=self.shares == "measured", compress=compression(self.compress)
+        )
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         return reference(workload)
@@ -165,7 +176,15 @@ class DataParallel(Strategy):
 class DataParallelStep(ReplicaStep, Recoverable):
     """Computes this rank's share of each batch, and the update that is the same on all ranks."""
 
-    def __init__(self, workload: Workload, world: World, microbatches: int, *, measured: bool = False) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        world: World,
+        microbatches: int,
+        *,
+        measured: bool = False,
+        compress: Compression | None = None,
+    ) -> None:
         self._microbatches, self._again = microbatches, world.generation > 0
         self._attendance = NonEmptyRanks(world.group())
         super().__init__(workload, world)
@@ -177,7 +196,8 @@ class DataParallelStep(ReplicaStep, Recoverable):
         if world.seats > 1 and unsuited(self._replica, world) is None:
             self.gradient_update = SharedUpdate(self._replica, world)
         else:
-            self.gradient_update = BucketUpdate(self._replica, world, divides=world.size > 1 or microbatches > 1)
+            divides = world.size > 1 or microbatches > 1
+            self.gradient_update = BucketUpdate(self._replica, world, divides=divides, compress=compress)
 
     def prepare(self, model: nn.Module) -> None:
         if self._group.size > 1:

@@ -20,9 +20,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from apportion.comm.group import DONE, Group, WaitClock, Work, collective
+from apportion.comm.group import DONE, Group, HostSum, WaitClock, Work, collective
 from apportion.comm.host_memory import host_memory
 from apportion.comm.network.collective_thread import CollectiveThread
+from apportion.comm.network.host_exchange import SliceExchange
 from apportion.comm.network.network_group import NetworkGroup
 from apportion.comm.shared_memory_group import SharedMemoryGroup
 
@@ -32,6 +33,7 @@ class HierarchicalGroup(Group):
     """Ranks of several hosts. ``make`` makes one."""
 
     beside = True
+    takes_host_sums = True
 
     def __init__(
         self, flat: NetworkGroup, hosts: Sequence[Sequence[int]], memory: SharedMemoryGroup | None, *, spins: bool
@@ -88,10 +90,39 @@ class HierarchicalGroup(Group):
             return DONE
         return self._thread.run(lambda clock: self._sum(flat), self)
 
+    def all_reduce_between(self, tensor: Tensor, between: HostSum) -> Work:
+        flat = tensor.detach().view(-1)
+        if not flat.numel():
+            return DONE
+        if self._thread is None:
+            self._sum_between(flat, between)
+            return DONE
+        return self._thread.run(lambda clock: self._sum_between(flat, between), self)
+
     def _sum(self, flat: Tensor) -> None:
         """Sums in place over the ranks."""
         if self._memory is not None:
             self._memory.all_reduce(flat).wait()
+        self._add_hosts(flat)
+
+    def _sum_between(self, flat: Tensor, between: HostSum) -> None:
+        """Sums in place over the ranks, between hosts as ``between`` does."""
+        if self._memory is not None:
+            self._memory.all_reduce(flat).wait()
+        between(flat, self._slice_exchange())
+
+    def _slice_exchange(self) -> SliceExchange:
+        def own(flat: Tensor) -> Tensor:
+            return flat[:0] if self._across is None else flat.tensor_split(self._slices)[self._place]
+
+        def share(flat: Tensor) -> None:
+            self._share(flat.tensor_split(self._slices))
+
+        peers = None if self._across is None else self._across.peers()
+        return SliceExchange(peers, self._own_host, len(self._hosts), own, share, self._add_hosts)
+
+    def _add_hosts(self, flat: Tensor) -> None:
+        """Sums in place over the hosts what the ranks of each host have in common."""
         slices = flat.tensor_split(self._slices)
         if self._across is not None:
             self._across.add_up(slices[self._place])

@@ -15,8 +15,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from apportion.comm.group import DONE, Group, WaitClock, Work, bytes_of
+from apportion.comm.group import DONE, Group, HostSum, WaitClock, Work, bytes_of
 from apportion.comm.network.collective_thread import CollectiveThread
+from apportion.comm.network.host_exchange import PeerExchange
 from apportion.comm.network.rank_connection import NAP_SECONDS, RankConnection, memory_of, move_until
 from apportion.comm.network.rendezvous import Meeting
 from apportion.comm.network.ring import RingSum
@@ -39,6 +40,7 @@ class NetworkGroup(Group):
     """Some ranks of a meeting, in this order, who exchange over connections of their own."""
 
     beside = True
+    takes_host_sums = True
 
     def __init__(
         self, meeting: Meeting, ranks: Sequence[int], name: str = "world", *, all_waits: WaitClock | None = None
@@ -66,6 +68,25 @@ class NetworkGroup(Group):
         if self._thread is None:
             self._thread = CollectiveThread()
         return self._thread.run(lambda clock: self._sum(flat, clock), self)
+
+    def all_reduce_between(self, tensor: Tensor, between: HostSum) -> Work:
+        flat = tensor.detach().view(-1)
+        if not flat.numel() or self.size == 1:
+            return DONE
+        if self._thread is None:
+            self._thread = CollectiveThread()
+        return self._thread.run(lambda clock: between(flat, self.peers(clock)), self)
+
+    def peers(self, clock: WaitClock | None = None) -> PeerExchange:
+        """Returns the exchange of this rank with the others, each of which is a host's only rank, or the one that has
+        its slice."""
+        clock = self.all_waits if clock is None else clock
+        return PeerExchange(
+            self.rank,
+            self.size,
+            lambda sends, receives: self._exchange(sends, receives, clock=clock),
+            lambda flat: self._sum(flat, clock),
+        )
 
     def gather_into(self, rows: Tensor, own: Tensor) -> None:
         self._settle()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from apportion.comm.group import Group
 from apportion.comm.world import World
+from apportion.parallel.compression.compression import Compression
 from apportion.parallel.replica.gradient_buckets import GradientSum
 from apportion.parallel.replica.gradient_hooks import GradientHooks
 from apportion.parallel.replica.gradient_update import GradientUpdate
@@ -19,10 +20,12 @@ from apportion.parallel.replica.resync import agree
 @final
 class BucketUpdate(GradientUpdate):
     """The sums of a replica's gradients, and the update by its own optimizers. ``divides``: a rank's gradient is only a
-    part of the batch's."""
+    part of the batch's. ``compress``: what travels between hosts is compressed."""
 
-    def __init__(self, replica: Replica, world: World, *, divides: bool) -> None:
+    def __init__(self, replica: Replica, world: World, *, divides: bool, compress: Compression | None = None) -> None:
         self._replica, group = replica, world.group()
+        if compress is not None and world.local_size < world.size:
+            _refuse(compress, replica, group)
         self._trained = {p: replica.names[p] for p in replica.trainable() if divides}
         self._hooks = GradientHooks((name, p) for p, name in self._trained.items())
         several = replica.workload.update is not None
@@ -39,6 +42,7 @@ class BucketUpdate(GradientUpdate):
                 sparse=sparse,
                 early=name is None,
                 optimizers=[*replica.optimizers.values()],
+                compress=compress,
             )
             for name in scopes
         }
@@ -80,3 +84,17 @@ class BucketUpdate(GradientUpdate):
     def close(self) -> None:
         for sums in self._sums.values():
             sums.close()
+
+
+def _refuse(compress: Compression, replica: Replica, group: Group) -> None:
+    """Raises ValueError where what travels between these hosts cannot be compressed so."""
+    if not group.takes_host_sums:
+        raise ValueError(
+            f"compress={compress} is for ranks on CPUs that meet over connections of apportion's own, and these have "
+            f"{type(group).__name__}: leave compress out"
+        )
+    if compress.keeps_errors and replica.optimizers.scaler is not None:
+        raise ValueError(
+            f'compress={compress} keeps what it leaves out for the next step, and precision="float16" scales each '
+            'step otherwise: use compress="fp16", or precision="bfloat16"'
+        )

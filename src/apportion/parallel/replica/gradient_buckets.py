@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
 
-from apportion.comm.group import Group, Work
+from apportion.comm.group import Group, HostSum, Work
 from apportion.core import fast_paths, torch_private
 from apportion.errors import ApportionError
+from apportion.parallel.compression.compression import COMPRESSED, Compression
 
 LARGE_BYTES = 1 << 20
 """The bytes of a gradient from which on copying it costs more than a message of its own."""
@@ -42,6 +43,8 @@ class _Packed:
     flat: Tensor
     views: list[Tensor]
     tail: Tensor
+    between: HostSum | None = None
+    """The sum between hosts, where it is compressed."""
     missing: set[nn.Parameter] = field(default_factory=set)
     """The parameters for which the backward pass under way has no gradient yet."""
 
@@ -50,7 +53,8 @@ class GradientSum:
     """Sums ``p.grad`` of these parameters over a group, in a fixed order.
 
     ``early``: where the group can sum while its ranks compute, it does from ``begin`` on, with a connection of its
-    own: the ranks may call other collectives of the group in their backward passes.
+    own: the ranks may call other collectives of the group in their backward passes. ``compress``: what travels between
+    hosts is compressed, except sparse gradients.
     """
 
     def __init__(
@@ -61,8 +65,9 @@ class GradientSum:
         sparse: Sequence[nn.Parameter] = (),
         early: bool = False,
         optimizers: Sequence[Optimizer] = (),
+        compress: Compression | None = None,
     ) -> None:
-        self._group, self._optimizers = group, optimizers
+        self._group, self._optimizers, self._compress = group, optimizers, compress
         self._sparse = [p for p in parameters if any(p is s for s in sparse)]
         self._dense = dense = [p for p in parameters if not any(p is s for s in sparse)]
         early = early and group.beside and not fast_paths.is_plain("early")
@@ -75,9 +80,11 @@ class GradientSum:
         # One slot a parameter says whether it was used, the last one carries the loss.
         self._tail = torch.zeros(len(dense) + 1, device=device)
         self._packed = [_pack(each, 0) for each in [*full, *rest]]
-        if rest and rest[-1][0].dtype.is_floating_point:
+        if rest and rest[-1][0].dtype.is_floating_point and compress is None:  # what it says is exact
             last = self._packed[-1] = _pack(rest[-1], len(dense) + 1)
             self._tail = last.tail
+        self._large_between: list[HostSum | None] = []
+        self._forget()
         self._early = self._packed[: len(full)]
         """The buffers that can leave before the backward pass has ended."""
         self._has_lane = bool(self._early)
@@ -90,10 +97,22 @@ class GradientSum:
             for p in packed.parameters:
                 p.register_post_accumulate_grad_hook(self._whole(packed))
 
+    def _forget(self) -> None:
+        """Make the sums between hosts anew: nothing is left over of what they have sent."""
+        for packed in self._packed:
+            packed.between = self._between(packed.parameters)
+        self._large_between = [self._between([p]) for p in self._large]
+
+    def _between(self, parameters: Sequence[nn.Parameter]) -> HostSum | None:
+        if self._compress is None or parameters[0].dtype not in COMPRESSED:
+            return None
+        return self._compress.between([p.shape for p in parameters])
+
     def rejoin(self, group: Group) -> None:
         """Sum the gradients of the same parameters over other ranks from now on."""
         self.close()
         self._group = group
+        self._forget()
         self._lane = group.lane() if self._has_lane else None
 
     def begin(self) -> None:
@@ -156,9 +175,11 @@ class GradientSum:
             self._lane.close()
             self._lane = None
 
-    def _start(self, tensor: Tensor) -> Work:
-        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        return (self._group if self._lane is None else self._lane).all_reduce(tensor)
+    def _start(self, tensor: Tensor, between: HostSum | None = None) -> Work:
+        group = self._group if self._lane is None else self._lane
+        if between is not None:
+            return group.all_reduce_between(tensor, between)
+        return group.all_reduce(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
 
     def _fill_tail(self, used: list[bool], loss: Tensor | None, weight: float) -> None:
         tail = self._tail
@@ -182,7 +203,7 @@ class GradientSum:
                 if not self._make_dense(packed.parameters):
                     raise
                 return self._start_packed(packed)
-        return self._start(packed.flat)
+        return self._start(packed.flat, packed.between)
 
     def _make_dense(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Make sparse gradients dense, of parameters that are not known to have them; returns whether any were
@@ -202,7 +223,8 @@ class GradientSum:
             elif not p.grad.is_contiguous() or p.grad.untyped_storage().data_ptr() in storages:
                 p.grad = p.grad.clone(memory_format=torch.contiguous_format)
             storages.add(p.grad.untyped_storage().data_ptr())
-        return [self._start(p.grad) for p in self._large if p.grad is not None]
+        each = zip(self._large, self._large_between, strict=True)
+        return [self._start(p.grad, between) for p, between in each if p.grad is not None]
 
     def _drop_unused(self) -> None:
         """Set ``p.grad`` to None where no rank used a parameter. A rank that used every parameter need not look: each

@@ -1,0 +1,1 @@
+"""Sums of gradients between hosts that send less than their bytes."""

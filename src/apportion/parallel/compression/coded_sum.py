@@ -1,0 +1,131 @@
+"""A sum between hosts of numbers that travel in a code, and what the code has left out until the next step.
+
+Two hosts send each other their whole tensors in code, and both add up what the codes say, their own as well. More of
+them hand each a part: who has a part adds up the codes of the others to its own numbers, and sends the sum in code to
+all. So the result has the same bits everywhere, since all decode the same bytes in the same order.
+
+Error feedback (Seide, Fu, Droppo, Li and Yu, "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy,
+Rebjock, Stich and Jaggi, "Error feedback fixes SignSGD", ICML 2019): what a code has left out of a tensor is added to
+the next one, so that it arrives later and is not lost.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from apportion.comm.group import HostExchange, HostSum
+
+WORD = 8
+"""The bytes by which codes begin: each may hold numbers of any type."""
+
+
+class Codec(ABC):
+    """A code of some floating-point numbers, of a length that their number alone decides."""
+
+    has_own_places: bool = False
+    """Does each code stand for places of its own? Then a sum of several is not worth a code of its own, and all hosts
+    send all others theirs."""
+
+    @abstractmethod
+    def nbytes(self, numel: int, itemsize: int) -> int:
+        """Return the length of the code of so many numbers of so many bytes each."""
+
+    @abstractmethod
+    def encode(self, numbers: Tensor, code: Tensor) -> None:
+        """Write the code of flat numbers into bytes."""
+
+    @abstractmethod
+    def add(self, code: Tensor, numbers: Tensor, *, times: float = 1.0) -> None:
+        """Add what a code says, so many times, to flat numbers."""
+
+
+@final
+class CodedSum(HostSum):
+    """The sum of one tensor in a code. ``keeps_errors``: with error feedback."""
+
+    def __init__(self, codec: Codec, *, keeps_errors: bool) -> None:
+        self._codec, self._keeps_errors = codec, keeps_errors
+        self._errors: dict[str, Tensor] = {}
+        """What the codes of this rank's own numbers, and of the sums that it has made, have left out so far."""
+        self._codes = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, flat: Tensor, hosts: HostExchange) -> None:
+        own = hosts.own(flat)
+        if own.numel():
+            if hosts.hosts == 2 or self._codec.has_own_places:
+                self._gather(own, hosts)
+            else:
+                self._scatter(own, hosts)
+        hosts.share(flat)
+
+    def _gather(self, own: Tensor, hosts: HostExchange) -> None:
+        """Sums in place what all hosts send all others."""
+        codes = self._make_room(hosts.hosts, own.numel(), own.element_size())
+        self._encode("own", own, [(own, codes[hosts.host])])
+        hosts.gather(codes)
+        own.zero_()
+        for code in codes:
+            self._codec.add(code, own)
+
+    def _scatter(self, own: Tensor, hosts: HostExchange) -> None:
+        """Sums in place by parts, of which each host has one."""
+        parts = own.tensor_split(hosts.hosts)
+        mine = parts[hosts.host]
+        codes = self._make_room(2 * hosts.hosts, len(parts[0]), own.element_size())  # the first part is a longest one
+        sends, receives = codes[: hosts.hosts], codes[hosts.hosts :]
+        before = mine.clone()
+        self._encode("own", own, [(p, c) for p, c in zip(parts, sends, strict=True) if p is not mine], exact=mine)
+        hosts.swap(sends, receives)
+        mine.zero_()
+        for host in range(hosts.hosts):
+            if host == hosts.host:
+                mine.add_(before)
+            elif mine.numel():
+                self._codec.add(receives[host], mine)
+        self._encode("sum", mine, [(mine, receives[hosts.host])])
+        hosts.gather(receives)
+        own.zero_()
+        for part, code in zip(parts, receives, strict=True):
+            if part.numel():
+                self._codec.add(code, part)
+
+    def _encode(
+        self, name: str, numbers: Tensor, codes: Sequence[tuple[Tensor, Tensor]], *, exact: Tensor | None = None
+    ) -> None:
+        """Writes the codes of parts of some numbers. With error feedback, what the codes have left out under this name
+        is added before, and kept anew. ``exact``: the part that has no code."""
+        codes = [(part, code) for part, code in codes if part.numel()]
+        if self._keeps_errors and name in self._errors:
+            numbers.add_(self._errors[name])
+        for part, code in codes:
+            self._codec.encode(part, code)
+        if self._keeps_errors:
+            self._keep_errors(name, numbers, codes, exact)
+
+    def _keep_errors(
+        self, name: str, numbers: Tensor, codes: Sequence[tuple[Tensor, Tensor]], exact: Tensor | None
+    ) -> None:
+        def of(part: Tensor) -> Tensor:
+            begin = part.storage_offset() - numbers.storage_offset()
+            return left[begin : begin + part.numel()]
+
+        left = self._errors.setdefault(name, torch.empty_like(numbers)).copy_(numbers)
+        for part, code in codes:
+            self._codec.add(code, of(part), times=-1.0)
+        if exact is not None:
+            of(exact).zero_()
+        if not math.isfinite(left.sum().item()):  # a gradient that is not finite shows in the sum, and is over with it
+            left.nan_to_num_(0.0, 0.0, 0.0)
+
+    def _make_room(self, rows: int, numel: int, itemsize: int) -> Tensor:
+        """Returns memory for so many codes of so many numbers, which is the same at every call."""
+        length = -(-self._codec.nbytes(numel, itemsize) // WORD) * WORD
+        if self._codes.numel() != rows * length:
+            self._codes = torch.zeros(rows * length, dtype=torch.uint8)
+        return self._codes.view(rows, length)

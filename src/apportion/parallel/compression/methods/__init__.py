@@ -1,0 +1,1 @@
+"""Ways to compress what travels between hosts: peers, one file each; the folder is the registry."""

@@ -1,0 +1,117 @@
+"""power_sgd: the gradient of each matrix travels between hosts as the product of two thin ones.
+
+Paper: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+NeurIPS 2019.
+
+::
+
+    gradient M, of n x m       P = M Q, summed over the hosts       orthonormal columns       n x r numbers
+                               Q = M' P, summed over the hosts                                m x r numbers
+                               sum of M ~ P Q'
+
+One step of power iteration a step, from the last step's Q. What a host's P Q' leaves out of its M is added to the next
+step's (error feedback). Gradients that are no matrices, and matrices that would not get smaller, travel as they are. A
+convolution's weight is a matrix of its output channels.
+
+A matrix of 1024 x 1024 sends 1/256 of its bytes with rank 2. The sum of the products is the product of sums, so that
+more hosts cost no more bytes than two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from apportion.comm.group import HostExchange, HostSum
+from apportion.parallel.compression.compression import Compression
+
+SEED = 0
+"""The seed of the first Q, which all hosts draw alike."""
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class PowerSgd(Compression):
+    """Products of matrices of a low rank."""
+
+    keeps_errors = True
+
+    rank: int = 2
+    """The number of columns of P and Q: more of them send more, and leave out less."""
+
+    def __post_init__(self) -> None:
+        self._must_be_whole("rank")
+
+    def between(self, shapes: Sequence[torch.Size]) -> HostSum:
+        return _FactorSum(shapes, self.rank)
+
+    def sent(self, numel: int, itemsize: int) -> float:
+        side = math.sqrt(numel)  # as if it were square: what a price knows is the size
+        return itemsize * min(float(numel), 2.0 * side * self.rank)
+
+
+@final
+class _FactorSum(HostSum):
+    """The sum of tensors of these shapes that lie one after the other."""
+
+    def __init__(self, shapes: Sequence[torch.Size], rank: int) -> None:
+        self._shapes, self._rank = [_matrix(shape, rank) for shape in shapes], rank
+        self._sizes = [shape.numel() for shape in shapes]
+        self._factors: list[Tensor] = []
+        """Q' of each matrix, after the last step."""
+        self._errors: list[Tensor] = []
+
+    def __call__(self, flat: Tensor, hosts: HostExchange) -> None:
+        parts = flat.split(self._sizes)
+        matrices = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True) if shape is not None]
+        plain = [part for part, shape in zip(parts, self._shapes, strict=True) if shape is None]
+        if not self._factors or self._factors[0].dtype != flat.dtype:
+            self._begin(flat.dtype)
+        for matrix, left in zip(matrices, self._errors, strict=True):
+            matrix.add_(left)
+        # As rows, which a matrix is multiplied with several times as fast.
+        columns = [factor @ matrix.t() for matrix, factor in zip(matrices, self._factors, strict=True)]
+        _add_up([*columns, *plain], hosts)
+        columns = [torch.linalg.qr(column.t()).Q for column in columns]
+        rows = [column.t().contiguous() @ matrix for column, matrix in zip(columns, matrices, strict=True)]
+        for matrix, column, row, left in zip(matrices, columns, rows, self._errors, strict=True):
+            torch.addmm(matrix, column, row, alpha=-1.0, out=left)
+        _add_up(rows, hosts)
+        for matrix, column, row in zip(matrices, columns, rows, strict=True):
+            torch.mm(column, row, out=matrix)
+        self._factors = rows
+        # A gradient that is not finite shows in the sum, and is over with it.
+        if not all(math.isfinite(tensor.sum().item()) for tensor in (*rows, *self._errors)):
+            self._begin(flat.dtype)
+
+    def _begin(self, dtype: torch.dtype) -> None:
+        """Draws the first factors, and has nothing left out yet."""
+        generator = torch.Generator().manual_seed(SEED)
+        shapes = [shape for shape in self._shapes if shape is not None]
+        self._factors = [
+            torch.randn(self._rank, m, generator=generator, dtype=torch.float64).to(dtype) for _, m in shapes
+        ]
+        self._errors = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+
+
+def _matrix(shape: torch.Size, rank: int) -> tuple[int, int] | None:
+    """Returns the rows and columns of a tensor as a matrix; None where its factors would not be smaller."""
+    if len(shape) < 2:
+        return None
+    n, m = shape[0], shape.numel() // shape[0]
+    return (n, m) if rank * (n + m) < n * m else None
+
+
+def _add_up(tensors: Sequence[Tensor], hosts: HostExchange) -> None:
+    """Sums tensors in place over the hosts, in one message."""
+    if not tensors:
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    hosts.add_up(flat)
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))

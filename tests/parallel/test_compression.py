@@ -1,0 +1,247 @@
+"""Compressed sums between hosts: what they send, what they leave out, and that it comes later."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import on_ranks
+from torch import Tensor
+
+from apportion.comm.group import Group, HostExchange
+from apportion.comm.network.hierarchical_group import HierarchicalGroup
+from apportion.comm.network.network_group import NetworkGroup
+from apportion.comm.network.rank_connection import RankConnection
+from apportion.comm.network.rendezvous import meet
+from apportion.comm.world import World
+from apportion.core.value import names, parse
+from apportion.parallel.compression.coded_sum import CodedSum
+from apportion.parallel.compression.compression import METHODS, Compression, compression
+from apportion.parallel.compression.methods.int8 import _Blocks
+from apportion.parallel.compression.methods.top_k import _Largest
+from apportion.parallel.compression.rounded import Rounded
+from apportion.strategies.data_parallel import DataParallel
+
+EACH = ["fp16", "bf16", "int8", "int8(block=64)", "top_k(fraction=0.1)", "power_sgd", "power_sgd(rank=4)"]
+SHAPES = [torch.Size(shape) for shape in ((40, 30), (40,), (8, 3, 5, 5), (2, 2), (1,), (301,))]
+TOTAL = sum(shape.numel() for shape in SHAPES)
+
+
+# Values
+
+
+def test_the_methods_are_those_that_these_tests_try() -> None:
+    assert {text.partition("(")[0] for text in EACH} == set(names(METHODS))
+
+
+@pytest.mark.parametrize("text", EACH)
+def test_a_strategy_takes_a_compression_in_any_form_and_is_written_with_it(text: str) -> None:
+    value = parse(text, METHODS)
+    strategy = DataParallel(compress=text)
+    assert strategy == DataParallel(compress=value) == parse(f"data_parallel(compress={text})", "apportion.strategies")
+    assert strategy == parse(f"data_parallel(compress='{text}')", "apportion.strategies")
+    assert str(strategy) == f"data_parallel(compress={text})"
+    assert not strategy.exact
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("fp61", "unknown compression 'fp61': did you mean fp16?"),
+        ("data_parallel", "unknown compression"),
+        ("int8(block=0)", "block=0 must be a whole number of at least 8"),
+        ("top_k(fraction=0)", "fraction=0 must be above 0"),
+        ("top_k(fraction=1.5)", "at most 1"),
+        ("power_sgd(rank=0)", "rank=0 must be a whole number"),
+        (3, "compress=3 must be a compression"),
+    ],
+)
+def test_what_is_no_compression_is_refused(given: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told.replace("(", r"\(")):
+        DataParallel(compress=given)
+
+
+def test_replicas_of_several_workers_are_not_compressed() -> None:
+    from apportion.strategies.pipeline_parallel import PipelineParallel
+
+    with pytest.raises(ValueError, match="compress="):
+        DataParallel(of=PipelineParallel(), compress="fp16")
+
+
+# Codes
+
+numbers = st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=700)
+
+
+@given(values=numbers, block=st.sampled_from([8, 64, 256]), dtype=st.sampled_from([torch.float32, torch.float64]))
+@settings(max_examples=50, deadline=None)
+def test_a_whole_number_is_off_by_half_of_its_blocks_scale(values: list[float], block: int, dtype: torch.dtype) -> None:
+    given, codec = torch.tensor(values, dtype=dtype), _Blocks(block)
+    code = torch.zeros(-(-codec.nbytes(len(values), dtype.itemsize) // 8) * 8, dtype=torch.uint8)
+    codec.encode(given, code)
+    found = torch.zeros_like(given)
+    codec.add(code, found, times=2.0)
+    for part, told in zip(given.split(block), found.split(block), strict=True):
+        assert ((part - told / 2).abs() <= part.abs().max() / 127 * 0.5001 + 1e-30).all()
+
+
+@given(values=numbers, fraction=st.sampled_from([0.01, 0.3, 1.0]))
+@settings(max_examples=50, deadline=None)
+def test_the_largest_numbers_travel_whole(values: list[float], fraction: float) -> None:
+    given, codec = torch.tensor(values), _Largest(fraction)
+    code = torch.zeros(-(-codec.nbytes(len(values), 4) // 8) * 8, dtype=torch.uint8)
+    codec.encode(given, code)
+    found = torch.zeros_like(given)
+    codec.add(code, found)
+    kept = max(1, round(len(values) * fraction))
+    assert sorted(found[found != 0].abs().tolist()) == sorted(
+        x for x in given.abs().sort(descending=True).values[:kept].tolist() if x
+    )
+    assert (found[found != 0] == given[found != 0]).all()
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 2**-11), (torch.bfloat16, 2**-8)])
+def test_a_shorter_number_is_rounded(dtype: torch.dtype, most: float) -> None:
+    given, codec = torch.randn(1001) * 3, Rounded(dtype)
+    code = torch.zeros(2008, dtype=torch.uint8)
+    codec.encode(given, code)
+    found = torch.zeros(1001)
+    codec.add(code, found)
+    assert ((found - given).abs() <= given.abs() * most + 1e-7).all()
+    assert (found != given).any()
+
+
+# Sums in one process
+
+
+class OneHost(HostExchange):
+    """A host whose peers send what it sends."""
+
+    host, hosts = 0, 2
+
+    def own(self, flat: Tensor) -> Tensor:
+        return flat
+
+    def gather(self, rows: Tensor) -> None:
+        rows[1].copy_(rows[0])
+
+    def swap(self, rows: Tensor, into: Tensor) -> None:
+        raise AssertionError("two hosts gather")
+
+    def share(self, flat: Tensor) -> None:
+        pass
+
+    def add_up(self, flat: Tensor) -> None:
+        flat.mul_(2.0)
+
+
+@pytest.mark.parametrize("text", ["int8", "top_k(fraction=0.1)", "power_sgd"])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_shows_once_and_is_over(text: str, bad: float) -> None:
+    between, hosts = parse(text, METHODS).between(SHAPES), OneHost()
+    for step in range(4):
+        flat = torch.randn(TOTAL, generator=torch.Generator().manual_seed(step))
+        if step == 1:
+            flat[7] = bad
+        between(flat, hosts)
+        assert bool(flat.isfinite().all()) == (step != 1)
+
+
+def test_zeros_stay_zeros_and_what_comes_after_them_is_sent() -> None:
+    for text in EACH:
+        between, hosts = parse(text, METHODS).between(SHAPES), OneHost()
+        flat = torch.zeros(TOTAL)
+        for _ in range(2):
+            between(flat, hosts)
+            assert not flat.any(), text
+        flat = torch.randn(TOTAL, generator=torch.Generator().manual_seed(0))
+        given = flat.clone()
+        between(flat, hosts)
+        assert flat @ given > 0.1 * given @ given, text
+
+
+# Sums of ranks
+
+
+def joined(world: World, hosts: list[int] | None) -> Group:
+    flat = NetworkGroup(meet(world.rank, world.size, one_host=True, insecure=False), range(world.size))
+    return flat if hosts is None else HierarchicalGroup.make(flat, hosts, spins=False)
+
+
+def gradient(rank: int, step: int) -> Tensor:
+    return torch.randn(TOTAL, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def sums(world: World, texts: list[str], steps: int, hosts: list[int] | None) -> dict[str, list[Tensor]]:
+    """What each compression makes of some steps' gradients, and then of as many of zeros; by the main thread and by a
+    lane in turn."""
+    group = joined(world, hosts)
+    lane, found = group.lane(), {}
+    for text in texts:
+        between = parse(text, METHODS).between(SHAPES)
+        found[text] = []
+        for step in range(2 * steps):
+            flat = gradient(world.rank, step) if step < steps else torch.zeros(TOTAL, dtype=torch.float64)
+            (lane if step % 2 else group).all_reduce_between(flat, between).wait()
+            found[text].append(flat)
+    lane.close()
+    group.close()
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("hosts", [None, [0, 0, 1], [0, 0, 1, 1], [0, 1, 2], [0, 0, 0, 1, 1, 2]])
+def test_all_ranks_have_the_same_bits_and_what_is_left_out_comes_later(hosts: list[int] | None) -> None:
+    size, steps = (2, 30) if hosts is None else (len(hosts), 30)
+    each = on_ranks(sums, size, EACH, steps, hosts)
+    for text in EACH:
+        for rank in range(1, size):
+            assert all(torch.equal(a, b) for a, b in zip(each[0][text], each[rank][text], strict=True)), (text, rank)
+        given = torch.stack([sum(gradient(rank, step) for rank in range(size)) for step in range(steps)])
+        told = torch.stack(each[0][text])
+        off = (told.sum(0) - given.sum(0)).norm() / given.sum(0).norm()
+        first = (told[:steps] - given).norm() / given.norm()
+        assert first > 1e-5, f"{text} does not compress"
+        if parse(text, METHODS).keeps_errors:
+            assert off < 0.02, (text, off)
+            assert off < 0.2 * (told[:steps].sum(0) - given.sum(0)).norm() / given.sum(0).norm() + 1e-3, text
+        else:
+            assert off < 0.004, (text, off)
+
+
+def count_bytes(world: World, texts: list[str], hosts: list[int] | None) -> dict[str, int]:
+    """The bytes that this rank sends through connections for the second of two sums."""
+    made: list[RankConnection] = []
+    begin = RankConnection.__init__
+    RankConnection.__init__ = lambda self, *given: (begin(self, *given), made.append(self))[0]  # type: ignore[method-assign, assignment]
+    group, found = joined(world, hosts), {}
+    for text in texts:
+        between = parse(text, METHODS).between([torch.Size((300, 400))])
+        for _ in range(2):
+            before = sum(connection.gone for connection in made)
+            group.all_reduce_between(torch.ones(120_000), between).wait()
+            found[text] = sum(connection.gone for connection in made) - before
+    group.close()
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("hosts", "passes"), [([0, 1], 1.0), ([0, 1, 2], 4 / 3), ([0, 0, 1, 1], 1.0)])
+def test_a_host_sends_what_the_price_says(hosts: list[int], passes: float) -> None:
+    each = on_ranks(count_bytes, len(hosts), EACH, hosts if len(set(hosts)) < len(hosts) else None)
+    for text in EACH:
+        found = sum(told[text] for rank, told in enumerate(each) if hosts[rank] == 0)
+        method = parse(text, METHODS)
+        to_all = text.startswith(("top_k", "power_sgd"))  # factors are small messages
+        expected = method.sent(120_000, 4) * (len(set(hosts)) - 1 if to_all else passes)
+        assert expected * 0.9 <= found <= expected * 1.1 + 64, (text, found, expected)
+
+
+def test_a_compression_says_what_it_is() -> None:
+    assert compression(None) is None
+    assert isinstance(compression("fp16"), Compression)
+    assert isinstance(parse("fp16", METHODS).between(SHAPES), CodedSum)
