@@ -41,6 +41,22 @@ def test_on_one_host_a_gradient_is_copied_once_and_read_by_all_and_each_updates_
     assert found["updating"] == pytest.approx(5.0 / 2)
 
 
+def test_between_hosts_a_compression_sends_its_bytes_and_goes_through_the_gradient_more_often() -> None:
+    """1 GB takes 1000 s over the cable, and half of it 500 s; 2 passes more take 2 s. Two ranks of a host each have a
+    lane of that rate to the other host; what they sum within the host stays whole."""
+
+    def communicating(strategy: Strategy, ranks: int) -> float:
+        return terms(strategy, ranks=ranks, hosts=2, bandwidth=1e6)["communicating"]
+
+    assert communicating(DataParallel(), 1) == pytest.approx(1000 + 2)
+    assert communicating(DataParallel(compress="fp16"), 1) == pytest.approx(500 + 2 + 2)
+    assert communicating(DataParallel(compress="int8"), 1) == pytest.approx(1000 * (0.25 + 1 / 256) + 2 + 6)
+    saved = communicating(DataParallel(), 2) - communicating(DataParallel(compress="fp16"), 2)
+    assert saved == pytest.approx(250 - 2)
+    here = terms(DataParallel(compress="fp16"))["communicating"]
+    assert here == terms(DataParallel())["communicating"], "on one host nothing is compressed"
+
+
 def linear(inputs: int, outputs: int) -> Profile:
     numbers = {"activation_bytes": 4 * ROWS * outputs, "flops": 2.0 * ROWS * inputs * outputs}
     weights = 4 * (inputs * outputs + outputs)

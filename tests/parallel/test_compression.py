@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from ranks import on_ranks
 from torch import Tensor
 
-from apportion.comm.group import Group, HostExchange
 from apportion.comm.network.hierarchical_group import HierarchicalGroup
+from apportion.comm.network.host_exchange import HostExchange, HostsGroup
 from apportion.comm.network.network_group import NetworkGroup
 from apportion.comm.network.rank_connection import RankConnection
 from apportion.comm.network.rendezvous import meet
@@ -167,9 +167,13 @@ def test_zeros_stay_zeros_and_what_comes_after_them_is_sent() -> None:
 # Sums of ranks
 
 
-def joined(world: World, hosts: list[int] | None) -> Group:
+def joined(world: World, hosts: list[int] | None) -> HostsGroup:
     flat = NetworkGroup(meet(world.rank, world.size, one_host=True, insecure=False), range(world.size))
-    return flat if hosts is None else HierarchicalGroup.make(flat, hosts, spins=False)
+    if hosts is None:
+        return flat
+    group = HierarchicalGroup.make(flat, hosts, spins=False)
+    assert isinstance(group, HierarchicalGroup)
+    return group
 
 
 def gradient(rank: int, step: int) -> Tensor:
@@ -181,6 +185,7 @@ def sums(world: World, texts: list[str], steps: int, hosts: list[int] | None) ->
     lane in turn."""
     group = joined(world, hosts)
     lane, found = group.lane(), {}
+    assert isinstance(lane, HostsGroup)
     for text in texts:
         between = parse(text, METHODS).between(SHAPES)
         found[text] = []

@@ -8,7 +8,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -54,46 +54,6 @@ class Work(ABC):
         """Block until the result is there. PeerLost where a rank is gone or the deadline has passed."""
 
 
-class HostExchange(ABC):
-    """What one rank does of the sum of a tensor between hosts, once the ranks of each host have summed it: they all
-    have their host's sum, and each exchanges one slice of it with its peers, one rank of every host."""
-
-    host: int
-    """The number of this rank's host."""
-    hosts: int
-
-    @abstractmethod
-    def own(self, flat: Tensor) -> Tensor:
-        """Return the slice of a tensor that this rank exchanges, a view: the same on its peers, empty where a host has
-        more ranks than there are slices."""
-
-    @abstractmethod
-    def gather(self, rows: Tensor) -> None:
-        """Gather the peers' rows into ``rows`` (hosts, n): this rank's own is in its place already. Blocks."""
-
-    @abstractmethod
-    def swap(self, rows: Tensor, into: Tensor) -> None:
-        """Send row h of ``rows`` (hosts, n) to the peer on host h, for every other host, and receive that one's row
-        into ``into[h]``. Blocks."""
-
-    @abstractmethod
-    def share(self, flat: Tensor) -> None:
-        """Give every rank of this host the slices of a tensor that the others have. Blocks."""
-
-    @abstractmethod
-    def add_up(self, flat: Tensor) -> None:
-        """Sum in place over the hosts a tensor that is equal on the ranks of each host. Blocks."""
-
-
-class HostSum(ABC):
-    """A way to sum one tensor between hosts, again and again, which may send less than its bytes."""
-
-    @abstractmethod
-    def __call__(self, flat: Tensor, hosts: HostExchange) -> None:
-        """Sum in place over the hosts what the ranks of each host have summed: the result has the same bits on all
-        ranks. It is called in another thread than the one that computes."""
-
-
 class WaitClock:
     """A clock of what one process waits for in any of its groups: the groups of a world and of its parts share it."""
 
@@ -133,8 +93,6 @@ class Group(ABC):
     all_waits: WaitClock
     beside: bool = False
     """Does a collective that has begun go on while this rank computes?"""
-    takes_host_sums: ClassVar[bool] = False
-    """Can ``all_reduce_between`` sum between hosts as it is told to?"""
 
     @property
     def waited(self) -> float:
@@ -153,11 +111,6 @@ class Group(ABC):
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sum in place over the ranks; the tensor (contiguous) is theirs until ``wait`` returns."""
-
-    def all_reduce_between(self, tensor: Tensor, between: HostSum) -> Work:
-        """Sum in place as ``all_reduce`` does, but between hosts by ``between``. Where all ranks are on one host there
-        is nothing between."""
-        return self.all_reduce(tensor)
 
     @abstractmethod
     def gather_into(self, rows: Tensor, own: Tensor) -> None:

@@ -32,6 +32,16 @@ def all_reduce(layout: Placement, ranks: Sequence[int], nbytes: float) -> float:
     return Collective.among(layout, ranks).all_reduce(nbytes)
 
 
+def all_reduce_between(layout: Placement, ranks: Sequence[int], nbytes: float, sent: float) -> float:
+    """Seconds of a sum of ``nbytes`` over ranks of several hosts, which stand for ``sent`` bytes between the hosts."""
+    by_host = Counter(layout.device(rank).host for rank in ranks)
+    several = [[rank for rank in ranks if layout.device(rank).host == host] for host, n in by_host.items() if n > 1]
+    within = max(
+        (all_reduce(layout, group, nbytes) - all_reduce(layout, group, sent) for group in several), default=0.0
+    )
+    return all_reduce(layout, ranks, sent) + within
+
+
 def all_gather(layout: Placement, ranks: Sequence[int], nbytes: float) -> float:
     """Seconds until all ranks have what they hold together (``nbytes`` in all)."""
     return Collective.among(layout, ranks).all_gather(nbytes)

@@ -144,8 +144,10 @@ class DataParallel(Strategy):
         if shared_weights.suits(profile, layout):
             cost = shared_weights.cost(profile, layout, found, at_once)
         else:
-            sizes = LARGE_BYTES, early_bytes(layout.ranks)
-            cost = data_parallel.cost(profile, layout, found, at_once, sizes, parts=self.microbatches)
+            way = data_parallel.Summed(LARGE_BYTES, early_bytes(layout.ranks), self.microbatches)
+            if (method := compression(self.compress)) is not None:
+                way = replace(way, compressed=data_parallel.Compressed(method.sent_bytes, method.passes))
+            cost = data_parallel.cost(profile, layout, found, at_once, way)
         asked = data_parallel.asked_while_computing(profile, layout)
         return replace(cost, terms={**cost.terms, "communicating": cost.terms["communicating"] + asked})
 

@@ -20,20 +20,19 @@ from typing import final
 import torch
 from torch import Tensor
 
-from apportion.comm.group import DONE, Group, HostSum, WaitClock, Work, collective
+from apportion.comm.group import DONE, Group, WaitClock, Work, collective
 from apportion.comm.host_memory import host_memory
 from apportion.comm.network.collective_thread import CollectiveThread
-from apportion.comm.network.host_exchange import SliceExchange
+from apportion.comm.network.host_exchange import HostsGroup, HostSum, SliceExchange
 from apportion.comm.network.network_group import NetworkGroup
 from apportion.comm.shared_memory_group import SharedMemoryGroup
 
 
 @final
-class HierarchicalGroup(Group):
+class HierarchicalGroup(HostsGroup):
     """Ranks of several hosts. ``make`` makes one."""
 
     beside = True
-    takes_host_sums = True
 
     def __init__(
         self, flat: NetworkGroup, hosts: Sequence[Sequence[int]], memory: SharedMemoryGroup | None, *, spins: bool

@@ -2,16 +2,66 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import final
 
 from torch import Tensor
 
-from apportion.comm.group import HostExchange
+from apportion.comm.group import Group, Work
 from apportion.comm.network.rank_connection import memory_of
 
 Messages = Sequence[tuple[int, memoryview]]
 """The memory that goes to, or comes from, each of some peers."""
+
+
+class HostExchange(ABC):
+    """What one rank does of the sum of a tensor between hosts, once the ranks of each host have summed it: they all
+    have their host's sum, and each exchanges one slice of it with its peers, one rank of every host."""
+
+    host: int
+    """The number of this rank's host."""
+    hosts: int
+
+    @abstractmethod
+    def own(self, flat: Tensor) -> Tensor:
+        """Return the slice of a tensor that this rank exchanges, a view: the same on its peers, empty where a host has
+        more ranks than there are slices."""
+
+    @abstractmethod
+    def gather(self, rows: Tensor) -> None:
+        """Gather the peers' rows into ``rows`` (hosts, n): this rank's own is in its place already. Blocks."""
+
+    @abstractmethod
+    def swap(self, rows: Tensor, into: Tensor) -> None:
+        """Send row h of ``rows`` (hosts, n) to the peer on host h, for every other host, and receive that one's row
+        into ``into[h]``. Blocks."""
+
+    @abstractmethod
+    def share(self, flat: Tensor) -> None:
+        """Give every rank of this host the slices of a tensor that the others have. Blocks."""
+
+    @abstractmethod
+    def add_up(self, flat: Tensor) -> None:
+        """Sum in place over the hosts a tensor that is equal on the ranks of each host. Blocks."""
+
+
+class HostSum(ABC):
+    """A way to sum one tensor between hosts, again and again, which may send less than its bytes."""
+
+    @abstractmethod
+    def __call__(self, flat: Tensor, hosts: HostExchange) -> None:
+        """Sum in place over the hosts what the ranks of each host have summed: the result has the same bits on all
+        ranks. It is called in another thread than the one that computes."""
+
+
+class HostsGroup(Group):
+    """A group of ranks of several hosts that can be told how to sum between them."""
+
+    @abstractmethod
+    def all_reduce_between(self, tensor: Tensor, between: HostSum) -> Work:
+        """Sum in place as ``all_reduce`` does, but between hosts by ``between``. It waits for nothing: what begins
+        meanwhile waits for it."""
 
 
 @final

@@ -15,9 +15,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from apportion.comm.group import DONE, Group, HostSum, WaitClock, Work, bytes_of
+from apportion.comm.group import DONE, WaitClock, Work, bytes_of
 from apportion.comm.network.collective_thread import CollectiveThread
-from apportion.comm.network.host_exchange import PeerExchange
+from apportion.comm.network.host_exchange import HostsGroup, HostSum, PeerExchange
 from apportion.comm.network.rank_connection import NAP_SECONDS, RankConnection, memory_of, move_until
 from apportion.comm.network.rendezvous import Meeting
 from apportion.comm.network.ring import RingSum
@@ -36,11 +36,10 @@ _RECORDED_WAITS = 8192
 
 
 @final
-class NetworkGroup(Group):
+class NetworkGroup(HostsGroup):
     """Some ranks of a meeting, in this order, who exchange over connections of their own."""
 
     beside = True
-    takes_host_sums = True
 
     def __init__(
         self, meeting: Meeting, ranks: Sequence[int], name: str = "world", *, all_waits: WaitClock | None = None

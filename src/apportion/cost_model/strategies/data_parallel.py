@@ -8,10 +8,10 @@ rest, and what comes too late, is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from apportion.cost_model.collectives import all_gather, all_reduce
+from apportion.cost_model.collectives import all_gather, all_reduce, all_reduce_between
 from apportion.cost_model.compute import Computed, call_seconds, layer_seconds, memory_rate, updating
 from apportion.cost_model.cost import Cost, Span
 from apportion.cost_model.memory import MemoryUse, of_replica
@@ -25,13 +25,35 @@ STEP_CALLS, LAYER_CALLS, NORM_CALLS = 15.0, 2.0, 10.0
 ranks. They are estimates by what the update in shared pages needs."""
 
 
-def cost(
-    profile: Profile, layout: Placement, found: Computed, rows: float, sizes: tuple[int, int], *, parts: int = 1
-) -> Cost:
-    """The cost of a step whose ranks have computed ``found``, in ``parts`` parts; ``rows``: the rows of a rank at a
-    time; ``sizes``: the bytes of a gradient that travels by itself, and of those that leave together while the backward
-    pass goes on."""
-    exposed, timeline = _summed(profile, layout, found, rows, sizes, parts)
+@dataclass(frozen=True)
+class Compressed:
+    """What a compression makes of gradients that hosts send each other."""
+
+    sent: Callable[[float], float]
+    """The bytes that stand for so many bytes of gradients in one message."""
+    passes: float
+    """How often the memory of the gradients is gone through for it."""
+
+
+NOT_COMPRESSED = Compressed(lambda nbytes: nbytes, 0.0)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """The way in which a step sums its gradients."""
+
+    large: int
+    """The bytes of a gradient that travels by itself."""
+    early: int
+    """The bytes of those that leave together while the backward pass goes on."""
+    parts: int = 1
+    """The number of parts in which a rank computes."""
+    compressed: Compressed = NOT_COMPRESSED
+
+
+def cost(profile: Profile, layout: Placement, found: Computed, rows: float, way: Summed) -> Cost:
+    """The cost of a step whose ranks have computed ``found``; ``rows``: the rows of a rank at a time."""
+    exposed, timeline = _summed(profile, layout, found, rows, way)
     python = (STEP_CALLS + LAYER_CALLS * len(profile.layers)) * call_seconds(layout)
     return Cost(
         terms={
@@ -48,22 +70,24 @@ def cost(
 
 
 def _summed(
-    profile: Profile, layout: Placement, found: Computed, rows: float, sizes: tuple[int, int], parts: int
+    profile: Profile, layout: Placement, found: Computed, rows: float, way: Summed
 ) -> tuple[float, tuple[Span, ...]]:
     """The seconds beyond computing until the gradients are summed: those of the last part; and the timeline of the step
     where the sum begins before the backward pass has ended: between hosts, and on GPUs."""
-    weights, ranks, (large, early) = profile.parameter_bytes, range(layout.ranks), sizes
+    weights, ranks = profile.parameter_bytes, range(layout.ranks)
     if layout.ranks == 1:
         return 0.0, ()
     if len(layout.hosts) == 1 and all(layout.device(rank).kind == "cpu" for rank in layout.kinds):
-        alone = [layer.parameter_bytes for layer in profile.layers if layer.parameter_bytes >= large]
+        alone = [layer.parameter_bytes for layer in profile.layers if layer.parameter_bytes >= way.large]
         packing = 2 * (weights - sum(alone)) / memory_rate(layout)
         link = layout.cluster.joining(layout.devices)
         return packing + all_reduce(layout, ranks, weights) + len(alone) * link.latency, ()
-    last = found.backward / parts
-    _, backward = layer_seconds(profile, layout, rows, found.forward / parts, last)
-    exposed, timeline = data_parallel.during(layout, found.both - last, backward, data_parallel.buckets(profile, early))
-    return 2 * weights / memory_rate(layout) + exposed, timeline
+    last = found.backward / way.parts
+    _, backward = layer_seconds(profile, layout, rows, found.forward / way.parts, last)
+    sent = data_parallel.buckets(profile, way.early)
+    exposed, timeline = data_parallel.during(layout, found.both - last, backward, sent, way.compressed)
+    passes = 2 + (way.compressed.passes if len(layout.hosts) > 1 else 0.0)
+    return passes * weights / memory_rate(layout) + exposed, timeline
 
 
 def asked_while_computing(profile: Profile, layout: Placement) -> float:
@@ -109,13 +133,17 @@ def buckets(profile: Profile, most: float) -> list[Bucket]:
 
 
 def during(
-    layout: Placement, forward: float, backward: Sequence[float], sent: Sequence[Bucket]
+    layout: Placement,
+    forward: float,
+    backward: Sequence[float],
+    sent: Sequence[Bucket],
+    compressed: Compressed = NOT_COMPRESSED,
 ) -> tuple[float, tuple[Span, ...]]:
     """The seconds beyond ``forward`` and ``backward`` (of each layer) until all buckets have been summed over all
     ranks; and the timeline of one device and of the link that joins it to the others."""
     link = layout.cluster.joining(layout.devices)
     alone = sum(backward) + forward
-    spans = _spans(layout, forward, backward, sent)
+    spans = _spans(layout, forward, backward, sent, compressed)
     if link.slowdown:
         wire = [span for span in spans if span.on == link.kind]
         names = {f"backward {i}": i for i in range(len(backward))}
@@ -124,11 +152,13 @@ def during(
             if span.name in names:
                 meanwhile = sum(max(0.0, min(span.end, w.end) - max(span.begin, w.begin)) for w in wire)
                 slowed[names[span.name]] += link.slowdown * meanwhile
-        spans = _spans(layout, forward, slowed, sent)
+        spans = _spans(layout, forward, slowed, sent, compressed)
     return makespan(spans) - alone, spans
 
 
-def _spans(layout: Placement, forward: float, backward: Sequence[float], sent: Sequence[Bucket]) -> tuple[Span, ...]:
+def _spans(
+    layout: Placement, forward: float, backward: Sequence[float], sent: Sequence[Bucket], compressed: Compressed
+) -> tuple[Span, ...]:
     link, device = layout.cluster.joining(layout.devices), layout.devices[0]
     ranks, starts = range(layout.ranks), {bucket.first: bucket for bucket in sent}
     tasks = [SimulatedTask("forward", "computing", (device,), forward)]
@@ -137,7 +167,7 @@ def _spans(layout: Placement, forward: float, backward: Sequence[float], sent: S
         tasks.append(SimulatedTask(f"backward {i}", "computing", (device,), backward[i], (last,), order=1.0))
         last = len(tasks) - 1
         if i in starts:
-            seconds = all_reduce(layout, ranks, starts[i].nbytes)
+            seconds = all_reduce_between(layout, ranks, starts[i].nbytes, compressed.sent(starts[i].nbytes))
             name = f"sum of gradients from {i}"
             tasks.append(SimulatedTask(name, "communicating", (link.kind,), seconds * link.hidden, (last,)))
             if link.hidden < 1.0:

@@ -19,7 +19,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from apportion.comm.group import HostExchange, HostSum
+from apportion.comm.network.host_exchange import HostExchange, HostSum
 
 WORD = 8
 """The bytes by which codes begin: each may hold numbers of any type."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
-from apportion.comm.group import HostSum
+from apportion.comm.network.host_exchange import HostSum
 from apportion.core.value import Value, parse
 
 METHODS = "apportion.parallel.compression.methods"
-"""The registry."""
+"""The folder whose files are the compressions."""
 COMPRESSED = (torch.float32, torch.float64)
 """The types of gradients that are compressed. Those that are as small as what they would become travel as they are."""
 
@@ -19,8 +20,10 @@ COMPRESSED = (torch.float32, torch.float64)
 class Compression(Value, ABC):
     """A way to compress what is summed between hosts. Within a host nothing is compressed."""
 
-    keeps_errors: bool = False
+    keeps_errors: ClassVar[bool] = False
     """Is what a message has left out kept, and added to the next one (error feedback)?"""
+    passes: ClassVar[float]
+    """How long it takes, measured, in passes through the memory of the gradients: for a price."""
 
     @abstractmethod
     def between(self, shapes: Sequence[torch.Size]) -> HostSum:
@@ -29,6 +32,10 @@ class Compression(Value, ABC):
     @abstractmethod
     def sent(self, numel: int, itemsize: int) -> float:
         """Return about how many bytes stand for so many numbers of so many bytes each, in one message."""
+
+    def sent_bytes(self, nbytes: float) -> float:
+        """Return about how many bytes stand for so many bytes of float32."""
+        return self.sent(max(1, int(nbytes // 4)), 4)
 
 
 def compression(given: Compression | str | None) -> Compression | None:

@@ -8,6 +8,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from apportion.comm.group import Group
+from apportion.comm.network.host_exchange import HostsGroup
 from apportion.comm.world import World
 from apportion.parallel.compression.compression import Compression
 from apportion.parallel.replica.gradient_buckets import GradientSum
@@ -88,7 +89,7 @@ class BucketUpdate(GradientUpdate):
 
 def _refuse(compress: Compression, replica: Replica, group: Group) -> None:
     """Raises ValueError where what travels between these hosts cannot be compressed so."""
-    if not group.takes_host_sums:
+    if not isinstance(group, HostsGroup):
         raise ValueError(
             f"compress={compress} is for ranks on CPUs that meet over connections of apportion's own, and these have "
             f"{type(group).__name__}: leave compress out"

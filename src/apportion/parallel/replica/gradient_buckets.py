@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
 
-from apportion.comm.group import Group, HostSum, Work
+from apportion.comm.group import Group, Work
+from apportion.comm.network.host_exchange import HostsGroup, HostSum
 from apportion.core import fast_paths, torch_private
 from apportion.errors import ApportionError
 from apportion.parallel.compression.compression import COMPRESSED, Compression
@@ -177,7 +178,7 @@ class GradientSum:
 
     def _start(self, tensor: Tensor, between: HostSum | None = None) -> Work:
         group = self._group if self._lane is None else self._lane
-        if between is not None:
+        if between is not None and isinstance(group, HostsGroup):
             return group.all_reduce_between(tensor, between)
         return group.all_reduce(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
 

@@ -15,7 +15,7 @@ from typing import final
 
 import torch
 
-from apportion.comm.group import HostSum
+from apportion.comm.network.host_exchange import HostSum
 from apportion.parallel.compression.coded_sum import CodedSum
 from apportion.parallel.compression.compression import Compression
 from apportion.parallel.compression.rounded import Rounded
@@ -25,6 +25,8 @@ from apportion.parallel.compression.rounded import Rounded
 @dataclass(frozen=True, repr=False)
 class Bf16(Compression):
     """Numbers of 8 bits of exponent and 7 of fraction."""
+
+    passes = 2.0
 
     def between(self, shapes: Sequence[torch.Size]) -> HostSum:
         return CodedSum(Rounded(torch.bfloat16), keeps_errors=False)

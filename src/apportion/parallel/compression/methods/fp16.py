@@ -14,7 +14,7 @@ from typing import final
 
 import torch
 
-from apportion.comm.group import HostSum
+from apportion.comm.network.host_exchange import HostSum
 from apportion.parallel.compression.coded_sum import CodedSum
 from apportion.parallel.compression.compression import Compression
 from apportion.parallel.compression.rounded import Rounded
@@ -24,6 +24,8 @@ from apportion.parallel.compression.rounded import Rounded
 @dataclass(frozen=True, repr=False)
 class Fp16(Compression):
     """Half-precision numbers of 5 bits of exponent and 10 of fraction."""
+
+    passes = 2.0
 
     def between(self, shapes: Sequence[torch.Size]) -> HostSum:
         return CodedSum(Rounded(torch.float16), keeps_errors=False)

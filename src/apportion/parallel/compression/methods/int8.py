@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from apportion.comm.group import HostSum
+from apportion.comm.network.host_exchange import HostSum
 from apportion.parallel.compression.coded_sum import WORD, Codec, CodedSum
 from apportion.parallel.compression.compression import Compression
 
@@ -29,6 +29,7 @@ class Int8(Compression):
     """Whole numbers of one byte."""
 
     keeps_errors = True
+    passes = 6.0
 
     block: int = 256
     """The number of gradients that have one scale: the largest of them becomes 127."""

@@ -27,7 +27,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from apportion.comm.group import HostExchange, HostSum
+from apportion.comm.network.host_exchange import HostExchange, HostSum
 from apportion.parallel.compression.compression import Compression
 
 SEED = 0
@@ -40,6 +40,7 @@ class PowerSgd(Compression):
     """Products of matrices of a low rank."""
 
     keeps_errors = True
+    passes = 5.0
 
     rank: int = 2
     """The number of columns of P and Q: more of them send more, and leave out less."""

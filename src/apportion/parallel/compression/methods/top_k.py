@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from apportion.comm.group import HostSum
+from apportion.comm.network.host_exchange import HostSum
 from apportion.parallel.compression.coded_sum import Codec, CodedSum
 from apportion.parallel.compression.compression import Compression
 
@@ -27,6 +27,7 @@ class TopK(Compression):
     """The largest gradients of each message."""
 
     keeps_errors = True
+    passes = 44.0
 
     fraction: float = 0.01
     """The part of the gradients that is sent: above 0, at most 1."""
