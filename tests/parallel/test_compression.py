@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import on_ranks
-from torch import Tensor
+from ranks import apart, on_ranks
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+import apportion
+from apportion import State, Workload
 from apportion.comm.network.hierarchical_group import HierarchicalGroup
 from apportion.comm.network.host_exchange import HostExchange, HostsGroup
 from apportion.comm.network.network_group import NetworkGroup
@@ -142,7 +147,7 @@ class OneHost(HostExchange):
 @pytest.mark.parametrize("text", ["int8", "top_k(fraction=0.1)", "power_sgd"])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_gradient_that_is_not_finite_shows_once_and_is_over(text: str, bad: float) -> None:
-    between, hosts = parse(text, METHODS).between(SHAPES), OneHost()
+    between, hosts = parse(text, METHODS).between(SHAPES, torch.float32), OneHost()
     for step in range(4):
         flat = torch.randn(TOTAL, generator=torch.Generator().manual_seed(step))
         if step == 1:
@@ -153,7 +158,7 @@ def test_a_gradient_that_is_not_finite_shows_once_and_is_over(text: str, bad: fl
 
 def test_zeros_stay_zeros_and_what_comes_after_them_is_sent() -> None:
     for text in EACH:
-        between, hosts = parse(text, METHODS).between(SHAPES), OneHost()
+        between, hosts = parse(text, METHODS).between(SHAPES, torch.float32), OneHost()
         flat = torch.zeros(TOTAL)
         for _ in range(2):
             between(flat, hosts)
@@ -187,7 +192,7 @@ def sums(world: World, texts: list[str], steps: int, hosts: list[int] | None) ->
     lane, found = group.lane(), {}
     assert isinstance(lane, HostsGroup)
     for text in texts:
-        between = parse(text, METHODS).between(SHAPES)
+        between = parse(text, METHODS).between(SHAPES, torch.float64)
         found[text] = []
         for step in range(2 * steps):
             flat = gradient(world.rank, step) if step < steps else torch.zeros(TOTAL, dtype=torch.float64)
@@ -225,7 +230,7 @@ def count_bytes(world: World, texts: list[str], hosts: list[int] | None) -> dict
     RankConnection.__init__ = lambda self, *given: (begin(self, *given), made.append(self))[0]  # type: ignore[method-assign, assignment]
     group, found = joined(world, hosts), {}
     for text in texts:
-        between = parse(text, METHODS).between([torch.Size((300, 400))])
+        between = parse(text, METHODS).between([torch.Size((300, 400))], torch.float32)
         for _ in range(2):
             before = sum(connection.gone for connection in made)
             group.all_reduce_between(torch.ones(120_000), between).wait()
@@ -249,4 +254,94 @@ def test_a_host_sends_what_the_price_says(hosts: list[int], passes: float) -> No
 def test_a_compression_says_what_it_is() -> None:
     assert compression(None) is None
     assert isinstance(compression("fp16"), Compression)
-    assert isinstance(parse("fp16", METHODS).between(SHAPES), CodedSum)
+    assert isinstance(parse("fp16", METHODS).between(SHAPES, torch.float32), CodedSum)
+
+
+# Training
+
+
+def workload(seed: int = 0) -> Workload:
+    data: Any = load_digits()
+    x, y = torch.tensor(data.data / 16.0, dtype=torch.float32), torch.tensor(data.target)
+    return Workload(
+        model=lambda: nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 10)),
+        data=lambda: TensorDataset(x, y),
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        batch_size=64,
+        steps=120,
+        seed=seed,
+    )
+
+
+Given = tuple[str | None, list[int], State | None]
+"""A compression, the steps after which the state is taken, and the state to begin with."""
+
+
+def trained(world: World, runs: list[Given]) -> list[tuple[list[State], float, list[str]]]:
+    """For each run its states, the mean loss of its last 20 steps, and what was warned of."""
+    own, found = apart() if world.size > 1 else World(), []
+    for text, stops, start in runs:
+        states, losses = [], []
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            step = DataParallel(compress=text).build(workload(), own)
+            if start is not None:
+                step.load_state_dict(start)
+            for stop in stops:
+                losses += [step(batch)["loss"].item() for batch in apportion.batches(step, stop=stop)]
+                states.append(step.state_dict())
+            step.close()
+        found.append((states, sum(losses[-20:]) / 20, [str(warning.message) for warning in told]))
+    own.close()
+    return found
+
+
+@pytest.mark.processes
+def test_a_network_learns_as_well_with_it() -> None:
+    ranks = on_ranks(trained, 2, [(text, [120], None) for text in (None, *EACH)])
+    (exact, least, _), *others = ranks[0]
+    for text, (states, loss, _), (same, _, _) in zip(EACH, others, ranks[1][1:], strict=True):
+        assert loss < 1.5 * least + 0.05, (text, loss, least)
+        for key, value in states[0].model.items():
+            assert torch.equal(value, same[0].model[key]), (text, key)
+            assert not torch.equal(value, exact[0].model[key]), f"{text} compressed nothing"
+
+
+@pytest.mark.processes
+def test_a_run_that_goes_on_has_the_bits_of_one_that_was_never_stopped() -> None:
+    texts = ["int8", "top_k(fraction=0.1)", "power_sgd"]
+    runs = on_ranks(trained, 3, [(text, [20, 40], None) for text in texts])[0]
+    halves = [half for (half, _), _, _ in runs]
+    assert all(any(name.startswith("compress/") for name in half.optimizer) for half in halves)
+    again = on_ranks(trained, 3, [(text, [40], half) for text, half in zip(texts, halves, strict=True)])[0]
+    for text, ((_, whole), _, _), ((other,), _, told) in zip(texts, runs, again, strict=True):
+        assert not told
+        for name, tensor in whole.tensors():
+            assert torch.equal(tensor, dict(other.tensors())[name]), (text, name)
+
+
+@pytest.mark.processes
+def test_another_number_of_hosts_begins_with_nothing_left_out_and_says_so() -> None:
+    ((state,), _, _) = on_ranks(trained, 3, [("int8", [5], None)])[0][0]
+    first, second = on_ranks(trained, 2, [(text, [6], state) for text in ("int8", "top_k", None)])
+    assert [told for _, _, told in second] == [[], [], []], "rank 0 says it"
+    (whole,), (other,), nothing = (told for _, _, told in first)
+    assert "saved with compress=int8 on hosts [0, 1, 2], and goes on with compress=int8 on hosts [0, 1]:" in whole
+    assert "goes on with compress=top_k on hosts [0, 1]:" in other
+    assert not nothing, "without a compression what was left out is not asked for"
+
+
+def refused(world: World) -> str:
+    own = apart(over="ProcessGroup")
+    try:
+        DataParallel(compress="int8").build(workload(), own)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.processes
+def test_ranks_that_meet_over_torch_distributed_are_refused() -> None:
+    for told in on_ranks(refused, 2):
+        assert "compress=int8 is for ranks on CPUs" in told

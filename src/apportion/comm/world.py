@@ -161,7 +161,7 @@ class World:
         return self._parts[name]
 
     def _part(self, name: str, ranks: list[int]) -> World:
-        rank, size, hosts = ranks.index(self.rank), len(ranks), self._hosts()
+        rank, size, hosts = ranks.index(self.rank), len(ranks), self.hosts()
         here = [other for other in ranks if hosts[other] == hosts[self.rank]]
         part = replace(
             self,
@@ -187,8 +187,8 @@ class World:
         return part
 
     @collective
-    def _hosts(self) -> list[int]:
-        """The number of every rank's host, by rank. Called by all ranks."""
+    def hosts(self) -> list[int]:
+        """The number of every rank's host, by rank; they are numbered as they come. Called by all ranks."""
         if self.local_size == self.size:
             return [0] * self.size
         if not self._known_hosts:

@@ -299,9 +299,13 @@ class DataParallelStep(ReplicaStep, Recoverable):
         kept = self.gradient_update.kept
         yield Replicated(self._group, held if kept is None else apart_from(kept, held))
 
+    def state_dict(self) -> State:
+        return self.gradient_update.add_kept(super().state_dict())
+
     def load_state_dict(self, state: State) -> None:
         self.gradient_update.loading()
         super().load_state_dict(state)
+        self.gradient_update.load_kept(state)
         self.gradient_update.loaded()
 
     def rejoin(self, world: World) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import final
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, final
 
 from torch import Tensor
 
@@ -48,6 +48,17 @@ class HostExchange(ABC):
 
 class HostSum(ABC):
     """A way to sum one tensor between hosts, again and again, which may send less than its bytes."""
+
+    same_on_host: ClassVar[bool] = False
+    """Do all ranks of a host keep the same? False: each keeps what belongs to its slice."""
+
+    def kept(self) -> dict[str, Tensor]:
+        """Return what is kept for the next sum, by name: the tensors themselves, of which each has one dimension."""
+        return {}
+
+    def keep(self, kept: Mapping[str, Tensor]) -> None:  # noqa: B027 (nothing is kept)
+        """Go on from what another sum of the same tensor has kept; from nothing where that is empty. Raises ValueError
+        where it cannot be that."""
 
     @abstractmethod
     def __call__(self, flat: Tensor, hosts: HostExchange) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -49,10 +49,11 @@ class Codec(ABC):
 class CodedSum(HostSum):
     """The sum of one tensor in a code. ``keeps_errors``: with error feedback."""
 
-    def __init__(self, codec: Codec, *, keeps_errors: bool) -> None:
-        self._codec, self._keeps_errors = codec, keeps_errors
-        self._errors: dict[str, Tensor] = {}
-        """What the codes of this rank's own numbers, and of the sums that it has made, have left out so far."""
+    def __init__(self, codec: Codec, dtype: torch.dtype, *, keeps_errors: bool) -> None:
+        self._codec, self._dtype, self._keeps_errors = codec, dtype, keeps_errors
+        self._errors = self._no_errors()
+        """What the codes of this rank's own numbers, and of the sums that it has made, have left out so far; empty
+        before the first."""
         self._codes = torch.empty(0, dtype=torch.uint8)
 
     def __call__(self, flat: Tensor, hosts: HostExchange) -> None:
@@ -63,6 +64,15 @@ class CodedSum(HostSum):
             else:
                 self._scatter(own, hosts)
         hosts.share(flat)
+
+    def kept(self) -> dict[str, Tensor]:
+        return dict(self._errors)
+
+    def keep(self, kept: Mapping[str, Tensor]) -> None:
+        self._errors = self._no_errors() | {name: tensor.clone() for name, tensor in kept.items()}
+
+    def _no_errors(self) -> dict[str, Tensor]:
+        return {name: torch.empty(0, dtype=self._dtype) for name in ("own", "sum") if self._keeps_errors}
 
     def _gather(self, own: Tensor, hosts: HostExchange) -> None:
         """Sums in place what all hosts send all others."""
@@ -101,7 +111,7 @@ class CodedSum(HostSum):
         """Writes the codes of parts of some numbers. With error feedback, what the codes have left out under this name
         is added before, and kept anew. ``exact``: the part that has no code."""
         codes = [(part, code) for part, code in codes if part.numel()]
-        if self._keeps_errors and name in self._errors:
+        if self._keeps_errors and self._errors[name].numel():
             numbers.add_(self._errors[name])
         for part, code in codes:
             self._codec.encode(part, code)
@@ -115,7 +125,11 @@ class CodedSum(HostSum):
             begin = part.storage_offset() - numbers.storage_offset()
             return left[begin : begin + part.numel()]
 
-        left = self._errors.setdefault(name, torch.empty_like(numbers)).copy_(numbers)
+        left = self._errors[name]
+        if left.numel() == numbers.numel():
+            left.copy_(numbers)
+        else:
+            left = self._errors[name] = numbers.clone()
         for part, code in codes:
             self._codec.add(code, of(part), times=-1.0)
         if exact is not None:

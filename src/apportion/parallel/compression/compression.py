@@ -26,7 +26,7 @@ class Compression(Value, ABC):
     """How long it takes, measured, in passes through the memory of the gradients: for a price."""
 
     @abstractmethod
-    def between(self, shapes: Sequence[torch.Size]) -> HostSum:
+    def between(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> HostSum:
         """Make the sum of one flat tensor that is made of tensors of these shapes, for all steps."""
 
     @abstractmethod

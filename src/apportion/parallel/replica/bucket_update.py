@@ -8,9 +8,11 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from apportion.comm.group import Group
-from apportion.comm.network.host_exchange import HostsGroup
+from apportion.comm.network.host_exchange import HostsGroup, HostSum
 from apportion.comm.world import World
+from apportion.core.strategy import State
 from apportion.parallel.compression.compression import Compression
+from apportion.parallel.compression.kept_errors import KeptErrors
 from apportion.parallel.replica.gradient_buckets import GradientSum
 from apportion.parallel.replica.gradient_hooks import GradientHooks
 from apportion.parallel.replica.gradient_update import GradientUpdate
@@ -25,8 +27,10 @@ class BucketUpdate(GradientUpdate):
 
     def __init__(self, replica: Replica, world: World, *, divides: bool, compress: Compression | None = None) -> None:
         self._replica, group = replica, world.group()
+        self._kept = None
         if compress is not None and world.local_size < world.size:
             _refuse(compress, replica, group)
+            self._kept = KeptErrors(compress, world.hosts(), group) if compress.keeps_errors else None
         self._trained = {p: replica.names[p] for p in replica.trainable() if divides}
         self._hooks = GradientHooks((name, p) for p, name in self._trained.items())
         several = replica.workload.update is not None
@@ -81,6 +85,16 @@ class BucketUpdate(GradientUpdate):
         if self._replica.updating and self._whole is not None:
             self._replica.load(self._whole, slice(0, 0))
         agree(self._replica, world)
+
+    def add_kept(self, state: State) -> State:
+        return state if self._kept is None else self._kept.add_to(state, self._between())
+
+    def load_kept(self, state: State) -> None:
+        if self._kept is not None:
+            self._kept.load(state, self._between())
+
+    def _between(self) -> list[HostSum]:
+        return [between for sums in self._sums.values() for between in sums.between]
 
     def close(self) -> None:
         for sums in self._sums.values():

@@ -107,7 +107,13 @@ class GradientSum:
     def _between(self, parameters: Sequence[nn.Parameter]) -> HostSum | None:
         if self._compress is None or parameters[0].dtype not in COMPRESSED:
             return None
-        return self._compress.between([p.shape for p in parameters])
+        return self._compress.between([p.shape for p in parameters], parameters[0].dtype)
+
+    @property
+    def between(self) -> list[HostSum]:
+        """The compressed sums between hosts."""
+        each = [*(packed.between for packed in self._packed), *self._large_between]
+        return [between for between in each if between is not None]
 
     def rejoin(self, group: Group) -> None:
         """Sum the gradients of the same parameters over other ranks from now on."""

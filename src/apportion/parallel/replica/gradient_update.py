@@ -9,6 +9,7 @@ from torch import Tensor
 from apportion.comm.group import Group, collective, inherit_collectives
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
+from apportion.core.strategy import State
 
 
 class GradientUpdate(ABC):
@@ -56,6 +57,14 @@ class GradientUpdate(ABC):
     @collective  # noqa: B027 (every rank has loaded it)
     def loaded(self) -> None:
         """Go on from the state that the replica has loaded. Called by all ranks."""
+
+    @collective
+    def add_kept(self, state: State) -> State:
+        """Return the replica's state with what this update keeps from step to step. Called by all ranks."""
+        return state
+
+    def load_kept(self, state: State) -> None:  # noqa: B027 (nothing is kept)
+        """Go on from what a state has of that."""
 
     def close(self) -> None:  # noqa: B027 (nothing is held)
         """Close the connections that are this update's own."""

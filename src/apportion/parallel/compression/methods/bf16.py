@@ -28,8 +28,8 @@ class Bf16(Compression):
 
     passes = 2.0
 
-    def between(self, shapes: Sequence[torch.Size]) -> HostSum:
-        return CodedSum(Rounded(torch.bfloat16), keeps_errors=False)
+    def between(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> HostSum:
+        return CodedSum(Rounded(torch.bfloat16), dtype, keeps_errors=False)
 
     def sent(self, numel: int, itemsize: int) -> float:
         return 2.0 * numel

@@ -27,8 +27,8 @@ class Fp16(Compression):
 
     passes = 2.0
 
-    def between(self, shapes: Sequence[torch.Size]) -> HostSum:
-        return CodedSum(Rounded(torch.float16), keeps_errors=False)
+    def between(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> HostSum:
+        return CodedSum(Rounded(torch.float16), dtype, keeps_errors=False)
 
     def sent(self, numel: int, itemsize: int) -> float:
         return 2.0 * numel

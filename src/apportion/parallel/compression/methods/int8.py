@@ -37,8 +37,8 @@ class Int8(Compression):
     def __post_init__(self) -> None:
         self._must_be_whole("block", least=8)
 
-    def between(self, shapes: Sequence[torch.Size]) -> HostSum:
-        return CodedSum(_Blocks(self.block), keeps_errors=True)
+    def between(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> HostSum:
+        return CodedSum(_Blocks(self.block), dtype, keeps_errors=True)
 
     def sent(self, numel: int, itemsize: int) -> float:
         return numel * (1.0 + itemsize / self.block)

@@ -20,7 +20,7 @@ more hosts cost no more bytes than two.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -48,8 +48,8 @@ class PowerSgd(Compression):
     def __post_init__(self) -> None:
         self._must_be_whole("rank")
 
-    def between(self, shapes: Sequence[torch.Size]) -> HostSum:
-        return _FactorSum(shapes, self.rank)
+    def between(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> HostSum:
+        return _FactorSum(shapes, dtype, self.rank)
 
     def sent(self, numel: int, itemsize: int) -> float:
         side = math.sqrt(numel)  # as if it were square: what a price knows is the size
@@ -60,19 +60,21 @@ class PowerSgd(Compression):
 class _FactorSum(HostSum):
     """The sum of tensors of these shapes that lie one after the other."""
 
-    def __init__(self, shapes: Sequence[torch.Size], rank: int) -> None:
-        self._shapes, self._rank = [_matrix(shape, rank) for shape in shapes], rank
+    same_on_host = True
+
+    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, rank: int) -> None:
+        self._shapes, self._dtype, self._rank = [_matrix(shape, rank) for shape in shapes], dtype, rank
         self._sizes = [shape.numel() for shape in shapes]
         self._factors: list[Tensor] = []
         """Q' of each matrix, after the last step."""
         self._errors: list[Tensor] = []
+        """What has been left out of each matrix so far."""
+        self._begin()
 
     def __call__(self, flat: Tensor, hosts: HostExchange) -> None:
         parts = flat.split(self._sizes)
         matrices = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True) if shape is not None]
         plain = [part for part, shape in zip(parts, self._shapes, strict=True) if shape is None]
-        if not self._factors or self._factors[0].dtype != flat.dtype:
-            self._begin(flat.dtype)
         for matrix, left in zip(matrices, self._errors, strict=True):
             matrix.add_(left)
         # As rows, which a matrix is multiplied with several times as fast.
@@ -88,16 +90,28 @@ class _FactorSum(HostSum):
         self._factors = rows
         # A gradient that is not finite shows in the sum, and is over with it.
         if not all(math.isfinite(tensor.sum().item()) for tensor in (*rows, *self._errors)):
-            self._begin(flat.dtype)
+            self._begin()
 
-    def _begin(self, dtype: torch.dtype) -> None:
+    def kept(self) -> dict[str, Tensor]:
+        names = ("factors", self._factors), ("errors", self._errors)
+        none = torch.empty(0, dtype=self._dtype)
+        return {name: torch.cat([none, *(tensor.reshape(-1) for tensor in tensors)]) for name, tensors in names}
+
+    def keep(self, kept: Mapping[str, Tensor]) -> None:
+        self._begin()
+        for name, tensors in (("factors", self._factors), ("errors", self._errors)):
+            parts = kept[name].split([tensor.numel() for tensor in tensors]) if name in kept else tensors
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+    def _begin(self) -> None:
         """Draws the first factors, and has nothing left out yet."""
         generator = torch.Generator().manual_seed(SEED)
         shapes = [shape for shape in self._shapes if shape is not None]
         self._factors = [
-            torch.randn(self._rank, m, generator=generator, dtype=torch.float64).to(dtype) for _, m in shapes
+            torch.randn(self._rank, m, generator=generator, dtype=torch.float64).to(self._dtype) for _, m in shapes
         ]
-        self._errors = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        self._errors = [torch.zeros(shape, dtype=self._dtype) for shape in shapes]
 
 
 def _matrix(shape: torch.Size, rank: int) -> tuple[int, int] | None:

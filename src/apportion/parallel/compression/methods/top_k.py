@@ -36,8 +36,8 @@ class TopK(Compression):
         if not 0.0 < self.fraction <= 1.0:
             raise ValueError(f"fraction={self.fraction!r} must be above 0 and at most 1: 0.01 sends one in a hundred")
 
-    def between(self, shapes: Sequence[torch.Size]) -> HostSum:
-        return CodedSum(_Largest(self.fraction), keeps_errors=True)
+    def between(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> HostSum:
+        return CodedSum(_Largest(self.fraction), dtype, keeps_errors=True)
 
     def sent(self, numel: int, itemsize: int) -> float:
         return 2.0 * itemsize * numel * self.fraction

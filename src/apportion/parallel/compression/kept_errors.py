@@ -1,0 +1,64 @@
+"""What compressed sums have left out so far, as a part of a training's state.
+
+It belongs to a host, and to the slices that its ranks have: a run that goes on with the same ranks on as many hosts has
+the bits of one that was never stopped. One that goes on with others begins with nothing left out, and says so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from apportion.comm.group import Group, collective
+from apportion.comm.network.host_exchange import HostSum
+from apportion.core.strategy import State
+from apportion.parallel.compression.compression import Compression
+
+SETTING, PREFIX = "compress", "compress"
+"""The name of what the settings of a state say, and what the names of its tensors begin with."""
+
+
+class KeptErrors:
+    """The errors that some sums keep. ``hosts``: the number of every rank's host, by rank."""
+
+    def __init__(self, compress: Compression, hosts: Sequence[int], group: Group) -> None:
+        self._compress, self._hosts, self._group = compress, list(hosts), group
+        self._first = self._hosts.index(self._hosts[group.rank])
+        """The first rank of this rank's host."""
+
+    @collective
+    def add_to(self, state: State, sums: Sequence[HostSum]) -> State:
+        """Return the state with what all ranks keep. Called by all of them."""
+        slots: dict[str, Tensor] = {}
+        for number, between in enumerate(sums):
+            for name, tensor in between.kept().items():
+                is_told = not between.same_on_host or self._first == self._group.rank
+                each = self._group.all_gather_rows(tensor if is_told else tensor[:0])
+                slots |= {self._name(rank, number, name): own for rank, own in enumerate(each) if len(own)}
+        settings = {**state.settings, SETTING: self._said()}
+        return replace(state, optimizer={**state.optimizer, **slots}, settings=settings)
+
+    def load(self, state: State, sums: Sequence[HostSum]) -> None:
+        """Go on from what a state has of this rank."""
+        told = state.settings.get(SETTING)
+        if told != self._said() and state.step and self._group.rank == 0:
+            before = f"compress={told['method']} on hosts {told['hosts']}" if told else "no compression between hosts"
+            warnings.warn(
+                f"the state was saved with {before}, and goes on with compress={self._compress} on hosts "
+                f"{self._hosts}: what has been left out of the gradients so far begins at zero",
+                stacklevel=2,
+            )
+        for number, between in enumerate(sums):
+            begin = self._name(self._first if between.same_on_host else self._group.rank, number, "")
+            kept = {name.removeprefix(begin): t for name, t in state.optimizer.items() if name.startswith(begin)}
+            between.keep(kept if told == self._said() else {})
+
+    def _said(self) -> dict[str, Any]:
+        return {"method": str(self._compress), "hosts": self._hosts}
+
+    def _name(self, rank: int, number: int, name: str) -> str:
+        return f"{PREFIX}/{rank}/{number}/{name}"
