@@ -29,6 +29,9 @@ fewer rows. ``of=pipeline_parallel(...)``: each of so many ``replicas`` is a gro
 parts, as that strategy cuts it (``parallel/partition/replicated_step.py``); the gradients of a part are summed over the
 replicas.
 
+``compress="fp16"``, or another of ``parallel/compression/methods/``: what hosts send each other is less than the
+gradient, and the network is no longer to the bit the one of one device. The sum within a host stays as it is.
+
 A worker's death loses nothing: the others and its replacement make the step under way again, with the same draws.
 """
 
