@@ -12,6 +12,8 @@ hosts_target_25m      the CIFAR-10 network to an accuracy of 0.60 on two hosts o
                       some compressions and local_sgd, against DDP: the steps to the score counted without a cable
                       (seeds 0, 1, 2, the median; DDP's are data_parallel's, which makes the same updates), times the
                       seconds a step, measured in turn. Needs CIFAR-10.
+hosts_startup         seconds from the command to the first finished step of the digits on two hosts of one rank, under
+                      torchrun: `apportion train --launcher env`, whose proof is remembered, against the same in DDP.
 bytes_HxR             what a host sends in a step of data_parallel, over what a ring of hosts must send of the gradient
                       (W for two hosts, 4/3 W for three, 1.5 W for four), at 1 Gb/s: the cable's own count, headers and
                       all.
@@ -20,13 +22,17 @@ Every rank has one thread; the hosts share two cores in turn. Both sides of a ro
 A B A B, the other one parked on a pipe. Figures are medians over the rounds; a ratio above 1 is better than the peer.
 """
 
+import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
+from first_step import FOLDER
 from hosts import cannot, several_hosts
-from parked import Side, SideFailed
+from parked import DEADLINE, Side, SideFailed, environment
 from table import main, measured
 
 HERE = Path(__file__).resolve().parent
@@ -34,8 +40,12 @@ MLP = f"{HERE / 'mlp1024.py'}:workload"
 PARAMETERS = 784 * 1024 + 1024 + 1024 * 1024 + 1024 + 1024 * 10 + 10
 OURS, DDP = str(HERE / "ours.py"), str(HERE / "peers" / "ddp.py")
 CIFAR = f"{HERE.parent / 'examples' / 'cifar10.py'}:workload"
+TWIN = f"{HERE / 'digits_first_step.py'}:workload"
+TRAIN = ["--no-python", str(Path(sys.executable).parent / "apportion"), "train", TWIN, "--launcher", "env"]
+TRAIN += ["--strategy", "data_parallel", "--run-dir", "{folder}/run"]
 SCORE = str(HERE / "score_side.py")
 ROUNDS, ROUND_SECONDS, WARM_UP_STEPS = 15, 1.0, 4
+STARTS = 5
 SEEDS, TARGET, EVERY, MOST_STEPS, SCORE_ROUNDS = (0, 1, 2), 0.60, 25, 1950, 7
 TO_SCORE = ("data_parallel(compress=power_sgd(rank=4))", "data_parallel(compress=top_k)", "local_sgd(every=16)")
 RATES = {"25m": 25e6, "100m": 1e8, "1g": 1e9}
@@ -135,6 +145,57 @@ class ToScore:
         raise SideFailed(f"{strategy} has not reached {TARGET} in {MOST_STEPS} steps with seed {seed}")
 
 
+@dataclass(frozen=True)
+class Startup:
+    """Seconds to the first finished step of two commands under torchrun, on two hosts."""
+
+    what: str
+    ours: list[str]
+    peer: list[str]
+    unit: str = "s"
+
+    def measure(self):
+        """(ours, peer, ratio)."""
+        if (why := cannot()) is not None:
+            raise SideFailed(why)
+        with several_hosts((1, 1), RATES["1g"]) as hosts:
+            sides = self.ours, self.peer
+            rounds = [[first_step(hosts, side) for side in sides] for _ in range(1 + STARTS)]
+        ours, peer = (median(seconds) for seconds in zip(*rounds[1:], strict=True))
+        return ours, peer, peer / ours
+
+
+def first_step(hosts, command):
+    """Seconds from the command, given on each host, until every rank has finished its first step."""
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nnodes=2", "--nproc-per-node=1"]
+    torchrun += [f"--master-addr={hosts.addresses[0]}", f"--master-port={hosts.port()}"]
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"APPORTION_SECRET_FILE": hosts.secret, "GLOO_SOCKET_IFNAME": "cable", FOLDER: folder}
+        command = [part.format(folder=folder) for part in command]
+        start = time.monotonic()
+        processes = [
+            subprocess.Popen(
+                hosts.command(rank, [*torchrun, f"--node-rank={rank}", *command]),
+                env=environment() | given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            said = [process.communicate(timeout=DEADLINE)[0] for process in processes]
+        except subprocess.TimeoutExpired as error:
+            raise SideFailed(str(error)) from error
+        finally:
+            for process in processes:
+                process.kill()
+        notes = [float(note.read_text()) for note in Path(folder).glob("rank*")]
+        if any(process.returncode for process in processes) or len(notes) != 2:
+            raise SideFailed(f"{command[0]} failed: {said[0].strip().splitlines()[-1:]}")
+        return max(notes) - start
+
+
 def ours(strategy="data_parallel", network=MLP):
     return [OURS, network, strategy, BATCH, "memory"]
 
@@ -169,6 +230,11 @@ KNOWN = (
         "hosts_power_sgd_2x1_100m": compressed("power_sgd", "100m"),
         "hosts_target_25m": ToScore(
             "CIFAR-10 network to 0.60, 2 hosts of 1 rank, 25 Mb/s, against DDP", TO_SCORE, RATES["25m"]
+        ),
+        "hosts_startup": Startup(
+            "command to first finished step, digits, 2 hosts of 1 rank, apportion train against DDP",
+            TRAIN,
+            [str(HERE / "peers" / "ddp_first_step.py")],
         ),
     }
     | {

@@ -115,10 +115,13 @@ def test_what_is_offered_depends_on_what_there_is_to_divide_and_where() -> None:
     layout = machine(1, hosts=2)
     first, second = layout.cluster.devices
     mixed = replace(layout, cluster=replace(layout.cluster, devices=(first, replace(second, model="other"))))
-    plain = chain(1.0)
-    assert list(DataParallel.candidates(plain, layout)) == [DataParallel()]
-    assert list(DataParallel.candidates(plain, mixed)) == [DataParallel(), DataParallel(shares="measured")]
-    assert list(DataParallel.candidates(replace(plain, carries=True), mixed)) == [DataParallel()]
+    plain, compressed = chain(1.0), [DataParallel(compress="fp16"), DataParallel(compress="power_sgd")]
+    assert list(DataParallel.candidates(plain, layout)) == [DataParallel(), *compressed]
+    measured = DataParallel(shares="measured")
+    assert list(DataParallel.candidates(plain, mixed)) == [DataParallel(), measured, *compressed]
+    assert list(DataParallel.candidates(replace(plain, carries=True), mixed)) == [DataParallel(), *compressed]
+    assert list(DataParallel.candidates(plain, machine(2))) == [DataParallel()]
+    assert list(DataParallel.candidates(plain, machine(1, hosts=2, kind="cuda"))) == [DataParallel()]
     for rows, splits in ((8, ["channel"]), (16, ["height", "channel"])):
         images = network(conv("a", "x", image=(rows, 3, 1)), conv("b", "a"))
         assert [c.split for c in ConvParallel.candidates(images, machine())] == splits

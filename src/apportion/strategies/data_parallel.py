@@ -70,6 +70,11 @@ if TYPE_CHECKING:
     from apportion.cost_model.profile import Profile
 
 
+COMPRESSIONS = "fp16", "power_sgd"
+"""The compressions that a plan prices between hosts: the one that hardly changes a training, and the one that sends
+least."""
+
+
 @final
 @dataclass(frozen=True, repr=False)
 class DataParallel(Strategy):
@@ -126,6 +131,8 @@ class DataParallel(Strategy):
             yield cls(shares="measured")
         if (parts := parts_that_fit(profile, layout)) > 1:
             yield cls(microbatches=parts)
+        if len(layout.hosts) > 1 and all(layout.device(rank).kind == "cpu" for rank in layout.kinds):
+            yield from (cls(compress=method) for method in COMPRESSIONS)
 
     def cost(self, profile: Profile, layout: Placement) -> Cost:
         from apportion.cost_model.compute import by_speed, computed, dealt
