@@ -23,7 +23,9 @@ from apportion.comm.network.rank_connection import RankConnection
 from apportion.comm.network.rendezvous import meet
 from apportion.comm.network.ring import PIECE_BYTES
 from apportion.comm.world import World
+from apportion.core.value import parse
 from apportion.errors import PeerLost
+from apportion.parallel.compression.compression import METHODS
 
 pytestmark = pytest.mark.processes
 
@@ -273,6 +275,52 @@ def wait_and_be_told(world: World, kind: str) -> float:
 @pytest.mark.parametrize("kind", ["receive", "thread", "broadcast", "hosts"])
 def test_a_wait_ends_when_another_thread_says_so(kind: str) -> None:
     assert max(on_ranks(wait_and_be_told, 3, kind)) < 0.5
+
+
+def wait_often(world: World, rounds: int) -> list[float]:
+    """In each round rank 0 waits in another collective of a lane of its own, whose other ranks do not come: they leave
+    it where its number is even, and else are as if they were frozen, and rank 0 is told to stop. The seconds until it
+    has."""
+    flat, found = joined(world), []
+    group = HierarchicalGroup.make(flat, [0, 0, 1], spins=False)
+    assert isinstance(group, HierarchicalGroup)
+    between = parse("int8", METHODS).between([torch.Size([100_000])], torch.float32)
+    for number in range(rounds):
+        lane: Any = group.lane()
+        whole, few = torch.zeros(100_000), torch.zeros(3, 10)
+        waits = [
+            lambda lane=lane, whole=whole: lane.all_reduce(whole).wait(),
+            lambda lane=lane, whole=whole: lane.all_reduce_between(whole, between).wait(),
+            lambda lane=lane, few=few: lane.gather_into(few, torch.zeros(10)),
+            lambda lane=lane, whole=whole: lane.broadcast(whole, source=2),
+            lambda lane=lane, few=few: lane.reduce_scatter(few, torch.zeros(10)),
+            lambda lane=lane, few=few: lane.receive(few, 2).wait(),
+            lambda lane=lane: lane.barrier(),
+        ]
+        group.barrier()
+        if world.rank == 0:
+            told: list[float] = []
+            timer = threading.Timer(
+                0.02, lambda lane=lane, told=told: (told.append(time.perf_counter()), lane.interrupt())
+            )
+            timer.start()
+            with pytest.raises(PeerLost):
+                waits[number // 2 % len(waits)]()
+            ended = time.perf_counter()
+            timer.join()
+            found.append(ended - told[0])
+        elif number % 2 == 0:
+            lane.interrupt()
+        group.barrier()
+        lane.close()
+    group.close()
+    return found
+
+
+def test_fifty_waits_for_ranks_that_are_frozen_or_gone_end_at_once() -> None:
+    found = on_ranks(wait_often, 3, 50)[0]
+    assert len(found) == 50
+    assert max(found) < 0.5
 
 
 def lose(world: World) -> str:
