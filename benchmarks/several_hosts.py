@@ -17,6 +17,9 @@ hosts_startup         seconds from the command to the first finished step of the
 bytes_HxR             what a host sends in a step of data_parallel, over what a ring of hosts must send of the gradient
                       (W for two hosts, 4/3 W for three, 1.5 W for four), at 1 Gb/s: the cable's own count, headers and
                       all.
+bytes_local_sgd_HxR   the same of a round of local_sgd, over one sum of the weights; `overlap`: beside the next round.
+bytes_fully_sharded_HxR  the same of a step of fully_sharded, over 1.5 W: two gatherings of the weights and one sum of
+                      the gradient, each half of W for two hosts.
 
 Every rank has one thread; the hosts share two cores in turn. Both sides of a row are warmed up and then run in turn,
 A B A B, the other one parked on a pipe. Figures are medians over the rounds; a ratio above 1 is better than the peer.
@@ -91,7 +94,9 @@ class Bytes:
     hosts: tuple[int, ...]
     ours: list[str]
     most: float
-    """Of W, the bytes of the gradient."""
+    """Of W, the bytes of the gradient or of the weights."""
+    a_time: int = 1
+    """Batches that all ranks together take between two times that they exchange something."""
     unit: str = "MB"
 
     def measure(self):
@@ -107,7 +112,7 @@ class Bytes:
             ours.go(WARM_UP_STEPS)
             before = hosts.sent()
             ours.go(steps)
-            sent = max(b - a for a, b in zip(before, hosts.sent(), strict=True)) / steps
+            sent = max(b - a for a, b in zip(before, hosts.sent(), strict=True)) / steps * self.a_time
         must = self.most * 4 * PARAMETERS
         return sent / 1e6, must / 1e6, sent / must
 
@@ -200,6 +205,11 @@ def ours(strategy="data_parallel", network=MLP):
     return [OURS, network, strategy, BATCH, "memory"]
 
 
+def averaged(strategy):
+    """Replicas take batches of their own in turn, which are not those in memory."""
+    return [OURS, MLP, strategy, BATCH]
+
+
 def ddp(*options, network=MLP):
     return [DDP, network, BATCH, "memory", *options]
 
@@ -246,6 +256,27 @@ KNOWN = (
             ("4x1", (1, 1, 1, 1), 1.5),
             ("2+1", (2, 1), 1.0),
         )
+    }
+    | {
+        f"bytes_local_sgd_{name}": Bytes(
+            f"bytes that a host sends in a round of local_sgd, {name}",
+            hosts,
+            averaged(strategy),
+            1.0,
+            a_time=sum(hosts),
+        )
+        for name, hosts, strategy in (
+            ("2x1", (1, 1), "local_sgd(every=1)"),
+            ("2x2", (2, 2), "local_sgd(every=1)"),
+            ("overlap_2x1", (1, 1), "local_sgd(every=1, overlap=True)"),
+            ("overlap_2x2", (2, 2), "local_sgd(every=1, overlap=True)"),
+        )
+    }
+    | {
+        f"bytes_fully_sharded_{name}": Bytes(
+            f"bytes that a host sends in a step of fully_sharded, {name}", hosts, ours("fully_sharded"), 1.5
+        )
+        for name, hosts in (("2x1", (1, 1)), ("2x2", (2, 2)))
     }
 )
 

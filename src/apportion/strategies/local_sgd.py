@@ -27,7 +27,7 @@ again, from the last average; where it is not replaced, those batches are gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -37,6 +37,7 @@ from torch import Tensor
 
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
+from apportion.core.replica_digest import Replicated
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import Recoverable, State, Step, Strategy
 from apportion.core.workload import Workload
@@ -47,8 +48,9 @@ from apportion.cost_model.strategies import local_sgd
 from apportion.errors import StateLost
 from apportion.parallel.averaging.contribution import Contribution, Outer, ReplicaTensors
 from apportion.parallel.averaging.reference import simulated
-from apportion.parallel.averaging.rounds import AveragingRound, Exchange, Together
+from apportion.parallel.averaging.rounds import AveragingRound, Exchange
 from apportion.parallel.averaging.shared import SharedAverage, can_share
+from apportion.parallel.averaging.together import Together
 from apportion.parallel.replica.forward_state import moved
 from apportion.parallel.replica.replica import called
 from apportion.parallel.replica.single_process import OneDeviceStep
@@ -70,6 +72,8 @@ class LocalSgd(Strategy):
     outer_momentum: float = 0.9
     slots: Literal["kept", "averaged"] = "kept"
     """The place of the optimizer's state: each replica's own, or averaged as the weights are."""
+    overlap: bool = False
+    """True: the average of a round travels while the next round is computed, and is taken at the end of that one."""
 
     def __post_init__(self) -> None:
         self._must_be_whole("every", unit="step")
@@ -81,6 +85,11 @@ class LocalSgd(Strategy):
             raise ValueError(f"outer_momentum={self.outer_momentum} must be at least 0 and below 1")
         if self.slots not in ("kept", "averaged"):
             raise ValueError(f'slots={self.slots!r} must be "kept" or "averaged"')
+        if self.overlap and self.slots == "averaged":
+            raise ValueError(
+                'slots="averaged" with overlap=True: their mean would come a round late, when a replica\'s own have moved '
+                'on; use slots="kept", or overlap=False'
+            )
 
     @property
     def _outer(self) -> Outer | None:
@@ -93,7 +102,7 @@ class LocalSgd(Strategy):
 
     def cost(self, profile: Profile, layout: Placement) -> Cost:
         _refuse_carried(profile.carries)
-        kind = local_sgd.AveragingKind(outer=self.outer == "nesterov", slots=self.slots == "averaged")
+        kind = local_sgd.AveragingKind(self.outer == "nesterov", self.slots == "averaged", self.overlap)
         return local_sgd.cost(profile, layout, kind, every=self.every)
 
     def build(self, workload: Workload, world: World) -> Step:
@@ -101,7 +110,8 @@ class LocalSgd(Strategy):
         return LocalSgdStep(workload, world, self)
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
-        return simulated(workload, world_size, self.every, self._outer, averaged_slots=self.slots == "averaged")
+        averaged = self.slots == "averaged"
+        return simulated(workload, world_size, self.every, self._outer, averaged_slots=averaged, overlap=self.overlap)
 
 
 def _refuse_carried(carries: bool) -> None:
@@ -116,28 +126,40 @@ def _refuse_carried(carries: bool) -> None:
 class LocalSgdStep(OneDeviceStep, Recoverable):
     """Trains this rank's replica, and averages it with the others."""
 
-    lockstep = False
-
     def __init__(self, workload: Workload, world: World, strategy: LocalSgd) -> None:
         super().__init__(workload, world.device, rank=world.rank)
         if "outer" in self.optimizers:
             raise ValueError('an optimizer called "outer" is local_sgd\'s own: give yours another name')
-        self._averages_slots, self._outer = strategy.slots == "averaged", strategy._outer
+        self._averages_slots, self._late = strategy.slots == "averaged", strategy.overlap
         first, model = self.source.at(0), self.model
         beside = moved(model, self._replica.trainable(), lambda: called(workload, model, first, world.device))
-        self._frame = ReplicaTensors(self._replica, self._outer, beside)
-        kind = SharedAverage if can_share(world) else Together
-        self._exchange: Exchange = kind(self._frame, world, every=strategy.every, total=self.source.total)
+        self._frame = ReplicaTensors(self._replica, strategy._outer, beside)
+        self._exchange = self._make_exchange(world, strategy)
+        self.lockstep = isinstance(self._exchange, Together)
         self._average = self._frame.new()
-        """The average that this round began with; what is learnt is the change since then."""
+        """The average that this round began with."""
+        self._begun = self._average.weights
+        """What the changes of this round count from: the average, or, where averages come late, the parameters that
+        this replica began the round with."""
+        if strategy.overlap:
+            many = len(self._frame.parameters)
+            self._begun = [w.clone() for w in self._average.weights[:many]]
         self._turning = Lock()
         """A lock that is held while the average is written, and by whatever copies it."""
         self._round: AveragingRound | None = None
         self._made = self._rows = self._examples = self._scheduled = 0
         self._met = False
         """True once this round's contribution is in an average."""
-        self._settings: dict[str, Any] = {}
+        self._settings: dict[int, dict[str, Any]] = {}
+        """The optimizers' settings by the number of batches handed out: those of the last average, and later ones."""
         self._sit(world)
+
+    def _make_exchange(self, world: World, strategy: LocalSgd) -> Exchange:
+        every, total = strategy.every, self.source.total
+        if can_share(world) and not strategy.overlap:
+            return SharedAverage(self._frame, world, every=every, total=total)
+        averages = self._averages_slots
+        return Together(self._frame, world, every=every, total=total, averages_slots=averages, late=strategy.overlap)
 
     def _sit(self, world: World) -> None:
         world.group()  # connected here, since all ranks come by
@@ -193,14 +215,26 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
         """Begins a new round, from the last average."""
         joins = self._round is None
         with self._turning:
-            self._round = self._exchange.take(self._average)
-            self._advance(self._round.place(0))
-            self._settings = self._replica.optimizers.settings()
-        _copy((self._average.weights, self._average.counts), self._frame.own())
+            round = self._round = self._exchange.take(self._average)
+            self._advance(round.place(0))
+            self._settings = {n: kept for n, kept in self._settings.items() if n >= round.done}
+            self._settings[round.done + round.ahead] = self._replica.optimizers.settings()
+        if self._late and not joins:
+            self._take_late()
+        else:
+            _copy((self._average.weights, self._average.counts), self._frame.own())
+            if self._late:
+                _copy((self._average.weights[: len(self._begun)], []), (self._begun, []))
         if self._averages_slots or joins:
             self._take_slots()
         self._replica.keep_buffers()
         self._made, self._examples, self._met = 0, 0, False
+
+    def _take_late(self) -> None:
+        """Go on from the average, which lacks what this replica has learnt since, and from that. The buffers are those
+        that this replica's own activations have made."""
+        for p, begun, average in zip(self._frame.parameters, self._begun, self._average.weights, strict=False):
+            begun.copy_(p.detach().sub_(begun.to(p.device)).add_(average.to(p.device)))
 
     def _take_slots(self) -> None:
         averaged, own = self._frame.named_slots(self._average), dict(self._replica.optimizers.slots())
@@ -220,8 +254,8 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
     def _write(self, parts: Contribution) -> float:
         """Writes what this replica has learnt in this round."""
         _copy(self._frame.own(), (parts.weights, parts.counts))
-        for change, average in zip(parts.weights, self._average.weights, strict=True):
-            change.sub_(average)
+        for change, begun in zip(parts.weights, self._begun, strict=False):
+            change.sub_(begun.to(change.device))
         self._frame.write_slots(parts)
         return float(self._examples)
 
@@ -272,7 +306,7 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
     @contextmanager
     def _averaged(self) -> Iterator[None]:
         """Gives the model the weights of the average, until the context is left."""
-        if not self._made:  # it has them
+        if not self._made and not self._late:  # it has them
             yield
             return
         weights, counts = self._frame.own()
@@ -285,20 +319,26 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
 
     def state_dict(self) -> State:
         with self._turning:
-            round, average = self._round, self._average
-            if round is None:
+            if self._round is None:
                 return super().state_dict()
-            optimizer = dict(self._frame.named_slots(average))
-            if round.done:
-                outer = zip(self._frame.parameters, average.momentum, strict=False)
-                optimizer |= {self._outer_name(p): momentum for p, momentum in outer}
-            return State(
-                step=round.done,
-                model={k: t.detach().clone() for k, t in self._frame.model_state(average).items()},
-                optimizer={k: t.clone() for k, t in optimizer.items()},
-                settings=dict(self._settings),
-                buffers={k: t.clone() for k, t in self._frame.beside(average).items()},
-            )
+            return self._state(self._round.done, self._exchange.mean_slots(self._average))
+
+    def _state(self, done: int, slots: Mapping[str, Tensor]) -> State:
+        average, optimizer = self._average, dict(slots)
+        if done:
+            outer = zip(self._frame.parameters, average.momentum, strict=False)
+            optimizer |= {self._outer_name(p): momentum for p, momentum in outer}
+        return State(
+            step=done,
+            model={k: t.detach().clone() for k, t in self._frame.model_state(average).items()},
+            optimizer={k: t.clone() for k, t in optimizer.items()},
+            settings=dict(self._settings[done]),
+            buffers={k: t.clone() for k, t in self._frame.beside(average).items()},
+        )
+
+    def replicated(self) -> Iterable[Replicated]:
+        if self.lockstep and self._round is not None:
+            yield Replicated(self._world.group(), self._frame.model_state(self._average))
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
@@ -308,14 +348,26 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
 
     def rejoin(self, world: World) -> None:
         exchange = self._exchange
-        assert isinstance(exchange, SharedAverage), "whoever replaces workers holds memory for them"
+        if not isinstance(exchange, SharedAverage):
+            raise StateLost(
+                "a worker was lost, and with overlap=True no memory holds what it had learnt: resume from the last "
+                "checkpoint, or use overlap=False"
+            )
         if not exchange.begun:
             raise StateLost("a worker was lost before the first round: there is nothing to go on from")
         self._sit(world)
         exchange.sit(world)
 
     def committed(self) -> State | None:
-        return self.state_dict() if self._round is not None else super().committed()
+        with self._turning:
+            if self._round is None:
+                return super().committed()
+            # Without any other rank: where each keeps its own slots, those are this one's.
+            return self._state(self._round.done, self._frame.named_slots(self._average))
+
+    def close(self) -> None:
+        self._exchange.close()
+        super().close()
 
     def spent(self) -> Mapping[str, float]:
         return {**super().spent(), "waiting": self._exchange.waited}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from apportion.cost_model.collectives import broadcast
+from apportion.cost_model.collectives import all_reduce
 from apportion.cost_model.compute import call_seconds, computed, memory_rate, updating
 from apportion.cost_model.cost import Cost
 from apportion.cost_model.memory import MemoryUse, copies, of_replica
@@ -26,27 +26,32 @@ class AveragingKind:
     """Is the average the direction of an outer step?"""
     slots: bool = False
     """Does a replica go on with averaged slots too?"""
+    overlap: bool = False
+    """Does the average travel while the next round is computed?"""
 
 
 def cost(profile: Profile, layout: Placement, kind: AveragingKind, *, every: int) -> Cost:
     """The cost of a batch on every replica, with its part of a round of ``every`` batches."""
     n = layout.ranks
     found = computed(profile, layout, [profile.batch_size] * n, between=every)
-    exchange = _in_memory if len(layout.hosts) == 1 else _by_messages
+    in_memory = len(layout.hosts) == 1 and not kind.overlap
+    exchange = _in_memory if in_memory else _by_collectives
+    step = found.both + updating(profile, layout)
+    between = exchange(profile, layout, kind, every * step) / every if n > 1 else 0.0
     return Cost(
         terms={
             "computing": found.both,
             "updating": updating(profile, layout) + STEP_CALLS * call_seconds(layout),
-            "communicating": exchange(profile, layout, kind) / every if n > 1 else 0.0,
+            "communicating": between,
             "waiting": found.waiting,
             "loading": found.loading,
         },
-        memory=_held(profile, layout, kind),
+        memory=_held(profile, layout, kind, in_memory),
         examples=profile.batch_size * n,
     )
 
 
-def _in_memory(profile: Profile, layout: Placement, kind: AveragingKind) -> float:
+def _in_memory(profile: Profile, layout: Placement, kind: AveragingKind, computing: float) -> float:
     """Seconds of a round: each replica writes what it has learnt (its weights are copied, and the average taken off),
     one of them adds up all contributions while the others wait, and each takes the average in turn and copies it."""
     n, weights, slots = layout.ranks, profile.parameter_bytes, profile.parameter_bytes * profile.slots
@@ -57,13 +62,18 @@ def _in_memory(profile: Profile, layout: Placement, kind: AveragingKind) -> floa
     return (written + added + taken) / memory_rate(layout) + 2 * link.latency + _python(profile, layout)
 
 
-def _by_messages(profile: Profile, layout: Placement, kind: AveragingKind) -> float:
-    """Seconds of a round in which each replica's contribution goes to all others, one tensor after the other."""
-    n, tensors = layout.ranks, _tensors(profile)
-    state = profile.parameter_bytes * (1 + profile.slots)
-    sent = broadcast(layout, range(n), state / max(1, tensors)) * tensors
-    copied = (6 + 3 * n) * state + (9 * profile.parameter_bytes if kind.outer else 0)
-    return n * sent + copied / memory_rate(layout) + _python(profile, layout)
+def _by_collectives(profile: Profile, layout: Placement, kind: AveragingKind, computing: float) -> float:
+    """Seconds of a round in which the weights are summed over all replicas at once, and the slots where replicas go on
+    with their mean; beside ``computing`` seconds of the next round where hosts are several and that is asked for."""
+    n, weights, slots = layout.ranks, profile.parameter_bytes, profile.parameter_bytes * profile.slots
+    sent = all_reduce(layout, range(n), weights + (slots if kind.slots else 0))
+    if kind.overlap and len(layout.hosts) > 1:
+        sent = max(0.0, sent - computing)
+    notes = all_reduce(layout, range(n), 8.0)
+    # Copied, less the average, weighed; added to the average, which is copied twice. The slots are copied three times.
+    copied = (7 + 3 + 4) * weights + (6 + (2 if kind.slots else 0)) * slots
+    copied += (9 * weights if kind.outer else 0) + (4 * weights if kind.overlap else 0)
+    return sent + notes + copied / memory_rate(layout) + _python(profile, layout)
 
 
 def _tensors(profile: Profile) -> int:
@@ -75,13 +85,14 @@ def _python(profile: Profile, layout: Placement) -> float:
     return (ROUND_CALLS + each) * call_seconds(layout)
 
 
-def _held(profile: Profile, layout: Placement, kind: AveragingKind) -> dict[str, int]:
+def _held(profile: Profile, layout: Placement, kind: AveragingKind, in_memory: bool) -> dict[str, int]:
     """The memory of a replica, its contribution and the average that it began with; and of two averages that all
-    replicas have in common, or that on several hosts each replica has: with what it receives, four in all."""
+    replicas have in common. By collectives each replica has the last average itself, and where that comes late the
+    weights that its round began with."""
     own, weights = Counter(of_replica(profile, profile.batch_size)), 2 if kind.outer else 1
-    if len(layout.hosts) > 1:
-        own.update(copies(profile, weights=5 * weights, slots=5, buffers=5))
-        return MemoryUse(own=own).a_worker(1)
-    own.update(copies(profile, weights=2 * weights, slots=2, buffers=2))
-    shared = copies(profile, weights=2 * weights, slots=2, buffers=2)
-    return MemoryUse(own=own, shared=shared).a_worker(layout.ranks)
+    if in_memory:
+        own.update(copies(profile, weights=2 * weights, slots=2, buffers=2))
+        shared = copies(profile, weights=2 * weights, slots=2, buffers=2)
+        return MemoryUse(own=own, shared=shared).a_worker(layout.ranks)
+    own.update(copies(profile, weights=2 * weights + 1 + kind.overlap, slots=3, buffers=3))
+    return MemoryUse(own=own).a_worker(1)

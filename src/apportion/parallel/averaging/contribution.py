@@ -163,12 +163,21 @@ def average(
         new.has[i] = bool(seen[i]) or old.has[i]
         if not seen[i]:
             after.copy_(before)
-    outer = frame.outer
-    for i, (before, after) in enumerate(zip(old.weights, new.weights, strict=True)):
-        if outer is not None and i < len(frame.parameters):  # buffers are no optimizer's
-            momentum = torch.mul(old.momentum[i], outer.momentum, out=new.momentum[i]).sub_(after)
-            after.sub_(momentum, alpha=outer.momentum).mul_(outer.lr)
+    step_outer(frame, new.weights, old.momentum, new.momentum)
+    for before, after in zip(old.weights, new.weights, strict=True):
         after.add_(before)
+
+
+def step_outer(frame: ReplicaTensors, changes: Sequence[Tensor], old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    """Turn the mean changes of the weights, in place, into those that the outer optimizer makes of them, where there is
+    one. ``old``, ``new``: its momentum before and after, which may be the same tensors."""
+    if frame.outer is None:
+        return
+    for change, before, after in zip(
+        changes, old, new, strict=False
+    ):  # the buffers, which come last, are no optimizer's
+        torch.mul(before, frame.outer.momentum, out=after).sub_(change)
+        change.sub_(after, alpha=frame.outer.momentum).mul_(frame.outer.lr)
 
 
 def _add(parts: Contribution, weight: float, total: float, into: Contribution, seen: list[float]) -> None:

@@ -4,7 +4,7 @@ compute."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,21 +15,40 @@ from apportion.core.workload import Workload
 from apportion.parallel.averaging.contribution import Outer
 from apportion.parallel.replica.single_process import OneDeviceStep
 
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What replicas have at the end of a round."""
+
+    states: list[State]
+    seen: list[int]
+    """The examples of each in this round."""
+    begun: list[Tensors]
+    """The weights that each began it with."""
+    done: int
+    """The batches handed out up to its end."""
+
 
 def simulated(
-    workload: Workload, replicas: int, every: int, outer: Outer | None, *, averaged_slots: bool
+    workload: Workload,
+    replicas: int,
+    every: int,
+    outer: Outer | None,
+    *,
+    averaged_slots: bool,
+    overlap: bool = False,
 ) -> Iterator[State]:
-    """Yield the last average, after each step that every replica has made."""
+    """Yield the last average, after each step that every replica has made. ``overlap``: an average is taken at the end
+    of the round after its own, except for the last one."""
     steps = [OneDeviceStep(workload, torch.device("cpu"), rank=rank) for rank in range(replicas)]
     total, seen = steps[0].source.total, [0] * replicas
-    average = steps[0].state_dict()
-    trained = {p: name for name, p in steps[0].model.named_parameters() if p.requires_grad}
-    shared = {name: trained[p] for name, p in steps[0].model.named_parameters(remove_duplicate=False) if p in trained}
-    weights = {name: torch.nn.Parameter(average.model[name].clone()) for name in trained.values()}
-    optimizer: Any = None
-    if outer is not None:
-        optimizer = torch.optim.SGD(weights.values(), lr=outer.lr, momentum=outer.momentum, nesterov=True)
+    average = _Average(steps[0], outer)
+    begun = [dict(average.state.model) for _ in steps]
+    waiting: list[_Round] = []
     for number, first in enumerate(range(0, total, replicas), 1):
+        last = first + replicas >= total
         for rank, step in enumerate(steps[: total - first]):
             batch = step.source.at(first + rank)
             step(batch)
@@ -37,33 +56,72 @@ def simulated(
             for schedule in step.replica.optimizers.schedules.values():
                 for _ in range(min(total, first + replicas) - first - 1):
                     schedule.step()
-        if number % every == 0 or first + replicas >= total:
-            states = [step.state_dict() for step in steps]
-            model = _mean([s.model for s in states], seen)
-            slots = _mean([s.optimizer for s in states], seen)
-            own = dict(slots)
-            buffers = _mean([s.buffers for s in states], seen)
-            if outer is not None:
-                for name, w in weights.items():
-                    w.grad = w.detach() - model[name]
-                optimizer.step()
-                model |= {name: weights[first].detach().clone() for name, first in shared.items()}
-                own |= {f"outer/{n}/momentum_buffer": optimizer.state[w]["momentum_buffer"] for n, w in weights.items()}
-            average = State(
-                step=min(total, first + replicas),
-                model=model,
-                optimizer=own,
-                settings=states[0].settings,
-                buffers=buffers,
+        if number % every == 0 or last:
+            waiting.append(_Round([s.state_dict() for s in steps], seen, begun, min(total, first + replicas)))
+            ended, seen = waiting[-1], [0] * replicas
+            while waiting and (last or len(waiting) > overlap):
+                average.add(waiting.pop(0))
+            begun = [average.go_on(step, ended, rank, averaged_slots, overlap) for rank, step in enumerate(steps)]
+        yield average.state
+
+
+class _Average:
+    """The average of all replicas, as a state."""
+
+    def __init__(self, step: OneDeviceStep, outer: Outer | None) -> None:
+        self.state = step.state_dict()
+        trained = {p: name for name, p in step.model.named_parameters() if p.requires_grad}
+        named = step.model.named_parameters(remove_duplicate=False)
+        self._first = {name: trained[p] for name, p in named if p in trained}
+        """The parameters that are trained, by every name, and the first name of each."""
+        self._weights = {n: torch.nn.Parameter(self.state.model[n].clone()) for n in trained.values()}
+        self._slots: Tensors = {}
+        self._optimizer: Any = None
+        if outer is not None:
+            self._optimizer = torch.optim.SGD(
+                self._weights.values(), lr=outer.lr, momentum=outer.momentum, nesterov=True
             )
-            for step, state in zip(steps, states, strict=True):
-                kept = slots if averaged_slots else state.optimizer
-                step.load_state_dict(replace(state, model=model, optimizer=kept, buffers=buffers))
-            seen = [0] * replicas
-        yield average
+
+    def add(self, ended: _Round) -> None:
+        """Add what replicas have learnt in a round."""
+        states, seen = ended.states, ended.seen
+        changes = [
+            {n: state.model[n] - begun[n] for n in self._weights}
+            for state, begun in zip(states, ended.begun, strict=True)
+        ]
+        for name, change in _mean(changes, seen).items():
+            w = self._weights[name]
+            w.grad = -change
+            if self._optimizer is None:
+                w.data = w.data + change
+        own = self._slots = _mean([s.optimizer for s in states], seen)
+        if self._optimizer is not None:
+            self._optimizer.step()
+            momenta = {n: self._optimizer.state[w]["momentum_buffer"].clone() for n, w in self._weights.items()}
+            own = own | {f"outer/{n}/momentum_buffer": m for n, m in momenta.items()}
+        weights = {name: self._weights[first].detach().clone() for name, first in self._first.items()}
+        self.state = State(
+            step=ended.done,
+            model=_mean([s.model for s in states], seen) | weights,
+            optimizer=own,
+            settings=states[0].settings,
+            buffers=_mean([s.buffers for s in states], seen),
+        )
+
+    def go_on(self, step: OneDeviceStep, ended: _Round, rank: int, averaged_slots: bool, overlap: bool) -> Tensors:
+        """Have a replica begin its next round, and return the weights that it begins with: those of the average, and
+        what it has learnt since where that comes late."""
+        state, model, buffers = ended.states[rank], self.state.model, self.state.buffers
+        if overlap:
+            learnt = {n: state.model[n] - ended.begun[rank][first] for n, first in self._first.items()}
+            model = state.model | {n: model[n] + change for n, change in learnt.items()}
+            buffers = state.buffers
+        slots = self._slots if averaged_slots else state.optimizer
+        step.load_state_dict(replace(state, model=model, optimizer=slots, buffers=buffers))
+        return model
 
 
-def _mean(tensors: Sequence[dict[str, Tensor]], seen: Sequence[int]) -> dict[str, Tensor]:
+def _mean(tensors: Sequence[Tensors], seen: Sequence[int]) -> Tensors:
     """Return the mean of tensors by name, weighted by the examples; of whole numbers the largest."""
     mean = {}
     for name in dict.fromkeys(name for each in tensors for name in each):

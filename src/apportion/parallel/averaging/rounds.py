@@ -7,16 +7,14 @@ Batches are handed out whole and in turn. A round gives ``every`` of them to eac
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from apportion.comm.group import collective, inherit_collectives
-from apportion.comm.world import World
-from apportion.parallel.averaging.contribution import Contribution, ReplicaTensors, average, copy_parts
+from apportion.parallel.averaging.contribution import Contribution, ReplicaTensors
 
 LATE_ROUNDS = 3.0
 """The multiple of the median round that a late replica's round takes at least."""
@@ -36,6 +34,9 @@ class AveragingRound:
     """The distance between the numbers of the replica's batches."""
     many: int
     """The number of batches of the replica in this round."""
+    ahead: int = 0
+    """The number of batches handed out since that average, which are in none yet: those of the round before, where an
+    average comes a round late."""
 
     def batch(self, number: int) -> int:
         """Return the number of one of the replica's batches."""
@@ -44,7 +45,7 @@ class AveragingRound:
     def place(self, made: int) -> int:
         """Return how many batches all replicas together have behind them when this one has made so many: the
         learning-rate schedules are there. The schedules of a replica that is late are where its own batches are."""
-        return (self.first if self.stride == 1 else min(self.done, self.first)) + made * self.stride
+        return (self.first if self.stride == 1 else min(self.done + self.ahead, self.first)) + made * self.stride
 
 
 def dealt(done: int, index: int, of: int, every: int, total: int) -> AveragingRound:
@@ -66,6 +67,8 @@ Write = Callable[[Contribution], float]
 
 class Exchange(ABC):
     """The place where replicas exchange contributions for an average."""
+
+    _frame: ReplicaTensors
 
     def __init_subclass__(cls) -> None:
         inherit_collectives(cls)
@@ -90,48 +93,14 @@ class Exchange(ABC):
     def waited(self) -> float:
         """The seconds spent waiting in all."""
 
+    @collective
+    def mean_slots(self, average: Contribution) -> dict[str, Tensor]:
+        """Return the mean of the replicas' optimizer slots that belongs to an average, by name. Called by all ranks of
+        an exchange that all ranks make at once."""
+        return self._frame.named_slots(average)
+
     def leave(self) -> None:  # noqa: B027 (nobody waits)
         """Declare that this replica has nothing more to do."""
 
-
-@final
-class Together(Exchange):
-    """An exchange by a collective, which waits for every rank."""
-
-    def __init__(self, frame: ReplicaTensors, world: World, *, every: int, total: int) -> None:
-        self._frame, self._group, self._device = frame, world.group(), world.device
-        self._every, self._total = every, total
-        self._latest, self._next, self._own, self._received = (frame.new() for _ in range(4))
-        self._done = 0
-
-    def begin(self, first: Contribution, done: int) -> None:
-        copy_parts(first, self._latest)
-        self._done = done
-
-    def take(self, into: Contribution) -> AveragingRound:
-        copy_parts(self._latest, into)
-        return dealt(self._done, self._group.rank, self._group.size, self._every, self._total)
-
-    def meet(self, write: Write) -> None:
-        examples = torch.tensor([write(self._own)], dtype=torch.float64, device=self._device)
-        weights = self._group.all_gather(examples).flatten().tolist()
-        average(self._frame, self._latest, self._next, self._given(weights), sum(weights))
-        self._latest, self._next = self._next, self._latest
-        self._done = min(self._total, self._done + self._every * self._group.size)
-
-    def _given(self, weights: Sequence[float]) -> Iterator[tuple[float, Contribution]]:
-        """Yield the contribution of every rank, one after the other, with its weight."""
-        for rank, weight in enumerate(weights):
-            if not weight:
-                continue
-            parts = self._own if rank == self._group.rank else self._received
-            for tensor in (*parts.weights, *parts.counts, *parts.slots, parts.has):
-                if tensor.numel() and self._group.size > 1:
-                    sent = tensor.view(-1).view(torch.uint8).to(self._device)
-                    self._group.broadcast(sent, source=rank)
-                    tensor.view(-1).view(torch.uint8).copy_(sent)
-            yield weight, parts
-
-    @property
-    def waited(self) -> float:
-        return self._group.waited
+    def close(self) -> None:  # noqa: B027 (there is nothing to let go of)
+        """Let go of what the exchange holds besides memory."""

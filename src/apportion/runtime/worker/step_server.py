@@ -281,13 +281,13 @@ def _each(step: Step, world: World, steps: int) -> int:
 def _go(step: Step, world: World, many: int) -> Message:
     """Makes steps, each timed; returns what the time went to, and every wait, by a clock that the host's processes
     share."""
-    group, values = world.group(), []
+    group, values, shard = world.group(), [], step.data_shard
     step.source.start_over()  # what was loaded between commands would be free
     group.barrier()
     group.waits.clear()
     waited = Waited()
     before, times, examples = dict(step.spent()), [time.perf_counter()], 0
-    for _ in range(many if step.data_shard is not None else 0):  # a server answers the others meanwhile
+    for _ in range(many if shard is not None else 0):  # a server answers the others meanwhile
         batch = step.take()
         assert batch is not None, "more steps were asked for than there are"
         values.append(step(batch))
@@ -298,7 +298,7 @@ def _go(step: Step, world: World, many: int) -> Message:
         "without_core": waited.share(),
         "seconds": [b - a for a, b in itertools.pairwise(times)],
         "examples": examples,
-        "lockstep": step.lockstep,
+        "lockstep": step.lockstep and (shard is None or not shard.whole_batches or shard.of == 1),
         "spent": {name: seconds - before[name] for name, seconds in step.spent().items()},
         "waits": waits,
         "values": {n: torch.stack([v[n].reshape(()) for v in values]).tolist() for n in values[-1]} if values else {},

@@ -205,7 +205,8 @@ class _TrainingLoop:
                 self.meter.pause()
                 yield from self._evaluate(final=False)
                 self.meter.go_on()
-            if self.done >= self.coordinator.next and (yield from self._agree()):
+            # With the last batch the ranks need not be at one point any more: some may have none of the last round.
+            if self.coordinator.next <= self.done < self.source.total and (yield from self._agree()):
                 return "stopped"
         return "finished"
 

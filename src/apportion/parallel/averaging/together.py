@@ -1,0 +1,220 @@
+"""The average of replicas by collectives, where no memory holds all of them: on several hosts, and under torchrun.
+
+::
+
+    rank 0   notes \\          own change x its share of the examples \\
+                    everyone's                                        one sum -> average
+    rank 1   notes /          own change x its share of the examples /
+
+A rank sends in a round what it sends for the gradient of one step of data_parallel: each weighs its change before the
+sum, so that the sum is the mean. What the weights follow from goes round first, in a few bytes (``notes.py``): the
+examples of each rank, and numbers that are not to be summed, such as counters.
+
+The slots of the optimizers are in the sum where replicas go on with their mean. Where each keeps its own, they are
+averaged when somebody asks for the state, and no round sends them.
+
+Late (``late=True``): the sum of a round goes on beside the steps of the next one, and is taken at the end of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from apportion.comm.group import Group, Work
+from apportion.comm.world import World
+from apportion.parallel.averaging.contribution import Contribution, ReplicaTensors, copy_parts, step_outer
+from apportion.parallel.averaging.notes import Note, Notes, gather_notes
+from apportion.parallel.averaging.rounds import AveragingRound, Exchange, Write, dealt
+from apportion.parallel.averaging.sum_buffers import SumBuffers
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A round whose contributions are being added up."""
+
+    notes: Notes
+    works: list[Work]
+    handed_out: int
+    """The number of batches handed out up to its end."""
+
+
+@final
+class Together(Exchange):
+    """An exchange by collectives, which waits for every rank. ``averages_slots``: replicas go on with the mean of their
+    slots. ``late``: an average is taken a round later than its contributions were made."""
+
+    def __init__(
+        self,
+        frame: ReplicaTensors,
+        world: World,
+        *,
+        every: int,
+        total: int,
+        averages_slots: bool = False,
+        late: bool = False,
+    ) -> None:
+        self._frame, self._group, self._device = frame, world.group(), world.device
+        self._every, self._total = every, total
+        self._averages_slots, self._late = averages_slots, late
+        self._lane: Group | None = None
+        if late and self._group.size > 1 and self._group.beside:
+            self._lane = self._group.lane()
+        slots, (weights, counts) = list(frame.slots.values()), frame.own()
+        self._kinds = _SlotKinds.of(slots)
+        in_sum = self._kinds.summed if averages_slots else []
+        self._buffers = SumBuffers([*weights, *(slots[i] for i in in_sum)], self._device)
+        views, own = self._buffers.views, [torch.zeros(t.shape, dtype=t.dtype) for t in slots]
+        for i, view in zip(in_sum, views[len(weights) :], strict=True):
+            own[i] = view
+        self._latest = frame.new()
+        self._own = Contribution(
+            weights=views[: len(weights)],
+            counts=[torch.zeros(t.shape, dtype=t.dtype) for t in counts],
+            slots=own,
+            has=torch.zeros_like(self._latest.has),
+            momentum=[],
+        )
+        self._done = self._handed_out = 0
+        self._examples = [1.0] * self._group.size
+        """The examples that each rank's part of the last average is from."""
+        self._under_way: _Round | None = None
+
+    def begin(self, first: Contribution, done: int) -> None:
+        self._await()
+        copy_parts(first, self._latest)
+        self._done = self._handed_out = done
+        self._examples = [1.0] * self._group.size
+
+    def take(self, into: Contribution) -> AveragingRound:
+        copy_parts(self._latest, into)
+        found = dealt(self._handed_out, self._group.rank, self._group.size, self._every, self._total)
+        return replace(found, done=self._done, ahead=self._handed_out - self._done)
+
+    def meet(self, write: Write) -> None:
+        self._await()
+        self._handed_out = min(self._total, self._handed_out + self._every * self._group.size)
+        self._under_way = self._begin_sum(write(self._own))
+        if not self._late or self._handed_out == self._total:
+            self._await()
+
+    def _begin_sum(self, examples: float) -> _Round:
+        kinds, own, rank, many = self._kinds, self._own, self._group.rank, len(self._frame.parameters)
+        if self._late:  # a replica has its own buffers all along: their change counts from what all ranks know
+            for value, average in zip(own.weights[many:], self._latest.weights[many:], strict=True):
+                value.sub_(average.to(value.device))
+        in_note = self._averages_slots
+        note = Note(
+            examples,
+            has=own.has,
+            singles=[own.slots[i] for i in kinds.singles] if in_note else [],
+            whole=[*own.counts, *(own.slots[i] for i in kinds.whole if in_note)],
+            before=[*self._latest.counts, *(self._latest.slots[i] for i in kinds.whole if in_note)],
+        )
+        notes = gather_notes(note, self._group, self._device)
+        if not notes.total:
+            return _Round(notes, [], self._handed_out)
+        for change in own.weights:
+            _weigh(change, notes.share(rank))
+        for i in kinds.summed if in_note else ():
+            _weigh(own.slots[i], notes.share(rank, i))
+        group = self._group if self._lane is None else self._lane
+        return _Round(notes, self._buffers.all_reduce(group), self._handed_out)
+
+    def _await(self) -> None:
+        """Take the average that is being made, if there is one."""
+        if self._under_way is None:
+            return
+        made, self._under_way = self._under_way, None
+        for work in made.works:
+            work.wait()
+        self._done = made.handed_out
+        if not made.notes.total:
+            return
+        latest, own = self._latest, self._own
+        changes = [change.cpu() for change in own.weights]
+        step_outer(self._frame, changes, latest.momentum, latest.momentum)
+        for average, change in zip(latest.weights, changes, strict=True):
+            average.add_(change)
+        for most, largest in zip(latest.counts, made.notes.largest, strict=False):  # the slots' come last
+            torch.maximum(most, largest, out=most)
+        self._examples = made.notes.examples
+        if self._averages_slots:
+            self._kinds.put_means(made.notes, own.slots, latest, made.notes.largest[len(latest.counts) :])
+        else:
+            for mine, kept in zip((latest.has, *latest.slots), (own.has, *own.slots), strict=True):
+                mine.copy_(kept)
+
+    def mean_slots(self, average: Contribution) -> dict[str, Tensor]:
+        if self._averages_slots or self._group.size == 1:
+            return self._frame.named_slots(average)
+        kinds, rank = self._kinds, self._group.rank
+        whole = [average.slots[i] for i in kinds.whole]
+        note = Note(
+            self._examples[rank],
+            has=average.has,
+            singles=[average.slots[i] for i in kinds.singles],
+            whole=whole,
+            before=[torch.empty(0) for _ in whole],  # no rank knows what the others have
+        )
+        notes = gather_notes(note, self._group, self._device)
+        buffers = SumBuffers([average.slots[i] for i in kinds.summed], self._device)
+        sums = dict(zip(kinds.summed, buffers.views, strict=True))
+        for i, view in sums.items():
+            _weigh(view.copy_(average.slots[i]), notes.share(rank, i))
+        for work in buffers.all_reduce(self._group):
+            work.wait()
+        mean = replace(average, slots=[torch.zeros_like(t) for t in average.slots], has=average.has.clone())
+        kinds.put_means(notes, sums, mean, notes.largest)
+        return self._frame.named_slots(mean)
+
+    @property
+    def waited(self) -> float:
+        return self._group.waited
+
+    def close(self) -> None:
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
+
+
+@dataclass(frozen=True)
+class _SlotKinds:
+    """The numbers of the slots by the way in which they are averaged."""
+
+    summed: list[int]
+    singles: list[int]
+    """Those of one number, as Adam's count of steps: their mean is made where it is not rounded."""
+    whole: list[int]
+    """Those of whole numbers, of which the largest is taken."""
+
+    @classmethod
+    def of(cls, slots: Sequence[Tensor]) -> _SlotKinds:
+        kinds = cls([], [], [])
+        for i, slot in enumerate(slots):
+            summed = slot.is_complex() or (slot.is_floating_point() and slot.numel() != 1)
+            (kinds.summed if summed else kinds.singles if slot.is_floating_point() else kinds.whole).append(i)
+        return kinds
+
+    def put_means(
+        self, notes: Notes, sums: Mapping[int, Tensor] | Sequence[Tensor], into: Contribution, whole: Sequence[Tensor]
+    ) -> None:
+        """Write the means into the slots that some rank has; the others stay as they are. ``sums``: the weighed sums,
+        by the slots' numbers; ``whole``: the largest of the whole numbers."""
+        for i in range(len(into.slots)):
+            if not notes.has[:, i].any():
+                continue
+            into.has[i] = 1
+            if i in self.singles:
+                into.slots[i].fill_(notes.mean_single(self.singles.index(i), i))
+            else:
+                into.slots[i].copy_(whole[self.whole.index(i)] if i in self.whole else sums[i])
+
+
+def _weigh(tensor: Tensor, share: float) -> None:
+    """Multiply in place. What does not count may hold anything, as NaN."""
+    tensor.mul_(share) if share else tensor.zero_()
