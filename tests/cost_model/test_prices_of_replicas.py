@@ -203,21 +203,34 @@ def test_a_replica_holds_its_round_besides_and_more_of_it_elsewhere() -> None:
 
     assert held(LocalSgd()) > held(SingleDevice(), ranks=1) + 4
     assert held(LocalSgd(outer="nesterov")) > held(LocalSgd()) + 2
-    assert held(LocalSgd(), ranks=1, hosts=2) > held(LocalSgd()) + 2
+    there = held(LocalSgd(), ranks=1, hosts=2)
+    assert there == pytest.approx(held(SingleDevice(), ranks=1) + 3 * 2, abs=0.1), "two averages and a contribution"
+    assert held(LocalSgd(outer="nesterov"), ranks=1, hosts=2) == pytest.approx(there + 2)
+    assert held(LocalSgd(overlap=True), ranks=1, hosts=2) == pytest.approx(there + 1), "what its round began with"
 
 
-def test_between_hosts_every_contribution_goes_to_all_others() -> None:
-    """Weights and a slot of each of n replicas, 2 GB, cross a wire of 1 MB/s whole, one replica's after the other's."""
-    two, four = (terms(LocalSgd(every=1), ranks=1, hosts=n, bandwidth=1e6)["communicating"] for n in (2, 4))
-    assert two == pytest.approx(2 * 2e3, rel=0.01)
-    assert four == pytest.approx(4 * 2e3, rel=0.01)
+def between(strategy: Strategy, profile: Profile = ONE, **where: Any) -> float:
+    """Seconds between two hosts, over a wire of 1 MB/s."""
+    return terms(strategy, profile, **{"ranks": 1, "hosts": 2, "bandwidth": 1e6, **where})["communicating"]
+
+
+def test_between_hosts_the_weights_are_summed_once_and_slots_where_they_are_averaged() -> None:
+    """1 GB of weights and as much of a slot go round in a ring of hosts: 2 (n - 1) / n of them cross each wire."""
+    two, four = (between(LocalSgd(every=1), hosts=n) for n in (2, 4))
+    assert two == pytest.approx(1e3, rel=0.03)
+    assert four == pytest.approx(1.5e3, rel=0.03)
+    assert between(LocalSgd(every=1, slots="averaged")) == pytest.approx(2 * two, rel=0.03)
     layers = chain(*[1.0] * 10, parameter_bytes=GB // 10)
-    ten = terms(LocalSgd(every=1), layers, ranks=1, hosts=2, bandwidth=1e6)["communicating"]
-    assert ten == pytest.approx(two, rel=1e-3), "as many bytes"
-    assert (
-        terms(LocalSgd(every=1, outer="nesterov"), ranks=1, hosts=2)["communicating"]
-        > 5 + terms(LocalSgd(every=1), ranks=1, hosts=2)["communicating"]
-    )
+    assert between(LocalSgd(every=1), layers) == pytest.approx(two, rel=1e-3), "as many bytes"
+    assert between(LocalSgd(every=1, outer="nesterov")) > 5 + two
+
+
+def test_a_sum_beside_the_next_round_costs_what_that_does_not_hide() -> None:
+    """A step takes 24 s and its update 5 s."""
+    plain, hidden = (between(LocalSgd(every=1, overlap=o)) for o in (False, True))
+    assert plain - hidden == pytest.approx(24.0 + 5.0, abs=5.0)
+    assert between(LocalSgd(every=50, overlap=True)) < 1.0, "50 steps take longer than the sum"
+    assert terms(LocalSgd(every=1, overlap=True))["communicating"] >= 1.0, "on one host nothing goes on beside"
 
 
 # Stores

@@ -87,8 +87,8 @@ class LocalSgd(Strategy):
             raise ValueError(f'slots={self.slots!r} must be "kept" or "averaged"')
         if self.overlap and self.slots == "averaged":
             raise ValueError(
-                'slots="averaged" with overlap=True: their mean would come a round late, when a replica\'s own have moved '
-                'on; use slots="kept", or overlap=False'
+                'slots="averaged" with overlap=True: their mean would come a round late, when each replica has gone on '
+                'with its own; use slots="kept", or overlap=False'
             )
 
     @property
@@ -350,8 +350,8 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
         exchange = self._exchange
         if not isinstance(exchange, SharedAverage):
             raise StateLost(
-                "a worker was lost, and with overlap=True no memory holds what it had learnt: resume from the last "
-                "checkpoint, or use overlap=False"
+                "a worker was lost, and with overlap=True no memory outlives it that holds the average: go back to the "
+                "last checkpoint, or use overlap=False"
             )
         if not exchange.begun:
             raise StateLost("a worker was lost before the first round: there is nothing to go on from")

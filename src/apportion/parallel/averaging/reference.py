@@ -19,7 +19,7 @@ Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class _Round:
+class _EndedRound:
     """What replicas have at the end of a round."""
 
     states: list[State]
@@ -46,7 +46,7 @@ def simulated(
     total, seen = steps[0].source.total, [0] * replicas
     average = _Average(steps[0], outer)
     begun = [dict(average.state.model) for _ in steps]
-    waiting: list[_Round] = []
+    waiting: list[_EndedRound] = []
     for number, first in enumerate(range(0, total, replicas), 1):
         last = first + replicas >= total
         for rank, step in enumerate(steps[: total - first]):
@@ -57,7 +57,7 @@ def simulated(
                 for _ in range(min(total, first + replicas) - first - 1):
                     schedule.step()
         if number % every == 0 or last:
-            waiting.append(_Round([s.state_dict() for s in steps], seen, begun, min(total, first + replicas)))
+            waiting.append(_EndedRound([s.state_dict() for s in steps], seen, begun, min(total, first + replicas)))
             ended, seen = waiting[-1], [0] * replicas
             while waiting and (last or len(waiting) > overlap):
                 average.add(waiting.pop(0))
@@ -82,7 +82,7 @@ class _Average:
                 self._weights.values(), lr=outer.lr, momentum=outer.momentum, nesterov=True
             )
 
-    def add(self, ended: _Round) -> None:
+    def add(self, ended: _EndedRound) -> None:
         """Add what replicas have learnt in a round."""
         states, seen = ended.states, ended.seen
         changes = [
@@ -108,7 +108,7 @@ class _Average:
             buffers=_mean([s.buffers for s in states], seen),
         )
 
-    def go_on(self, step: OneDeviceStep, ended: _Round, rank: int, averaged_slots: bool, overlap: bool) -> Tensors:
+    def go_on(self, step: OneDeviceStep, ended: _EndedRound, rank: int, averaged_slots: bool, overlap: bool) -> Tensors:
         """Have a replica begin its next round, and return the weights that it begins with: those of the average, and
         what it has learnt since where that comes late."""
         state, model, buffers = ended.states[rank], self.state.model, self.state.buffers

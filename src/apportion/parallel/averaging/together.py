@@ -34,7 +34,7 @@ from apportion.parallel.averaging.sum_buffers import SumBuffers
 
 
 @dataclass(frozen=True)
-class _Round:
+class _SumUnderWay:
     """A round whose contributions are being added up."""
 
     notes: Notes
@@ -82,7 +82,7 @@ class Together(Exchange):
         self._done = self._handed_out = 0
         self._examples = [1.0] * self._group.size
         """The examples that each rank's part of the last average is from."""
-        self._under_way: _Round | None = None
+        self._under_way: _SumUnderWay | None = None
 
     def begin(self, first: Contribution, done: int) -> None:
         self._await()
@@ -102,7 +102,7 @@ class Together(Exchange):
         if not self._late or self._handed_out == self._total:
             self._await()
 
-    def _begin_sum(self, examples: float) -> _Round:
+    def _begin_sum(self, examples: float) -> _SumUnderWay:
         kinds, own, rank, many = self._kinds, self._own, self._group.rank, len(self._frame.parameters)
         if self._late:  # a replica has its own buffers all along: their change counts from what all ranks know
             for value, average in zip(own.weights[many:], self._latest.weights[many:], strict=True):
@@ -117,13 +117,13 @@ class Together(Exchange):
         )
         notes = gather_notes(note, self._group, self._device)
         if not notes.total:
-            return _Round(notes, [], self._handed_out)
+            return _SumUnderWay(notes, [], self._handed_out)
         for change in own.weights:
             _weigh(change, notes.share(rank))
         for i in kinds.summed if in_note else ():
             _weigh(own.slots[i], notes.share(rank, i))
         group = self._group if self._lane is None else self._lane
-        return _Round(notes, self._buffers.all_reduce(group), self._handed_out)
+        return _SumUnderWay(notes, self._buffers.all_reduce(group), self._handed_out)
 
     def _await(self) -> None:
         """Take the average that is being made, if there is one."""
