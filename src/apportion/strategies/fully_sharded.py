@@ -16,6 +16,10 @@ Price: ``t = t_compute(B / n) + 3 (n - 1) / n * bytes(weights) / bandwidth + 3 m
 ``microbatches`` pays for its messages. Memory for each rank: ``(weights + gradient + slots) / n``, the largest layer
 whole, and the activations of B / (n k) rows.
 
+Between hosts the ranks of a host gather and sum in memory first, so that of h hosts each sends ``3 (h - 1) / h *
+bytes(weights)`` a step, whatever the number of its ranks. On CPUs nothing of it goes on beside the computation: over a
+slow cable data_parallel is faster wherever the network fits.
+
 Wins when the network, or its optimizer's slots, do not fit one worker. Loses to data_parallel wherever they do: half as
 much again goes over the wire, and a layer waits for its weights.
 

@@ -2,8 +2,10 @@
 
 Papers: McMahan, Moore, Ramage, Hampson and Aguera y Arcas, "Communication-Efficient Learning of Deep Networks from
 Decentralized Data" (FedAvg), 2017; Stich, "Local SGD Converges Fast and Communicates Little", 2019; Douillard et al.,
-"DiLoCo", 2023 (the outer momentum). Related: Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD",
-2015, which pulls the replicas towards the average instead.
+"DiLoCo", 2023 (the outer momentum); Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed
+Training Using Delayed Averaging", 2020 (``overlap``). Related: Zhang, Choromanska and LeCun, "Deep learning with
+Elastic Averaging SGD", 2015, which pulls the replicas towards the average instead; Douillard et al., "Streaming DiLoCo
+with overlapping communication", 2025, which sends a fragment of the weights at a time.
 
 ::
 
@@ -15,14 +17,23 @@ Decentralized Data" (FedAvg), 2017; Stich, "Local SGD Converges Fast and Communi
 Approximate: between two averages the replicas drift apart. With ``every=1`` and plain SGD the average is the
 synchronous step on the batches of all replicas together, where these are of one size.
 
-Price: ``t_batch = (t_step + (n + 2) * bytes(weights, slots) / bandwidth / every) / n``: n batches are computed at once;
-once a round each replica writes to memory that all share, one of them adds n contributions up, and each reads.
+Price: ``t_batch = (t_step + (n + 2) * bytes(weights, slots) / bandwidth / every) / n`` on one host: n batches are
+computed at once; once a round each replica writes to memory that all share, one of them adds n contributions up, and
+each reads. Between hosts a round costs one sum of the weights, as a step of data_parallel does: ``2 (h - 1) / h *
+bytes(weights)`` that each of h hosts sends. Slots are in it only with ``slots="averaged"``.
 
-Wins where the way between the workers is slow, or their speeds differ: a late replica holds up nobody. Loses where the
-gradient's way is cheap: data_parallel then learns more from as many examples.
+``overlap=True``: the sum goes on while the next round is computed. At the end of that each replica goes on from the
+average of the round before and what it has learnt since. Wins between hosts where the sum takes as long as several
+steps, up to ``every`` of them: it then takes no time. Costs accuracy, since each average is a round older, and one more
+copy of the weights. A few bytes still go round before each sum, so that a rank waits there for the slowest one. On one
+host, where memory is the way, there is nothing to hide.
+
+Wins where the way between the workers is slow, or their speeds differ: a late replica holds up nobody on one host.
+Loses where the gradient's way is cheap: data_parallel then learns more from as many examples.
 
 A worker's death loses its steps since it last gave a contribution, ``every`` at most. Its replacement does that round
-again, from the last average; where it is not replaced, those batches are gone.
+again, from the last average; where it is not replaced, those batches are gone. With ``overlap=True`` the run goes back
+to its last checkpoint, and on several hosts it ends.
 """
 
 from __future__ import annotations
