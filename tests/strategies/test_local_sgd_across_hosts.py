@@ -27,6 +27,7 @@ from apportion.comm.network.rank_connection import RankConnection
 from apportion.comm.network.rendezvous import meet
 from apportion.comm.world import World
 from apportion.core.strategy import State, batches
+from apportion.errors import StateLost
 from apportion.parallel.averaging.notes import Note, Notes, gather_notes
 from apportion.parallel.averaging.rounds import dealt
 from apportion.runtime.supervisor import run as supervisor
@@ -297,18 +298,25 @@ def test_a_killed_worker_of_a_run_whose_averages_come_late_has_it_go_back_to_the
 ) -> None:
     pools: list[WorkerPool] = []
     monkeypatch.setattr(supervisor, "WorkerPool", lambda *made: pools.append(WorkerPool(*made)) or pools[-1])
-    workload = replace(networks.cases["mlp"](61), steps=6000, epochs=None)
+    workload = replace(networks.cases["mlp"](61), steps=3000, epochs=None)
     launcher, causes, killed = apportion.local(workers=2, threads=1), [], False
     with by_value(networks):
         for event in apportion.run(workload, LocalSgd(every=2, overlap=True), launcher=launcher, run_dir=tmp_path):
             if event.kind == "fault":
                 causes.append(event.data["cause"])
-            if event.kind == "step" and not killed:
+            if event.kind == "step" and event.step > 100 and not killed:
                 os.kill(pools[-1].pids()[1], signal.SIGKILL)
                 killed = True
     assert event.kind == "end"
-    assert event.step == 6000
-    assert any("go back to the last checkpoint, or use overlap=False" in cause for cause in causes)
+    assert event.step == 3000
+    assert "SIGKILL" in causes[0]
+
+
+def test_what_a_dead_worker_held_is_said_to_be_lost_where_averages_come_late() -> None:
+    step = OVERLAP.build(networks.cases["mlp"](61), World())
+    assert isinstance(step, LocalSgdStep)
+    with pytest.raises(StateLost, match="go back to the last checkpoint, or use overlap=False"):
+        step.rejoin(World())
 
 
 # What is told before the sum
