@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from apportion.runtime.checkpoint.load import load as load
     from apportion.runtime.launch.env import Env as env  # noqa: F401
     from apportion.runtime.launch.local import Local as local  # noqa: F401
+    from apportion.runtime.launch.ssh import Ssh as ssh  # noqa: F401
     from apportion.runtime.proof.proof import Proof as Proof
     from apportion.serving.config import Serving as Serving
     from apportion.strategies.data_parallel import DataParallel as data_parallel  # noqa: F401

@@ -26,6 +26,7 @@ from apportion.runtime.checkpoint.single_writer import single_writer
 from apportion.runtime.checkpoint.validation import refuse_started, saved_steps
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
+from apportion.runtime.launch.ssh import Ssh
 from apportion.runtime.proof.budget import STARTED_SECONDS
 from apportion.runtime.supervisor.run import RunSupervisor
 from apportion.runtime.worker.agreement import RunAgreement
@@ -33,7 +34,7 @@ from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.training.loop import work
 
-Launcher = Local | Env
+Launcher = Local | Env | Ssh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +139,10 @@ def _on_processes(
         raise NotProved(str(error), proved=False, plain=()) from error
 
 
-def joined(asked: RunRequest, strategy: Strategy | None, launcher: Env) -> Generator[Event, None, None]:
-    """Runs as one of the ranks that are running already."""
+def joined(
+    asked: RunRequest, strategy: Strategy | None, launcher: Env | Ssh, control: RunControl | None = None
+) -> Generator[Event, None, None]:
+    """Runs as one of the ranks that are running already. ``control``: how the run is stopped from outside."""
     if strategy is None:
         raise ValueError(
             "env() cannot try strategies: its processes are running already; give strategy=data_parallel()"
@@ -149,7 +152,7 @@ def joined(asked: RunRequest, strategy: Strategy | None, launcher: Env) -> Gener
         found = has_checkpoint(asked.run_dir) if world.rank == 0 else None
         asked = replace(asked, resume=broadcast_message(found, world.group(), device=world.device))
     job = asked.job(strategy, launcher, torch.get_num_threads())
-    control = RunControl()
+    control = control or RunControl()
     if world.size > 1:
         agreement = RunAgreement(job, world)
         control.opened, control.built = agreement.on_workload, agreement.on_data

@@ -13,6 +13,7 @@ from apportion.core.value import parse
 from apportion.runtime.checkpoint.code_ownership import loading
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
+from apportion.runtime.launch.ssh import Ssh
 
 if TYPE_CHECKING:
     from apportion.core.event import Event, Result
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from apportion.core.strategy import Strategy
     from apportion.core.workload import Workload
 
-Launcher = Local | Env
+Launcher = Local | Env | Ssh
 
 
 def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
@@ -73,7 +74,7 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     from apportion.core.policy import Policy
     from apportion.planner.auto import Planning
 
-    if resume == "auto" and not isinstance(launcher, Env):  # there rank 0 looks, since others may not have the disk
+    if resume == "auto" and isinstance(launcher, Local):  # elsewhere rank 0 looks, since others may not have the disk
         resume = running.has_checkpoint(run_dir)
     if strategy is None and resume is True and run_dir is not None:
         strategy = running.strategy_of(run_dir)
@@ -100,6 +101,10 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
         )
     if isinstance(launcher, Env):
         return running.joined(asked, chosen, launcher)
+    if isinstance(launcher, Ssh):
+        from apportion.api.on_hosts import started_on_hosts
+
+        return started_on_hosts(asked, chosen, launcher)
     return running.started(asked, chosen, launcher, planning)
 
 

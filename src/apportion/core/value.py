@@ -17,7 +17,7 @@ import pkgutil
 import re
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, ClassVar
 
 _KINDS = {
     "apportion.strategies": "strategy",
@@ -38,11 +38,16 @@ def written_name(cls: type) -> str:
 class Value:
     """A frozen dataclass that is written as a call with the fields that differ from their defaults."""
 
+    unnamed: ClassVar[str | None] = None
+    """The first field, where its items are written without its name: ``ssh('a', 'b')``; None: every field is named."""
+
     def __str__(self) -> str:
-        given = []
+        given: list[str] = []
         for f in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
-            if value != f.default:
+            if f.name == self.unnamed:
+                given += map(repr, value)
+            elif value != f.default:
                 given.append(f"{f.name}={value if isinstance(value, Value) else repr(value)}")
         return f"{written_name(type(self))}({', '.join(given)})" if given else written_name(type(self))
 
@@ -135,13 +140,18 @@ def _build(node: ast.expr, text: str, package: str) -> Any:
 
 def _construct(cls: type, node: ast.expr, text: str, package: str | None) -> Any:
     arguments = node.keywords if isinstance(node, ast.Call) else []
+    values: dict[str, Any] = {}
     if isinstance(node, ast.Call) and node.args:
-        raise ValueError(f"{text!r}: arguments are given by name, {_signature(cls)}")
+        unnamed = getattr(cls, "unnamed", None)
+        if unnamed is None:
+            raise ValueError(f"{text!r}: arguments are given by name, {_signature(cls)}")
+        values[unnamed] = tuple(_argument(argument, text, package) for argument in node.args)
     known = {f.name: f.metadata.get(NESTED, package) for f in dataclasses.fields(cls)}
-    values = {}
     for argument in arguments:
         if argument.arg not in known:
             raise ValueError(f"{written_name(cls)} has no {argument.arg!r}: {_signature(cls)}")
+        if argument.arg in values:
+            raise ValueError(f"{text!r}: {argument.arg} is given twice; {_signature(cls)}")
         values[argument.arg] = _argument(argument.value, text, known[argument.arg])
     try:
         return cls(**values)

@@ -63,7 +63,7 @@ def run_loaded(
         program(job, world, channel)
         channel.send({"kind": "finished"})
     except BaseException as error:
-        _report(channel, error)
+        report(channel, error)
         return 1
     return 0
 
@@ -125,7 +125,8 @@ def _save_now(control: RunControl, seconds: float) -> dict[str, Any]:
         return {"step": None, "why": _summary(error)}
 
 
-def _report(channel: Channel, error: BaseException) -> None:
+def report(channel: Channel, error: BaseException) -> None:
+    """Tells the supervisor what this rank has raised."""
     own = isinstance(error, ApportionError) or _is_mistake(error)
     message = {
         "kind": "raised",

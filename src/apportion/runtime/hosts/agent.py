@@ -1,0 +1,194 @@
+"""The agent of a host: what the driver's supervisor is on its own machine, on another one.
+
+::
+
+    driver   ssh HOST python -m apportion.runtime.hosts.agent FOLDER
+    agent    here: cores, address, versions                                            ->
+             <-  prepare; of the first host: where the others are
+    agent    (the first) place: the address and the port where the ranks meet          ->
+             <-  start, then the secret, the code and the job as bytes
+    agent    started; event, output, raised, finished, exited of each rank              ->
+             <-  stop; fetch, more; the end of the stream
+
+The agent kills its ranks and ends when its standard input ends, whatever the reason. Its folder holds the secret and
+the code of the run, and is the run's alone; the shell that has started the agent removes it, also where the agent was
+killed. Where all ranks have ended and nothing is heard of the driver any more, the agent ends by itself: a connection
+that was cut may never say so.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, final
+
+from apportion.comm.network.address import is_loopback, route_to
+from apportion.errors import ApportionError
+from apportion.runtime.hosts.code_bundle import unpack
+from apportion.runtime.hosts.frames import FrameError, FrameReader, FrameWriter, Message
+from apportion.runtime.hosts.host_facts import describe_host
+from apportion.runtime.hosts.host_ranks import HostRanks, RanksStart
+from apportion.runtime.hosts.run_copy import send_run
+from apportion.runtime.spawn.template import template
+
+SILENT_SECONDS = 60.0
+"""The seconds after the end of the last rank in which the driver has to say what is next."""
+
+
+@final
+class Agent:
+    """The agent's part of one run. ``folder``: the run's own folder on this host."""
+
+    def __init__(self, folder: Path, reader: FrameReader, writer: FrameWriter) -> None:
+        self._folder, self._reader, self._writer = folder, reader, writer
+        self._held: socket.socket | None = None
+        """The socket that keeps the port until rank 0 has it."""
+        self._ranks: HostRanks | None = None
+        self._directory = _directory(None)
+        self._orders = 0
+
+    def serve(self) -> None:
+        """Obeys the driver until it is gone. Raises OSError, FrameError or ApportionError for what cannot be done."""
+        self._writer.greet()
+        self._tell({"kind": "here", "folder": str(self._folder), "pid": os.getpid(), **describe_host()})
+        while (order := self._reader.receive()) is not None:
+            if isinstance(order, bytes):
+                raise FrameError("bytes came where an order must")
+            self._orders += 1
+            self._obey(order)
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def _obey(self, order: Message) -> None:
+        kind = order["kind"]
+        if kind == "prepare":
+            template()  # it imports torch while the driver and this process go on
+            if order["first"]:
+                self._tell({"kind": "place", **self._place(order["others"])})
+        elif kind == "start":
+            self._start(order, [self._bytes() for _ in range(3)])
+        elif kind == "fetch":
+            send_run(self._directory / order["run_dir"], order["known"], self._writer, self._reader)
+        elif kind == "stop" and self._ranks is not None:
+            self._ranks.order(order)
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        try:
+            self._writer.send(message)
+        except OSError:
+            pass  # the driver is gone: the end of the orders says so
+        except ValueError as error:
+            sys.stderr.write(f"not told, a message of kind {message['kind']}: {error}\n")
+
+    def _bytes(self) -> bytes:
+        got = self._reader.receive()
+        if not isinstance(got, bytes):
+            raise FrameError("the driver ended before it had said everything")
+        return got
+
+    def _place(self, others: Sequence[str]) -> dict[str, Any]:
+        """Returns where the ranks meet: a free port of the address by which this host reaches the others."""
+        address = meeting_address(others)
+        family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+        self._held = socket.socket(family, socket.SOCK_STREAM)
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind((address, 0))
+        return {"address": address, "port": self._held.getsockname()[1]}
+
+    def _start(self, order: Message, given: Sequence[bytes]) -> None:
+        secret, code, payload = given
+        secret_file = self._folder / "secret"
+        with open(os.open(secret_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secret)
+        unpack(code, self._folder / "code")
+        self._directory = _directory(order["directory"])
+        start = RanksStart(
+            first=order["first"],
+            count=order["count"],
+            size=order["size"],
+            address=order["address"],
+            port=order["port"],
+            threads=order["threads"],
+            run=order["run"],
+            secret_file=str(secret_file),
+            environment=order["environment"],
+            path=[*(str((self._folder / "code" / part).resolve()) for part in order["path"]), *sys.path],
+            directory=str(self._directory),
+        )
+        template().wait_ready()
+        if self._held is not None:
+            self._held.close()
+        self._ranks = HostRanks(start, payload, self._tell)
+        self._tell({"kind": "started", "pids": self._ranks.pids(), "directory": str(self._directory)})
+        threading.Thread(target=self._end_when_left, args=(self._ranks,), daemon=True).start()
+
+    def _end_when_left(self, ranks: HostRanks) -> None:
+        """Ends this process where its ranks have ended, and the driver says nothing for too long after that."""
+        ranks.all_ended.wait()
+        waits = threading.Event()  # never set
+        while True:
+            before = self._orders
+            waits.wait(SILENT_SECONDS)
+            if self._orders == before:
+                os._exit(1)
+
+
+def meeting_address(others: Sequence[str]) -> str:
+    """Returns the address of this host by which the others reach it. ``others``: where the driver has reached them."""
+    reached = [address for address in others if not is_loopback(address)]
+    if reached:
+        return route_to(reached[0])
+    return "127.0.0.1"  # all of them are this host
+
+
+def _directory(name: str | None) -> Path:
+    """Returns the folder that ranks work in: the driver's where there is one of that name here, else the user's."""
+    return Path(name) if name is not None and os.path.isdir(name) else Path.home()
+
+
+def main() -> None:
+    """Runs an agent: ``python -m apportion.runtime.hosts.agent FOLDER``."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else _end)
+    folder = Path(sys.argv[1])
+    orders, answers = os.dup(0), os.dup(1)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)  # what anything prints is not part of the conversation
+    writer = FrameWriter(open(answers, "wb"))  # noqa: SIM115 (for as long as this process lives)
+    agent = Agent(folder, FrameReader(open(orders, "rb")), writer)  # noqa: SIM115 (the same)
+    status = 1
+    try:
+        agent.serve()
+        status = 0
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    except (OSError, FrameError, ApportionError, ValueError) as error:
+        with suppress(OSError):  # nobody may be left to be told
+            writer.send({"kind": "refused", "why": str(error)})
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        agent.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(status)  # threads may be waiting for a driver that is gone
+
+
+def _end(number: int, frame: Any) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

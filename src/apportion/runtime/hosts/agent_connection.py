@@ -1,0 +1,160 @@
+"""The driver's end of the connection to one agent."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, BinaryIO, final
+
+from apportion.runtime.hosts.frames import FrameError, FrameReader, FrameWriter, Message
+from apportion.runtime.launch.ssh import CONNECT_SECONDS, NO_FOLDER, NO_PYTHON
+
+SSH_FAILED = 255
+"""The exit status of ssh for what went wrong with the connection itself."""
+_KEPT_LINES = 20
+_LAST_WORDS_SECONDS = 0.5
+News = tuple[int, Message | bytes | None]
+"""The number of a host, and what its agent has sent; None once the connection has ended."""
+
+
+@final
+class AgentConnection:
+    """The connection to the agent of one host. What it sends goes into ``news``, whatever is to be sent to it waits for
+    nobody."""
+
+    def __init__(self, number: int, host: str, process: subprocess.Popen[bytes], news: queue.SimpleQueue[News]) -> None:
+        self.number, self.host, self._process, self._news = number, host, process, news
+        self.is_up = False
+        """True once the agent has begun to speak."""
+        self._broken = ""
+        self._said: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._orders: queue.SimpleQueue[Mapping[str, Any] | bytes | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=call, args=(end,), name=f"{host}-{call.__name__}", daemon=True)
+            for call, end in ((self._read, process.stdout), (self._hear, process.stderr), (self._write, process.stdin))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, message: Mapping[str, Any] | bytes) -> None:
+        """Has a message sent; one to an agent that is gone is lost."""
+        self._orders.put(message)
+
+    def end(self) -> None:
+        """Ends the conversation, which ends the agent, its ranks and its folder."""
+        self._orders.put(None)
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until the agent is gone, and returns whether it is."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Ends ssh, where it has not ended by itself, and closes this end."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._orders.put(None)
+        for thread in self._threads:
+            thread.join(_LAST_WORDS_SECONDS)
+        for file in (self._process.stdout, self._process.stderr, self._process.stdin):
+            if file is not None:
+                try:
+                    file.close()
+                except OSError:  # what was still to be written to an agent that is gone
+                    pass
+
+    def why_ended(self) -> str:
+        """Returns why the connection has ended, and the cure."""
+        self.wait(_LAST_WORDS_SECONDS)
+        self._threads[1].join(_LAST_WORDS_SECONDS)
+        return ending_text(self.host, self._process.poll(), list(self._said), is_up=self.is_up, broken=self._broken)
+
+    def _read(self, file: BinaryIO) -> None:
+        reader = FrameReader(file)
+        try:
+            if reader.await_greeting():
+                self.is_up = True
+                while (message := reader.receive()) is not None:
+                    self._news.put((self.number, message))
+        except (FrameError, OSError, ValueError) as error:
+            self._broken = str(error)
+        self._news.put((self.number, None))
+
+    def _hear(self, file: BinaryIO) -> None:
+        """Keeps what ssh and the agent say, and passes on what comes while the agent runs."""
+        try:
+            for line in file:
+                text = line.decode(errors="replace").rstrip()
+                self._said.append(text)
+                if self.is_up:
+                    sys.stderr.write(f"{self.host}: {text}\n")
+        except (OSError, ValueError):  # closed here
+            pass
+
+    def _write(self, file: BinaryIO) -> None:
+        writer = FrameWriter(file)
+        try:
+            while (message := self._orders.get()) is not None:
+                writer.send(message)
+            file.close()
+        except OSError:  # the agent is gone, and the reader says so
+            pass
+
+
+def ending_text(host: str, status: int | None, said: list[str], *, is_up: bool, broken: str = "") -> str:
+    """Returns why the connection to an agent has ended, in words, with the cure. ``status``: ssh's exit status;
+    ``said``: the last lines of its standard error; ``is_up``: the agent had begun to speak; ``broken``: what was wrong
+    with what it sent."""
+    lines = [line for line in said if line and not line.startswith("Warning: Permanently added")]
+    last = lines[-1] if lines else ""
+    if broken:
+        return f"host {host}: what its agent sent is none of its messages ({broken})"
+    if status == SSH_FAILED and is_up:
+        return f"host {host}: the connection was lost ({last or 'ssh said nothing'}); --resume goes on"
+    if status == SSH_FAILED:
+        return f"host {host} cannot be reached: {last or 'ssh said nothing'}; {_cure(host, last)}"
+    if status == NO_PYTHON:
+        return (
+            f"host {host} has no Python {last}: install it there, or name an interpreter of that host that has "
+            "apportion with python="
+        )
+    if status == NO_FOLDER:
+        return f"host {host}: no folder can be made for the run: {last}"
+    if "No module named" in last and "apportion" in last:
+        return (
+            f"host {host} has no apportion, or an older one ({last}): install the same release there, or name an "
+            "interpreter that has it with python="
+        )
+    how = f"was ended by {_signal_name(status - 128)}" if status is not None and status > 128 else f"ended ({status})"
+    told = f": {last}" if last else ""
+    return f"host {host}: its agent {how}{told}; its ranks ended with it; --resume goes on" if is_up else (
+        f"host {host}: its agent {how} before it was ready{told}"
+    )  # fmt: skip
+
+
+def _cure(host: str, last: str) -> str:
+    if "Permission denied" in last:
+        return f"ssh must let you in without a question: ssh-copy-id {host}, or name a key in ssh's configuration"
+    if "Host key verification failed" in last or "HOST IDENTIFICATION" in last:
+        return f"its key is not the one that is known, or is not known yet: ssh {host} once by hand"
+    if "Could not resolve" in last:
+        return "check the name, or give it an address in ssh's configuration"
+    if "timed out" in last:
+        return f"it did not answer for {CONNECT_SECONDS} s: does it run, and is its port open?"
+    return f"`ssh {host} true` must work without a question"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,105 @@
+"""What a host tells about itself before anything starts there, and whether hosts with such facts can train together."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from apportion.process import usable_cores
+from apportion.runtime.proof.installed_packages import own_contents
+
+Facts = Mapping[str, Any]
+"""What a host tells, as plain JSON: its ``hostname``, ``cores``, ``gpus``, ``address``, ``python`` (the path), and the
+versions by name."""
+VERSIONS = ("Python", "torch", "apportion")
+"""What must be the same on all hosts."""
+NONE = "none"
+"""The version of a package that is not installed."""
+_GPU_SECONDS = 60.0
+_COUNT = "import torch; print(torch.cuda.device_count())"
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that must be the same on all hosts, as they are here. Nothing heavy is imported for it."""
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = NONE
+    return {"Python": platform.python_version(), "torch": torch, "apportion": own_contents()}
+
+
+def describe_host() -> dict[str, Any]:
+    """Returns the facts of this host."""
+    return {
+        "hostname": socket.gethostname(),
+        "cores": usable_cores(),
+        "gpus": _gpus(),
+        "address": own_address(os.environ.get("SSH_CONNECTION", "")),
+        "python": sys.executable,
+        "versions": versions(),
+    }
+
+
+def own_address(connection: str) -> str:
+    """Returns the address of this host by which the driver has reached it. ``connection``: what sshd says in
+    SSH_CONNECTION; empty where it says nothing."""
+    words = connection.split()
+    return words[2] if len(words) == 4 else "127.0.0.1"
+
+
+def refuse_unlike(here: Mapping[str, str], told: Sequence[tuple[str, Facts]], device: str | None) -> None:
+    """Raises ValueError where a host has other versions than this one, or where some have GPUs to train on and others
+    none. ``here``: the versions of this host; ``told``: the name and the facts of each host."""
+    for name, facts in told:
+        for what in VERSIONS:
+            mine, other = here[what], str(facts["versions"].get(what, NONE))
+            if mine != other:
+                is_none = f"has no {what}" if other == NONE else f"has {what} {other}"
+                raise ValueError(
+                    f"host {name} {is_none} ({facts['python']}), and this one has {what} {mine}: install the same "
+                    "there, or name an interpreter that has it with python="
+                )
+    with_gpus = [name for name, facts in told if facts["gpus"]]
+    without = [name for name, facts in told if not facts["gpus"]]
+    if device != "cpu" and with_gpus and without:
+        raise ValueError(
+            f"host {with_gpus[0]} has GPUs and host {without[0]} none, and their ranks cannot talk: say "
+            "device='cpu', or name only hosts that have some"
+        )
+
+
+def ranks_of(facts: Facts, workers: int | None, device: str | None) -> int:
+    """Returns the number of ranks of a host: as many workers as were asked for, else one a GPU, or one a core."""
+    if workers is not None:
+        return workers
+    return int((facts["gpus"] if device != "cpu" else 0) or facts["cores"])
+
+
+def overload(name: str, facts: Facts, ranks: int, each: int) -> str | None:
+    """Returns a warning where a host has more runnable threads than cores, else None. ``each``: the threads and
+    loaders of a rank."""
+    cores = int(facts["cores"])
+    if ranks * each <= cores or facts["gpus"]:
+        return None
+    return (
+        f"host {name} has {ranks} workers x {each} threads and loaders on {cores} cores: they take turns, and the run "
+        f"gets slower; use {name}:{max(1, cores // each)}"
+    )
+
+
+def _gpus() -> int:
+    """Returns how many GPUs torch sees; torch is asked only where the system has a driver for some."""
+    if not Path("/proc/driver/nvidia/gpus").exists():
+        return 0
+    try:
+        told = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, timeout=_GPU_SECONDS)
+        return int(told.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return 0

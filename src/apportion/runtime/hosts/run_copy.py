@@ -1,0 +1,128 @@
+"""The run directory of a run on other hosts, copied to where the driver is: file by file, over the agent's connection.
+
+The driver asks for each piece, so that neither end holds more than one. It takes no name that leads out of the folder,
+and no link but to a neighbour.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, final
+
+from apportion.errors import CheckpointError
+from apportion.runtime.hosts.frames import FrameError, FrameReader, FrameWriter, Message
+
+PIECE_BYTES = 1 << 20
+MARK = "run.json"
+"""The file by which two run directories are known to be one, on a disk that hosts share."""
+LOCK = ".training"
+
+
+def mark_of(run_dir: Path) -> list[int] | None:
+    """Returns what tells the run directory from others; None where there is none."""
+    try:
+        found = (run_dir / MARK).stat()
+    except OSError:
+        return None
+    return [found.st_ino, found.st_size, found.st_mtime_ns]
+
+
+def send_run(run_dir: Path, known: list[int] | None, writer: FrameWriter, reader: FrameReader) -> None:
+    """Sends a run directory, unless the driver has it: ``known`` is the mark of its own."""
+    mark = mark_of(run_dir)
+    if mark is None or mark == known:
+        writer.send({"kind": "fetched", "copied": False, "there": mark is not None, "path": str(run_dir)})
+        return
+    for message in _contents(run_dir):
+        writer.send(message)
+        if reader.receive() != {"kind": "more"}:
+            raise FrameError("the driver no longer wants the run directory")
+    writer.send({"kind": "fetched", "copied": True, "there": True, "path": str(run_dir)})
+
+
+def _contents(run_dir: Path) -> Iterator[Mapping[str, Any] | bytes]:
+    for place, folders, files in os.walk(run_dir):
+        below = Path(place).relative_to(run_dir)
+        for name in sorted([*folders, *files]):
+            path, told = Path(place, name), (below / name).as_posix()
+            if path.is_symlink():
+                yield {"kind": "link", "path": told, "target": os.readlink(path)}
+            elif path.is_dir():
+                yield {"kind": "folder", "path": told}
+            elif path.is_file() and name != LOCK:
+                yield {"kind": "file", "path": told}
+                with open(path, "rb") as file:
+                    while piece := file.read(PIECE_BYTES):
+                        yield piece
+
+
+@final
+class RunCopy:
+    """The driver's copy of a run directory, beside its place until it is whole."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._aside = run_dir.with_name(f".{run_dir.name}.copy-{os.getpid()}")
+        self._file: Path | None = None
+
+    def take(self, message: Message | bytes) -> None:
+        """Writes what an agent has sent. Raises FrameError where it must not be written, CheckpointError where it
+        cannot."""
+        self._doing(lambda: self._write(message))
+
+    def finish(self) -> None:
+        """Puts the copy in its place; what was there before of the same run goes. Raises CheckpointError where that
+        cannot be done."""
+        self._doing(self._replace)
+
+    def drop(self) -> None:
+        """Removes what is not whole."""
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+    def _doing(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except OSError as error:
+            raise CheckpointError(f"the run directory cannot be copied to {self._run_dir}: {error.strerror}") from error
+
+    def _write(self, message: Message | bytes) -> None:
+        self._aside.mkdir(parents=True, exist_ok=True)
+        if isinstance(message, bytes):
+            if self._file is None:
+                raise FrameError("bytes came before the name of their file")
+            with open(self._file, "ab") as file:
+                file.write(message)
+            return
+        path = self._aside / inside(message["path"])
+        if message["kind"] == "folder":
+            path.mkdir()
+        elif message["kind"] == "link":
+            path.symlink_to(neighbour(message["target"]))
+        else:
+            path.touch()
+            self._file = path
+
+    def _replace(self) -> None:
+        before = self._run_dir.with_name(f".{self._run_dir.name}.before-{os.getpid()}")
+        if self._run_dir.exists():
+            self._run_dir.rename(before)
+        self._aside.rename(self._run_dir)
+        shutil.rmtree(before, ignore_errors=True)
+
+
+def inside(path: str) -> PurePosixPath:
+    """Returns a path that leads nowhere but below a folder. Raises FrameError for another."""
+    found = PurePosixPath(path)
+    if found.is_absolute() or ".." in found.parts or not found.parts or "\0" in path:
+        raise FrameError(f"{path!r} is no path below a run directory")
+    return found
+
+
+def neighbour(target: str) -> str:
+    """Returns the target of a link that is in the same folder. Raises FrameError for another."""
+    if "/" in target or target in ("", ".", "..") or "\0" in target:
+        raise FrameError(f"a link to {target!r} would lead out of its folder")
+    return target

@@ -1,0 +1,181 @@
+"""Hosts that ssh reaches: a real sshd in each of some network namespaces, with keys and a configuration of their own.
+
+The driver runs in the first of them. What a host has left is looked for among the processes of its namespace, and in
+the folder that stands for its /tmp.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import apportion
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PORT = 2222
+START_SECONDS = 10.0
+_SERVER = """
+Port {port}
+ListenAddress {address}
+HostKey {folder}/host_key
+PidFile {folder}/{name}.pid
+AuthorizedKeysFile {folder}/user_key.pub
+UsePAM no
+StrictModes no
+PermitRootLogin yes
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+MaxStartups 100
+SetEnv TMPDIR={folder}/{name}
+"""
+_CLIENT = """
+Host *
+  Port {port}
+  IdentityFile {folder}/user_key
+  IdentitiesOnly yes
+  UserKnownHostsFile {folder}/known
+  GlobalKnownHostsFile /dev/null
+  StrictHostKeyChecking yes
+"""
+
+
+def cannot() -> str | None:
+    """Why there can be no such hosts here, or None."""
+    for program in ("ssh", "ssh-keygen"):
+        if shutil.which(program) is None:
+            return f"needs {program}: apt-get install openssh-client"
+    if _sshd() is None:
+        return "needs sshd: apt-get install openssh-server"
+    why: str | None = _hosts_module().cannot()
+    return why
+
+
+def _sshd() -> str | None:
+    return shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+
+
+def _hosts_module() -> Any:
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.append(str(BENCHMARKS))
+    import hosts
+
+    return hosts
+
+
+@dataclass
+class SshHosts:
+    """Some hosts, by their names ``a``, ``b`` and so on."""
+
+    made: Any
+    """The namespaces (``benchmarks/hosts.py``)."""
+    folder: Path
+    """Where keys, the configuration and the folders of the hosts are."""
+    servers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    python: Path = Path()
+    """An interpreter that has the package of this test."""
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.servers)
+
+    def launcher(self, *hosts: str, **fields: Any) -> apportion.ssh:
+        """``ssh`` for these hosts, with the configuration and the interpreter."""
+        given = {"options": ("-F", str(self.folder / "config")), "python": str(self.python), **fields}
+        return apportion.ssh(*hosts, **given)
+
+    def command(self, command: Sequence[str], host: str = "a") -> list[str]:
+        """The same, run in the namespace of a host."""
+        return ["ip", "netns", "exec", self._namespace(host), *command]
+
+    def start(self, command: Sequence[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
+        """Starts a driver on host a, in a folder."""
+        return subprocess.Popen(
+            self.command(command),
+            cwd=folder,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def processes(self, host: str) -> dict[int, str]:
+        """What runs on a host and was not there at first: the agents, what they started, and sshd's part of them."""
+        told = subprocess.run(["ip", "netns", "pids", self._namespace(host)], capture_output=True, text=True).stdout
+        found = {}
+        for pid in map(int, told.split()):
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                zombie = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            except OSError:
+                continue
+            if pid != self.servers[host].pid and not zombie:
+                found[pid] = words
+        return found
+
+    def left(self) -> list[str]:
+        """What is left of any run on any host."""
+        files = [str(path) for name in self.names for path in (self.folder / name).iterdir()]
+        return files + [f"{name}: {pid} {words}" for name in self.names for pid, words in self.processes(name).items()]
+
+    def _namespace(self, host: str) -> str:
+        return str(self.made.names[self.names.index(host)])
+
+
+@contextmanager
+def ssh_hosts(folder: Path, count: int = 2, environment: Mapping[str, str] | None = None) -> Iterator[SshHosts]:
+    """So many hosts that ssh reaches from the first."""
+    with ExitStack() as stack:
+        made = stack.enter_context(_hosts_module().several_hosts((1,) * count))
+        found = SshHosts(made, folder)
+        _write(found, environment or {})
+        stack.callback(_end, found)
+        for number in range(count):
+            name, address = chr(ord("a") + number), made.addresses[number]
+            (folder / name).mkdir()
+            settings = folder / f"{name}.conf"
+            settings.write_text(_SERVER.format(port=PORT, address=address, folder=folder, name=name))
+            with open(folder / f"{name}.log", "wb") as log:
+                command = made.command(number, [str(_sshd()), "-D", "-e", "-f", str(settings)])
+                found.servers[name] = subprocess.Popen(command, stderr=log)
+        for number in range(count):
+            _await(made, number, folder / f"{chr(ord('a') + number)}.log")
+        yield found
+
+
+def _write(found: SshHosts, environment: Mapping[str, str]) -> None:
+    folder, made = found.folder, found.made
+    for key in ("host_key", "user_key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+    key = " ".join((folder / "host_key.pub").read_text().split()[:2])
+    known = "".join(f"[{address}]:{PORT} {key}\n" for address in made.addresses)
+    (folder / "known").write_text(known)
+    names = "".join(f"Host {chr(ord('a') + n)}\n  HostName {address}\n" for n, address in enumerate(made.addresses))
+    (folder / "config").write_text(names + _CLIENT.format(port=PORT, folder=folder))
+    path = os.pathsep.join([str(Path(apportion.__file__).parents[1])])
+    said = " ".join(f"{name}={value}" for name, value in {"PYTHONPATH": path, **environment}.items())
+    found.python = folder / "python"
+    found.python.write_text(f'#!/bin/sh\nexport {said}\nexec {sys.executable} "$@"\n')
+    found.python.chmod(0o755)
+    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+
+
+def _await(made: Any, number: int, log: Path) -> None:
+    end = time.monotonic() + START_SECONDS
+    while "Server listening" not in log.read_text():
+        if time.monotonic() > end:
+            raise AssertionError(f"sshd does not listen: {log.read_text()}")
+        time.sleep(0.01)
+
+
+def _end(found: SshHosts) -> None:
+    for server in found.servers.values():
+        server.kill()
+        server.wait()
