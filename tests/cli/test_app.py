@@ -33,7 +33,7 @@ pytestmark = pytest.mark.processes
 APPORTION = (sys.executable, "-c", "from apportion.cli.app import main; main()")
 FLAGS = {
     "train": [
-        "--allow-approximate", "--help", "--launcher", "--members", "--no-check", "--no-trial", "--policy",
+        "--allow-approximate", "--help", "--hosts", "--launcher", "--members", "--no-check", "--no-trial", "--policy",
         "--remeasure", "--require-proof", "--resume", "--run-dir", "--seed", "--steps", "--strategy", "--workers",
     ],
     "check": ["--help", "--json", "--steps", "--strategy", "--workers"],

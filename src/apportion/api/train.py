@@ -16,10 +16,12 @@ from apportion.runtime.launch.local import Local
 from apportion.runtime.launch.ssh import Ssh
 
 if TYPE_CHECKING:
+    from apportion.api.running import RunRequest
     from apportion.core.event import Event, Result
     from apportion.core.policy import Policy
     from apportion.core.strategy import Strategy
     from apportion.core.workload import Workload
+    from apportion.planner.auto import Planning
 
 Launcher = Local | Env | Ssh
 
@@ -99,13 +101,21 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
         raise ValueError(
             "require_proof=True (--require-proof) and check=False (--no-check) contradict each other: leave either out"
         )
+    return _begin(asked, chosen, launcher, planning)
+
+
+def _begin(
+    asked: RunRequest, strategy: Strategy | None, launcher: Launcher, planning: Planning
+) -> Generator[Event, None, None]:
+    from apportion.api import running
+
     if isinstance(launcher, Env):
-        return running.joined(asked, chosen, launcher)
+        return running.joined(asked, strategy, launcher)
     if isinstance(launcher, Ssh):
         from apportion.api.on_hosts import started_on_hosts
 
-        return started_on_hosts(asked, chosen, launcher)
-    return running.started(asked, chosen, launcher, planning)
+        return started_on_hosts(asked, strategy, launcher)
+    return running.started(asked, strategy, launcher, planning)
 
 
 def _check_resume(resume: object, run_dir: str | Path | None) -> None:

@@ -44,11 +44,19 @@ Address = Annotated[
 Workers = Annotated[int | None, typer.Option(min=1, help="processes that take batches (default: one a core or GPU)")]
 Steps = Annotated[int | None, typer.Option(min=1, help="updates")]
 Launcher = Annotated[str | None, typer.Option(metavar="L", help='"local(workers=4, threads=8)" or env')]
+NamedStrategy = Annotated[
+    str | None, typer.Argument(metavar="S", help="the strategy, as --strategy", show_default=False)
+]
+OnHosts = Annotated[
+    str | None, typer.Option(metavar="A,B:4", help="hosts that ssh reaches, each with its workers: --launcher ssh(...)")
+]
 NoTrial = Annotated[bool, typer.Option("--no-trial", help="choose by prediction alone")]
 Remeasure = Annotated[bool, typer.Option("--remeasure", help="forget what earlier runs have measured")]
 AllowApproximate = Annotated[
     bool, typer.Option("--allow-approximate", help="choose an approximate strategy where it learns more in a pilot")
 ]
+NoCheck = Annotated[bool, typer.Option("--no-check", help="train without proving first that it is the same network")]
+RequireProof = Annotated[bool, typer.Option("--require-proof", help="end with status 1 where that could not be proved")]
 Trust = Annotated[bool, typer.Option("--trust", help="run the code that a run names, whosever it is")]
 Json = Annotated[bool, typer.Option("--json", help="the answer as JSON, on standard output")]
 
@@ -56,7 +64,8 @@ Json = Annotated[bool, typer.Option("--json", help="the answer as JSON, on stand
 def main() -> None:
     """The program ``apportion``."""
     signal.signal(signal.SIGINT, _interrupted_early)
-    if len(sys.argv) > 1 and sys.argv[1] in _START_WORKERS and "--help" not in sys.argv:
+    on_others = any(word.startswith(("--hosts", "ssh(")) for word in sys.argv)
+    if len(sys.argv) > 1 and sys.argv[1] in _START_WORKERS and "--help" not in sys.argv and not on_others:
         template()  # what workers are forked from imports torch while this process does
     app()
 
@@ -70,11 +79,13 @@ def _interrupted_early(number: int, frame: Any) -> None:
 @app.command()
 def train(  # noqa: PLR0913 (the flags)
     workload: Address,
+    named: NamedStrategy = None,
     strategy: Annotated[
         str | None,
         typer.Option(metavar="S", help='for example "data_parallel(microbatches=2)"; without it the best is found'),
     ] = None,
     workers: Workers = None,
+    hosts: OnHosts = None,
     steps: Steps = None,
     seed: Annotated[int | None, typer.Option(help="instead of the workload's")] = None,
     members: Annotated[
@@ -91,19 +102,17 @@ def train(  # noqa: PLR0913 (the flags)
     no_trial: NoTrial = False,
     remeasure: Remeasure = False,
     allow_approximate: AllowApproximate = False,
-    no_check: Annotated[
-        bool, typer.Option("--no-check", help="train without proving first that it is the same network")
-    ] = False,
-    require_proof: Annotated[
-        bool, typer.Option("--require-proof", help="end with status 1 where that could not be proved")
-    ] = False,
+    no_check: NoCheck = False,
+    require_proof: RequireProof = False,
 ) -> None:
     """Train a workload, and say how well it does."""
+    strategy = _one_of(named, strategy)
     if members is not None:
         _train_members(workload, members, run_dir, {
-            "--strategy": strategy, "--workers": workers, "--steps": steps, "--seed": seed, "--launcher": launcher,
-            "--policy": policy, "--resume": resume, "--no-trial": no_trial, "--remeasure": remeasure,
-            "--allow-approximate": allow_approximate, "--no-check": no_check, "--require-proof": require_proof,
+            "--hosts": hosts, "--strategy": strategy, "--workers": workers, "--steps": steps, "--seed": seed,
+            "--launcher": launcher, "--policy": policy, "--resume": resume, "--no-trial": no_trial,
+            "--remeasure": remeasure, "--allow-approximate": allow_approximate, "--no-check": no_check,
+            "--require-proof": require_proof,
         })  # fmt: skip
         return
     with _guarded():
@@ -114,7 +123,7 @@ def train(  # noqa: PLR0913 (the flags)
         events = run(
             workload,
             strategy,
-            launcher=_launcher(launcher, workers),
+            launcher=_launcher(launcher, workers, hosts),
             run_dir=run_dir,
             resume=resume,
             policy=parse_as(policy, Policy) if policy is not None else None,
@@ -126,7 +135,15 @@ def train(  # noqa: PLR0913 (the flags)
             check=not no_check,
             require_proof=require_proof,
         )
-        _show(events, searches=strategy is None and workers is None and launcher is None and not resume)
+        _show(events, searches=not any((strategy, workers, launcher, hosts, resume)))
+
+
+def _one_of(named: str | None, strategy: str | None) -> str | None:
+    """Returns the strategy, which may be given with its flag or without."""
+    with _guarded():
+        if named is not None and strategy is not None:
+            raise ValueError(f"the strategy is given twice, {named} and --strategy {strategy}: leave either out")
+    return strategy or named
 
 
 def _show(events: Generator[Event, None, None], *, searches: bool) -> None:
@@ -149,6 +166,8 @@ def _train_members(workload: str, members: int, run_dir: str | None, given: Mapp
 
         if given["--seed"] is not None:
             raise ValueError("--members counts on from the workload's seed: leave --seed out")
+        if given["--hosts"] is not None:
+            raise ValueError("--members trains side by side on this machine: leave --hosts out")
         folder = run_dir or str(fresh_run_dir(workload))
         flags = [
             word
@@ -292,14 +311,19 @@ def _show_plan(decided: Plan, out: str | None, as_json: bool) -> None:
         show_plan(decided)
 
 
-def _launcher(text: str | None, workers: int | None) -> Any:
+def _launcher(text: str | None, workers: int | None, hosts: str | None) -> Any:
     from apportion.core.value import parse
     from apportion.runtime.launch.local import Local
+    from apportion.runtime.launch.ssh import Ssh
 
+    if hosts is not None:
+        if text is not None:
+            raise ValueError(f"--hosts {hosts} and --launcher {text} contradict each other: leave either out")
+        return Ssh(hosts=[host.strip() for host in hosts.split(",")], workers=workers)
     launcher = parse(text, "apportion.runtime.launch") if text is not None else Local()
     if workers is None:
         return launcher
-    if not isinstance(launcher, Local):
+    if not isinstance(launcher, Local | Ssh):
         raise ValueError(f"--workers goes with local(): {launcher} finds its workers running already")
     return replace(launcher, workers=workers)
 

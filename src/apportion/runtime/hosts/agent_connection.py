@@ -134,11 +134,13 @@ def ending_text(host: str, status: int | None, said: list[str], *, is_up: bool, 
             f"host {host} has no apportion, or an older one ({last}): install the same release there, or name an "
             "interpreter that has it with python="
         )
-    how = f"was ended by {_signal_name(status - 128)}" if status is not None and status > 128 else f"ended ({status})"
-    told = f": {last}" if last else ""
-    return f"host {host}: its agent {how}{told}; its ranks ended with it; --resume goes on" if is_up else (
-        f"host {host}: its agent {how} before it was ready{told}"
-    )  # fmt: skip
+    if status is not None and status > 128:
+        how = f"was ended by {_signal_name(status - 128)}, by hand or by the system"
+    else:
+        how = f"ended with exit status {status}" + (f" ({last})" if last else "")
+    if is_up:
+        return f"host {host}: its agent {how}, and its ranks ended with it; --resume goes on"
+    return f"host {host}: its agent {how} before it was ready"
 
 
 def _cure(host: str, last: str) -> str:

@@ -41,11 +41,12 @@ def worker_event(message: Mapping[str, Any], step: int) -> WorkerEvent | None:
 
 def host_of(rank: int, counts: Sequence[int]) -> int:
     """Returns the number of the host that a rank runs on. ``counts``: the ranks of each host."""
+    first = 0
     for number, count in enumerate(counts):
-        if rank < count:
+        first += count
+        if rank < first:
             return number
-        rank -= count
-    raise ValueError(f"there is no rank {rank} beyond the last host's")
+    raise ValueError(f"there is no rank {rank} among {first}")
 
 
 def at_host(stop: Stop, host: str, root: str) -> Stop:

@@ -1,0 +1,356 @@
+"""What is decided and written for a run on several hosts, without one: pure."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import struct
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import apportion
+from apportion.core.value import parse
+from apportion.runtime.hosts.agent import meeting_address
+from apportion.runtime.hosts.agent_connection import ending_text
+from apportion.runtime.hosts.code_bundle import make_bundle, project_root, shipped_address, shipped_path, unpack
+from apportion.runtime.hosts.frames import GREETING, MOST_JSON, FrameError, FrameReader, FrameWriter
+from apportion.runtime.hosts.host_facts import overload, own_address, ranks_of, refuse_unlike, versions
+from apportion.runtime.hosts.host_failures import at_host, host_of, worker_event
+from apportion.runtime.hosts.host_ranks import RanksStart
+from apportion.runtime.hosts.run_copy import inside, neighbour
+from apportion.runtime.launch.ssh import Ssh, SshHost, parse_host
+from apportion.runtime.supervisor.decisions import Stop
+from apportion.runtime.supervisor.failures import WorkerExited, WorkerFinished
+
+LAUNCHERS = "apportion.runtime.launch"
+
+
+# Hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "destination", "workers"),
+    [
+        ("a", "a", 2),
+        ("b:4", "b", 4),
+        ("user@b:4", "user@b", 4),
+        ("user@b.example.org", "user@b.example.org", 2),
+        ("10.0.0.7:1", "10.0.0.7", 1),
+        ("[fe80::1]:3", "fe80::1", 3),
+        ("me@[::1]", "me@::1", 2),
+    ],
+)
+def test_a_host_is_read_with_its_user_and_its_workers(text: str, destination: str, workers: int) -> None:
+    assert parse_host(text, 2) == SshHost(destination, workers)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a b", "-oProxyCommand=x", "@a", "a:", "a:x", "a:-1", "fe80::1", "a:2:3", "u@v@w"]
+)
+def test_what_is_no_host_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no host: write host, user@host or user@host:workers"):
+        parse_host(text, None)
+
+
+@pytest.mark.parametrize("text", ["a:0", "a:2222"])
+def test_a_port_is_not_a_number_of_workers(text: str) -> None:
+    with pytest.raises(ValueError, match=r"a host has 1 to 1000: a port is written options=\('-p', '2222'\)"):
+        parse_host(text, None)
+
+
+def test_hosts_are_named_once() -> None:
+    with pytest.raises(ValueError, match="host a is named twice: name it once, with the number of its workers, a:4"):
+        apportion.ssh("a", "b", "a:2")
+    with pytest.raises(ValueError, match="names no host"):
+        apportion.ssh()
+    with pytest.raises(ValueError, match=r"options='-v' must be a list of texts: \('-v',\)"):
+        apportion.ssh("a", options="-v")
+    for wrong in ({"workers": 0}, {"threads": 0}, {"loaders": -1}, {"device": "tpu"}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
+            apportion.ssh("a", **wrong)  # type: ignore[arg-type]
+
+
+names = st.from_regex(r"[a-z][a-z0-9.]{0,8}", fullmatch=True)
+options = st.lists(st.text(max_size=8), max_size=3).map(tuple)
+
+
+@given(
+    st.lists(names, min_size=1, max_size=4, unique=True), st.none() | st.integers(1, 9), st.none() | st.text(), options
+)
+def test_the_launcher_reads_as_it_is_written(
+    hosts: list[str], workers: int | None, python: str | None, given: tuple[str, ...]
+) -> None:
+    value = Ssh(*hosts, workers=workers, python=python, options=given)
+    assert parse(str(value), LAUNCHERS) == value
+    assert parse(repr(value), LAUNCHERS) == value
+
+
+def test_hosts_are_written_without_a_name() -> None:
+    assert str(apportion.ssh("a", "user@b:4", workers=2)) == "ssh('a', 'user@b:4', workers=2)"
+    assert parse("ssh(hosts=('a', 'b'))", LAUNCHERS) == apportion.ssh("a", "b")
+    with pytest.raises(ValueError, match="hosts is given twice"):
+        parse("ssh('a', hosts=('b',))", LAUNCHERS)
+    with pytest.raises(ValueError, match="neither a number, a text, nor a value"):
+        parse("ssh(1 + x)", LAUNCHERS)
+
+
+def test_the_users_options_stand_before_our_own() -> None:
+    launcher = apportion.ssh("user@b:4", options=("-p", "2222"), python="/opt/it's here/python")
+    words = launcher.command(launcher.parsed()[0])
+    assert words[:3] == ["ssh", "-p", "2222"]
+    assert "BatchMode=yes" in words
+    assert words[-2] == "user@b"
+    assert shlex.split(words[-1])[-2:] == ["/opt/it's here/python", sys.executable], "the interpreters to try"
+
+
+def test_threads_are_the_cores_of_a_host_over_its_ranks() -> None:
+    assert apportion.ssh("a").threads_each(cores=8, ranks=2) == 4
+    assert apportion.ssh("a", loaders=1).threads_each(cores=8, ranks=2) == 3
+    assert apportion.ssh("a").threads_each(cores=2, ranks=4) == 1
+    assert apportion.ssh("a", threads=5).threads_each(cores=2, ranks=4) == 5
+
+
+# Messages
+
+
+def reader(data: bytes) -> FrameReader:
+    return FrameReader(io.BytesIO(data))
+
+
+def written(*messages: Any) -> bytes:
+    file = io.BytesIO()
+    writer = FrameWriter(file)
+    writer.greet()
+    for message in messages:
+        writer.send(message)
+    return file.getvalue()
+
+
+@given(st.binary(max_size=200), st.lists(st.binary(max_size=50) | st.fixed_dictionaries({"kind": st.text()})))
+def test_messages_come_as_they_were_sent_whatever_a_shell_prints_first(noise: bytes, messages: list[Any]) -> None:
+    found = reader(noise + written(*messages))
+    assert found.await_greeting()
+    assert [found.receive() for _ in messages] == messages
+    assert found.receive() is None
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_messages_or_refused(data: bytes) -> None:
+    found = reader(data)
+    try:
+        while (message := found.receive()) is not None:
+            assert isinstance(message, bytes | dict)
+    except FrameError:
+        pass
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack("!cI", b"J", MOST_JSON + 1),
+        struct.pack("!cI", b"X", 1) + b"x",
+        struct.pack("!cI", b"J", 1) + b"x",
+        struct.pack("!cI", b"J", 2) + b"[]",
+        struct.pack("!cI", b"J", 2) + b"{}",
+    ],
+    ids=["too long", "unknown", "not JSON", "no message", "no kind"],
+)
+def test_what_is_no_message_is_refused_before_it_is_stored(data: bytes) -> None:
+    with pytest.raises(FrameError):
+        reader(data).receive()
+
+
+def test_a_shell_that_prints_without_end_is_no_agent() -> None:
+    assert not reader(b"x" * (1 << 17) + GREETING).await_greeting()
+    assert not reader(b"").await_greeting()
+    with pytest.raises(ValueError, match="longer than"):
+        FrameWriter(io.BytesIO()).send({"kind": "x" * MOST_JSON})
+
+
+# Code
+
+
+def project(folder: Path) -> Path:
+    for name, text in {
+        "train.py": "import mine", "mine.py": "", "part/__init__.py": "", "part/inner.py": "x = 1", "data.csv": "1,2",
+        ".hidden/no.py": "", "venv/pyvenv.cfg": "", "venv/lib/no.py": "", "__pycache__/no.py": "",
+        "lib/site-packages/no.py": "",
+    }.items():  # fmt: skip
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_the_users_own_modules_go_along_and_nothing_else(tmp_path: Path) -> None:
+    root, there = project(tmp_path / "project"), tmp_path / "there"
+    unpack(make_bundle(root), there)
+    found = {path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file()}
+    assert found == {"train.py", "mine.py", "part/__init__.py", "part/inner.py"}
+    assert (there / "part/inner.py").read_text() == "x = 1"
+    assert there.stat().st_mode & 0o777 == 0o700
+
+
+def test_too_much_code_is_refused_with_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = project(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("apportion.runtime.hosts.code_bundle.MOST_BYTES", 4)
+        with pytest.raises(ValueError, match=r"hold more than 0 MB.*put the workload and its modules into a folder"):
+            make_bundle(root)
+    monkeypatch.setattr("apportion.runtime.hosts.code_bundle.MOST_FOLDERS", 0)
+    with pytest.raises(ValueError, match="more than 0 folders below"):
+        make_bundle(root)
+
+
+def test_the_root_is_the_folder_of_the_workload_or_of_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main = ModuleType("__main__")
+    assert project_root(None, main) == tmp_path, "a notebook"
+    main.__file__ = "scripts/train.py"
+    assert project_root(None, main) == tmp_path / "scripts"
+    main.__spec__ = SimpleNamespace(name="scripts.train")  # type: ignore[assignment]
+    assert project_root(None, main) == tmp_path, "python -m"
+    assert project_root("deep/er/work.py:workload", main) == tmp_path / "deep/er"
+    assert project_root("package.work:workload", main) == tmp_path
+    assert shipped_address("deep/er/work.py:workload") == "work.py:workload"
+    assert shipped_address("package.work:workload") == "package.work:workload"
+
+
+def test_modules_are_found_in_the_same_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [str(tmp_path / "lib"), str(tmp_path), "/usr/lib", str(tmp_path / "site-packages")]
+    monkeypatch.setattr(sys, "path", entries)
+    assert shipped_path(tmp_path) == [".", "lib"]
+
+
+# Facts
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    told = {"cores": 4, "gpus": 0, "address": "10.0.0.2", "python": "/usr/bin/python3", "versions": versions()}
+    return {**told, **changes}
+
+
+def test_hosts_that_are_alike_train_together() -> None:
+    refuse_unlike(versions(), [("a", facts()), ("b", facts(cores=2))], None)
+
+
+@pytest.mark.parametrize("name", ["Python", "torch", "apportion"])
+def test_another_version_is_refused_with_the_host_and_both(name: str) -> None:
+    other = facts(versions={**versions(), name: "0.0.7"})
+    with pytest.raises(ValueError, match=rf"host b has {name} 0\.0\.7 \(/usr/bin/python3\), and this one has {name} "):
+        refuse_unlike(versions(), [("a", facts()), ("b", other)], None)
+    none = facts(versions={**versions(), name: "none"})
+    with pytest.raises(ValueError, match=f"host b has no {name}.*name an interpreter that has it with python="):
+        refuse_unlike(versions(), [("a", facts()), ("b", none)], None)
+
+
+def test_gpus_on_some_hosts_alone_are_refused() -> None:
+    told = [("a", facts(gpus=2)), ("b", facts())]
+    with pytest.raises(ValueError, match=r"host a has GPUs and host b none.*device='cpu'"):
+        refuse_unlike(versions(), told, None)
+    refuse_unlike(versions(), told, "cpu")
+
+
+def test_a_host_has_as_many_ranks_as_cores_unless_it_is_told() -> None:
+    assert ranks_of(facts(), None, None) == 4
+    assert ranks_of(facts(), 3, None) == 3
+    assert ranks_of(facts(gpus=2), None, None) == 2
+    assert ranks_of(facts(gpus=2), None, "cpu") == 4
+    assert overload("a", facts(), 4, 1) is None
+    assert "host a has 4 workers x 2 threads and loaders on 4 cores" in (overload("a", facts(), 4, 2) or "")
+
+
+def test_the_address_of_a_host_is_where_ssh_has_reached_it() -> None:
+    assert own_address("10.0.0.1 50000 10.0.0.2 22") == "10.0.0.2"
+    assert own_address("") == "127.0.0.1"
+    assert meeting_address(["127.0.0.1"]) == "127.0.0.1"
+    assert meeting_address([]) == "127.0.0.1"
+
+
+def test_a_rank_is_told_its_place_as_under_torchrun() -> None:
+    start = RanksStart(
+        first=2, count=2, size=4, address="10.0.0.1", port=5000, threads=3, run="x", secret_file="/s",
+        environment={"APPORTION_PLAIN": "linear"}, path=[], directory="/",
+    )  # fmt: skip
+    told = start.environment_of(1, {"HOME": "/root", "PYTHONSAFEPATH": "1", "RANK": "77"})
+    assert told == {
+        "HOME": "/root", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000", "OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3",
+        "TORCHELASTIC_RUN_ID": "x", "APPORTION_SECRET_FILE": "/s", "APPORTION_PLAIN": "linear",
+    }  # fmt: skip
+
+
+# Failures
+
+
+def test_the_host_of_a_rank_is_counted() -> None:
+    assert [host_of(rank, [2, 1, 3]) for rank in range(6)] == [0, 0, 1, 2, 2, 2]
+    with pytest.raises(ValueError, match="no rank 6"):
+        host_of(6, [2, 1, 3])
+
+
+def test_what_an_agent_tells_of_a_rank_is_an_event_of_a_worker() -> None:
+    assert worker_event({"kind": "finished", "rank": 1}, 3) == WorkerFinished(1)
+    killed = {"kind": "exited", "rank": 1, "status": -9, "out_of_memory": True}
+    assert worker_event(killed, 3) == WorkerExited(1, -9, out_of_memory=True, step=3)
+    assert worker_event({"kind": "output", "rank": 1, "lines": []}, 3) is None
+
+
+@pytest.mark.parametrize(
+    ("stop", "cause"),
+    [
+        (Stop(3, "rank 3 was killed by SIGKILL"), "rank 3 on host b was killed by SIGKILL; --resume goes on"),
+        (Stop(3, "rank 3: KeyError: 1", "trace"), "rank 3 on host b: KeyError: 1"),
+        (Stop(3, "the disk is full"), "rank 3 on host b: the disk is full; --resume goes on"),
+        (Stop(3, "batch_size=1 is too small", mistake=True), "batch_size=1 is too small"),
+        (
+            Stop(3, "rank 3: ModuleNotFoundError: No module named 'x'", "trace"),
+            "rank 3 on host b: ModuleNotFoundError: No module named 'x'; only the Python files below /p were sent to "
+            "the hosts: install other modules on each of them",
+        ),
+    ],
+)
+def test_a_failure_names_the_host(stop: Stop, cause: str) -> None:
+    assert at_host(stop, "b", "/p").cause == cause
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "is_up", "told"),
+    [
+        (255, "ssh: Could not resolve hostname b: Name or service not known", False, "check the name"),
+        (255, "root@b: Permission denied (publickey).", False, "ssh-copy-id b"),
+        (255, "Host key verification failed.", False, "ssh b once by hand"),
+        (255, "ssh: connect to host b port 22: Connection timed out", False, "did not answer for 8 s"),
+        (255, "ssh: connect to host b port 22: Connection refused", False, "`ssh b true` must work without a question"),
+        (255, "Timeout, server b not responding.", True, "the connection was lost (Timeout, server b not"),
+        (96, "/opt/python", False, "host b has no Python /opt/python: install it there"),
+        (97, "mktemp: failed to create directory", False, "no folder can be made for the run: mktemp"),
+        (1, "python3: No module named apportion", False, "host b has no apportion, or an older one"),
+        (1, "ImportError: no", False, "its agent ended with exit status 1 (ImportError: no) before it was ready"),
+        (137, "", True, "its agent was ended by SIGKILL, by hand or by the system, and its ranks"),
+    ],
+)
+def test_the_end_of_an_agent_is_told_with_the_cure(status: int, said: str, is_up: bool, told: str) -> None:
+    text = ending_text("b", status, ["Warning: x", said, ""], is_up=is_up)
+    assert "host b" in text
+    assert told in text
+
+
+@pytest.mark.parametrize("path", ["", "/etc/passwd", "../x", "a/../../x", "a\0b"])
+def test_a_copied_file_stays_in_the_run_directory(path: str) -> None:
+    with pytest.raises(FrameError):
+        inside(path)
+    with pytest.raises(FrameError):
+        neighbour(path or "..")
+
+
+def test_a_copied_file_keeps_its_name() -> None:
+    assert inside("checkpoints/step-1/model.safetensors").parts[0] == "checkpoints"
+    assert neighbour("step-00000030") == "step-00000030"
