@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +34,8 @@ PermitRootLogin yes
 PasswordAuthentication no
 KbdInteractiveAuthentication no
 MaxStartups 100
-SetEnv TMPDIR={folder}/{name}
+ForceCommand echo "Welcome to {name}."; eval "$SSH_ORIGINAL_COMMAND"
+SetEnv TMPDIR={folder}/{name} PYTHONPATH={path} TORCHINDUCTOR_CACHE_DIR={folder}/inductor
 """
 _CLIENT = """
 Host *
@@ -79,17 +80,19 @@ class SshHosts:
     folder: Path
     """Where keys, the configuration and the folders of the hosts are."""
     servers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    python: Path = Path()
-    """An interpreter that has the package of this test."""
+
+    @property
+    def private(self) -> Path:
+        """A folder that is another one on every host but the first."""
+        return self.folder / "private"
 
     @property
     def names(self) -> list[str]:
         return list(self.servers)
 
     def launcher(self, *hosts: str, **fields: Any) -> apportion.ssh:
-        """``ssh`` for these hosts, with the configuration and the interpreter."""
-        given = {"options": ("-F", str(self.folder / "config")), "python": str(self.python), **fields}
-        return apportion.ssh(*hosts, **given)
+        """``ssh`` for these hosts, with their configuration."""
+        return apportion.ssh(*hosts, options=("-F", str(self.folder / "config")), **fields)
 
     def command(self, command: Sequence[str], host: str = "a") -> list[str]:
         """The same, run in the namespace of a host."""
@@ -130,27 +133,32 @@ class SshHosts:
 
 
 @contextmanager
-def ssh_hosts(folder: Path, count: int = 2, environment: Mapping[str, str] | None = None) -> Iterator[SshHosts]:
+def ssh_hosts(folder: Path, count: int = 2) -> Iterator[SshHosts]:
     """So many hosts that ssh reaches from the first."""
     with ExitStack() as stack:
         made = stack.enter_context(_hosts_module().several_hosts((1,) * count))
         found = SshHosts(made, folder)
-        _write(found, environment or {})
+        _write(found)
         stack.callback(_end, found)
         for number in range(count):
             name, address = chr(ord("a") + number), made.addresses[number]
             (folder / name).mkdir()
             settings = folder / f"{name}.conf"
-            settings.write_text(_SERVER.format(port=PORT, address=address, folder=folder, name=name))
+            path = Path(apportion.__file__).parents[1]
+            settings.write_text(_SERVER.format(port=PORT, address=address, folder=folder, name=name, path=path))
             with open(folder / f"{name}.log", "wb") as log:
                 command = made.command(number, [str(_sshd()), "-D", "-e", "-f", str(settings)])
+                if number:  # ip has given it mounts of its own
+                    own = f"mount -t tmpfs -o size=64m tmpfs {found.private}"
+                    at = command.index(str(_sshd()))
+                    command[at:] = ["sh", "-c", f'{own} && exec "$@"', "sh", *command[at:]]
                 found.servers[name] = subprocess.Popen(command, stderr=log)
         for number in range(count):
             _await(made, number, folder / f"{chr(ord('a') + number)}.log")
         yield found
 
 
-def _write(found: SshHosts, environment: Mapping[str, str]) -> None:
+def _write(found: SshHosts) -> None:
     folder, made = found.folder, found.made
     for key in ("host_key", "user_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
@@ -159,11 +167,11 @@ def _write(found: SshHosts, environment: Mapping[str, str]) -> None:
     (folder / "known").write_text(known)
     names = "".join(f"Host {chr(ord('a') + n)}\n  HostName {address}\n" for n, address in enumerate(made.addresses))
     (folder / "config").write_text(names + _CLIENT.format(port=PORT, folder=folder))
-    path = os.pathsep.join([str(Path(apportion.__file__).parents[1])])
-    said = " ".join(f"{name}={value}" for name, value in {"PYTHONPATH": path, **environment}.items())
-    found.python = folder / "python"
-    found.python.write_text(f'#!/bin/sh\nexport {said}\nexec {sys.executable} "$@"\n')
-    found.python.chmod(0o755)
+    found.private.mkdir()
+    program = folder / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/config "$@"\n')
+    program.chmod(0o755)
     Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
 
 

@@ -50,7 +50,7 @@ NAMES = [
 VALUES = [
     "bf16", "conv_parallel", "data_parallel", "env", "fp16", "fully_sharded", "hogwild", "hybrid_parallel", "int8",
     "layer_placement", "local", "local_sgd", "map_reduce", "parameter_server", "pipeline_parallel", "power_sgd",
-    "single_device", "tensor_parallel", "top_k", "wavefront_parallel",
+    "single_device", "ssh", "tensor_parallel", "top_k", "wavefront_parallel",
 ]  # fmt: skip
 HEAVY = ["typer", "rich", "tensorboard", "matplotlib", "onnx", "onnxruntime"]
 LIMIT_SHARE = 0.15

@@ -270,8 +270,9 @@ def test_a_host_has_as_many_ranks_as_cores_unless_it_is_told() -> None:
 def test_the_address_of_a_host_is_where_ssh_has_reached_it() -> None:
     assert own_address("10.0.0.1 50000 10.0.0.2 22") == "10.0.0.2"
     assert own_address("") == "127.0.0.1"
-    assert meeting_address(["127.0.0.1"]) == "127.0.0.1"
-    assert meeting_address([]) == "127.0.0.1"
+    assert meeting_address(["127.0.0.1"], "10.0.0.2") == "10.0.0.2", "the other one is the driver's own host"
+    assert meeting_address(["127.0.0.1"], "127.0.0.1") == "127.0.0.1", "all of them are"
+    assert meeting_address([], "10.0.0.2") == "10.0.0.2"
 
 
 def test_a_rank_is_told_its_place_as_under_torchrun() -> None:

@@ -34,10 +34,10 @@ from apportion.comm.network.address import is_loopback, route_to
 from apportion.errors import ApportionError
 from apportion.runtime.hosts.code_bundle import unpack
 from apportion.runtime.hosts.frames import FrameError, FrameReader, FrameWriter, Message
-from apportion.runtime.hosts.host_facts import describe_host
+from apportion.runtime.hosts.host_facts import describe_host, own_address
 from apportion.runtime.hosts.host_ranks import HostRanks, RanksStart
 from apportion.runtime.hosts.run_copy import send_run
-from apportion.runtime.spawn.template import template
+from apportion.runtime.spawn.template import close_template, template
 
 SILENT_SECONDS = 60.0
 """The seconds after the end of the last rank in which the driver has to say what is next."""
@@ -66,9 +66,11 @@ class Agent:
             self._obey(order)
 
     def close(self) -> None:
-        """Ends the ranks."""
+        """Ends the ranks, and the process that they were forked from. One that still imports torch dies with this
+        process."""
         if self._ranks is not None:
             self._ranks.close()
+            close_template()
 
     def _obey(self, order: Message) -> None:
         kind = order["kind"]
@@ -99,7 +101,7 @@ class Agent:
 
     def _place(self, others: Sequence[str]) -> dict[str, Any]:
         """Returns where the ranks meet: a free port of the address by which this host reaches the others."""
-        address = meeting_address(others)
+        address = meeting_address(others, own_address(os.environ.get("SSH_CONNECTION", "")))
         family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
         self._held = socket.socket(family, socket.SOCK_STREAM)
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -144,12 +146,11 @@ class Agent:
                 os._exit(1)
 
 
-def meeting_address(others: Sequence[str]) -> str:
-    """Returns the address of this host by which the others reach it. ``others``: where the driver has reached them."""
-    reached = [address for address in others if not is_loopback(address)]
-    if reached:
-        return route_to(reached[0])
-    return "127.0.0.1"  # all of them are this host
+def meeting_address(others: Sequence[str], own: str) -> str:
+    """Returns the address of this host by which the others reach it. ``others``: where the driver has reached them;
+    ``own``: where it has reached this one. An address of the loopback is one of the driver's own host."""
+    away = [address for address in others if not is_loopback(address)]
+    return route_to(away[0]) if away else own
 
 
 def _directory(name: str | None) -> Path:

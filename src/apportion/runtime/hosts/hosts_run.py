@@ -6,10 +6,11 @@ import contextlib
 import os
 import queue
 import secrets
+import shlex
 import sys
 import time
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from apportion.runtime.hosts.host_failures import at_host, host_of, worker_event
 from apportion.runtime.hosts.run_copy import RunCopy, mark_of
 from apportion.runtime.launch.ssh import Ssh
 from apportion.runtime.supervisor.decisions import Finish, GoOn, Stop, failure, next_action
-from apportion.runtime.supervisor.failures import WorkerEvent
+from apportion.runtime.supervisor.failures import WorkerEvent, WorkerExited
 from apportion.runtime.supervisor.interrupts import Interrupts
 from apportion.runtime.supervisor.run import interrupted_text, resume_command
 from apportion.runtime.supervisor.watchdog import Allowance
@@ -32,8 +33,6 @@ from apportion.runtime.worker.job import Job
 
 READY_SECONDS = 30.0
 """The seconds that an agent may take to speak: ssh itself gives up earlier where nobody answers."""
-BEGIN_SECONDS = 150.0
-"""The seconds that a host may take to import torch and start its ranks."""
 LOOK_SECONDS = 0.5
 """The seconds between two looks at whether Ctrl-C has come."""
 SAVE_SECONDS = 5.0
@@ -42,6 +41,8 @@ STOP_SECONDS = 120.0
 """The seconds that they may take after ``break``."""
 END_SECONDS = 8.0
 """The seconds that agents may take to end their ranks and remove their folders."""
+WORDS_SECONDS = 2.0
+"""The seconds in which what ranks have printed still arrives after they have told how they ended."""
 COPY_SECONDS = 60.0
 """The seconds that a host may take to send the next piece of the run directory."""
 TRAVELS = (PLAIN_PATHS,)
@@ -184,7 +185,7 @@ class HostsRun:
         agent = self._agents[number]
         if message is None:
             self._failed = True
-            raise WorkerFailed(agent.why_ended())
+            raise (WorkerFailed if agent.is_up else ApportionError)(agent.why_ended())
         if isinstance(message, dict) and message["kind"] == "refused":
             self._failed = True
             raise ApportionError(f"host {agent.host}: {message['why']}")
@@ -200,12 +201,25 @@ class HostsRun:
                 yield event
             action = next_action(self._happened, sum(self._counts), time.monotonic() - self._last_happened)
             if isinstance(action, Finish):
+                self._hear_out(range(sum(self._counts)))
                 return
             if isinstance(action, Stop):
+                self._hear_out([action.rank])
                 yield from self._fail(action)
             pause = LOOK_SECONDS
             if isinstance(action, GoOn) and action.seconds is not None:
                 pause = min(pause, action.seconds)
+
+    def _hear_out(self, ranks: Iterable[int]) -> None:
+        """Prints what these ranks have printed, until they have ended: their output comes by another way than what they
+        tell."""
+        left, allowed = set(ranks), Allowance(WORDS_SECONDS)
+        while left := left - {h.rank for h in self._happened if isinstance(h, WorkerExited)}:
+            news = self._next(min(LOOK_SECONDS, allowed.left))
+            if allowed.left <= 0 or (news is not None and news[1] is None):
+                return
+            if news is not None:
+                self._take(*news)
 
     def _fail(self, stop: Stop) -> Iterator[Event]:
         """Yields the fault, and raises it. Raises WorkerFailed or what the cause is otherwise."""
@@ -298,7 +312,15 @@ class HostsRun:
         return self._interrupted_text(self._end if self._end is not None else self._save_and_stop())
 
     def _interrupted_text(self, end: Event) -> str:
-        return f"{interrupted_text(end)} (the run is on host {self._hosts[0].destination}, in {self._job.run_dir})"
+        where = f"\nit is on host {self._hosts[0].destination}, in {self._job.run_dir}"
+        return interrupted_text(end) + (where if end.data["resume"] is not None else "")
+
+    def _resume(self) -> str | None:
+        """Returns how to go on, as it is typed: rank 0's host alone may know the strategy of the run."""
+        text = resume_command(self._job)
+        if text is None or not text.startswith("apportion "):
+            return text
+        return f"{text} --strategy {shlex.quote(str(self._job.strategy))}"
 
     def _save_and_stop(self) -> Event:
         """Stops all ranks at one step, which saves it, and returns the ``end`` event. A second Ctrl-C cuts it short,
@@ -315,7 +337,7 @@ class HostsRun:
             examples_per_second=0.0,
             metrics={} if stopped is None else dict(stopped.data["metrics"]),
             run_dir=self._job.run_dir,
-            resume=resume_command(self._job) if stopped is not None or self._saved else None,
+            resume=self._resume() if stopped is not None or self._saved else None,
             why=why,
         )
         return self._end if stopped is None else replace(self._end, step=stopped.step, epoch=stopped.epoch)

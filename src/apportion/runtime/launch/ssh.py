@@ -38,7 +38,6 @@ _ON_HOST = (
     'if [ -z "$p" ] && [ -x "$2" ]; then p=$2; fi; '
     'if [ -z "$p" ]; then p=$("${SHELL:-sh}" -lc "command -v python3" </dev/null 2>/dev/null | tail -n 1); fi; '
     f'command -v "${{p:-python3}}" >/dev/null 2>&1 || {{ echo "${{p:-python3}}" >&2; exit {NO_PYTHON}; }}; '
-    "umask 077;"
     f'd=$(mktemp -d "${{TMPDIR:-/tmp}}/apportion-hosts-XXXXXXXXXX") || exit {NO_FOLDER}; '
     f'trap : HUP INT TERM; PYTHONSAFEPATH=1 "${{p:-python3}}" -m {AGENT} "$d"; s=$?; rm -rf "$d"; exit $s'
 )
