@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shlex
 import struct
 import sys
@@ -24,6 +25,7 @@ from apportion.runtime.hosts.host_facts import overload, own_address, ranks_of, 
 from apportion.runtime.hosts.host_failures import at_host, host_of, worker_event
 from apportion.runtime.hosts.host_ranks import RanksStart
 from apportion.runtime.hosts.run_copy import inside, neighbour
+from apportion.runtime.hosts.run_folder import hold, sweep
 from apportion.runtime.launch.ssh import Ssh, SshHost, parse_host
 from apportion.runtime.supervisor.decisions import Stop
 from apportion.runtime.supervisor.failures import WorkerExited, WorkerFinished
@@ -355,3 +357,19 @@ def test_a_copied_file_stays_in_the_run_directory(path: str) -> None:
 def test_a_copied_file_keeps_its_name() -> None:
     assert inside("checkpoints/step-1/model.safetensors").parts[0] == "checkpoints"
     assert neighbour("step-00000030") == "step-00000030"
+
+
+def test_folders_that_killed_runs_have_left_go_and_others_stay(tmp_path: Path) -> None:
+    names = ("apportion-hosts-own", "apportion-hosts-left", "apportion-hosts-running", "apportion-hosts-new", "other")
+    own, left, running, new, other = (tmp_path / name for name in names)
+    for folder in (own, left, running, new, other):
+        folder.mkdir()
+    lock = hold(running)
+    for folder in (own, left, running, other):
+        os.utime(folder, (1e9, 1e9))
+    sweep(own)
+    assert [folder.exists() for folder in (own, left, running, new, other)] == [True, False, True, True, True]
+    os.close(lock)
+    os.utime(running, (1e9, 1e9))
+    sweep(own)
+    assert not running.exists()

@@ -347,7 +347,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(hosts: SshHosts, project: Path, with
         out, err = process.communicate(timeout=SECONDS)
     assert "KeyboardInterrupt" in err
     assert "is saved" in err
-    assert "it is on host a, in run" in err
+    assert f"it is on host a, in {project}/run" in err
     saved = max(int(path.name.partition("-")[2]) for path in (project / "run/checkpoints").glob("step-*"))
     out, _ = ended(drive(hosts, project, hosts.launcher("a", "b", workers=1), "endless", resume=True, steps=saved + 3))
     assert result(out)["step"] == saved + 3

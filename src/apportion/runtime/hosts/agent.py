@@ -8,11 +8,11 @@
     agent    (the first) place: the address and the port where the ranks meet          ->
              <-  start, then the secret, the code and the job as bytes
     agent    started; event, output, raised, finished, exited of each rank              ->
-             <-  stop; fetch, more; the end of the stream
+             <-  alive, now and then; stop; fetch, more; the end of the stream
 
 The agent kills its ranks and ends when its standard input ends, whatever the reason. Its folder holds the secret and
 the code of the run, and is the run's alone; the shell that has started the agent removes it, also where the agent was
-killed. Where all ranks have ended and nothing is heard of the driver any more, the agent ends by itself: a connection
+killed (``run_folder``). Where all ranks have ended and nothing is heard of the driver any more, the agent ends by itself: a connection
 that was cut may never say so.
 """
 
@@ -37,10 +37,11 @@ from apportion.runtime.hosts.frames import FrameError, FrameReader, FrameWriter,
 from apportion.runtime.hosts.host_facts import describe_host, own_address
 from apportion.runtime.hosts.host_ranks import HostRanks, RanksStart
 from apportion.runtime.hosts.run_copy import send_run
+from apportion.runtime.hosts.run_folder import hold, sweep
 from apportion.runtime.spawn.template import close_template, template
 
-SILENT_SECONDS = 60.0
-"""The seconds after the end of the last rank in which the driver has to say what is next."""
+SILENT_SECONDS = 30.0
+"""The seconds after the end of the last rank in which the driver has to say something, be it that it is there."""
 
 
 @final
@@ -171,6 +172,8 @@ def main() -> None:
     agent = Agent(folder, FrameReader(open(orders, "rb")), writer)  # noqa: SIM115 (the same)
     status = 1
     try:
+        hold(folder)
+        sweep(folder)
         agent.serve()
         status = 0
     except SystemExit as ended:

@@ -16,6 +16,8 @@ from apportion.runtime.launch.ssh import CONNECT_SECONDS, NO_FOLDER, NO_PYTHON
 
 SSH_FAILED = 255
 """The exit status of ssh for what went wrong with the connection itself."""
+ALIVE_SECONDS = 5.0
+"""The seconds after which an agent that is told nothing else is told that the driver is there."""
 _KEPT_LINES = 20
 _LAST_WORDS_SECONDS = 0.5
 News = tuple[int, Message | bytes | None]
@@ -103,11 +105,17 @@ class AgentConnection:
     def _write(self, file: BinaryIO) -> None:
         writer = FrameWriter(file)
         try:
-            while (message := self._orders.get()) is not None:
+            while (message := self._next_order()) is not None:
                 writer.send(message)
             file.close()
         except OSError:  # the agent is gone, and the reader says so
             pass
+
+    def _next_order(self) -> Mapping[str, Any] | bytes | None:
+        try:
+            return self._orders.get(timeout=ALIVE_SECONDS)
+        except queue.Empty:
+            return {"kind": "alive"}
 
 
 def ending_text(host: str, status: int | None, said: list[str], *, is_up: bool, broken: str = "") -> str:
@@ -115,7 +123,7 @@ def ending_text(host: str, status: int | None, said: list[str], *, is_up: bool, 
     ``said``: the last lines of its standard error; ``is_up``: the agent had begun to speak; ``broken``: what was wrong
     with what it sent."""
     lines = [line for line in said if line and not line.startswith("Warning: Permanently added")]
-    last = lines[-1] if lines else ""
+    last = lines[-1].removesuffix(".") if lines else ""
     if broken:
         return f"host {host}: what its agent sent is none of its messages ({broken})"
     if status == SSH_FAILED and is_up:

@@ -81,6 +81,8 @@ class HostsRun:
         self._end: Event | None = None
         """The event that the run ends with, once it is known."""
         self._failed = False
+        self._place = str(job.run_dir)
+        """The run directory, as its host calls it."""
         self._saved = False
         """True once a checkpoint was told."""
         self._interrupts = Interrupts(self._interrupted_outside)
@@ -197,7 +199,12 @@ class HostsRun:
         pause: float = LOOK_SECONDS
         while True:
             news = self._next(pause)
-            if news is not None and (event := self._take(*news)) is not None:
+            try:
+                event = self._take(*news) if news is not None else None
+            except WorkerFailed as error:  # the host is lost
+                yield self._own_event("fault", rank=None, cause=str(error), traceback=None, action="stops")
+                raise
+            if event is not None:
                 yield event
             action = next_action(self._happened, sum(self._counts), time.monotonic() - self._last_happened)
             if isinstance(action, Finish):
@@ -237,6 +244,8 @@ class HostsRun:
         self._refuse_ended(number, message)
         if not isinstance(message, dict):
             return None
+        if message["kind"] == "started" and number == 0:
+            self._place = str(Path(message["directory"], str(self._job.run_dir)))
         if message["kind"] == "output":
             self._print(number, message)
         if message["kind"] == "event":
@@ -298,7 +307,7 @@ class HostsRun:
                     agent.send({"kind": "more"})
         except (ApportionError, FrameError) as error:
             warnings.warn(
-                f"the run is whole on host {agent.host}, in {self._job.run_dir}, and is not copied here: {error}",
+                f"the run is whole on host {agent.host}, in {self._place}, and is not copied here: {error}",
                 stacklevel=2,
             )
         finally:
@@ -312,7 +321,7 @@ class HostsRun:
         return self._interrupted_text(self._end if self._end is not None else self._save_and_stop())
 
     def _interrupted_text(self, end: Event) -> str:
-        where = f"\nit is on host {self._hosts[0].destination}, in {self._job.run_dir}"
+        where = f"\nit is on host {self._hosts[0].destination}, in {self._place}"
         return interrupted_text(end) + (where if end.data["resume"] is not None else "")
 
     def _resume(self) -> str | None:

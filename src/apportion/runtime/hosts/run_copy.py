@@ -38,7 +38,9 @@ def send_run(run_dir: Path, known: list[int] | None, writer: FrameWriter, reader
         return
     for message in _contents(run_dir):
         writer.send(message)
-        if reader.receive() != {"kind": "more"}:
+        while (answer := reader.receive()) == {"kind": "alive"}:
+            pass
+        if answer != {"kind": "more"}:
             raise FrameError("the driver no longer wants the run directory")
     writer.send({"kind": "fetched", "copied": True, "there": True, "path": str(run_dir)})
 
