@@ -166,6 +166,7 @@ def _write(found: SshHosts) -> None:
     known = "".join(f"[{address}]:{PORT} {key}\n" for address in made.addresses)
     (folder / "known").write_text(known)
     names = "".join(f"Host {chr(ord('a') + n)}\n  HostName {address}\n" for n, address in enumerate(made.addresses))
+    names += f"Host also-a\n  HostName {made.addresses[0]}\n"
     (folder / "config").write_text(names + _CLIENT.format(port=PORT, folder=folder))
     found.private.mkdir()
     program = folder / "bin" / "ssh"

@@ -24,7 +24,7 @@ from apportion.runtime.hosts.frames import GREETING, MOST_JSON, FrameError, Fram
 from apportion.runtime.hosts.host_facts import overload, own_address, ranks_of, refuse_unlike, versions
 from apportion.runtime.hosts.host_failures import at_host, host_of, worker_event
 from apportion.runtime.hosts.host_ranks import RanksStart
-from apportion.runtime.hosts.run_copy import inside, neighbour
+from apportion.runtime.hosts.run_copy import RunCopy, inside, mark_of, neighbour, send_run
 from apportion.runtime.hosts.run_folder import hold, sweep
 from apportion.runtime.launch.ssh import Ssh, SshHost, parse_host
 from apportion.runtime.supervisor.decisions import Stop
@@ -373,3 +373,43 @@ def test_folders_that_killed_runs_have_left_go_and_others_stay(tmp_path: Path) -
     os.utime(running, (1e9, 1e9))
     sweep(own)
     assert not running.exists()
+
+
+def copied(source: Path, known: list[int] | None, target: Path) -> dict[str, Any]:
+    """Copies a run directory through the messages of both ends, and returns the last of them."""
+    sent = io.BytesIO()
+    asked = io.BytesIO()
+    for message in ({"kind": "alive"}, *[{"kind": "more"}] * 20):
+        FrameWriter(asked).send(message)
+    asked.seek(0)
+    send_run(source, known, FrameWriter(sent), FrameReader(asked))
+    sent.seek(0)
+    found, copy = FrameReader(sent), RunCopy(target)
+    while (message := found.receive()) is not None:
+        if isinstance(message, dict) and message["kind"] == "fetched":
+            if message["copied"]:
+                copy.finish()
+            copy.drop()
+            return message
+        copy.take(message)
+    raise AssertionError("the last message is missing")
+
+
+def test_a_run_directory_is_copied_as_it_is(tmp_path: Path) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    (there / "checkpoints/step-1").mkdir(parents=True)
+    (there / "checkpoints/latest").symlink_to("step-1")
+    (there / "checkpoints/step-1/model").write_bytes(bytes(range(256)) * 5000)
+    for name in ("run.json", "empty", ".training"):
+        (there / name).write_text("{}" if name == "run.json" else "")
+    here.mkdir()
+    (here / "own").write_text("mine")
+    (here / "run.json").write_text("old")
+    assert copied(there, mark_of(here), here) == {"kind": "fetched", "copied": True, "there": True, "path": str(there)}
+    found = {path.relative_to(here).as_posix() for path in here.rglob("*") if not path.is_dir()}
+    assert found == {"own", "run.json", "empty", "checkpoints/step-1/model"}
+    assert (here / "checkpoints/latest/model").read_bytes() == bytes(range(256)) * 5000
+    assert (here / "run.json").read_text() == "{}"
+    assert not copied(there, mark_of(there), here)["copied"], "both see one disk"
+    assert not copied(tmp_path / "nowhere", None, here)["there"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "there"]

@@ -257,6 +257,7 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(
     assert not (project / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_exception_on_the_second_host_ends_the_run_with_its_line(
     hosts: SshHosts, project: Path, within: Within
 ) -> None:
@@ -382,11 +383,16 @@ def test_a_run_on_another_disk_is_copied_to_the_driver(hosts: SshHosts, project:
     assert result(out)["data"]["run_dir"] == str(run_dir)
     assert "not copied" not in err
     assert [path.name for path in hosts.private.iterdir()] == ["run"]
+    (run_dir / "notes.txt").touch()
     kinds = [json.loads(line).get("kind") for line in (run_dir / "events.jsonl").read_text().splitlines()]
     assert kinds[-1] == "end"
     assert os.readlink(run_dir / "checkpoints/latest") == "step-00000020"
     assert (run_dir / "report.html").exists()
     assert apportion.load(run_dir, trust=True)[0].weight.shape == (16, 8)
+    options = {"run_dir": str(run_dir), "resume": "auto", "steps": 25}
+    ended(drive(hosts, project, hosts.launcher("b", "also-a", "a", workers=1), **options))
+    assert os.readlink(run_dir / "checkpoints/latest") == "step-00000025"
+    assert (run_dir / "notes.txt").exists(), "what is not the run's stays"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@
 
 The agent kills its ranks and ends when its standard input ends, whatever the reason. Its folder holds the secret and
 the code of the run, and is the run's alone; the shell that has started the agent removes it, also where the agent was
-killed (``run_folder``). Where all ranks have ended and nothing is heard of the driver any more, the agent ends by itself: a connection
+killed. Where all ranks have ended and nothing is heard of the driver any more, the agent ends by itself: a connection
 that was cut may never say so.
 """
 

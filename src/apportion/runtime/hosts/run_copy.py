@@ -76,9 +76,9 @@ class RunCopy:
         self._doing(lambda: self._write(message))
 
     def finish(self) -> None:
-        """Puts the copy in its place; what was there before of the same run goes. Raises CheckpointError where that
-        cannot be done."""
-        self._doing(self._replace)
+        """Puts the copy in its place, where its files take that of their like and all others stay. Raises
+        CheckpointError where that cannot be done."""
+        self._doing(lambda: _merge(self._aside, self._run_dir))
 
     def drop(self) -> None:
         """Removes what is not whole."""
@@ -107,12 +107,14 @@ class RunCopy:
             path.touch()
             self._file = path
 
-    def _replace(self) -> None:
-        before = self._run_dir.with_name(f".{self._run_dir.name}.before-{os.getpid()}")
-        if self._run_dir.exists():
-            self._run_dir.rename(before)
-        self._aside.rename(self._run_dir)
-        shutil.rmtree(before, ignore_errors=True)
+
+def _merge(source: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir(), key=Path.is_symlink):  # a link comes after what it leads to
+        if path.is_dir() and not path.is_symlink():
+            _merge(path, target / path.name)
+        else:
+            path.replace(target / path.name)
 
 
 def inside(path: str) -> PurePosixPath:
