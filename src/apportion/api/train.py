@@ -46,9 +46,10 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
 
     ``workload``: itself, or its address (``path/to/file.py:name``). ``strategy``: None predicts what each
     would take here, tries the best for at most 10 s or 5 % of the run, and takes the fastest; the next run like it
-    takes the same. ``run_dir``: None makes one under ``runs/``. ``resume`` goes on from the last checkpoint there;
-    "auto" does where there is one, and starts the run where there is none. ``steps`` and ``seed`` replace the
-    workload's.
+    takes the same. ``launcher``: ``local()``, the default, starts workers here, ``ssh("a", "b:4")`` on several hosts,
+    and ``env()`` takes those that are running. ``run_dir``: None makes one under ``runs/``. ``resume`` goes on from the
+    last checkpoint there; "auto" does where there is one, and starts the run where there is none. ``steps`` and
+    ``seed`` replace the workload's.
 
     Where no strategy is given: ``trial=False`` takes the one that is predicted to be the fastest; ``remeasure``
     forgets earlier runs; ``allow_approximate`` also takes an approximate one, if it learns more in the same time.

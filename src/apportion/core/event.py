@@ -35,7 +35,8 @@ class Event:
       ``ratio``, ``step_seconds``, ``expected_seconds``
     - ``evaluation``: ``metrics`` (``{"accuracy": 0.97}``), ``final`` (bool), ``best`` (bool: the best so far)
     - ``checkpoint``: ``path``, ``seconds`` (it took), ``bytes``
-    - ``fault``: ``rank``, ``cause`` (one line), ``traceback`` (text or None), ``action`` (what was decided)
+    - ``fault``: ``rank`` (None: a host with all its ranks), ``cause`` (one line), ``traceback`` (text or None),
+      ``action`` (what was decided)
     - ``end``: ``reason`` ("finished", "stopped", "interrupted"), ``examples_per_second``, ``metrics`` (the last),
       ``run_dir``, ``resume`` (how to go on, or None), ``why`` (interrupted: why the last update could not be saved)
     """
