@@ -106,7 +106,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
     why = ssh_hosts.cannot()
     if why is not None:
         pytest.skip(why)
-    with ssh_hosts.ssh_hosts(tmp_path_factory.mktemp("hosts")) as made:
+    with ssh_hosts.ssh_hosts(tmp_path_factory.mktemp("hosts"), 3) as made:
         yield made
 
 
@@ -254,6 +254,20 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(
     assert process.returncode in (1, -signal.SIGINT, 130), err
     assert "interrupted before anything was saved" in err
     assert not (project / "run").exists()
+
+
+def test_hosts_that_do_not_reach_each_other_are_named(hosts: SshHosts, project: Path, within: Within) -> None:
+    first = hosts.made.addresses[1]
+    route = ["ip", "-n", hosts.made.names[2], "route"]
+    subprocess.run([*route, "add", "unreachable", first], check=True)
+    try:
+        process = drive(hosts, project, hosts.launcher("b", "c", workers=1))
+        with within(10, "the message"):
+            _, err = ended(process, 1)
+    finally:
+        subprocess.run([*route, "del", "unreachable", first], check=True)
+    assert f"ApportionError: host c cannot connect to host b at {first}, where the ranks meet" in err
+    assert "is there a firewall?" in err
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@
     agent    here: cores, address, versions                                            ->
              <-  prepare; of the first host: where the others are
     agent    (the first) place: the address and the port where the ranks meet          ->
+             <-  (to the others) reach: that place
+    agent    reached: whether it does                                                  ->
              <-  start, then the secret, the code and the job as bytes
     agent    started; event, output, raised, finished, exited of each rank              ->
              <-  alive, now and then; stop; fetch, more; the end of the stream
@@ -40,6 +42,8 @@ from apportion.runtime.hosts.run_copy import send_run
 from apportion.runtime.hosts.run_folder import hold, sweep
 from apportion.runtime.spawn.template import close_template, template
 
+REACH_SECONDS = 5.0
+"""The seconds in which a host has to reach the port where the ranks meet."""
 SILENT_SECONDS = 30.0
 """The seconds after the end of the last rank in which the driver has to say something, be it that it is there."""
 
@@ -79,6 +83,8 @@ class Agent:
             template()  # it imports torch while the driver and this process go on
             if order["first"]:
                 self._tell({"kind": "place", **self._place(order["others"])})
+        elif kind == "reach":
+            self._tell({"kind": "reached", "why": why_unreachable(order["address"], order["port"])})
         elif kind == "start":
             self._start(order, [self._bytes() for _ in range(3)])
         elif kind == "fetch":
@@ -107,6 +113,7 @@ class Agent:
         self._held = socket.socket(family, socket.SOCK_STREAM)
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._held.bind((address, 0))
+        self._held.listen()  # until the others have tried whether they reach it
         return {"address": address, "port": self._held.getsockname()[1]}
 
     def _start(self, order: Message, given: Sequence[bytes]) -> None:
@@ -152,6 +159,15 @@ def meeting_address(others: Sequence[str], own: str) -> str:
     ``own``: where it has reached this one. An address of the loopback is one of the driver's own host."""
     away = [address for address in others if not is_loopback(address)]
     return route_to(away[0]) if away else own
+
+
+def why_unreachable(address: str, port: int) -> str | None:
+    """Returns why this host cannot connect to a port of the first one; None where it can."""
+    try:
+        socket.create_connection((address, port), REACH_SECONDS).close()
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def _directory(name: str | None) -> Path:

@@ -135,7 +135,7 @@ class HostsRun:
 
     def _begin(self) -> None:
         """Hears where everything is, compares, and has the ranks started."""
-        facts = self._answers("here", READY_SECONDS, "has not answered")
+        facts = self._answers("here", READY_SECONDS, "has not answered", self._agents)
         told = [(agent.host, fact) for agent, fact in zip(self._agents, facts, strict=True)]
         refuse_unlike(versions(), told, self._launcher.device)
         wanted = [host.workers for host in self._hosts]
@@ -147,7 +147,8 @@ class HostsRun:
         others = [str(fact["address"]) for fact in facts[1:]]
         for agent in self._agents:
             agent.send({"kind": "prepare", "first": agent.number == 0, "others": others})
-        (place,) = self._answers("place", READY_SECONDS, "has not said where the ranks meet", hosts=1)
+        (place,) = self._answers("place", READY_SECONDS, "has not said where the ranks meet", self._agents[:1])
+        self._try_to_meet(place)
         secret, run = secrets.token_hex(32).encode(), secrets.token_hex(8)
         for agent, count, each in zip(self._agents, self._counts, threads, strict=True):
             agent.send({
@@ -159,11 +160,26 @@ class HostsRun:
             for data in (secret, self._shipment.code, self._shipment.payload):
                 agent.send(data)
 
-    def _answers(self, kind: str, seconds: float, late: str, hosts: int | None = None) -> list[Message]:
-        """Returns the answers of this kind of the first so many hosts, of all without a number. Raises ApportionError
-        where one ends, refuses, or is late."""
+    def _try_to_meet(self, place: Message) -> None:
+        """Has the other hosts try whether they reach the first. Raises ApportionError where one does not: its ranks
+        would wait for minutes."""
+        others = self._agents[1:]
+        for agent in others:
+            agent.send({"kind": "reach", "address": place["address"], "port": place["port"]})
+        answers = self._answers("reached", READY_SECONDS, "has not said whether it reaches the first host", others)
+        for agent, answer in zip(others, answers, strict=True):
+            if answer["why"] is not None:
+                raise ApportionError(
+                    f"host {agent.host} cannot connect to host {self._agents[0].host} at {place['address']}, where the "
+                    f"ranks meet at a free port ({answer['why']}): let the hosts connect to each other (is there a "
+                    "firewall?), or name a host first that all others reach"
+                )
+
+    def _answers(self, kind: str, seconds: float, late: str, agents: Sequence[AgentConnection]) -> list[Message]:
+        """Returns the answers of this kind of some hosts. Raises ApportionError where a host ends, refuses, or is
+        late."""
         found: dict[int, Message] = {}
-        wanted = [agent.number for agent in self._agents[:hosts]]
+        wanted = [agent.number for agent in agents]
         allowed = Allowance(seconds)
         while len(found) < len(wanted):
             news = self._next(min(LOOK_SECONDS, allowed.left))
