@@ -9,7 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +125,22 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def drive(
-    hosts: SshHosts, project: Path, launcher: Any, workload: str = "workload", **options: Any
-) -> subprocess.Popen[str]:
-    command = [sys.executable, "driver.py", str(launcher), f"work.py:{workload}"]
-    return hosts.start([*command, json.dumps({"run_dir": "run", **options})], project)
+Drive = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def drive(hosts: SshHosts, project: Path) -> Iterator[Drive]:
+    """``drive(launcher, "workload", steps=3)`` starts a driver on host a; none goes on after its test."""
+    with ExitStack() as stack:
+
+        def start(launcher: Any, workload: str = "workload", **options: Any) -> subprocess.Popen[str]:
+            given = json.dumps({"run_dir": "run", **options})
+            process = hosts.start([sys.executable, "driver.py", str(launcher), f"work.py:{workload}", given], project)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        yield start
 
 
 def ended(process: subprocess.Popen[str], status: int = 0) -> tuple[str, str]:
@@ -158,8 +170,10 @@ def losses_here(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def test_two_hosts_train_what_one_host_trains(hosts: SshHosts, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, err = ended(drive(hosts, project, hosts.launcher("a", "b", workers=1)))
+def test_two_hosts_train_what_one_host_trains(
+    hosts: SshHosts, drive: Drive, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, err = ended(drive(hosts.launcher("a", "b", workers=1)))
     told = result(out)
     assert (told["kind"], told["step"], told["data"]["reason"]) == ("end", 20, "finished")
     assert set(told["data"]["metrics"]) == {"accuracy"}
@@ -218,11 +232,11 @@ FAILURES = {
 
 @pytest.mark.parametrize("what", FAILURES)
 def test_what_is_wrong_with_a_host_is_said_in_one_message(
-    hosts: SshHosts, project: Path, tmp_path: Path, within: Within, what: str
+    hosts: SshHosts, drive: Drive, project: Path, tmp_path: Path, within: Within, what: str
 ) -> None:
     names, python, told = FAILURES[what]
     launcher = hosts.launcher(*names, workers=1, python=None if python is None else python(tmp_path))
-    process = drive(hosts, project, launcher)
+    process = drive(launcher)
     with within(10, "the message"):
         _, err = ended(process, 1)
     last = err.strip().splitlines()[-1]
@@ -244,9 +258,9 @@ def test_the_command_line_says_it_with_its_exit_status(hosts: SshHosts, project:
 
 
 def test_ctrl_c_before_the_first_step_leaves_nothing(
-    hosts: SshHosts, project: Path, within: Within, eventually: Eventually
+    hosts: SshHosts, drive: Drive, project: Path, within: Within, eventually: Eventually
 ) -> None:
-    process = drive(hosts, project, hosts.launcher("a", "b", workers=1))
+    process = drive(hosts.launcher("a", "b", workers=1))
     eventually(lambda: agents_on(hosts, "a") and agents_on(hosts, "b"), within=20, what="the agents run")
     process.send_signal(signal.SIGINT)
     with within(5, "the end"):
@@ -256,12 +270,14 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(
     assert not (project / "run").exists()
 
 
-def test_hosts_that_do_not_reach_each_other_are_named(hosts: SshHosts, project: Path, within: Within) -> None:
+def test_hosts_that_do_not_reach_each_other_are_named(
+    hosts: SshHosts, drive: Drive, project: Path, within: Within
+) -> None:
     first = hosts.made.addresses[1]
     route = ["ip", "-n", hosts.made.names[2], "route"]
     subprocess.run([*route, "add", "unreachable", first], check=True)
     try:
-        process = drive(hosts, project, hosts.launcher("b", "c", workers=1))
+        process = drive(hosts.launcher("b", "c", workers=1))
         with within(10, "the message"):
             _, err = ended(process, 1)
     finally:
@@ -272,9 +288,9 @@ def test_hosts_that_do_not_reach_each_other_are_named(hosts: SshHosts, project: 
 
 @pytest.mark.slow
 def test_an_exception_on_the_second_host_ends_the_run_with_its_line(
-    hosts: SshHosts, project: Path, within: Within
+    hosts: SshHosts, drive: Drive, project: Path, within: Within
 ) -> None:
-    process = drive(hosts, project, hosts.launcher("a", "b", workers=1), "raises")
+    process = drive(hosts.launcher("a", "b", workers=1), "raises")
     with within(30, "the end"):
         _, err = ended(process, 1)
     assert "WorkerFailed: rank 1 on host b: KeyError: 'on purpose'" in err
@@ -321,9 +337,9 @@ def agents_on(hosts: SshHosts, name: str) -> list[int]:
     ],
 )
 def test_what_is_killed_on_a_host_ends_the_run_and_leaves_nothing(
-    hosts: SshHosts, project: Path, within: Within, victim: str, told: str
+    hosts: SshHosts, drive: Drive, project: Path, within: Within, victim: str, told: str
 ) -> None:
-    process = drive(hosts, project, hosts.launcher("a", "b", workers=1), "endless")
+    process = drive(hosts.launcher("a", "b", workers=1), "endless")
     stepping(process)
     if victim == "sshd":
         pids = [pid for pid, words in hosts.processes("b").items() if words.startswith("sshd: ")]
@@ -340,7 +356,7 @@ def test_what_is_killed_on_a_host_ends_the_run_and_leaves_nothing(
 
 def look_for_the_secret(hosts: SshHosts) -> None:
     """The secret of a run lies in a file of its owner's, and in no argument and no variable."""
-    for name in hosts.names:
+    for name in ("a", "b"):
         (file,) = (hosts.folder / name).glob("apportion-hosts-*/secret")
         assert file.stat().st_mode & 0o777 == 0o600
         assert file.parent.stat().st_mode & 0o777 == 0o700
@@ -352,8 +368,10 @@ def look_for_the_secret(hosts: SshHosts) -> None:
 
 
 @pytest.mark.slow
-def test_a_driver_that_is_killed_leaves_nothing(hosts: SshHosts, project: Path, eventually: Eventually) -> None:
-    process = drive(hosts, project, hosts.launcher("a", "b", workers=1), "endless")
+def test_a_driver_that_is_killed_leaves_nothing(
+    hosts: SshHosts, drive: Drive, project: Path, eventually: Eventually
+) -> None:
+    process = drive(hosts.launcher("a", "b", workers=1), "endless")
     stepping(process)
     look_for_the_secret(hosts)
     process.kill()
@@ -362,8 +380,8 @@ def test_a_driver_that_is_killed_leaves_nothing(hosts: SshHosts, project: Path, 
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_says_how_to_go_on(hosts: SshHosts, project: Path, within: Within) -> None:
-    process = drive(hosts, project, hosts.launcher("a", "b", workers=1), "endless")
+def test_ctrl_c_saves_and_says_how_to_go_on(hosts: SshHosts, drive: Drive, project: Path, within: Within) -> None:
+    process = drive(hosts.launcher("a", "b", workers=1), "endless")
     stepping(process)
     process.send_signal(signal.SIGINT)
     with within(10, "the end"):
@@ -372,14 +390,14 @@ def test_ctrl_c_saves_and_says_how_to_go_on(hosts: SshHosts, project: Path, with
     assert "is saved" in err
     assert f"it is on host a, in {project}/run" in err
     saved = max(int(path.name.partition("-")[2]) for path in (project / "run/checkpoints").glob("step-*"))
-    out, _ = ended(drive(hosts, project, hosts.launcher("a", "b", workers=1), "endless", resume=True, steps=saved + 3))
+    out, _ = ended(drive(hosts.launcher("a", "b", workers=1), "endless", resume=True, steps=saved + 3))
     assert result(out)["step"] == saved + 3
 
 
 @pytest.mark.slow
-def test_a_loop_that_is_left_stops_all_ranks_at_one_step(hosts: SshHosts, project: Path) -> None:
+def test_a_loop_that_is_left_stops_all_ranks_at_one_step(hosts: SshHosts, drive: Drive, project: Path) -> None:
     launcher = hosts.launcher("a", "b:2", workers=1)
-    out, err = ended(drive(hosts, project, launcher, "endless", until=5, imported=True))
+    out, err = ended(drive(launcher, "endless", until=5, imported=True))
     assert result(out)["kind"] == "step"
     assert "could not be saved" not in err
     assert "host b has 2 workers x 1 threads and loaders on 1 cores: they take turns" in err
@@ -387,10 +405,10 @@ def test_a_loop_that_is_left_stops_all_ranks_at_one_step(hosts: SshHosts, projec
 
 
 @pytest.mark.slow
-def test_a_host_that_does_not_answer_is_named(hosts: SshHosts, project: Path, within: Within) -> None:
+def test_a_host_that_does_not_answer_is_named(hosts: SshHosts, drive: Drive, project: Path, within: Within) -> None:
     os.kill(hosts.servers["b"].pid, signal.SIGSTOP)
     try:
-        process = drive(hosts, project, hosts.launcher("a", "b", workers=1))
+        process = drive(hosts.launcher("a", "b", workers=1))
         with within(11, "the message"):
             _, err = ended(process, 1)
     finally:
@@ -399,9 +417,9 @@ def test_a_host_that_does_not_answer_is_named(hosts: SshHosts, project: Path, wi
 
 
 @pytest.mark.slow
-def test_a_run_on_another_disk_is_copied_to_the_driver(hosts: SshHosts, project: Path) -> None:
+def test_a_run_on_another_disk_is_copied_to_the_driver(hosts: SshHosts, drive: Drive, project: Path) -> None:
     run_dir = hosts.private / "run"
-    out, err = ended(drive(hosts, project, hosts.launcher("b", "a", workers=1), run_dir=str(run_dir)))
+    out, err = ended(drive(hosts.launcher("b", "a", workers=1), run_dir=str(run_dir)))
     assert result(out)["data"]["run_dir"] == str(run_dir)
     assert "not copied" not in err
     assert [path.name for path in hosts.private.iterdir()] == ["run"]
@@ -412,9 +430,17 @@ def test_a_run_on_another_disk_is_copied_to_the_driver(hosts: SshHosts, project:
     assert (run_dir / "report.html").exists()
     assert apportion.load(run_dir, trust=True)[0].weight.shape == (16, 8)
     options = {"run_dir": str(run_dir), "resume": "auto", "steps": 25}
-    ended(drive(hosts, project, hosts.launcher("b", "also-a", "a", workers=1), **options))
+    ended(drive(hosts.launcher("b", "also-a", "a", workers=1), **options))
     assert os.readlink(run_dir / "checkpoints/latest") == "step-00000025"
     assert (run_dir / "notes.txt").exists(), "what is not the run's stays"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_one_other_host_trains_too(hosts: SshHosts, drive: Drive, project: Path, workers: int) -> None:
+    out, err = ended(drive(hosts.launcher("b", workers=workers)))
+    assert (result(out)["kind"], result(out)["step"]) == ("end", 20)
+    assert ("b, rank 0: hello from 0" if workers > 1 else "hello from 0") in err.splitlines()
 
 
 @pytest.mark.slow

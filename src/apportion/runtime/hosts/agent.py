@@ -86,7 +86,8 @@ class Agent:
         elif kind == "reach":
             self._tell({"kind": "reached", "why": why_unreachable(order["address"], order["port"])})
         elif kind == "start":
-            self._start(order, [self._bytes() for _ in range(3)])
+            given = [self._bytes() for _ in range(3)]  # and on to the end of the stream, which may come meanwhile
+            threading.Thread(target=self._start_or_refuse, args=(order, given), daemon=True).start()
         elif kind == "fetch":
             send_run(self._directory / order["run_dir"], order["known"], self._writer, self._reader)
         elif kind == "stop" and self._ranks is not None:
@@ -115,6 +116,12 @@ class Agent:
         self._held.bind((address, 0))
         self._held.listen()  # until the others have tried whether they reach it
         return {"address": address, "port": self._held.getsockname()[1]}
+
+    def _start_or_refuse(self, order: Message, given: Sequence[bytes]) -> None:
+        try:
+            self._start(order, given)
+        except (OSError, ApportionError, ValueError) as error:
+            self._tell({"kind": "refused", "why": str(error)})
 
     def _start(self, order: Message, given: Sequence[bytes]) -> None:
         secret, code, payload = given

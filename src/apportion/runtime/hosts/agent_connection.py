@@ -20,6 +20,8 @@ ALIVE_SECONDS = 5.0
 """The seconds after which an agent that is told nothing else is told that the driver is there."""
 _KEPT_LINES = 20
 _LAST_WORDS_SECONDS = 0.5
+_END_SECONDS = 2.0
+"""The seconds that ssh may take to end after its connection."""
 News = tuple[int, Message | bytes | None]
 """The number of a host, and what its agent has sent; None once the connection has ended."""
 
@@ -76,7 +78,7 @@ class AgentConnection:
 
     def why_ended(self) -> str:
         """Returns why the connection has ended, and the cure."""
-        self.wait(_LAST_WORDS_SECONDS)
+        self.wait(_END_SECONDS)
         self._threads[1].join(_LAST_WORDS_SECONDS)
         return ending_text(self.host, self._process.poll(), list(self._said), is_up=self.is_up, broken=self._broken)
 

@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -350,7 +350,9 @@ class HostsRun:
     def _save_and_stop(self) -> Event:
         """Stops all ranks at one step, which saves it, and returns the ``end`` event. A second Ctrl-C cuts it short,
         and so does the time."""
-        why = self._stop(SAVE_SECONDS) if self._last is not None else "the first step had not begun"
+        why: str | None = "the first step had not begun"
+        if self._last is not None:
+            why = self._stop(SAVE_SECONDS, lambda: self._interrupts.again)
         self._close()
         if self._finished is not None and self._finished.data["reason"] == "finished":
             self._end = self._finished
@@ -367,14 +369,14 @@ class HostsRun:
         )
         return self._end if stopped is None else replace(self._end, step=stopped.step, epoch=stopped.epoch)
 
-    def _stop(self, seconds: float) -> str | None:
+    def _stop(self, seconds: float, cut: Callable[[], bool]) -> str | None:
         """Has all ranks stop at one step; returns why they did not, or None where they did. What they tell meanwhile is
-        written down by rank 0."""
+        written down by rank 0. ``cut``: whether to wait no longer."""
         if self._failed or not self._agents:
             return "the run has ended"
         self._agents[0].send({"kind": "stop"})
         allowed = Allowance(seconds)
-        while allowed.left > 0 and not self._interrupts.again:
+        while allowed.left > 0 and not cut():
             try:
                 news = self._next(0.1)
                 if news is not None:
@@ -386,14 +388,14 @@ class HostsRun:
                 return None
             if isinstance(action, Stop):
                 return action.cause
-        return "interrupted again" if self._interrupts.again else f"it took longer than {seconds:g} s"
+        return "interrupted again" if cut() else f"it took longer than {seconds:g} s"
 
     def _leave(self) -> None:
         """Stops all ranks at one step, after the loop over the events was left."""
         self._interrupts.hold()
         if self._end is not None or self._failed:
             return
-        why = self._stop(STOP_SECONDS)
+        why = self._stop(STOP_SECONDS, lambda: self._interrupts.pending)
         if why is not None:
             warnings.warn(f"the run was left, and could not be saved as it was: {why}", stacklevel=2)
         else:
