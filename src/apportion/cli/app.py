@@ -43,7 +43,7 @@ Address = Annotated[
 ]
 Workers = Annotated[int | None, typer.Option(min=1, help="processes that take batches (default: one a core or GPU)")]
 Steps = Annotated[int | None, typer.Option(min=1, help="updates")]
-Launcher = Annotated[str | None, typer.Option(metavar="L", help='"local(workers=4, threads=8)" or env')]
+Launcher = Annotated[str | None, typer.Option(metavar="L", help='"local(workers=4, threads=8)", "ssh(...)" or env')]
 NamedStrategy = Annotated[
     str | None, typer.Argument(metavar="S", help="the strategy, as --strategy", show_default=False)
 ]

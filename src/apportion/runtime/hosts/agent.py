@@ -63,7 +63,7 @@ class Agent:
     def serve(self) -> None:
         """Obeys the driver until it is gone. Raises OSError, FrameError or ApportionError for what cannot be done."""
         self._writer.greet()
-        self._tell({"kind": "here", "folder": str(self._folder), "pid": os.getpid(), **describe_host()})
+        self._tell({"kind": "here", **describe_host()})
         while (order := self._reader.receive()) is not None:
             if isinstance(order, bytes):
                 raise FrameError("bytes came where an order must")
@@ -147,7 +147,7 @@ class Agent:
         if self._held is not None:
             self._held.close()
         self._ranks = HostRanks(start, payload, self._tell)
-        self._tell({"kind": "started", "pids": self._ranks.pids(), "directory": str(self._directory)})
+        self._tell({"kind": "started", "directory": str(self._directory)})
         threading.Thread(target=self._end_when_left, args=(self._ranks,), daemon=True).start()
 
     def _end_when_left(self, ranks: HostRanks) -> None:

@@ -118,10 +118,6 @@ class HostRanks:
             os.close(write)
         return _Rank(self._start.first + local_rank, process, ours, read)
 
-    def pids(self) -> list[int]:
-        """Returns the process ids of the ranks."""
-        return [rank.process.pid for rank in self._ranks if rank.process.pid is not None]
-
     def order(self, message: Mapping[str, Any]) -> None:
         """Passes an order of the driver on to the first rank of this host."""
         try:
