@@ -257,16 +257,17 @@ def test_the_command_line_says_it_with_its_exit_status(hosts: SshHosts, project:
     assert "leave --hosts out" in err
 
 
-def test_ctrl_c_before_the_first_step_leaves_nothing(
-    hosts: SshHosts, drive: Drive, project: Path, within: Within, eventually: Eventually
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_driver_that_is_ended_before_the_first_step_leaves_nothing(
+    hosts: SshHosts, drive: Drive, project: Path, within: Within, eventually: Eventually, number: signal.Signals
 ) -> None:
     process = drive(hosts.launcher("a", "b", workers=1))
     eventually(lambda: agents_on(hosts, "a") and agents_on(hosts, "b"), within=20, what="the agents run")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     with within(5, "the end"):
         _, err = process.communicate(timeout=SECONDS)
-    assert process.returncode in (1, -signal.SIGINT, 130), err
-    assert "interrupted before anything was saved" in err
+    assert process.returncode in ((1, 130, -number) if number == signal.SIGINT else (-number,)), err
+    assert ("interrupted before anything was saved" in err) == (number == signal.SIGINT)
     assert not (project / "run").exists()
 
 
@@ -284,6 +285,15 @@ def test_hosts_that_do_not_reach_each_other_are_named(
         subprocess.run([*route, "del", "unreachable", first], check=True)
     assert f"ApportionError: host c cannot connect to host b at {first}, where the ranks meet" in err
     assert "is there a firewall?" in err
+
+
+def test_a_full_disk_on_a_host_is_named(hosts: SshHosts, drive: Drive, project: Path, within: Within) -> None:
+    (project / "large.py").write_bytes(os.urandom(1 << 17))
+    with hosts.small_disk("c"), within(10, "the message"):
+        _, err = ended(drive(hosts.launcher("a", "c", workers=1)), 1)
+    last = err.strip().splitlines()[-1]
+    assert "host c: the code of the run cannot be written to" in last
+    assert "(No space left on device): make room there" in last
 
 
 @pytest.mark.slow

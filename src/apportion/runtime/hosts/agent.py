@@ -126,9 +126,15 @@ class Agent:
     def _start(self, order: Message, given: Sequence[bytes]) -> None:
         secret, code, payload = given
         secret_file = self._folder / "secret"
-        with open(os.open(secret_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(secret)
-        unpack(code, self._folder / "code")
+        try:
+            with open(os.open(secret_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(secret)
+            unpack(code, self._folder / "code")
+        except OSError as error:
+            raise ApportionError(
+                f"the code of the run cannot be written to {self._folder} ({error.strerror}): make room there, or set "
+                "TMPDIR to another folder in the environment that ssh gives"
+            ) from error
         self._directory = _directory(order["directory"])
         start = RanksStart(
             first=order["first"],
