@@ -80,12 +80,13 @@ endless = made(loss=slow, steps=100_000)
 DRIVER = """
 import json
 import sys
+import time
 
 import apportion
 from apportion.core.value import parse
 
 launcher, address, options = parse(sys.argv[1], "apportion.runtime.launch"), sys.argv[2], json.loads(sys.argv[3])
-until = options.pop("until", None)
+until, rest = options.pop("until", None), options.pop("rest", 0)
 if options.pop("imported", False):
     import work
     address = getattr(work, address.partition(":")[2])
@@ -98,6 +99,8 @@ if __name__ == "__main__":
             print("step", event.step, flush=True)
             if until is not None and event.step >= until:
                 break
+            if event.step > 2:
+                time.sleep(rest)
     print(json.dumps({"losses": losses, "kind": last.kind, "step": last.step, "data": dict(last.data)}))
 """
 
@@ -390,8 +393,11 @@ def test_a_driver_that_is_killed_leaves_nothing(
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_says_how_to_go_on(hosts: SshHosts, drive: Drive, project: Path, within: Within) -> None:
-    process = drive(hosts.launcher("a", "b", workers=1), "endless")
+@pytest.mark.parametrize("rest", [0, 60], ids=["in the run", "in the body of the loop"])
+def test_ctrl_c_saves_and_says_how_to_go_on(
+    hosts: SshHosts, drive: Drive, project: Path, within: Within, rest: int
+) -> None:
+    process = drive(hosts.launcher("a", "b", workers=1), "endless", rest=rest)
     stepping(process)
     process.send_signal(signal.SIGINT)
     with within(10, "the end"):
