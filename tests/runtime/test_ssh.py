@@ -433,6 +433,20 @@ def test_a_host_that_does_not_answer_is_named(hosts: SshHosts, drive: Drive, pro
 
 
 @pytest.mark.slow
+def test_an_agent_that_is_stopped_is_named(hosts: SshHosts, drive: Drive, project: Path, within: Within) -> None:
+    process = drive(hosts.launcher("a", "b", workers=1), "endless")
+    stepping(process)
+    (agent,) = agents_on(hosts, "b")
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        with within(50, "the end"):
+            _, err = ended(process, 1)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    assert "host b: its agent has said nothing for 30 s: it was stopped, or the host" in err
+
+
+@pytest.mark.slow
 def test_a_run_on_another_disk_is_copied_to_the_driver(hosts: SshHosts, drive: Drive, project: Path) -> None:
     run_dir = hosts.private / "run"
     out, err = ended(drive(hosts.launcher("b", "a", workers=1), run_dir=str(run_dir)))

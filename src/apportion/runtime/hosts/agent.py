@@ -10,7 +10,8 @@
     agent    reached: whether it does                                                  ->
              <-  start, then the secret, the code and the job as bytes
     agent    started; event, output, raised, finished, exited of each rank              ->
-             <-  alive, now and then; stop; fetch, more; the end of the stream
+             <-  stop; fetch, more; the end of the stream
+    both     alive, now and then
 
 The agent kills its ranks and ends when its standard input ends, whatever the reason. Its folder holds the secret and
 the code of the run, and is the run's alone; the shell that has started the agent removes it, also where the agent was
@@ -35,7 +36,7 @@ from typing import Any, final
 from apportion.comm.network.address import is_loopback, route_to
 from apportion.errors import ApportionError
 from apportion.runtime.hosts.code_bundle import unpack
-from apportion.runtime.hosts.frames import FrameError, FrameReader, FrameWriter, Message
+from apportion.runtime.hosts.frames import ALIVE_SECONDS, FrameError, FrameReader, FrameWriter, Message
 from apportion.runtime.hosts.host_facts import describe_host, own_address
 from apportion.runtime.hosts.host_ranks import HostRanks, RanksStart
 from apportion.runtime.hosts.run_copy import send_run
@@ -64,6 +65,7 @@ class Agent:
         """Obeys the driver until it is gone. Raises OSError, FrameError or ApportionError for what cannot be done."""
         self._writer.greet()
         self._tell({"kind": "here", **describe_host()})
+        threading.Thread(target=self._say_alive, daemon=True).start()
         while (order := self._reader.receive()) is not None:
             if isinstance(order, bytes):
                 raise FrameError("bytes came where an order must")
@@ -92,6 +94,11 @@ class Agent:
             send_run(self._directory / order["run_dir"], order["known"], self._writer, self._reader)
         elif kind == "stop" and self._ranks is not None:
             self._ranks.order(order)
+
+    def _say_alive(self) -> None:
+        waits = threading.Event()  # never set
+        while not waits.wait(ALIVE_SECONDS):
+            self._tell({"kind": "alive"})
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         try:

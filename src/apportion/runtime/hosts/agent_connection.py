@@ -11,13 +11,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, BinaryIO, final
 
-from apportion.runtime.hosts.frames import FrameError, FrameReader, FrameWriter, Message
+from apportion.runtime.hosts.frames import ALIVE_SECONDS, FrameError, FrameReader, FrameWriter, Message
 from apportion.runtime.launch.ssh import CONNECT_SECONDS, NO_FOLDER, NO_PYTHON
 
 SSH_FAILED = 255
 """The exit status of ssh for what went wrong with the connection itself."""
-ALIVE_SECONDS = 5.0
-"""The seconds after which an agent that is told nothing else is told that the driver is there."""
 _KEPT_LINES = 20
 _LAST_WORDS_SECONDS = 0.5
 _END_SECONDS = 2.0

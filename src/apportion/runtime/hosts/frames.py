@@ -23,6 +23,8 @@ GREETING = b"\napportion-agent/1\n"
 """The line that an agent begins with."""
 MOST_NOISE = 1 << 16
 """The most bytes that a login shell may print before it."""
+ALIVE_SECONDS = 5.0
+"""The seconds after which each end says that it is there."""
 _HEAD = struct.Struct("!cI")
 _BOUNDS = {b"J": MOST_JSON, b"B": MOST_BYTES}
 Message = dict[str, Any]

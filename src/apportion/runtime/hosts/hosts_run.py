@@ -33,6 +33,8 @@ from apportion.runtime.worker.job import Job
 
 READY_SECONDS = 30.0
 """The seconds that an agent may take to speak: ssh itself gives up earlier where nobody answers."""
+SILENT_SECONDS = 30.0
+"""The seconds that an agent, which says every few that it is there, may say nothing."""
 LOOK_SECONDS = 0.5
 """The seconds between two looks at whether Ctrl-C has come."""
 SAVE_SECONDS = 5.0
@@ -213,10 +215,14 @@ class HostsRun:
     def _listen(self) -> Iterator[Event]:
         """Yields events until every rank has finished."""
         pause: float = LOOK_SECONDS
+        allowed = [Allowance(SILENT_SECONDS) for _ in self._agents]
         while True:
             news = self._next(pause)
             try:
                 event = self._take(*news) if news is not None else None
+                if news is not None:
+                    allowed[news[0]] = Allowance(SILENT_SECONDS)
+                self._refuse_silent([allowance.left for allowance in allowed])
             except WorkerFailed as error:  # the host is lost
                 yield self._own_event("fault", rank=None, cause=str(error), traceback=None, action="stops")
                 raise
@@ -232,6 +238,15 @@ class HostsRun:
             pause = LOOK_SECONDS
             if isinstance(action, GoOn) and action.seconds is not None:
                 pause = min(pause, action.seconds)
+
+    def _refuse_silent(self, left: Sequence[float]) -> None:
+        """Raises WorkerFailed where an agent says nothing any more. ``left``: the seconds that each may go on so."""
+        for agent, seconds in zip(self._agents, left, strict=True):
+            if seconds <= 0:
+                raise WorkerFailed(
+                    f"host {agent.host}: its agent has said nothing for {SILENT_SECONDS:.0f} s: it was stopped, or the "
+                    "host has no time or no memory left; --resume goes on"
+                )
 
     def _hear_out(self, ranks: Iterable[int]) -> None:
         """Prints what these ranks have printed, until they have ended: their output comes by another way than what they
@@ -306,14 +321,12 @@ class HostsRun:
         agent.send({"kind": "fetch", "run_dir": self._job.run_dir, "known": mark_of(local)})
         copy, allowed = RunCopy(local), Allowance(COPY_SECONDS)
         try:
-            while True:
+            while allowed.left > 0:
                 news = self._next(LOOK_SECONDS)
-                if news is None and allowed.left <= 0:
-                    raise CheckpointError(f"nothing came for {COPY_SECONDS:.0f} s")
                 if news is None or news[0] != 0:
                     continue
                 self._refuse_ended(*news)
-                message, allowed = news[1], Allowance(COPY_SECONDS)
+                message = news[1]
                 if isinstance(message, dict) and message["kind"] == "fetched":
                     if message["copied"]:
                         copy.finish()
@@ -321,6 +334,8 @@ class HostsRun:
                 if isinstance(message, bytes) or (message and message["kind"] in ("file", "folder", "link")):
                     copy.take(message)
                     agent.send({"kind": "more"})
+                    allowed = Allowance(COPY_SECONDS)
+            raise CheckpointError(f"nothing came for {COPY_SECONDS:.0f} s")
         except (ApportionError, FrameError) as error:
             warnings.warn(
                 f"the run is whole on host {agent.host}, in {self._place}, and is not copied here: {error}",
