@@ -13,7 +13,6 @@ from apportion.core.value import parse
 from apportion.runtime.checkpoint.code_ownership import loading
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
-from apportion.runtime.launch.ssh import Ssh
 
 if TYPE_CHECKING:
     from apportion.api.running import RunRequest
@@ -22,8 +21,9 @@ if TYPE_CHECKING:
     from apportion.core.strategy import Strategy
     from apportion.core.workload import Workload
     from apportion.planner.auto import Planning
+    from apportion.runtime.launch.ssh import Ssh
 
-Launcher = Local | Env | Ssh
+    Launcher = Local | Env | Ssh
 
 
 def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
@@ -109,6 +109,7 @@ def _begin(
     asked: RunRequest, strategy: Strategy | None, launcher: Launcher, planning: Planning
 ) -> Generator[Event, None, None]:
     from apportion.api import running
+    from apportion.runtime.launch.ssh import Ssh
 
     if isinstance(launcher, Env):
         return running.joined(asked, strategy, launcher)
