@@ -58,7 +58,7 @@ def apart(*, over: str = "NetworkGroup") -> World:
 
 def run(sock: socket.socket, payload: bytes) -> int:
     """A rank's side."""
-    from apportion.runtime.worker.entry import _report
+    from apportion.runtime.worker.entry import report
 
     channel = Channel(sock)
     try:
@@ -70,6 +70,6 @@ def run(sock: socket.socket, payload: bytes) -> int:
         while channel.commands.get() is not None:  # until the driver has every rank's answer
             pass
     except BaseException as error:
-        _report(channel, error)
+        report(channel, error)
         return 1
     return 0

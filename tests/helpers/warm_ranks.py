@@ -136,6 +136,6 @@ def obey(sock: socket.socket, payload: bytes) -> int:
             channel._maps.clear()
             channel.send({"kind": "idle"})
     except BaseException as error:
-        entry._report(channel, error)
+        entry.report(channel, error)
         return 1
     return 0

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -32,6 +32,10 @@ from apportion.runtime.worker.agreement import RunAgreement
 from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.training.loop import work
+
+if TYPE_CHECKING:  # a run that is not proved needs none of this
+    from apportion.api.run_proof import SelfProof
+    from apportion.runtime.proof.proof import Settled
 
 Launcher = Local | Env
 
@@ -169,26 +173,40 @@ fit a host."""
 
 
 def _settled_together(job: Job, world: World, told: dict[str, Any], *, required: bool) -> dict[str, Any]:
-    """Lets rank 0 prove with as many processes of its own, on the CPU, and tells all ranks. Raises Disproved on all of
-    them."""
+    """Proves the run on its own ranks, where they are on several hosts or too many for processes beside them; else lets
+    rank 0 prove it with as many processes of its own. Raises Disproved on all of them. On the CPU either way."""
+    from apportion.api.proof_workers import cut_at
+    from apportion.api.run_proof import SelfProof
+    from apportion.runtime.launched.driving import connections, driven
+
+    hosts = world.hosts() if connections(world) is not None else []
+    on_these = len(hosts) > 1 or (bool(hosts) and world.size > PROCESSES)
+    workers = next(n for n in range(1, world.size + 1) if job.strategy.ranks(n) == world.size)
+    alike = candidate(job.strategy, Local(workers=workers, threads=1, device="cpu"))
+    proof = SelfProof(job, alike, required=required, hosts=hosts if on_these else ())
     answer: dict[str, Any] | None = None
     if world.rank == 0:
-        from apportion.api.run_proof import SelfProof
-
-        workers = next(n for n in range(1, world.size + 1) if job.strategy.ranks(n) == world.size)
-        alike = candidate(job.strategy, Local(workers=workers, threads=1, device="cpu"))
-        proof = SelfProof(job, alike, required=required)
-        settled = proof.known(told) or (proof.settle(told) if world.size <= PROCESSES else proof.too_many())
-        try:
-            answer = {"proof": proof.check(settled)}
-        except NotProved as error:
-            cure = f"it does with APPORTION_PLAIN={','.join(error.plain)}" if error.proved else _CURE
-            answer = {"refused": f"{error}; {cure}"}
+        known = proof.known(told)
+        if known is None and not on_these:
+            known = proof.settle(told) if world.size <= PROCESSES else proof.too_many()
+        answer = None if known is None else _answer(proof, known)
     answer = broadcast_message(answer, world.group(), device=world.device)
+    if answer is None:
+        alone = replace(job, loaders=0)
+        answer = driven(alone, world, lambda ranks: _answer(proof, proof.settle(told, ranks)), cut_at)
     if "refused" in answer:
         raise Disproved(answer["refused"])
     settled_proof: dict[str, Any] = answer["proof"]
     return settled_proof
+
+
+def _answer(proof: SelfProof, settled: Settled) -> dict[str, Any]:
+    """Returns what all ranks are told of the answer: what the run writes down, or why it must not go on."""
+    try:
+        return {"proof": proof.check(settled)}
+    except NotProved as error:
+        cure = f"it does with APPORTION_PLAIN={','.join(error.plain)}" if error.proved else _CURE
+        return {"refused": f"{error}; {cure}"}
 
 
 def journaled(

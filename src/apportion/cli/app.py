@@ -170,14 +170,17 @@ def check(
     strategy: Annotated[str, typer.Option(metavar="S", help="the strategy to prove")],
     workers: Workers = None,
     steps: Annotated[int, typer.Option(min=1, help="updates to compare after")] = 8,
+    launcher: Launcher = None,
     as_json: Json = False,
 ) -> None:
     """Prove that a strategy computes what one device does, after every step, tensor by tensor."""
     with _guarded():
         from apportion.cli.run_display import show_proof
 
-        proof = apportion.check(workload, strategy, workers=workers, steps=steps)
-        if as_json:
+        proof = apportion.check(workload, strategy, steps=steps, launcher=_launcher(launcher, workers))
+        if not _is_first(launcher):
+            pass
+        elif as_json:
             _print_json({"holds": proof.holds, **asdict(proof)})
         else:
             show_proof(proof)
@@ -302,6 +305,13 @@ def _launcher(text: str | None, workers: int | None) -> Any:
     if not isinstance(launcher, Local):
         raise ValueError(f"--workers goes with local(): {launcher} finds its workers running already")
     return replace(launcher, workers=workers)
+
+
+def _is_first(launcher: str | None) -> bool:
+    """Tells whether this process is the one that speaks for all, of those that others may have started."""
+    from apportion.comm.network.launched_ranks import given
+
+    return launcher is None or given(os.environ).get("RANK", "0") == "0"
 
 
 def _print_json(value: Any) -> None:

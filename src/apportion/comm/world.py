@@ -195,6 +195,12 @@ class World:
             self._find_hosts(self.group())
         return self._known_hosts
 
+    @collective
+    def hosts(self) -> list[int]:
+        """The number of ranks on each of their hosts, in the order of the hosts. Called by all ranks."""
+        found = self._hosts()
+        return [found.count(host) for host in range(max(found) + 1)]
+
     def _find_hosts(self, group: Group) -> None:
         """Learn where the other ranks run. Raises ValueError where the numbers that they were given cannot be."""
         slots = gather_messages([host_key(), self.local_rank, self.local_size], group, device=self.device)
@@ -205,6 +211,27 @@ class World:
         whole = self.group()
         flat: Any = getattr(whole, "flat", whole)
         return part._fastest(flat.part(ranks))
+
+    @collective
+    def renew(self) -> World:
+        """The same world with groups, memory and parts of its own, over connections of their own: what happens in it,
+        an error among it, leaves this one as it is. Called by all ranks, where no supervisor has started them."""
+        group: Any = self.group()
+        flat = (getattr(group, "flat", None) or group).part(range(self.size))
+        fresh = replace(
+            self, all_waits=WaitClock(), _parts={}, _axes={}, _groups={"world": flat}, _memories={}, _asked={},
+            _known_hosts=list(self._known_hosts),
+        )  # fmt: skip
+        flat.all_waits = fresh.all_waits
+        fresh._groups["world"] = fresh._fastest(flat)
+        return fresh
+
+    def abandon(self) -> None:
+        """Have whoever waits in a group of this world, or of its parts, stop waiting, with PeerLost. May be called from
+        any thread, for a world that ``renew`` has made; only ``close`` comes after it."""
+        for group in list(self._groups.values()):
+            flat: Any = getattr(group, "flat", None) or group
+            flat.abandon()
 
     def group(self, axis: str = "world") -> Group:
         """The collectives among the ranks of this world, or of this rank's part along an axis that ``split`` has made;

@@ -8,6 +8,8 @@ and in every run: rank order, and in a ring rank order from the part's own rank 
 
 from __future__ import annotations
 
+import socket
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import final
@@ -53,7 +55,9 @@ class NetworkGroup(HostsGroup):
         """The connections of messages: of each peer one that this rank sends on, and one that it receives on."""
         self._thread: CollectiveThread | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._interrupted = False
+        self._interrupted = self._abandoned = False
+        self._made: list[weakref.ReferenceType[Group]] = []
+        """The groups that were made through this one."""
 
     # Collectives
 
@@ -245,7 +249,9 @@ class NetworkGroup(HostsGroup):
     def part(self, ranks: Sequence[int]) -> NetworkGroup:
         """Makes the group of some of these ranks, in this order; called by them alone."""
         own = [self._ranks[rank] for rank in ranks]
-        return NetworkGroup(self._meeting, own, self._meeting.another(own), all_waits=self.all_waits)
+        made = NetworkGroup(self._meeting, own, self._meeting.another(own), all_waits=self.all_waits)
+        self.keep(made)
+        return made
 
     def lane(self) -> NetworkGroup:
         return self.part(range(self.size))
@@ -257,6 +263,36 @@ class NetworkGroup(HostsGroup):
         self._meeting.wake()
         for connection in (*self._peers.values(), *self._ways.values()):
             connection.close()
+
+    def keep(self, group: Group) -> None:
+        self._made = [*(made for made in self._made if made() is not None), weakref.ref(group)]
+        if self._abandoned:
+            group.abandon()
+
+    def abandon(self) -> None:
+        self._abandoned = True
+        self.interrupt()
+        for found in self._made:
+            group = found()
+            if group is not None:
+                group.abandon()
+
+    def links(self) -> list[socket.socket]:
+        """Returns connections beside those of the group, which the caller closes: rank 0 gets one to each other rank,
+        in rank order, and each of these gets one to rank 0. Called by all ranks. Raises PeerLost where a rank is not
+        there."""
+        name = f"{self._meeting.another(self._ranks)}/links"
+        if self.rank:
+            found = [self._meeting.dial(self._ranks[0], name, lambda: self._interrupted)]
+        else:
+            found = [self._meeting.take(rank, name, lambda: self._interrupted) for rank in self._ranks[1:]]
+        for sock in found:
+            sock.settimeout(None)
+        return found
+
+    def describe(self, rank: int) -> str:
+        """Returns what a rank is called in messages of errors."""
+        return self._meeting.describe(self._ranks[rank])
 
     def close(self) -> None:
         self.interrupt()

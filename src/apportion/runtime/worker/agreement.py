@@ -11,7 +11,7 @@ import math
 import platform
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from apportion.comm.objects import gather_messages
 from apportion.comm.world import World
 from apportion.core.strategy import Step
 from apportion.core.workload import Workload
+from apportion.errors import WorkerFailed
 from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.run_description import Description, describe_code, describe_data, describe_run
 
@@ -44,8 +45,7 @@ class RunAgreement:
     def on_workload(self, workload: Workload) -> None:
         """Compares the settings of all ranks, before any strategy is built. Raises ValueError, on all of them, where
         they differ."""
-        self._code = describe_code(workload)
-        told = self._gather(describe_run(self._job, workload))
+        told = self._gather(lambda: self._describe_run(workload))
         refuse_differences(told)
         if len(processors := sorted({rank["processor"] for rank in told})) > 1 and self._world.rank == 0:
             warnings.warn(
@@ -58,16 +58,34 @@ class RunAgreement:
     def on_data(self, workload: Workload, step: Step) -> None:
         """Compares the data of all ranks, and what the first update makes of some of them. Raises ValueError, on all
         of them, where they differ."""
-        told = self._gather(describe_data(self._job, workload, step))
+        told = self._gather(lambda: describe_data(self._job, workload, step))
         refuse_differences(told)
         if (said := unlike_code(told)) is not None and self._world.rank == 0:
             warnings.warn(said, stacklevel=2)
 
+    def _describe_run(self, workload: Workload) -> Description:
+        self._code = describe_code(workload)
+        return describe_run(self._job, workload)
+
     @collective
-    def _gather(self, described: Description) -> list[Description]:
+    def _gather(self, describe: Callable[[], Description]) -> list[Description]:
+        """Returns the descriptions of all ranks. Raises what ``describe`` raises here, and WorkerFailed where it does
+        in another rank."""
         processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, threads={torch.get_num_threads()}"
-        own = {"host": socket.gethostname(), "processor": processor, "code": self._code, **described}
-        return gather_messages(own, self._world.group(), device=self._world.device)
+        own: dict[str, Any] = {"host": socket.gethostname(), "processor": processor}
+        raised: Exception | None = None
+        try:
+            own |= describe()
+        except Exception as error:  # whatever it is, the others are waiting for this rank
+            own["raised"], raised = f"{type(error).__name__}: {error}", error
+        own["code"] = self._code
+        told = gather_messages(own, self._world.group(), device=self._world.device)
+        if raised is not None:
+            raise raised
+        for rank, of in enumerate(told):
+            if "raised" in of:
+                raise WorkerFailed(f"rank {rank} on host {of['host']}: {of['raised']}", rank=rank)
+        return told
 
 
 def refuse_differences(told: Sequence[Description]) -> None:
