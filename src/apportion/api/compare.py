@@ -16,6 +16,7 @@ from apportion.core.workload import Workload
 from apportion.errors import ApportionError
 from apportion.planner.predict import prices
 from apportion.planner.trials.trial import Candidate, Measured, candidate, parked
+from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
 
 ROUNDS = 5
@@ -70,7 +71,7 @@ def compare(  # noqa: PLR0913 (all of it by name)
     *,
     workers: int | None = None,
     steps: int = 50,
-    launcher: Local | None = None,
+    launcher: Local | Env | None = None,
     path: str | Path | None = None,
     predict: bool = True,
 ) -> list[ComparedRow]:
@@ -81,11 +82,21 @@ def compare(  # noqa: PLR0913 (all of it by name)
     divides its work. single_device with all threads is always among them, to compare with. ``path``: where to save the
     rows as JSON. ``predict``: first measure this machine and the workload for some seconds, and say what each step
     should take.
+
+    Under ``launcher=env()`` every rank calls it, in the same way: each strategy runs on the CPUs of these very ranks,
+    one after the other, without a prediction; single_device runs on rank 0's host. All ranks return the same rows, and
+    rank 0 saves them.
     """
     if isinstance(workload, str):
         check_place(workload)
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
+    if isinstance(launcher, Env):
+        if workers is not None:
+            raise ValueError(f"workers={workers} goes with local(): {launcher} finds its ranks running already")
+        from apportion.api.compare_launched import compare_launched  # what runs in ranks needs more
+
+        return compare_launched(workload, values_of(strategies), launcher, steps=steps, path=path, every=not strategies)
     candidates = _candidates(strategies, workers, launcher or Local())
     predicted = _predicted(workload, candidates) if predict else dict.fromkeys(candidates)
     rounds = min(ROUNDS, steps)
@@ -100,13 +111,20 @@ def compare(  # noqa: PLR0913 (all of it by name)
     for left_out, why in refused or ():
         warnings.warn(f"{left_out.strategy} is left out: {why}", stacklevel=2)
     alone = next(m for m in measured if m.candidate.strategy.one_process)
-    rows = sorted(
-        (_row(m, alone, predicted[m.candidate]) for m in measured),
-        key=lambda row: (not row.exact, -row.examples_per_second),
-    )
+    rows = in_order([row_of(m, alone, predicted[m.candidate]) for m in measured])
     if path is not None:
-        Path(path).write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
+        save(rows, path)
     return rows
+
+
+def in_order(rows: Sequence[ComparedRow]) -> list[ComparedRow]:
+    """Returns the rows, fastest first, the approximate ones after the exact ones."""
+    return sorted(rows, key=lambda row: (not row.exact, -row.examples_per_second))
+
+
+def save(rows: Sequence[ComparedRow], path: str | Path) -> None:
+    """Saves the rows as JSON."""
+    Path(path).write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
 
 
 def _predicted(workload: Workload | str, candidates: Sequence[Candidate]) -> dict[Candidate, float | None]:
@@ -119,22 +137,28 @@ def _predicted(workload: Workload | str, candidates: Sequence[Candidate]) -> dic
     return {c: None if cost is None else cost.step_seconds for c, cost in zip(candidates, costs, strict=True)}
 
 
-def _candidates(strategies: Sequence[Strategy | str] | None, workers: int | None, launcher: Local) -> list[Candidate]:
-    values = [
+def values_of(strategies: Sequence[Strategy | str] | None) -> list[Strategy]:
+    """Returns the strategies as values, of one process first, which is always among them; None: all there are."""
+    values: list[Strategy] = [
         parse(s, "apportion.strategies") if isinstance(s, str) else s
         for s in strategies or names("apportion.strategies")
     ]
     if not any(s.one_process for s in values):
         values.insert(0, parse("single_device", "apportion.strategies"))
+    return sorted(values, key=lambda s: not s.one_process)
+
+
+def _candidates(strategies: Sequence[Strategy | str] | None, workers: int | None, launcher: Local) -> list[Candidate]:
     chosen = []
-    for strategy in sorted(values, key=lambda s: not s.one_process):
+    for strategy in values_of(strategies):
         own = 1 if strategy.one_process else workers or launcher.workers
         where = Local(workers=own, threads=launcher.threads, device=launcher.device, loaders=launcher.loaders)
         chosen.append(candidate(strategy, where))
     return chosen
 
 
-def _row(measured: Measured, alone: Measured, predicted: float | None) -> ComparedRow:
+def row_of(measured: Measured, alone: Measured, predicted: float | None) -> ComparedRow:
+    """Returns the line of one strategy. ``alone``: one device; ``predicted``: the seconds of a step."""
     total = measured.computing + measured.waiting + measured.communicating or 1.0
     chosen = measured.candidate
     return ComparedRow(

@@ -37,7 +37,7 @@ def check_launched(workload: Workload | str, strategy: Strategy, launcher: Env, 
         job = Job(workload=workload, strategy=strategy, launcher=str(launcher), prove=True, workers=chosen.ranks)
         must_agree(job, world)
         asked = ProofRequest(workload=workload, chosen=chosen, steps=steps, hosts=len(world.hosts()))
-        told = driven(job, world, lambda ranks: prove(asked, ranks).to_json(), cut_at)
+        told = driven([job], world, lambda ranks: prove(asked, ranks).to_json(), cut_at)
         return Proof.from_json(told)
     finally:
         world.close()

@@ -193,7 +193,7 @@ def _settled_together(job: Job, world: World, told: dict[str, Any], *, required:
     answer = broadcast_message(answer, world.group(), device=world.device)
     if answer is None:
         alone = replace(job, loaders=0)
-        answer = driven(alone, world, lambda ranks: _answer(proof, proof.settle(told, ranks)), cut_at)
+        answer = driven([alone], world, lambda ranks: _answer(proof, proof.settle(told, ranks)), cut_at)
     if "refused" in answer:
         raise Disproved(answer["refused"])
     settled_proof: dict[str, Any] = answer["proof"]

@@ -189,20 +189,23 @@ def check(
 
 
 @app.command()
-def compare(
+def compare(  # noqa: PLR0913 (the flags)
     workload: Address,
     strategy: Annotated[list[str] | None, typer.Option(metavar="S", help="again for each one; without it all")] = None,
     workers: Workers = None,
     steps: Annotated[int, typer.Option(min=1, help="updates of each, after a warm-up")] = 50,
     out: Annotated[str | None, typer.Option(metavar="FILE", help="save the table there, as JSON")] = None,
+    launcher: Launcher = None,
     as_json: Json = False,
 ) -> None:
     """Measure strategies against each other on this machine."""
     with _guarded():
         from apportion.cli.run_display import show_rows
 
-        rows = apportion.compare(workload, strategy, workers=workers, steps=steps, path=out)
-        if as_json:
+        rows = apportion.compare(workload, strategy, steps=steps, path=out, launcher=_launcher(launcher, workers))
+        if not _is_first(launcher):
+            pass
+        elif as_json:
             _print_json([row.to_json() for row in rows])
         else:
             show_rows(rows)

@@ -17,7 +17,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from apportion.comm.group import DONE, WaitClock, Work, bytes_of
+from apportion.comm.group import DONE, Group, WaitClock, Work, bytes_of, collective
 from apportion.comm.network.collective_thread import CollectiveThread
 from apportion.comm.network.host_exchange import HostsGroup, HostSum, PeerExchange
 from apportion.comm.network.rank_connection import NAP_SECONDS, RankConnection, memory_of, move_until
@@ -277,6 +277,7 @@ class NetworkGroup(HostsGroup):
             if group is not None:
                 group.abandon()
 
+    @collective
     def links(self) -> list[socket.socket]:
         """Returns connections beside those of the group, which the caller closes: rank 0 gets one to each other rank,
         in rank order, and each of these gets one to rank 0. Called by all ranks. Raises PeerLost where a rank is not

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from apportion.comm.channel import Message
@@ -31,6 +31,7 @@ _KINDS = {
 }
 
 
+@collective
 def connections(world: World) -> NetworkGroup | None:
     """Returns the connections over which ranks have met; None where they have met over torch.distributed: GPUs, or a
     group that the user's own script has made. Called by all ranks."""
@@ -40,9 +41,10 @@ def connections(world: World) -> NetworkGroup | None:
 
 
 @collective
-def driven(job: Job, world: World, drive: Drive, cut: Cut) -> Any:
+def driven(jobs: Sequence[Job], world: World, drive: Drive, cut: Cut) -> Any:
     """Runs ``drive`` in rank 0, and returns what it returns, or raises what it raises, on every rank. Called by all
-    ranks, each with its own job, which has the workload and the strategy of the steps; their world has ``connections``.
+    ranks, each with its own jobs, which have the workload and the strategies of the steps; their world has
+    ``connections``.
 
     ``cut``: has the strategy cut the network where rank 0 says.
     """
@@ -50,7 +52,7 @@ def driven(job: Job, world: World, drive: Drive, cut: Cut) -> Any:
     assert flat is not None, "the caller has looked"
     links = flat.links()
     if world.rank:
-        return _value(StepFollower(job, world, links[0], cut).follow())
+        return _value(StepFollower(jobs, world, links[0], cut).follow())
     ours, theirs = socket.socketpair()
     names = ["rank 0", *(flat.describe(rank) for rank in range(1, world.size))]
     ranks = RunningRanks([ours, *links], names, here=world.local_size)
@@ -58,7 +60,7 @@ def driven(job: Job, world: World, drive: Drive, cut: Cut) -> Any:
     driver = threading.Thread(target=_drive, args=(drive, ranks, raised), name="driver")
     driver.start()
     try:
-        told = StepFollower(job, world, theirs, cut).follow()
+        told = StepFollower(jobs, world, theirs, cut).follow()
     except BaseException as error:
         ranks.abort({"kind": "failed", **_described(error)})
         raise

@@ -63,13 +63,14 @@ class RunningRanks:
         """The number of ranks."""
         return len(self._lines)
 
-    def begin(self, job: Job, cuts: Sequence[str] = ()) -> RunningRanks:
+    def begin(self, job: Job, cuts: Sequence[str] = (), *, which: int = 0) -> RunningRanks:
         """Has every rank build its step: its own workload and strategy, with what rank 0 decides. ``cuts``: where the
-        strategy cuts the network into stages. Returns itself; ``close`` ends what was begun."""
+        strategy cuts the network into stages; ``which``: the number of the rank's own job. Returns itself; ``close``
+        ends what was begun."""
         self._happened.clear()
         self._begun = True
         fields = {name: getattr(job, name) for name in FIELDS}
-        self.send({"kind": "begin", "job": fields, "cuts": list(cuts)})
+        self.send({"kind": "begin", "job": fields, "cuts": list(cuts), "which": which})
         return self
 
     def beside(self, processes: Processes) -> None:

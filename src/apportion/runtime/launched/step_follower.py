@@ -39,8 +39,8 @@ class StepFollower:
     """One rank, as rank 0 drives it. It is the channel of ``serve_steps`` while it makes steps: orders come in
     ``commands``, answers go by ``send``. What a rank other than rank 0 writes travels with its answer."""
 
-    def __init__(self, job: Job, world: World, link: socket.socket, cut: Cut) -> None:
-        self._job, self._whole, self._cut = job, world, cut
+    def __init__(self, jobs: Sequence[Job], world: World, link: socket.socket, cut: Cut) -> None:
+        self._jobs, self._whole, self._cut = jobs, world, cut
         self._link = Channel(link)
         self.commands: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._folder: str | None = None
@@ -96,7 +96,8 @@ class StepFollower:
     def _make_steps(self, order: Message) -> None:
         """Serves one strategy from its building to its end."""
         given = {**order["job"], "plain": tuple(order["job"]["plain"])}
-        job = replace(self._job, strategy=self._cut(self._job.strategy, order["cuts"]), **given)
+        own = self._jobs[order["which"]]
+        job = replace(own, strategy=self._cut(own.strategy, order["cuts"]), **given)
         self._failed = False
         world = self._whole.renew()
         self._world = world
