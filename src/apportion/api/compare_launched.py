@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from apportion.api.compare import ROUNDS, WARM_UP, ComparedRow, in_order, row_of, save
+from apportion.api.compared_row import ROUNDS, WARM_UP, ComparedRow, in_order, row_of, save
 from apportion.api.launched import must_agree, must_have_met, on_ranks
 from apportion.api.proof_workers import cut_at
 from apportion.comm.group import collective

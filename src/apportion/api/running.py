@@ -15,6 +15,7 @@ from apportion.comm.world import World
 from apportion.core.event import Event
 from apportion.core.policy import Policy
 from apportion.core.strategy import Strategy
+from apportion.core.value import parse
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError, Disproved, NotProved
 from apportion.planner.auto import Decision, Planning, next_best
@@ -142,16 +143,25 @@ def _on_processes(
         raise NotProved(str(error), proved=False, plain=()) from error
 
 
-def joined(asked: RunRequest, strategy: Strategy | None, launcher: Env) -> Generator[Event, None, None]:
+def joined(
+    asked: RunRequest, strategy: Strategy | None, launcher: Env, planning: Planning
+) -> Generator[Event, None, None]:
     """Runs as one of the ranks that are running already."""
-    if strategy is None:
+    if strategy is None and planning.approximate:
         raise ValueError(
-            "env() cannot try strategies: its processes are running already; give strategy=data_parallel()"
+            "allow_approximate needs a pilot with processes of its own, and the ranks of env() are running already: "
+            "leave it out, or give strategy=local_sgd()"
         )
     world = World.from_env(device=launcher.device, insecure=launcher.insecure)
     if asked.resume == "auto":
         found = has_checkpoint(asked.run_dir) if world.rank == 0 else None
         asked = replace(asked, resume=broadcast_message(found, world.group(), device=world.device))
+    before: list[Event] = []
+    if strategy is None:
+        strategy, told = _chosen_together(asked, launcher, world, planning)
+        if told is not None and world.rank == 0:
+            before.append(Event(kind="plan", step=0, epoch=0.0, seconds=0.0, data=told))
+            yield before[0]
     job = asked.job(strategy, launcher, torch.get_num_threads())
     control = RunControl()
     if world.size > 1:
@@ -164,7 +174,30 @@ def joined(asked: RunRequest, strategy: Strategy | None, launcher: Env) -> Gener
         yield from events
         return
     with single_writer(asked.run_dir):
-        yield from journaled(job, events, [], [])
+        yield from journaled(job, events, before, [])
+
+
+def _chosen_together(
+    asked: RunRequest, launcher: Env, world: World, planning: Planning
+) -> tuple[Strategy, dict[str, Any] | None]:
+    """Returns the strategy that all ranks take, and the data of a ``plan`` event where it was chosen now: that of the
+    run which is gone on with, or the best of those that use all ranks. Called by all ranks."""
+    if world.size == 1:
+        return parse("single_device", "apportion.strategies"), None
+    if asked.resume is True:
+        written = strategy_of(asked.run_dir) if world.rank == 0 else None
+        written = broadcast_message(written, world.group(), device=world.device)
+        return parse(written, "apportion.strategies"), None
+    from apportion.api.launched import must_agree
+    from apportion.planner.launched_choice import choose_launched  # with it come prices and trials
+
+    must_agree(asked.job(parse("data_parallel", "apportion.strategies"), launcher, torch.get_num_threads()), world)
+    fresh = world.renew()  # what is built to be tried is none of the run's
+    try:
+        told = choose_launched(asked.workload, fresh, launcher, trial=planning.trial)
+    finally:
+        fresh.close()
+    return parse(told["strategy"], "apportion.strategies"), told
 
 
 PROCESSES = 16

@@ -48,7 +48,9 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     workload's.
 
     Where no strategy is given: ``trial=False`` takes the one that is predicted to be the fastest; ``remeasure``
-    forgets earlier runs; ``allow_approximate`` also takes an approximate one, if it learns more in the same time.
+    forgets earlier runs; ``allow_approximate`` also takes an approximate one, if it learns more in the same time. Under
+    ``launcher=env()`` all ranks measure their hosts and the links between them, try the best few, and take the best
+    exact one that uses all of them.
 
     Before its first step a run on several ranks is proved on its own workload (see docs/proof.md), for at most 10 s or
     5 % of the run; the next run like it remembers that. ``check=False`` goes on without; ``require_proof`` ends the
@@ -99,7 +101,7 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
             "require_proof=True (--require-proof) and check=False (--no-check) contradict each other: leave either out"
         )
     if isinstance(launcher, Env):
-        return running.joined(asked, chosen, launcher)
+        return running.joined(asked, chosen, launcher, planning)
     return running.started(asked, chosen, launcher, planning)
 
 
