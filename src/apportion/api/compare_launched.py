@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def compare_launched(
         jobs = [Job(workload=workload, strategy=c.strategy, launcher=str(launcher)) for c in candidates]
         must_agree(jobs[0], world)
         comparison = _Comparison(workload, candidates, steps, every=every)
-        told = driven(jobs, world, comparison.drive, cut_at)
+        told = driven(jobs, world, comparison.drive, cut_at) if world.size > 1 else comparison.drive(None)
     finally:
         world.close()
     rows = in_order([ComparedRow(**row) for row in told["rows"]])
@@ -78,8 +79,9 @@ class _Comparison:
     def __init__(self, workload: Workload | str, candidates: Sequence[Candidate], steps: int, *, every: bool) -> None:
         self._workload, self._candidates, self._steps, self._every = workload, candidates, steps, every
 
-    def drive(self, ranks: RunningRanks) -> dict[str, Any]:
-        """Measures one candidate after the other; returns the rows, and what was left out, as plain data."""
+    def drive(self, ranks: RunningRanks | None) -> dict[str, Any]:
+        """Measures one candidate after the other; returns the rows, and what was left out, as plain data. ``ranks``:
+        None where this process is the only one, which then starts another."""
         measured: list[Measured] = []
         left_out = []
         for which, chosen in enumerate(self._candidates):
@@ -92,17 +94,16 @@ class _Comparison:
         alone = next(m for m in measured if m.candidate.strategy.one_process)
         return {"rows": [asdict(row_of(m, alone, None)) for m in measured], "left_out": left_out}
 
-    def _measured(self, chosen: Candidate, ranks: RunningRanks, which: int) -> Measured:
+    def _measured(self, chosen: Candidate, ranks: RunningRanks | None, which: int) -> Measured:
         here = chosen.strategy.one_process
         group = TrialWorkers(chosen, self._workload, {}, ranks=None if here else ranks, which=which)
-        if not isinstance(group.pool, RunningRanks):
-            ranks.beside(group.pool)
-        try:
+        with ExitStack() as stack:
+            stack.callback(group.pool.close)
+            if ranks is not None and not isinstance(group.pool, RunningRanks):
+                stack.enter_context(ranks.beside(group.pool))
             group.built()
             group.go(WARM_UP, measure=False)
             rounds = min(ROUNDS, self._steps)
             for turn in range(rounds):
                 group.go(self._steps // rounds + (turn < self._steps % rounds))
-        finally:
-            group.pool.close()
         return group.measured

@@ -37,6 +37,8 @@ def check_launched(workload: Workload | str, strategy: Strategy, launcher: Env, 
         job = Job(workload=workload, strategy=strategy, launcher=str(launcher), prove=True, workers=chosen.ranks)
         must_agree(job, world)
         asked = ProofRequest(workload=workload, chosen=chosen, steps=steps, hosts=len(world.hosts()))
+        if world.size == 1:
+            return prove(asked)
         told = driven([job], world, lambda ranks: prove(asked, ranks).to_json(), cut_at)
         return Proof.from_json(told)
     finally:
@@ -74,14 +76,14 @@ def must_agree(job: Job, world: World) -> None:
 def all_or_none(make: Callable[[], Made], world: World) -> Made:
     """Returns what ``make`` makes in this rank. Raises ValueError or ApportionError, on all ranks alike, where one of
     them cannot make it."""
-    made, refusal = None, None
+    made: list[Made] = []
+    refusal = None
     try:
-        made = make()
+        made.append(make())
     except (ValueError, ApportionError) as error:
         refusal = [isinstance(error, ValueError), str(error)]
     refusals = [told for told in gather_messages(refusal, world.group(), device=world.device) if told]
     if refusals:
         wrong, said = refusals[0]
         raise ValueError(said) if wrong else ApportionError(said)
-    assert made is not None
-    return made
+    return made[0]

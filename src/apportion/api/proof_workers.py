@@ -107,7 +107,7 @@ class ProofWorkers:
                 pools.append(WorkerPool(alone, f"{entry}:reference", job, 1))
                 stack.callback(pools[-1].close)
                 if ranks is not None:
-                    ranks.beside(pools[-1])
+                    stack.enter_context(ranks.beside(pools[-1]))
             yield ProofWorkers(asked, limits, first, pools, Path(folder))
 
     def again(self, precision: str, *, gradients: bool = False, coarse: bool = False) -> None:

@@ -161,7 +161,11 @@ def joined(
         strategy, told = _chosen_together(asked, launcher, world, planning)
         if told is not None and world.rank == 0:
             before.append(Event(kind="plan", step=0, epoch=0.0, seconds=0.0, data=told))
-            yield before[0]
+            try:
+                yield before[0]
+            except GeneratorExit:  # whoever leaves the loop here has the others learn it
+                world.close()
+                raise
     job = asked.job(strategy, launcher, torch.get_num_threads())
     control = RunControl()
     if world.size > 1:
@@ -188,9 +192,11 @@ def _chosen_together(
         written = strategy_of(asked.run_dir) if world.rank == 0 else None
         written = broadcast_message(written, world.group(), device=world.device)
         return parse(written, "apportion.strategies"), None
-    from apportion.api.launched import must_agree
+    from apportion.api.launched import all_or_none, must_agree
     from apportion.planner.launched_choice import choose_launched  # with it come prices and trials
 
+    # Before anything is measured; the other ranks may not have the disk.
+    all_or_none(lambda: refuse_started(asked.run_dir) if world.rank == 0 else None, world)
     must_agree(asked.job(parse("data_parallel", "apportion.strategies"), launcher, torch.get_num_threads()), world)
     fresh = world.renew()  # what is built to be tried is none of the run's
     try:

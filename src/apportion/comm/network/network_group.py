@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -58,6 +58,7 @@ class NetworkGroup(HostsGroup):
         self._interrupted = self._abandoned = False
         self._made: list[weakref.ReferenceType[Group]] = []
         """The groups that were made through this one."""
+        self._named: Counter[str] = Counter()
 
     # Collectives
 
@@ -249,9 +250,16 @@ class NetworkGroup(HostsGroup):
     def part(self, ranks: Sequence[int]) -> NetworkGroup:
         """Makes the group of some of these ranks, in this order; called by them alone."""
         own = [self._ranks[rank] for rank in ranks]
-        made = NetworkGroup(self._meeting, own, self._meeting.another(own), all_waits=self.all_waits)
+        made = NetworkGroup(self._meeting, own, self._another(own), all_waits=self.all_waits)
         self.keep(made)
         return made
+
+    def _another(self, ranks: Sequence[int]) -> str:
+        """Returns a name for a part of this group: the same on each of its ranks, and another one each time. What was
+        made of other groups does not count: ranks that failed while they made some of those still find each other."""
+        name = ",".join(map(str, ranks))
+        self._named[name] += 1
+        return f"{self._name}/{name}/{self._named[name]}"
 
     def lane(self) -> NetworkGroup:
         return self.part(range(self.size))
@@ -282,7 +290,7 @@ class NetworkGroup(HostsGroup):
         """Returns connections beside those of the group, which the caller closes: rank 0 gets one to each other rank,
         in rank order, and each of these gets one to rank 0. Called by all ranks. Raises PeerLost where a rank is not
         there."""
-        name = f"{self._meeting.another(self._ranks)}/links"
+        name = f"{self._another(self._ranks)}/links"
         if self.rank:
             found = [self._meeting.dial(self._ranks[0], name, lambda: self._interrupted)]
         else:

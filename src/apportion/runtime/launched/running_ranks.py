@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -73,11 +73,16 @@ class RunningRanks:
         self.send({"kind": "begin", "job": fields, "cuts": list(cuts), "which": which})
         return self
 
-    def beside(self, processes: Processes) -> None:
-        """Notes processes that rank 0 has started: ``abort`` ends them."""
-        self._beside = [*self._beside[-1:], processes]
+    @contextmanager
+    def beside(self, processes: Processes) -> Iterator[None]:
+        """Has ``abort`` end processes that rank 0 has started, for as long as they are there."""
+        self._beside = [*self._beside, processes]
         if self._aborted:
             _kill(processes)
+        try:
+            yield
+        finally:
+            self._beside = [other for other in self._beside if other is not processes]
 
     def send(self, order: Mapping[str, Any]) -> None:
         """Sends an order to every rank."""
