@@ -21,6 +21,7 @@ REFUSED = {
     "parameter_server(servers=1)": "ValueError: parameter_server(servers=1) keeps its weights in memory",
     "single_device": "ValueError: single_device runs in one process, and 3 ranks are running",
     "conv_parallel": "ValueError: Sequential has no convolution",
+    "data_parallel(compress='int8')": "ValueError: data_parallel(compress=int8) changes what hosts send each other",
 }
 
 

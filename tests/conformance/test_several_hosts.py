@@ -25,6 +25,7 @@ NETWORKS = {
     "fully_sharded": ("mlp", "adam", "batch_norm_2d", "tied_weights", "counted_tokens"),
     "map_reduce": ("mlp", "adam", "cnn"),
     "local_sgd(every=2)": ("mlp", "adam"),
+    "local_sgd(every=2, overlap=True)": ("mlp", "adam"),
     "tensor_parallel(min_width=1)": ("mlp", "adam", "cnn", "tied_weights"),
     "layer_placement": ("mlp", "batch_norm_2d", "counted_tokens"),
     "pipeline_parallel(microbatches=3)": ("mlp", "cnn"),

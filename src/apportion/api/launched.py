@@ -18,7 +18,7 @@ from apportion.errors import ApportionError
 from apportion.planner.trials.trial import Candidate, candidate
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
-from apportion.runtime.launched.driving import connections, driven
+from apportion.runtime.launched.driving import connections, driven, ranks_by_host
 from apportion.runtime.proof.proof import Proof
 from apportion.runtime.worker.agreement import RunAgreement
 from apportion.runtime.worker.job import Job
@@ -36,7 +36,13 @@ def check_launched(workload: Workload | str, strategy: Strategy, launcher: Env, 
         chosen = on_ranks(strategy, world)
         job = Job(workload=workload, strategy=strategy, launcher=str(launcher), prove=True, workers=chosen.ranks)
         must_agree(job, world)
-        asked = ProofRequest(workload=workload, chosen=chosen, steps=steps, hosts=len(world.hosts()))
+        hosts = len(ranks_by_host(world))
+        if hosts > 1 and not strategy.referenced_across_hosts:
+            raise ValueError(
+                f"{strategy} changes what hosts send each other, and its reference is of one host: check it on one "
+                "host, or without compress="
+            )
+        asked = ProofRequest(workload=workload, chosen=chosen, steps=steps, hosts=hosts)
         if world.size == 1:
             return prove(asked)
         told = driven([job], world, lambda ranks: prove(asked, ranks).to_json(), cut_at)

@@ -216,10 +216,12 @@ def _settled_together(job: Job, world: World, told: dict[str, Any], *, required:
     rank 0 prove it with as many processes of its own. Raises Disproved on all of them. On the CPU either way."""
     from apportion.api.proof_workers import cut_at
     from apportion.api.run_proof import SelfProof
-    from apportion.runtime.launched.driving import connections, driven
+    from apportion.runtime.launched.driving import connections, driven, ranks_by_host
 
-    hosts = world.hosts() if connections(world) is not None else []
+    hosts = ranks_by_host(world) if connections(world) is not None else []
     on_these = len(hosts) > 1 or (bool(hosts) and world.size > PROCESSES)
+    if len(hosts) > 1 and not job.strategy.referenced_across_hosts:
+        on_these = False  # all but that is shown by processes of one host
     workers = next(n for n in range(1, world.size + 1) if job.strategy.ranks(n) == world.size)
     alike = candidate(job.strategy, Local(workers=workers, threads=1, device="cpu"))
     proof = SelfProof(job, alike, required=required, hosts=hosts if on_these else ())

@@ -195,12 +195,6 @@ class World:
             self._find_hosts(self.group())
         return self._known_hosts
 
-    @collective
-    def hosts(self) -> list[int]:
-        """The number of ranks on each of their hosts, in the order of the hosts. Called by all ranks."""
-        found = self._hosts()
-        return [found.count(host) for host in range(max(found) + 1)]
-
     def _find_hosts(self, group: Group) -> None:
         """Learn where the other ranks run. Raises ValueError where the numbers that they were given cannot be."""
         slots = gather_messages([host_key(), self.local_rank, self.local_size], group, device=self.device)

@@ -245,6 +245,12 @@ class Strategy(Value, ABC):
         """Does one step of the strategy equal the one-device step? Where no field decides that, a class attribute says
         so: ``exact = True``."""
 
+    @property
+    def referenced_across_hosts(self) -> bool:
+        """True where ``reference`` says what ranks on several hosts compute, too; False where what hosts send each
+        other is changed on its way."""
+        return True
+
     def replays(self, workers: int) -> bool:
         """Is what the strategy computes known only from what its steps write down (``Step.log``)?"""
         return False

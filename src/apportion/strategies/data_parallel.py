@@ -120,6 +120,10 @@ class DataParallel(Strategy):
     def exact(self) -> bool:
         return self.compress is None and (self.of is None or self.of.exact)
 
+    @property
+    def referenced_across_hosts(self) -> bool:
+        return self.compress is None
+
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
         from apportion.cost_model.memory import parts_that_fit

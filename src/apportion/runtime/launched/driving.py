@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,12 @@ def connections(world: World) -> NetworkGroup | None:
     group = world.group()
     flat = getattr(group, "flat", None) or group
     return flat if isinstance(flat, NetworkGroup) else None
+
+
+@collective
+def ranks_by_host(world: World) -> list[int]:
+    """Returns the number of ranks on each of their hosts, in the order of the hosts. Called by all ranks."""
+    return list(Counter(world.hosts()).values())
 
 
 @collective
