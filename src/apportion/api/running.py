@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from apportion.comm.group import collective
 from apportion.comm.objects import broadcast_message
 from apportion.comm.world import World
 from apportion.core.event import Event
@@ -181,6 +182,7 @@ def joined(
         yield from journaled(job, events, before, [])
 
 
+@collective
 def _chosen_together(
     asked: RunRequest, launcher: Env, world: World, planning: Planning
 ) -> tuple[Strategy, dict[str, Any] | None]:
