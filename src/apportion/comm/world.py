@@ -191,8 +191,9 @@ class World:
         """The number of every rank's host, by rank; they are numbered as they come. Called by all ranks."""
         if self.local_size == self.size:
             return [0] * self.size
+        group = self.group()  # which may find it out as it connects
         if not self._known_hosts:
-            self._find_hosts(self.group())
+            self._find_hosts(group)
         return self._known_hosts
 
     def _find_hosts(self, group: Group) -> None:
