@@ -150,7 +150,7 @@ class _Serving:
 
 
 def _held_out(workload: Workload, examples: int) -> Evaluation:
-    given, loss = workload.data if workload.evaluation is None else workload.evaluation.data, workload.loss
+    given, loss = workload.open_data if workload.evaluation is None else workload.evaluation.data, workload.loss
     if loss is None:
         raise ValueError("update= has no loss that two strategies could be compared by: choose an exact one")
 
