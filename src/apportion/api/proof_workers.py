@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, final
 
 from apportion.comm.channel import Message
+from apportion.core.parts.sent_rows import SentRows
 from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
 from apportion.errors import WorkerFailed
@@ -49,6 +50,10 @@ class ProofRequest:
     """True where a first difference is enough."""
     plain: tuple[str, ...] = ()
     """The fast paths that are switched off."""
+    lengths: tuple[int, ...] = ()
+    """The lengths of the parts of the data, where they are known."""
+    sent: SentRows | None = None
+    """The rows of the parts that were sent to this host, where other hosts have some of the parts."""
     run_steps: int = 0
     """The number of steps of the run that waits for the proof."""
     share: float = 0.0
@@ -189,6 +194,8 @@ def _jobs(asked: ProofRequest, precision: str, gradients: bool = False, coarse: 
         proof=True,
         rows=asked.rows,
         short=asked.short,
+        lengths=asked.lengths,
+        sent=asked.sent,
         cut=steps if steps > 1 and strategy.exact else 0,
         gradients=gradients,
         plain=asked.plain,

@@ -21,6 +21,7 @@ from apportion.api.proof_workers import ProofRequest, cut_at
 from apportion.api.prover import prove
 from apportion.core import fast_paths
 from apportion.core.json_data import cache_folder, keep
+from apportion.core.parts.sent_rows import SentRows
 from apportion.errors import ApportionError, NotProved
 from apportion.planner.trials.trial import Candidate
 from apportion.process import give_back
@@ -62,17 +63,22 @@ class SelfProof:
         self._job, self._chosen, self._step_seconds, self._required = job, chosen, step_seconds, required
         self._spent, self._parameters, self._run_steps = spent, 0, 0
         self._cuts: tuple[str, ...] = ()
+        self._lengths: tuple[int, ...] = ()
         self._proved = chosen
         """The candidate with its stages cut as the run's are."""
         self._known: Settled | None = None
         self._hosts = list(hosts)
         self._ranks: RunningRanks | None = None
 
+    def take_rows(self, sent: SentRows | None) -> None:
+        """Has the reference train on these rows, where other hosts have some of the parts of the data."""
+        self._job = replace(self._job, sent=sent)
+
     def known(self, asked: Mapping[str, Any]) -> Settled | None:
         """Returns what was found before, in this run or an earlier one. ``asked`` has the ``key`` that the ranks have
         made of the workload (None: it cannot be remembered), the ``steps`` of the whole run, its ``parameters``, a
-        number, and the ``cuts`` of its stages, as the times of its layers have decided them: the proof cuts there
-        too."""
+        number, the ``lengths`` of the parts of its data, if it has any, and the ``cuts`` of its stages, as the times of
+        its layers have decided them: the proof cuts there too."""
         self._cut(asked["cuts"])
         if self._known is None and asked["key"] is not None:
             self._known = _recall(self._name(asked["key"]))
@@ -87,6 +93,7 @@ class SelfProof:
         began = time.monotonic()
         self._ranks = ranks
         self._parameters, self._run_steps = int(asked["parameters"]), int(asked["steps"])
+        self._lengths = tuple(asked.get("lengths", ()))
         found = self._found(began, self.seconds(asked["steps"]))
         give_back()  # the states that were compared: the run goes on in this process
         self._known = replace(found, seconds=time.monotonic() - began)
@@ -100,7 +107,7 @@ class SelfProof:
 
     def too_many(self) -> Settled:
         """Returns the answer for ranks that one host cannot imitate."""
-        return self._unproved(f"one host cannot start {self._chosen.ranks} processes to show it")
+        return self.unproved(f"one host cannot start {self._chosen.ranks} processes to show it")
 
     def check(self, settled: Settled) -> dict[str, Any]:
         """Returns what the run writes down of the answer. Raises NotProved where the run must not go on as it is."""
@@ -123,11 +130,11 @@ class SelfProof:
             return replace(plain, plain=fast_paths.ALL) if plain.proved else settled
         except OutOfTimeError as error:
             share = max(seconds, time.monotonic() - began)
-            return self._unproved(f"{error}, and {share:.0f} s are its share")
+            return self.unproved(f"{error}, and {share:.0f} s are its share")
         except OutOfMemoryError as error:
-            return self._unproved(str(error))
+            return self.unproved(str(error))
         except (ApportionError, ValueError, OSError) as error:
-            return self._unproved(str(error).partition("\n")[0])
+            return self.unproved(str(error).partition("\n")[0])
 
     def _proof(self, until: float, plain: tuple[str, ...] | None = None) -> Proof:
         """Makes the proof on a few rows, and on more where that was quick; on whole batches where a few say nothing."""
@@ -140,6 +147,8 @@ class SelfProof:
             parameters=self._parameters,
             plain=self._job.plain if plain is None else plain,
             run_steps=self._run_steps,
+            lengths=self._lengths,
+            sent=self._job.sent,
             share=BUDGET_SHARE,
             hosts=max(1, len(self._hosts)),
             cuts=self._cuts,
@@ -178,7 +187,8 @@ class SelfProof:
         every = getattr(strategy, "every", None)
         return max(STEPS, every + 1) if isinstance(every, int) and every < MOST_STEPS else STEPS
 
-    def _unproved(self, why: str) -> Settled:
+    def unproved(self, why: str) -> Settled:
+        """Returns the answer where nothing can be shown, for this reason."""
         strategy = self._chosen.strategy
         sentence = (
             f"it is not proved that {strategy} on {self._chosen.ranks} workers trains the same network as one device: "

@@ -172,8 +172,7 @@ def joined(
     if world.size > 1:
         agreement = RunAgreement(job, world)
         control.opened, control.built = agreement.on_workload, agreement.on_data
-    if job.prove and world.size > 1:
-        control.settle = lambda told: _settled_together(job, world, told, required=asked.require_proof)
+        control.settle = lambda told: _settled_together(job, world, told, agreement.built, required=asked.require_proof)
     events = work(job, world, control)
     if world.rank != 0:
         yield from events
@@ -213,9 +212,13 @@ PROCESSES = 16
 fit a host."""
 
 
-def _settled_together(job: Job, world: World, told: dict[str, Any], *, required: bool) -> dict[str, Any]:
+def _settled_together(
+    job: Job, world: World, told: dict[str, Any], agreement: RunAgreement, *, required: bool
+) -> dict[str, Any]:
     """Proves the run on its own ranks, where they are on several hosts or too many for processes beside them; else lets
-    rank 0 prove it with as many processes of its own. Raises Disproved on all of them. On the CPU either way."""
+    rank 0 prove it with as many processes of its own. Raises Disproved on all of them. On the CPU either way.
+    ``agreement``: what the ranks have compared of the workload and the step of each."""
+    from apportion.api.proof_rows import gather_proof_rows
     from apportion.api.proof_workers import cut_at
     from apportion.api.run_proof import SelfProof
     from apportion.runtime.launched.driving import connections, driven, ranks_by_host
@@ -227,20 +230,25 @@ def _settled_together(job: Job, world: World, told: dict[str, Any], *, required:
     workers = next(n for n in range(1, world.size + 1) if job.strategy.ranks(n) == world.size)
     alike = candidate(job.strategy, Local(workers=workers, threads=1, device="cpu"))
     proof = SelfProof(job, alike, required=required, hosts=hosts if on_these else ())
+    known = proof.known(told) if world.rank == 0 else None
+    needless = known is not None or (not on_these and world.size > PROCESSES)
+    workload, step = agreement.built
+    rows = gather_proof_rows(workload, step.source.dataset, world, known=needless)
     answer: dict[str, Any] | None = None
     if world.rank == 0:
-        known = proof.known(told)
-        if known is None and not on_these:
+        proof.take_rows(rows.sent)
+        if known is None and rows.refused is not None:
+            known = proof.unproved(rows.refused)
+        elif known is None and not on_these:
             known = proof.settle(told) if world.size <= PROCESSES else proof.too_many()
         answer = None if known is None else _answer(proof, known)
     answer = broadcast_message(answer, world.group(), device=world.device)
     if answer is None:
-        alone = replace(job, loaders=0)
+        alone = replace(job, loaders=0, lengths=tuple(told["lengths"]))
         answer = driven([alone], world, lambda ranks: _answer(proof, proof.settle(told, ranks)), cut_at)
     if "refused" in answer:
         raise Disproved(answer["refused"])
-    settled_proof: dict[str, Any] = answer["proof"]
-    return settled_proof
+    return rows.told(answer["proof"], agreement.rows_sent)
 
 
 def _answer(proof: SelfProof, settled: Settled) -> dict[str, Any]:
