@@ -175,6 +175,20 @@ def test_a_training_goes_on_in_the_middle_on_other_hosts_that_share_the_parts(st
     assert difference(last, alone(workload)) <= BOUND
 
 
+def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS([p for _, p in parameters], max_iter=5, line_search_fn="strong_wolfe")
+
+
+def test_lbfgs_searches_over_the_parts_of_three_hosts_as_over_all_of_them_in_one_process() -> None:
+    """Each host goes through its own part for every evaluation of the loss and its gradient over all rows."""
+    workload = in_parts(networks.cases["mlp"](16))
+    workload = replace(workload, batch_size=49, optimizer=lbfgs, steps=4)
+    with by_value(networks):
+        states = on_ranks(train, 3, MapReduce(part=7), workload, [0, 1, 2], [], 4)
+    expected = alone(workload, 4)
+    assert max(difference(state, expected) for state in states) <= BOUND
+
+
 def test_the_network_is_that_of_the_same_rows_in_the_same_batches() -> None:
     """What one process trains on is no matter of parts: a workload without them, which is given the rows of each batch
     in that order, trains the same."""

@@ -17,11 +17,12 @@ from torch.utils.data import Dataset, TensorDataset
 
 import apportion
 from apportion.core.data.source import BatchSource
+from apportion.core.fingerprint import check_fingerprint, fingerprint
 from apportion.core.parts.dataset import PartedDataset
 from apportion.core.parts.deal import are_in_order, deal_parts
 from apportion.core.parts.example_codec import decode, encode
 from apportion.core.parts.sampler import PartSampler, rows_of_parts
-from apportion.core.sampler import DataShard
+from apportion.core.sampler import DataShard, Sampler
 from apportion.core.workload import checked
 from apportion.errors import ApportionError
 
@@ -339,6 +340,19 @@ def test_parts_with_rows_of_different_shapes_are_refused() -> None:
 def test_measured_shares_are_refused() -> None:
     with pytest.raises(ValueError, match=r'shares="measured" would move rows between ranks'):
         apportion.data_parallel(shares="measured").build(workload(), apportion.World())
+
+
+def test_a_run_is_not_gone_on_with_on_other_parts() -> None:
+    model = nn.Linear(3, 3)
+    saved, now, plain = (
+        fingerprint(workload(), model, {}, deal)
+        for deal in (PartSampler([3, 4], 8), PartSampler([4, 3], 8), Sampler(7, 8))
+    )
+    check_fingerprint(saved, saved)
+    with pytest.raises(ValueError, match=r"examples of each part was \[3, 4\] and is \[4, 3\]"):
+        check_fingerprint(saved, now)
+    with pytest.raises(ValueError, match=r"examples of each part was absent and is \[3, 4\]"):
+        check_fingerprint(plain, saved)
 
 
 # Rows that travel
