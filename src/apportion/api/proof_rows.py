@@ -18,7 +18,6 @@ from apportion.core.parts.sent_rows import RowsNotSentError, SentRows, send_rows
 from apportion.core.workload import Workload
 from apportion.runtime.proof.proof_workload import rows_of_proof
 from apportion.runtime.worker.job import Job
-from apportion.runtime.worker.run_description import ROWS
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,16 @@ class ProofRows:
         """Returns the job of the run, on the rows that were sent where any were."""
         return replace(job, sent=self.sent)
 
-    def told(self, proof: dict[str, Any]) -> dict[str, Any]:
-        """Returns what a run writes down of its proof, with the rows that were sent before it."""
-        if not self.apart:
-            return proof
-        said = f"{ROWS} rows of part 0 were sent to every rank, to compare what an update makes of them"
+    def told(self, proof: dict[str, Any], compared: int) -> dict[str, Any]:
+        """Returns what a run writes down of its proof, with the rows that were sent before it. ``compared``: those of
+        part 0 that every rank was sent."""
+        said = [proof["sentence"]]
         if self.sent is not None:
             many = f"{self.sent.rows} rows of the {len(self.sent.parts)} parts"
-            said = f"for that {many} were sent to rank 0 on host {socket.gethostname()}; {said}"
-        return {**proof, "sentence": f"{proof['sentence']}; {said}"}
+            said.append(f"for that {many} were sent to rank 0 on host {socket.gethostname()}")
+        if self.apart and compared:
+            said.append(f"{compared} rows of part 0 were sent to every rank, to compare what an update makes of them")
+        return {**proof, "sentence": "; ".join(said)}
 
 
 @collective

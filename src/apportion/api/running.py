@@ -172,7 +172,7 @@ def joined(
     if world.size > 1:
         agreement = RunAgreement(job, world)
         control.opened, control.built = agreement.on_workload, agreement.on_data
-        control.settle = lambda told: _settled_together(job, world, told, agreement.built, required=asked.require_proof)
+        control.settle = lambda told: _settled_together(job, world, told, agreement, required=asked.require_proof)
     events = work(job, world, control)
     if world.rank != 0:
         yield from events

@@ -103,13 +103,13 @@ def _wanted(workload: Workload, examples: int, rows: int, steps: int, workers: i
 
 def _few_rows_of_parts(workload: Workload, rows: int, steps: int, workers: int, lengths: Sequence[int]) -> Workload:
     chosen = _rows_of_parts(workload, rows, steps, workers, lengths)
+    counted = replace(workload, steps=workload.total_steps(-(-sum(lengths) // workload.batch_size)))
     if chosen is None:
-        return workload
+        return counted
     return replace(
-        workload,
+        counted,
         data=lambda part: _chosen(workload.open_part(part), chosen[part]),
         batch_size=min(rows, workload.batch_size),
-        steps=workload.total_steps(-(-sum(lengths) // workload.batch_size)),
     )
 
 
@@ -136,9 +136,11 @@ def dealt_evenly(workload: Workload, workers: int) -> Workload:
     """Returns the workload with as many batches for each worker as for the others. Where each takes whole batches, a
     worker that has fewer in the last round waits for the others, which a proof has told to make no more steps than
     it."""
-    with seeded_rng(workload.seed):
-        examples: int = len(workload.open_data())  # type: ignore[arg-type]
-    steps = workload.total_steps(-(-examples // workload.batch_size))
+    steps = workload.steps
+    if steps is None:
+        with seeded_rng(workload.seed):
+            examples: int = len(workload.open_data())  # type: ignore[arg-type]
+        steps = workload.total_steps(-(-examples // workload.batch_size))
     return replace(workload, steps=max(1, steps // workers) * workers)
 
 

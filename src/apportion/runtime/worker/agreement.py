@@ -45,6 +45,8 @@ class RunAgreement:
         self._code: dict[str, str | None] = {}
         self.built: tuple[Workload, Step]
         """The workload as this rank has opened it, and the step that it has built."""
+        self.rows_sent = 0
+        """The number of rows of the first part that were sent to all ranks."""
 
     @collective
     def on_workload(self, workload: Workload) -> None:
@@ -68,6 +70,7 @@ class RunAgreement:
         dataset, rows = step.source.dataset, None
         if isinstance(dataset, PartedDataset) and self._job.prove:  # else no row leaves its host
             rows = broadcast_rows(dataset, ROWS, self._world)
+            self.rows_sent = len(rows or ())
         told = self._gather(lambda: describe_data(self._job, workload, step, rows))
         refuse_differences(told)
         if (said := unlike_code(told)) is not None and self._world.rank == 0:
