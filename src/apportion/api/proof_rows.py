@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -17,7 +17,6 @@ from apportion.core.parts.deal import deal_parts
 from apportion.core.parts.sent_rows import RowsNotSentError, SentRows, send_rows
 from apportion.core.workload import Workload
 from apportion.runtime.proof.proof_workload import rows_of_proof
-from apportion.runtime.worker.job import Job
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,6 @@ class ProofRows:
     """The reason why they could not be sent; None where they were, or need not be."""
     apart: bool = False
     """True where several hosts have parts of the data set."""
-
-    def job(self, job: Job) -> Job:
-        """Returns the job of the run, on the rows that were sent where any were."""
-        return replace(job, sent=self.sent)
 
     def told(self, proof: dict[str, Any], compared: int) -> dict[str, Any]:
         """Returns what a run writes down of its proof, with the rows that were sent before it. ``compared``: those of
