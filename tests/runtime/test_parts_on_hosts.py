@@ -111,6 +111,24 @@ with open(f"told-{os.environ['RANK']}.json", "w") as file:
     json.dump(told, file)
 """
 
+CHECK = """
+import json
+import os
+
+import apportion
+from apportion.errors import ApportionError
+from work import workload
+
+proof = apportion.check(workload, "map_reduce", launcher=apportion.env(device="cpu"), steps=6)
+told = {"verdict": proof.verdict, "differs": proof.rounds[0].worst.absolute, "sentence": proof.sentence}
+try:
+    apportion.train(workload, launcher=apportion.env(device="cpu"), run_dir="run")
+except ValueError as error:
+    told["error"] = str(error)
+with open(f"told-{os.environ['RANK']}.json", "w") as file:
+    json.dump(told, file)
+"""
+
 
 def rows(part: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(part)
@@ -205,6 +223,19 @@ def test_three_hosts_with_a_part_each_and_then_two_train_the_network_of_one_proc
     run(hosts, [[0, 1], [2]], strategy, "12", "resume", "no-check", **environment)
     assert [opened(host) for host in range(2)] == [{0, 1}, {2}]
     assert difference(norm) <= BOUND
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_strategy_is_checked_on_the_hosts_that_have_the_parts(folder: Path, hosts: Any) -> None:
+    (folder / "train.py").write_text(CHECK)
+    told = run(hosts, [[0], [1], [2]])
+    assert [opened(host) for host in range(3)] == [{0}, {1}, {2}]
+    assert told[0] == told[1] == told[2]
+    assert told[0]["verdict"] == "equal", told
+    assert told[0]["differs"] <= BOUND
+    assert "3 hosts have some of the 3 parts of the data set each" in told[0]["error"]
 
 
 @pytest.mark.processes

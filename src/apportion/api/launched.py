@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -35,7 +36,7 @@ def check_launched(workload: Workload | str, strategy: Strategy, launcher: Env, 
         must_have_met(world)
         chosen = on_ranks(strategy, world)
         job = Job(workload=workload, strategy=strategy, launcher=str(launcher), prove=True, workers=chosen.ranks)
-        must_agree(job, world)
+        opened = must_agree(job, world)
         hosts = len(ranks_by_host(world))
         if hosts > 1 and not strategy.referenced_across_hosts:
             raise ValueError(
@@ -45,6 +46,11 @@ def check_launched(workload: Workload | str, strategy: Strategy, launcher: Env, 
         asked = ProofRequest(workload=workload, chosen=chosen, steps=steps, hosts=hosts)
         if world.size == 1:
             return prove(asked)
+        if opened.parts is not None and hosts > 1:
+            from apportion.api.proof_rows import rows_of_check  # few data are in parts
+
+            sent, lengths = rows_of_check(opened, world, steps)
+            asked, job = replace(asked, sent=sent, lengths=lengths), replace(job, lengths=lengths)
         told = driven([job], world, lambda ranks: prove(asked, ranks).to_json(), cut_at)
         return Proof.from_json(told)
     finally:
@@ -72,10 +78,12 @@ def must_have_met(world: World) -> None:
 
 
 @collective
-def must_agree(job: Job, world: World) -> None:
-    """Raises ValueError, on all ranks alike, where one of them cannot open its workload, or was given another one."""
+def must_agree(job: Job, world: World) -> Workload:
+    """Returns the workload. Raises ValueError, on all ranks alike, where one of them cannot open its workload, or was
+    given another one."""
     workload = all_or_none(job.open, world)
     RunAgreement(job, world).on_workload(workload)
+    return workload
 
 
 @collective

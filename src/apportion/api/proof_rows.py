@@ -14,6 +14,7 @@ from apportion.comm.objects import broadcast_message
 from apportion.comm.world import World
 from apportion.core.parts.dataset import PartedDataset
 from apportion.core.parts.deal import deal_parts
+from apportion.core.parts.lengths import learn_lengths
 from apportion.core.parts.sent_rows import RowsNotSentError, SentRows, send_rows
 from apportion.core.workload import Workload
 from apportion.runtime.proof.proof_workload import rows_of_proof
@@ -57,3 +58,14 @@ def gather_proof_rows(workload: Workload, dataset: Dataset[Any], world: World, *
     except RowsNotSentError as error:
         return ProofRows(refused=str(error), apart=True)
     return ProofRows(sent, apart=True)
+
+
+@collective
+def rows_of_check(workload: Workload, world: World, steps: int) -> tuple[SentRows | None, tuple[int, ...]]:
+    """Sends the rows of so many whole batches to rank 0; returns them there, and None on the other ranks, with the
+    lengths of all parts. Called by all ranks. Raises RowsNotSentError, on all of them, where rows cannot be sent."""
+    shards = deal_parts(workload.parts or 1, world.hosts())
+    dataset = workload.parted_data()
+    learn_lengths(dataset, shards[world.rank], world)
+    wanted = rows_of_proof(workload, dataset.lengths, (), steps, world.size)
+    return send_rows(dataset, [sorted(rows) for rows in wanted], shards, world), dataset.lengths

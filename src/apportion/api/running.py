@@ -198,7 +198,13 @@ def _chosen_together(
 
     # Before anything is measured; the other ranks may not have the disk.
     all_or_none(lambda: refuse_started(asked.run_dir) if world.rank == 0 else None, world)
-    must_agree(asked.job(parse("data_parallel", "apportion.strategies"), launcher, torch.get_num_threads()), world)
+    job = asked.job(parse("data_parallel", "apportion.strategies"), launcher, torch.get_num_threads())
+    workload = must_agree(job, world)
+    if workload.parts is not None and (hosts := len({*world.hosts()})) > 1:
+        raise ValueError(
+            f"strategies are measured on whole batches, and {hosts} hosts have some of the {workload.parts} parts of "
+            "the data set each: give strategy=data_parallel() or map_reduce()"
+        )
     fresh = world.renew()  # what is built to be tried is none of the run's
     try:
         told = choose_launched(asked.workload, fresh, launcher, trial=planning.trial)
