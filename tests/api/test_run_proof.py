@@ -313,7 +313,7 @@ def test_where_there_is_no_time_for_whole_sequences_their_beginnings_are_proved(
 ) -> None:
     asked = []
 
-    def impatient(request: ProofRequest) -> Any:
+    def impatient(request: ProofRequest, ranks: None) -> Any:
         asked.append(request)
         if not request.short:
             raise OutOfTimeError("it needs about 100 s")

@@ -21,7 +21,7 @@ import typer
 from commands import at_terminal
 from typer.testing import CliRunner, Result
 
-from apportion.api.compare import ComparedRow
+from apportion.api.compared_row import ComparedRow
 from apportion.api.train import run
 from apportion.cli.app import app
 from apportion.cli.run_display import plan_line, show_rows
@@ -36,8 +36,8 @@ FLAGS = {
         "--allow-approximate", "--help", "--hosts", "--launcher", "--members", "--no-check", "--no-trial", "--policy",
         "--remeasure", "--require-proof", "--resume", "--run-dir", "--seed", "--steps", "--strategy", "--workers",
     ],
-    "check": ["--help", "--json", "--steps", "--strategy", "--workers"],
-    "compare": ["--help", "--json", "--out", "--steps", "--strategy", "--workers"],
+    "check": ["--help", "--json", "--launcher", "--steps", "--strategy", "--workers"],
+    "compare": ["--help", "--json", "--launcher", "--out", "--steps", "--strategy", "--workers"],
     "plan": [
         "--against", "--allow-approximate", "--cluster", "--help", "--json", "--launcher", "--network", "--no-trial",
         "--out", "--remeasure", "--workers",
@@ -443,7 +443,6 @@ def test_json_is_all_there_is_on_standard_output(folder: Path, arguments: tuple[
         (("train", "tiny.py:workload", "data_parallel", "--strategy", "hogwild"), "the strategy is given twice"),
         (("train", "tiny.py:workload", "data_parallel", "--hosts", "a b"), "'a b' is no host: write host, user@host"),
         (("train", "tiny.py:workload", "data_parallel", "--hosts", "a", "--launcher", "env"), "contradict each other"),
-        (("train", "tiny.py:workload", "--hosts", "a"), "ssh() cannot try strategies yet: give strategy="),
         (("check", "tiny.py:workload"), "Missing option '--strategy'"),
         (("check", "tiny.py:workload", "--strategy", "single_device", "--workers", "2"), "runs in one process"),
         (("compare", "tiny.py:workload", "--strategy", "nothing"), "unknown strategy 'nothing'"),

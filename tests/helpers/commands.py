@@ -60,3 +60,14 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
+
+
+def places(*hosts: int) -> list[dict[str, str]]:
+    """torchrun's variables of so many ranks on each of these hosts, which are all this one."""
+    port, ranks = free_port(), sum(hosts)
+    every = [(rank, size) for size in hosts for rank in range(size)]
+    fixed = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    return [
+        {**fixed, "RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(size)}
+        for rank, (local, size) in enumerate(every)
+    ]

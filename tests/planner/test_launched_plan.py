@@ -12,7 +12,7 @@ from typing import Any
 import networks
 import pytest
 import torch
-from commands import finish, free_port, start
+from commands import finish, places, start
 from ranks import by_value, on_ranks
 from typer.testing import CliRunner
 
@@ -79,17 +79,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return tmp_path
-
-
-def places(*hosts: int) -> list[dict[str, str]]:
-    """torchrun's variables of so many ranks on each of these hosts, which are all this one."""
-    port, ranks = free_port(), sum(hosts)
-    every = [(rank, size) for size in hosts for rank in range(size)]
-    fixed = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    return [
-        {**fixed, "RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(size)}
-        for rank, (local, size) in enumerate(every)
-    ]
 
 
 def planned(

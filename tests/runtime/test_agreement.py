@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
 from dataclasses import replace
@@ -92,6 +93,7 @@ CASES: dict[str, tuple[Job, int, str]] = {
     "steps": (given(steps=29), 0, "steps=29"),
     "precision": (given(precision="bfloat16"), 0, "precision=bfloat16"),
     "gradient clipping": (given(clip_grad_norm=1.0), 0, "clip_grad_norm=1.0"),
+    "parts": (given(data=lambda part: rows(), parts=2), 0, "parts=2"),
     "order": (given(order="sequential"), 0, "order=sequential"),
     "width": (given(model=partial(network, 17)), 0, "parameters=189"),
     "evaluation": (given(evaluation=apportion.Evaluation(data=rows, every=2)), 0, "evaluation every=2"),
@@ -223,6 +225,59 @@ def test_all_ranks_hear_the_same() -> None:
     assert first == second
     assert "strategy=map_reduce where rank 0" in first[0]
     assert "examples=60 where rank 0" in first[1]
+
+
+def in_two_parts(part: int, seeds: list[int]) -> TensorDataset:
+    return rows(30 + part, seeds[part])
+
+
+def what_ranks_with_parts_hear(
+    world: apportion.World, hosts: list[int], others: int, seeds: list[int], changes: dict[str, Any]
+) -> tuple[list[str], list[int]]:
+    """On ranks as if on these hosts, of which one, of that number, has other rows, or a workload with other changes."""
+    here = [rank for rank in range(world.size) if hosts[rank] == hosts[world.rank]]
+    world = replace(
+        apportion.World.from_env(device="cpu", insecure=True),
+        local_rank=here.index(world.rank),
+        local_size=len(here),
+    )
+    other = world.rank == others
+    workload = replace(
+        WORKLOAD, data=partial(in_two_parts, seeds=seeds if other else [0, 1]), parts=2, **(changes if other else {})
+    )
+    heard, job = list[str](), replace(JOB, workload=workload)
+    ranks = RunAgreement(job, world)
+    step = None
+    try:
+        ranks.on_workload(workload)
+        step = job.strategy.build(workload, world)
+        ranks.on_data(workload, step)
+    except ValueError as error:
+        heard.append(str(error))
+    opened = [] if step is None else step.source.dataset.opened  # type: ignore[attr-defined]
+    world.close()
+    return heard, opened
+
+
+@pytest.mark.processes
+def test_ranks_compare_the_parts_that_both_of_them_have_and_no_others() -> None:
+    assert on_ranks(what_ranks_with_parts_hear, 3, [0, 0, 1], -1, [0, 1], {}) == [([], [0]), ([], [0]), ([], [1])]
+    assert on_ranks(what_ranks_with_parts_hear, 2, [0, 1], 1, [5, 1], {}) == [([], [0]), ([], [1])], "not its part"
+    for other, seeds, said in (
+        (1, [5, 1], r"rank 1 on host .* of part 0=.* where rank 0 on host"),
+        (3, [0, 5], r"rank 3 on host .* of part 1=.* where rank 2 on host"),
+    ):
+        told = on_ranks(what_ranks_with_parts_hear, 4, [0, 0, 1, 1], other, seeds, {})
+        assert len({heard for (heard,), _ in told}) == 1
+        assert re.search(said, told[0][0][0]), told
+
+
+@pytest.mark.processes
+def test_ranks_with_parts_compute_an_update_of_rows_that_all_of_them_are_sent() -> None:
+    told = on_ranks(what_ranks_with_parts_hear, 2, [0, 1], 1, [0, 1], {"loss": partial(loss, smoothing=0.1)})
+    assert told[0] == (told[1][0], [0])
+    assert "sum of squares after the first update=" in told[0][0][0]
+    assert "(their code differs in loss)" in told[0][0][0]
 
 
 SCRIPT = """

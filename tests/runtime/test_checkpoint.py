@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from apportion.core.fingerprint import check_fingerprint, fingerprint
+from apportion.core.sampler import Sampler
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError
@@ -648,7 +649,9 @@ def a_workload(**changes: Any) -> Workload:
 def print_of(workload: Workload, examples: int = 100) -> dict[str, Any]:
     model = workload.model()
     made = workload.optimizer(model.named_parameters())
-    return fingerprint(workload, model, made if isinstance(made, dict) else {"": made}, examples)
+    return fingerprint(
+        workload, model, made if isinstance(made, dict) else {"": made}, Sampler(examples, workload.batch_size)
+    )
 
 
 def frozen() -> nn.Module:
@@ -714,7 +717,7 @@ def test_a_schedule_that_stands_already_does_not_change_the_rate_that_is_compare
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
     torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5)
     assert optimizer.param_groups[0]["lr"] == 0.05
-    check_fingerprint(print_of(workload), fingerprint(workload, model, {"": optimizer}, 100))
+    check_fingerprint(print_of(workload), fingerprint(workload, model, {"": optimizer}, Sampler(100, 8)))
 
 
 # The trained network.

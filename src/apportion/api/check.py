@@ -11,7 +11,9 @@ from apportion.core.strategy import Strategy
 from apportion.core.value import parse
 from apportion.core.workload import Workload
 from apportion.planner.trials.trial import candidate
+from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
+from apportion.runtime.launch.ssh import Ssh
 from apportion.runtime.proof.proof import Proof
 
 
@@ -21,7 +23,7 @@ def check(
     *,
     workers: int | None = None,
     steps: int = 8,
-    launcher: Local | None = None,
+    launcher: Local | Env | Ssh | None = None,
 ) -> Proof:
     """Run a strategy and its reference side by side, and compare what both have changed after every step.
 
@@ -34,6 +36,10 @@ def check(
 
     Where workers go their own ways, and the strategy writes down which (``Strategy.replays``), all make so many steps
     with nobody waiting, and one process makes the same updates again: to the last bit, in both precisions.
+
+    Under ``launcher=env()`` every rank calls it, in the same way: the strategy runs on the CPUs of these very ranks,
+    over the connections that they have, the reference in processes of rank 0, and all ranks return the same proof or
+    raise the same error.
     """
     if isinstance(workload, str):
         check_place(workload)
@@ -41,5 +47,16 @@ def check(
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
     launcher = launcher or Local()
+    if isinstance(launcher, Ssh):
+        raise ValueError(
+            f"check runs on processes of local(), or in ranks that are running, with env(): start it on each host by "
+            f"torchrun with --launcher env. A run by {launcher} proves its strategy before its first step"
+        )
+    if isinstance(launcher, Env):
+        if workers is not None:
+            raise ValueError(f"workers={workers} goes with local(): {launcher} finds its ranks running already")
+        from apportion.api.launched import check_launched  # what runs in ranks needs more than what starts them
+
+        return check_launched(workload, value, launcher, steps=steps)
     chosen = candidate(value, replace(launcher, workers=workers) if workers is not None else launcher)
     return prove(ProofRequest(workload=workload, chosen=chosen, steps=steps))

@@ -2,66 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from apportion.api.compared_row import ROUNDS, WARM_UP, ComparedRow, in_order, row_of, save
 from apportion.core.address import check_place
 from apportion.core.strategy import Strategy
 from apportion.core.value import names, parse
 from apportion.core.workload import Workload
 from apportion.errors import ApportionError
 from apportion.planner.predict import prices
-from apportion.planner.trials.trial import Candidate, Measured, candidate, parked
+from apportion.planner.trials.trial import Candidate, candidate, parked
+from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
+from apportion.runtime.launch.ssh import Ssh
 
-ROUNDS = 5
-"""The number of turns that each strategy's steps are divided in."""
-WARM_UP = 3
 PROFILE_SECONDS = 8.0
 """The seconds that measuring this machine, where it has not been, and the workload may take."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparedRow:
-    """The line of one strategy in the table."""
-
-    strategy: str
-    launcher: str
-    workers: int
-    threads: int
-    """The number of threads of each worker."""
-    step_seconds: float
-    """The median of the seconds of a step, of the slowest rank."""
-    examples_per_second: float
-    times_one_device: float
-    """The ratio of its examples/s to those of single_device with all threads."""
-    computing: float
-    """The share of the workers' time that is computing; with ``waiting`` (for other ranks) and ``communicating``, 1 in
-    all."""
-    waiting: float
-    communicating: float
-    exact: bool
-    held_bytes: int
-    """The bytes of weights, optimizer slots and buffers of all workers; what they share is counted once."""
-    peak_bytes: int
-    """The bytes of resident memory of the largest worker, with Python and torch."""
-    steps: int
-    predicted_seconds: float | None = None
-    """The seconds of a step, by the strategy's price on this machine as it was measured, before any step was made;
-    None: it has no price for this network, or on this machine."""
-
-    @property
-    def error(self) -> float | None:
-        """The error of the prediction: 0.1 says that the step takes 10 % longer than predicted."""
-        return None if self.predicted_seconds is None else self.step_seconds / self.predicted_seconds - 1
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain data: the fields, and the ``error``."""
-        return {**asdict(self), "error": self.error}
 
 
 def compare(  # noqa: PLR0913 (all of it by name)
@@ -70,7 +28,7 @@ def compare(  # noqa: PLR0913 (all of it by name)
     *,
     workers: int | None = None,
     steps: int = 50,
-    launcher: Local | None = None,
+    launcher: Local | Env | Ssh | None = None,
     path: str | Path | None = None,
     predict: bool = True,
 ) -> list[ComparedRow]:
@@ -81,11 +39,26 @@ def compare(  # noqa: PLR0913 (all of it by name)
     divides its work. single_device with all threads is always among them, to compare with. ``path``: where to save the
     rows as JSON. ``predict``: first measure this machine and the workload for some seconds, and say what each step
     should take.
+
+    Under ``launcher=env()`` every rank calls it, in the same way: each strategy runs on the CPUs of these very ranks,
+    one after the other, without a prediction; single_device runs on rank 0's host. All ranks return the same rows, and
+    rank 0 saves them.
     """
     if isinstance(workload, str):
         check_place(workload)
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
+    if isinstance(launcher, Ssh):
+        raise ValueError(
+            f"compare runs on processes of local(), or in ranks that are running, with env(): start it on each host by "
+            f"torchrun with --launcher env. A run by {launcher} proves its strategy before its first step"
+        )
+    if isinstance(launcher, Env):
+        if workers is not None:
+            raise ValueError(f"workers={workers} goes with local(): {launcher} finds its ranks running already")
+        from apportion.api.compare_launched import compare_launched  # what runs in ranks needs more
+
+        return compare_launched(workload, values_of(strategies), launcher, steps=steps, path=path, every=not strategies)
     candidates = _candidates(strategies, workers, launcher or Local())
     predicted = _predicted(workload, candidates) if predict else dict.fromkeys(candidates)
     rounds = min(ROUNDS, steps)
@@ -100,12 +73,9 @@ def compare(  # noqa: PLR0913 (all of it by name)
     for left_out, why in refused or ():
         warnings.warn(f"{left_out.strategy} is left out: {why}", stacklevel=2)
     alone = next(m for m in measured if m.candidate.strategy.one_process)
-    rows = sorted(
-        (_row(m, alone, predicted[m.candidate]) for m in measured),
-        key=lambda row: (not row.exact, -row.examples_per_second),
-    )
+    rows = in_order([row_of(m, alone, predicted[m.candidate]) for m in measured])
     if path is not None:
-        Path(path).write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
+        save(rows, path)
     return rows
 
 
@@ -119,38 +89,21 @@ def _predicted(workload: Workload | str, candidates: Sequence[Candidate]) -> dic
     return {c: None if cost is None else cost.step_seconds for c, cost in zip(candidates, costs, strict=True)}
 
 
-def _candidates(strategies: Sequence[Strategy | str] | None, workers: int | None, launcher: Local) -> list[Candidate]:
-    values = [
+def values_of(strategies: Sequence[Strategy | str] | None) -> list[Strategy]:
+    """Returns the strategies as values, of one process first, which is always among them; None: all there are."""
+    values: list[Strategy] = [
         parse(s, "apportion.strategies") if isinstance(s, str) else s
         for s in strategies or names("apportion.strategies")
     ]
     if not any(s.one_process for s in values):
         values.insert(0, parse("single_device", "apportion.strategies"))
+    return sorted(values, key=lambda s: not s.one_process)
+
+
+def _candidates(strategies: Sequence[Strategy | str] | None, workers: int | None, launcher: Local) -> list[Candidate]:
     chosen = []
-    for strategy in sorted(values, key=lambda s: not s.one_process):
+    for strategy in values_of(strategies):
         own = 1 if strategy.one_process else workers or launcher.workers
         where = Local(workers=own, threads=launcher.threads, device=launcher.device, loaders=launcher.loaders)
         chosen.append(candidate(strategy, where))
     return chosen
-
-
-def _row(measured: Measured, alone: Measured, predicted: float | None) -> ComparedRow:
-    total = measured.computing + measured.waiting + measured.communicating or 1.0
-    chosen = measured.candidate
-    return ComparedRow(
-        strategy=str(chosen.strategy),
-        launcher=str(chosen.launcher),
-        workers=chosen.ranks,
-        threads=chosen.launcher.threads_each(chosen.ranks),
-        step_seconds=measured.step_seconds,
-        examples_per_second=measured.examples_per_second,
-        times_one_device=measured.examples_per_second / alone.examples_per_second,
-        computing=measured.computing / total,
-        waiting=measured.waiting / total,
-        communicating=measured.communicating / total,
-        exact=chosen.strategy.exact,
-        held_bytes=measured.held_bytes,
-        peak_bytes=measured.peak_bytes,
-        steps=len(measured.seconds),
-        predicted_seconds=predicted,
-    )

@@ -28,7 +28,7 @@ def export_run(
     run names may run whosever it is (see ``load``)."""
     chosen: Target = parse(target, PACKAGE) if isinstance(target, str) else target
     workload = workload_of(run, trust=trust)
-    data = workload.data()
+    data = workload.open_data() if workload.parts is None else workload.open_part(0)
     inputs, _ = workload.collate([data[n] for n in range(min(EXAMPLES, len(data)))])  # type: ignore[arg-type]
     to = Path(path) if path is not None else Path(run) / f"model{chosen.suffix}"
     return export(load(run, trust=trust), inputs, to, target=chosen)

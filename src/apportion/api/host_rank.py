@@ -24,8 +24,11 @@ class HostJob:
 
     asked: Any
     """The ``RunRequest``; where its workload is an address, it is one below the folder of the run's code."""
-    strategy: Strategy
+    strategy: Strategy | None
+    """The strategy; None: the ranks choose one."""
     launcher: Ssh
+    planning: Any
+    """The ``Planning`` by which they do."""
 
 
 def main(sock: socket.socket, payload: bytes) -> int:
@@ -66,7 +69,7 @@ def _train(channel: Channel, job: HostJob) -> None:
     asked: running.RunRequest = job.asked
     if isinstance(asked.workload, str) and asked.workload.rpartition(":")[0].endswith(".py"):
         asked = replace(asked, workload=os.path.join(sys.path[0], asked.workload))
-    for event in running.joined(asked, job.strategy, job.launcher, control):
+    for event in running.joined(asked, job.strategy, job.launcher, job.planning, control):
         if event.kind != "end" or os.environ["RANK"] == "0":
             channel.send({"kind": "event", "event": asdict(event)})
 

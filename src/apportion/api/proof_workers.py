@@ -10,15 +10,20 @@ from pathlib import Path
 from typing import Any, final
 
 from apportion.comm.channel import Message
+from apportion.core.parts.sent_rows import SentRows
+from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
 from apportion.errors import WorkerFailed
 from apportion.planner.trials.trial import Candidate
 from apportion.runtime.launch.local import Local
+from apportion.runtime.launched.running_ranks import RunningRanks
 from apportion.runtime.proof.coarse_rounding import eps_of
 from apportion.runtime.proof.limits import ProofLimits
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.runtime.worker.job import Job
 
+Pool = WorkerPool | RunningRanks
+"""Processes that make steps when they are told to: of their own, or ranks that are running already."""
 STEP_SECONDS = 600.0
 GRADIENT_STEPS = 2
 """The number of steps of rate 1, which are few, since a network would not stand many."""
@@ -45,10 +50,18 @@ class ProofRequest:
     """True where a first difference is enough."""
     plain: tuple[str, ...] = ()
     """The fast paths that are switched off."""
+    lengths: tuple[int, ...] = ()
+    """The lengths of the parts of the data, where they are known."""
+    sent: SentRows | None = None
+    """The rows of the parts that were sent to this host, where other hosts have some of the parts."""
     run_steps: int = 0
     """The number of steps of the run that waits for the proof."""
     share: float = 0.0
     """The share of the run that the proof may take, where that is more than ``seconds``."""
+    hosts: int = 1
+    """The number of hosts that the ranks run on."""
+    cuts: tuple[str, ...] = ()
+    """The layers before which ranks that are running already cut their stages, as the run does."""
 
 
 @final
@@ -56,9 +69,13 @@ class ProofWorkers:
     """The worker pools of a proof, while they run: the strategy's (``tried``), its reference's, and those of a
     reference that is led astray by rounding (``nudged``), where rounding is allowed for."""
 
-    def __init__(self, asked: ProofRequest, limits: ProofLimits, pools: Sequence[WorkerPool], folder: Path) -> None:
-        self._asked, self._limits, self._pools = asked, limits, pools
-        self.tried, self.reference = pools[:2]
+    def __init__(
+        self, asked: ProofRequest, limits: ProofLimits, tried: Pool, references: Sequence[WorkerPool], folder: Path
+    ) -> None:
+        self._asked, self._limits = asked, limits
+        self._pools: list[Pool] = [tried, *references]
+        self._ranks = tried if isinstance(tried, RunningRanks) else None
+        self.tried, self.reference = tried, references[0]
         self.folder = folder
         """The folder for states: it outlives the processes, any of which may still be writing when another fails."""
         self.linear = False
@@ -66,14 +83,17 @@ class ProofWorkers:
         self.batch_size = 0
 
     @property
-    def nudged(self) -> WorkerPool:
+    def nudged(self) -> Pool:
         """The pool of the reference that is led astray by rounding."""
         return self._pools[2]
 
     @staticmethod
     @contextmanager
-    def started(asked: ProofRequest, limits: ProofLimits, precision: str) -> Iterator[ProofWorkers]:
-        """Starts the processes, which build in this precision, and ends them."""
+    def started(
+        asked: ProofRequest, limits: ProofLimits, precision: str, ranks: RunningRanks | None = None
+    ) -> Iterator[ProofWorkers]:
+        """Starts the processes, which build in this precision, and ends them. ``ranks``: those that are running already
+        make the strategy's steps."""
         tried, *references = _jobs(asked, precision)
         if _replays(asked):
             del references[1:]
@@ -81,12 +101,19 @@ class ProofWorkers:
         entry = "apportion.runtime.worker.entry"
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="apportion-check-"))
-            pools = [WorkerPool(asked.chosen.launcher, f"{entry}:steps", tried, asked.chosen.ranks)]
-            stack.callback(pools[0].close)
+            first: Pool
+            if ranks is None:
+                first = WorkerPool(asked.chosen.launcher, f"{entry}:steps", tried, asked.chosen.ranks)
+            else:
+                first = ranks.begin(tried, asked.cuts)
+            stack.callback(first.close)
+            pools: list[WorkerPool] = []
             for job in references:
                 pools.append(WorkerPool(alone, f"{entry}:reference", job, 1))
                 stack.callback(pools[-1].close)
-            yield ProofWorkers(asked, limits, pools, Path(folder))
+                if ranks is not None:
+                    stack.enter_context(ranks.beside(pools[-1]))
+            yield ProofWorkers(asked, limits, first, pools, Path(folder))
 
     def again(self, precision: str, *, gradients: bool = False, coarse: bool = False) -> None:
         """Lets all of them build anew, in another precision or with other optimizers; ``coarse``: the reference that is
@@ -103,15 +130,15 @@ class ProofWorkers:
         where the proof would not fit."""
         told, *_ = (self.answers(pool, "built")[0] for pool in self._pools)
         self.linear, self.batch_size = told["linear"], told["batch_size"]
-        must_fit(self._asked, self._limits, told["parameters"])
+        must_fit(self._asked, self._limits, told["parameters"], self._ranks)
         return told
 
-    def ask(self, pool: WorkerPool, order: Mapping[str, Any], kind: str) -> list[Message]:
+    def ask(self, pool: Pool, order: Mapping[str, Any], kind: str) -> list[Message]:
         """Sends an order to every rank; returns their answers."""
         pool.send(order)
         return self.answers(pool, kind)
 
-    def answers(self, pool: WorkerPool, kind: str) -> list[Message]:
+    def answers(self, pool: Pool, kind: str) -> list[Message]:
         """Returns one message of this kind from every rank, by rank. Raises OutOfTimeError, and what a worker fails
         with."""
         left = min(STEP_SECONDS, self._limits.left)
@@ -125,9 +152,23 @@ class ProofWorkers:
             raise
 
 
-def must_fit(asked: ProofRequest, limits: ProofLimits, parameters: int) -> None:
-    """Raises OutOfMemoryError where all the processes of the proof together would not fit what is free."""
-    limits.must_fit(parameters, asked.chosen.ranks + 2, 2 * asked.steps + GRADIENT_STEPS)
+def must_fit(asked: ProofRequest, limits: ProofLimits, parameters: int, ranks: RunningRanks | None) -> None:
+    """Raises OutOfMemoryError where all the processes of the proof that this host has together would not fit what is
+    free."""
+    here = asked.chosen.ranks if ranks is None else ranks.here
+    limits.must_fit(parameters, here + 2, 2 * asked.steps + GRADIENT_STEPS)
+
+
+def cut_at(strategy: Strategy, cuts: Sequence[str]) -> Strategy:
+    """Returns the same strategy with its stages cut before these layers, unless the user has cut it."""
+    own: Any = strategy
+    changes: dict[str, Any] = {}
+    if cuts and getattr(own, "cuts", ()) is None:
+        changes = {"cuts": tuple(cuts)}
+    elif (of := getattr(own, "of", None)) is not None:
+        changes = {"of": cut_at(of, cuts)}
+    found: Strategy = replace(own, **changes) if changes else strategy
+    return found
 
 
 def _replays(asked: ProofRequest) -> bool:
@@ -153,6 +194,8 @@ def _jobs(asked: ProofRequest, precision: str, gradients: bool = False, coarse: 
         proof=True,
         rows=asked.rows,
         short=asked.short,
+        lengths=asked.lengths,
+        sent=asked.sent,
         cut=steps if steps > 1 and strategy.exact else 0,
         gradients=gradients,
         plain=asked.plain,

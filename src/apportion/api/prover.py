@@ -7,7 +7,6 @@ same processes build anew.
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,8 +17,10 @@ from apportion.api.proof_workers import GRADIENT_STEPS, ProofRequest, ProofWorke
 from apportion.comm.channel import Message
 from apportion.errors import ApportionError, WorkerFailed
 from apportion.planner.trials.trial import Candidate
+from apportion.runtime.launched.running_ranks import RunningRanks
 from apportion.runtime.proof.coarse_rounding import eps_of
 from apportion.runtime.proof.limits import OutOfTimeError, ProofLimits
+from apportion.runtime.proof.module_taps import Taps
 from apportion.runtime.proof.proof import FLOOR, Comparison, Proof, Round, largest
 from apportion.runtime.proof.tap_differences import first_difference
 
@@ -31,17 +32,20 @@ SEEN = ("dropout", "draws", "narrow", "plain_draws")
 Seen = dict[str, list[str]]
 
 
-def prove(asked: ProofRequest) -> Proof:
+def prove(asked: ProofRequest, ranks: RunningRanks | None = None) -> Proof:
     """Compare the states in float64, then the gradients, then the states in the run's own precision. Raises
-    OutOfTimeError, OutOfMemoryError, and what a worker fails with."""
-    return _Proving(asked).proof()
+    OutOfTimeError, OutOfMemoryError, and what a worker fails with.
+
+    ``ranks``: those that make the strategy's steps; None starts processes here.
+    """
+    return _Proving(asked, ranks).proof()
 
 
 class _Proving:
     """One proof under way."""
 
-    def __init__(self, asked: ProofRequest) -> None:
-        self._asked, self._chosen = asked, asked.chosen
+    def __init__(self, asked: ProofRequest, ranks: RunningRanks | None) -> None:
+        self._asked, self._chosen, self._ranks = asked, asked.chosen, ranks
         self._replays = asked.chosen.strategy.replays(asked.chosen.launcher.workers or 1)
         self._limits = ProofLimits(asked.seconds, share=asked.share, run_steps=asked.run_steps)
         self._own = "float32"
@@ -52,12 +56,13 @@ class _Proving:
         """The first module that computes something else."""
 
     def proof(self) -> Proof:
-        must_fit(self._asked, self._limits, self._asked.parameters)
+        must_fit(self._asked, self._limits, self._asked.parameters, self._ranks)
         rounds = self._rounds()
         strategy = self._chosen.strategy
         return Proof(
             strategy=str(strategy),
             workers=self._chosen.launcher.workers or 1,
+            hosts=self._asked.hosts,
             exact=strategy.exact,
             rounds=tuple(rounds),
             gradients=self._gradients,
@@ -73,7 +78,7 @@ class _Proving:
     def _rounds(self) -> list[Round]:
         known = False
         try:
-            with ProofWorkers.started(self._asked, self._limits, "float64") as pools:
+            with ProofWorkers.started(self._asked, self._limits, "float64", self._ranks) as pools:
                 built = pools.built()
                 self._own, known = built["precision"], True
                 return self._wide_then_own(pools, built)
@@ -81,7 +86,7 @@ class _Proving:
             if not _fixes_dtype(error) or (known and self._own == "float64"):
                 raise
             why = error
-        with ProofWorkers.started(self._asked, self._limits, self._own) as pools:
+        with ProofWorkers.started(self._asked, self._limits, self._own, self._ranks) as pools:
             built = pools.built()
             if built["precision"] == "float64":
                 raise why
@@ -160,7 +165,7 @@ class _Proving:
             told = pools.ask(pools.tried, {"kind": "taps", "path": str(folder / "part")}, "tapped")
             pools.answers(pools.reference, "tapped")
             names = ("whole0", *(f"part{rank}" for rank in range(len(told))))
-            whole, *parts = (pickle.loads((folder / name).read_bytes()) for name in names)
+            whole, *parts = (Taps.load(folder / name) for name in names)
             rows = [answer["rows"] for answer in told]
             found = first_difference(whole, parts, rows=rows if len(set(rows)) > 1 or rows[0] < sum(rows) else None)
         except (OutOfTimeError, ApportionError, ValueError, OSError):  # the answer stands without it

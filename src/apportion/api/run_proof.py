@@ -12,18 +12,20 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from apportion.api.proof_workers import ProofRequest
+from apportion.api.proof_workers import ProofRequest, cut_at
 from apportion.api.prover import prove
 from apportion.core import fast_paths
 from apportion.core.json_data import cache_folder, keep
-from apportion.core.strategy import Strategy
+from apportion.core.parts.sent_rows import SentRows
 from apportion.errors import ApportionError, NotProved
 from apportion.planner.trials.trial import Candidate
 from apportion.process import give_back
+from apportion.runtime.launched.running_ranks import RunningRanks
 from apportion.runtime.proof.budget import BUDGET_SHARE, budget
 from apportion.runtime.proof.limits import OutOfMemoryError, OutOfTimeError
 from apportion.runtime.proof.proof import Proof, Settled
@@ -53,30 +55,45 @@ class SelfProof:
         step_seconds: float | None = None,
         spent: float = 0.0,
         required: bool = False,
+        hosts: Sequence[int] = (),
     ) -> None:
         """Takes the job to prove. ``step_seconds``: what a step of the run takes, where it was measured. ``spent``:
         seconds of the same budget that choosing the strategy took. ``required``: the run must not go on where nothing
-        was shown."""
+        was shown. ``hosts``: the numbers of ranks on each host, where the proof is made on those of the run."""
         self._job, self._chosen, self._step_seconds, self._required = job, chosen, step_seconds, required
         self._spent, self._parameters, self._run_steps = spent, 0, 0
+        self._cuts: tuple[str, ...] = ()
+        self._lengths: tuple[int, ...] = ()
         self._proved = chosen
         """The candidate with its stages cut as the run's are."""
         self._known: Settled | None = None
+        self._hosts = list(hosts)
+        self._ranks: RunningRanks | None = None
+
+    def take_rows(self, sent: SentRows | None) -> None:
+        """Has the reference train on these rows, where other hosts have some of the parts of the data."""
+        self._job = replace(self._job, sent=sent)
 
     def known(self, asked: Mapping[str, Any]) -> Settled | None:
         """Returns what was found before, in this run or an earlier one. ``asked`` has the ``key`` that the ranks have
         made of the workload (None: it cannot be remembered), the ``steps`` of the whole run, its ``parameters``, a
-        number, and the ``cuts`` of its stages, as the times of its layers have decided them: the proof cuts there
-        too."""
+        number, the ``lengths`` of the parts of its data, if it has any, and the ``cuts`` of its stages, as the times of
+        its layers have decided them: the proof cuts there too."""
         self._cut(asked["cuts"])
         if self._known is None and asked["key"] is not None:
             self._known = _recall(self._name(asked["key"]))
         return self._known
 
-    def settle(self, asked: Mapping[str, Any]) -> Settled:
-        """Makes the proof, and keeps its answer for the next run."""
+    def settle(self, asked: Mapping[str, Any], ranks: RunningRanks | None = None) -> Settled:
+        """Makes the proof, and keeps its answer for the next run. ``ranks``: those that make the strategy's steps; None
+        starts processes here."""
+        if ranks is not None:  # in whose processes nothing has started others before
+            with suppress(ApportionError):  # it is told where one is started
+                self._chosen.launcher.prepare()
         began = time.monotonic()
+        self._ranks = ranks
         self._parameters, self._run_steps = int(asked["parameters"]), int(asked["steps"])
+        self._lengths = tuple(asked.get("lengths", ()))
         found = self._found(began, self.seconds(asked["steps"]))
         give_back()  # the states that were compared: the run goes on in this process
         self._known = replace(found, seconds=time.monotonic() - began)
@@ -85,11 +102,12 @@ class SelfProof:
         return self._known
 
     def _cut(self, cuts: Sequence[str] | None) -> None:
-        self._proved = replace(self._chosen, strategy=_cut_at(self._chosen.strategy, cuts or ()))
+        self._cuts = tuple(cuts or ())
+        self._proved = replace(self._chosen, strategy=cut_at(self._chosen.strategy, cuts or ()))
 
     def too_many(self) -> Settled:
         """Returns the answer for ranks that one host cannot imitate."""
-        return self._unproved(f"one host cannot start {self._chosen.ranks} processes to show it")
+        return self.unproved(f"one host cannot start {self._chosen.ranks} processes to show it")
 
     def check(self, settled: Settled) -> dict[str, Any]:
         """Returns what the run writes down of the answer. Raises NotProved where the run must not go on as it is."""
@@ -112,11 +130,11 @@ class SelfProof:
             return replace(plain, plain=fast_paths.ALL) if plain.proved else settled
         except OutOfTimeError as error:
             share = max(seconds, time.monotonic() - began)
-            return self._unproved(f"{error}, and {share:.0f} s are its share")
+            return self.unproved(f"{error}, and {share:.0f} s are its share")
         except OutOfMemoryError as error:
-            return self._unproved(str(error))
+            return self.unproved(str(error))
         except (ApportionError, ValueError, OSError) as error:
-            return self._unproved(str(error).partition("\n")[0])
+            return self.unproved(str(error).partition("\n")[0])
 
     def _proof(self, until: float, plain: tuple[str, ...] | None = None) -> Proof:
         """Makes the proof on a few rows, and on more where that was quick; on whole batches where a few say nothing."""
@@ -129,24 +147,39 @@ class SelfProof:
             parameters=self._parameters,
             plain=self._job.plain if plain is None else plain,
             run_steps=self._run_steps,
+            lengths=self._lengths,
+            sent=self._job.sent,
             share=BUDGET_SHARE,
+            hosts=max(1, len(self._hosts)),
+            cuts=self._cuts,
         )
         began, given = time.monotonic(), until - time.monotonic()
         few = replace(asked, rows=FEW_EACH * self._chosen.ranks + 1, seconds=given)
         try:
-            proof = prove(few)
+            proof = prove(few, self._ranks)
         except OutOfTimeError as error:
-            return _on_short_sequences(few, until, error)
+            return self._on_short_sequences(few, until, error)
         except ValueError:  # rows that do not feed the ranks, or what whole batches have to say too
             proof = None
         if proof is None or proof.verdict == "undecided":
-            return prove(replace(asked, rows=0, seconds=until - time.monotonic()))
+            return prove(replace(asked, rows=0, seconds=until - time.monotonic()), self._ranks)
         if proof.verdict == "equal" and time.monotonic() - began < QUICK_SHARE * given:
             try:
                 more = replace(asked, rows=ROWS_EACH * self._chosen.ranks + 1, seconds=MANY_SHARE * given)
-                return prove(replace(more, run_steps=0))
+                return prove(replace(more, run_steps=0), self._ranks)
             except OutOfTimeError:
                 pass
+        return proof
+
+    def _on_short_sequences(self, asked: ProofRequest, until: float, error: OutOfTimeError) -> Proof:
+        """Makes the proof on the beginnings of the sequences, where there was no time for whole ones. Raises ``error``
+        where there are none, where the model takes none, or where they leave the answer open."""
+        try:
+            proof = prove(replace(asked, short=True, seconds=until - time.monotonic()), self._ranks)
+        except (ApportionError, ValueError, OutOfTimeError):
+            raise error from None
+        if proof.verdict == "undecided":
+            raise error
         return proof
 
     def _steps(self) -> int:
@@ -154,7 +187,8 @@ class SelfProof:
         every = getattr(strategy, "every", None)
         return max(STEPS, every + 1) if isinstance(every, int) and every < MOST_STEPS else STEPS
 
-    def _unproved(self, why: str) -> Settled:
+    def unproved(self, why: str) -> Settled:
+        """Returns the answer where nothing can be shown, for this reason."""
         strategy = self._chosen.strategy
         sentence = (
             f"it is not proved that {strategy} on {self._chosen.ranks} workers trains the same network as one device: "
@@ -164,7 +198,9 @@ class SelfProof:
 
     def _command(self) -> str:
         place = self._job.address or "FILE:NAME"
-        return f"apportion check {place} --strategy {str(self._chosen.strategy)!r} --workers {self._chosen.ranks}"
+        command = f"apportion check {place} --strategy {str(self._chosen.strategy)!r}"
+        where = "--launcher env, on these ranks" if self._hosts else f"--workers {self._chosen.ranks}"
+        return f"{command} {where}"
 
     def _name(self, key: str) -> str:
         """Returns the name under which the answer is kept: of the workload's key, and of where and how it is
@@ -178,32 +214,9 @@ class SelfProof:
             "threads": launcher.threads_each(self._chosen.ranks),
             "device": launcher.device,
             "plain": list(self._job.plain),
+            **({"hosts": self._hosts} if self._hosts else {}),
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _cut_at(strategy: Strategy, cuts: Sequence[str]) -> Strategy:
-    """Returns the same strategy with its stages cut before these layers, unless the user has cut it."""
-    own: Any = strategy
-    changes: dict[str, Any] = {}
-    if cuts and getattr(own, "cuts", ()) is None:
-        changes = {"cuts": tuple(cuts)}
-    elif (of := getattr(own, "of", None)) is not None:
-        changes = {"of": _cut_at(of, cuts)}
-    found: Strategy = replace(own, **changes) if changes else strategy
-    return found
-
-
-def _on_short_sequences(asked: ProofRequest, until: float, error: OutOfTimeError) -> Proof:
-    """Makes the proof on the beginnings of the sequences, where there was no time for whole ones. Raises ``error``
-    where there are none, where the model takes none, or where they leave the answer open."""
-    try:
-        proof = prove(replace(asked, short=True, seconds=until - time.monotonic()))
-    except (ApportionError, ValueError, OutOfTimeError):
-        raise error from None
-    if proof.verdict == "undecided":
-        raise error
-    return proof
 
 
 def _settled(proof: Proof) -> Settled:

@@ -6,15 +6,17 @@ import warnings
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from apportion.comm.group import collective
 from apportion.comm.objects import broadcast_message
 from apportion.comm.world import World
 from apportion.core.event import Event
 from apportion.core.policy import Policy
 from apportion.core.strategy import Strategy
+from apportion.core.value import parse
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError, Disproved, NotProved
 from apportion.planner.auto import Decision, Planning, next_best
@@ -33,6 +35,10 @@ from apportion.runtime.worker.agreement import RunAgreement
 from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.training.loop import work
+
+if TYPE_CHECKING:  # a run that is not proved needs none of this
+    from apportion.api.run_proof import SelfProof
+    from apportion.runtime.proof.proof import Settled
 
 Launcher = Local | Env | Ssh
 
@@ -140,30 +146,76 @@ def _on_processes(
 
 
 def joined(
-    asked: RunRequest, strategy: Strategy | None, launcher: Env | Ssh, control: RunControl | None = None
+    asked: RunRequest,
+    strategy: Strategy | None,
+    launcher: Env | Ssh,
+    planning: Planning,
+    control: RunControl | None = None,
 ) -> Generator[Event, None, None]:
     """Runs as one of the ranks that are running already. ``control``: how the run is stopped from outside."""
-    if strategy is None:
+    if strategy is None and planning.approximate:
         raise ValueError(
-            "env() cannot try strategies: its processes are running already; give strategy=data_parallel()"
+            "allow_approximate needs a pilot with processes of its own, and the ranks of env() are running already: "
+            "leave it out, or give strategy=local_sgd()"
         )
     world = World.from_env(device=launcher.device, insecure=launcher.insecure)
     if asked.resume == "auto":
         found = has_checkpoint(asked.run_dir) if world.rank == 0 else None
         asked = replace(asked, resume=broadcast_message(found, world.group(), device=world.device))
+    before: list[Event] = []
+    if strategy is None:
+        strategy, told = _chosen_together(asked, launcher, world, planning)
+        if told is not None and world.rank == 0:
+            before.append(Event(kind="plan", step=0, epoch=0.0, seconds=0.0, data=told))
+            try:
+                yield before[0]
+            except GeneratorExit:  # whoever leaves the loop here has the others learn it
+                world.close()
+                raise
     job = asked.job(strategy, launcher, torch.get_num_threads())
     control = control or RunControl()
     if world.size > 1:
         agreement = RunAgreement(job, world)
         control.opened, control.built = agreement.on_workload, agreement.on_data
-    if job.prove and world.size > 1:
-        control.settle = lambda told: _settled_together(job, world, told, required=asked.require_proof)
+        control.settle = lambda told: _settled_together(job, world, told, agreement, required=asked.require_proof)
     events = work(job, world, control)
     if world.rank != 0:
         yield from events
         return
     with single_writer(asked.run_dir):
-        yield from journaled(job, events, [], [])
+        yield from journaled(job, events, before, [])
+
+
+@collective
+def _chosen_together(
+    asked: RunRequest, launcher: Env | Ssh, world: World, planning: Planning
+) -> tuple[Strategy, dict[str, Any] | None]:
+    """Returns the strategy that all ranks take, and the data of a ``plan`` event where it was chosen now: that of the
+    run which is gone on with, or the best of those that use all ranks. Called by all ranks."""
+    if world.size == 1:
+        return parse("single_device", "apportion.strategies"), None
+    if asked.resume is True:
+        written = strategy_of(asked.run_dir) if world.rank == 0 else None
+        written = broadcast_message(written, world.group(), device=world.device)
+        return parse(written, "apportion.strategies"), None
+    from apportion.api.launched import all_or_none, must_agree
+    from apportion.planner.launched_choice import choose_launched  # with it come prices and trials
+
+    # Before anything is measured; the other ranks may not have the disk.
+    all_or_none(lambda: refuse_started(asked.run_dir) if world.rank == 0 else None, world)
+    job = asked.job(parse("data_parallel", "apportion.strategies"), launcher, torch.get_num_threads())
+    workload = must_agree(job, world)
+    if workload.parts is not None and (hosts := len({*world.hosts()})) > 1:
+        raise ValueError(
+            f"strategies are measured on whole batches, and {hosts} hosts have some of the {workload.parts} parts of "
+            "the data set each: give strategy=data_parallel() or map_reduce()"
+        )
+    fresh = world.renew()  # what is built to be tried is none of the run's
+    try:
+        told = choose_launched(asked.workload, fresh, launcher, trial=planning.trial)
+    finally:
+        fresh.close()
+    return parse(told["strategy"], "apportion.strategies"), told
 
 
 PROCESSES = 16
@@ -171,27 +223,52 @@ PROCESSES = 16
 fit a host."""
 
 
-def _settled_together(job: Job, world: World, told: dict[str, Any], *, required: bool) -> dict[str, Any]:
-    """Lets rank 0 prove with as many processes of its own, on the CPU, and tells all ranks. Raises Disproved on all of
-    them."""
+def _settled_together(
+    job: Job, world: World, told: dict[str, Any], agreement: RunAgreement, *, required: bool
+) -> dict[str, Any]:
+    """Proves the run on its own ranks, where they are on several hosts or too many for processes beside them; else lets
+    rank 0 prove it with as many processes of its own. Raises Disproved on all of them. On the CPU either way.
+    ``agreement``: what the ranks have compared of the workload and the step of each."""
+    from apportion.api.proof_rows import gather_proof_rows
+    from apportion.api.proof_workers import cut_at
+    from apportion.api.run_proof import SelfProof
+    from apportion.runtime.launched.driving import connections, driven, ranks_by_host
+
+    hosts = ranks_by_host(world) if connections(world) is not None else []
+    on_these = len(hosts) > 1 or (bool(hosts) and world.size > PROCESSES)
+    if len(hosts) > 1 and not job.strategy.referenced_across_hosts:
+        on_these = False  # all but that is shown by processes of one host
+    workers = next(n for n in range(1, world.size + 1) if job.strategy.ranks(n) == world.size)
+    alike = candidate(job.strategy, Local(workers=workers, threads=1, device="cpu"))
+    proof = SelfProof(job, alike, required=required, hosts=hosts if on_these else ())
+    known = proof.known(told) if world.rank == 0 else None
+    needless = known is not None or (not on_these and world.size > PROCESSES)
+    workload, step = agreement.built
+    rows = gather_proof_rows(workload, step.source.dataset, world, known=needless)
     answer: dict[str, Any] | None = None
     if world.rank == 0:
-        from apportion.api.run_proof import SelfProof
-
-        workers = next(n for n in range(1, world.size + 1) if job.strategy.ranks(n) == world.size)
-        alike = candidate(job.strategy, Local(workers=workers, threads=1, device="cpu"))
-        proof = SelfProof(job, alike, required=required)
-        settled = proof.known(told) or (proof.settle(told) if world.size <= PROCESSES else proof.too_many())
-        try:
-            answer = {"proof": proof.check(settled)}
-        except NotProved as error:
-            cure = f"it does with APPORTION_PLAIN={','.join(error.plain)}" if error.proved else _CURE
-            answer = {"refused": f"{error}; {cure}"}
+        proof.take_rows(rows.sent)
+        if known is None and rows.refused is not None:
+            known = proof.unproved(rows.refused)
+        elif known is None and not on_these:
+            known = proof.settle(told) if world.size <= PROCESSES else proof.too_many()
+        answer = None if known is None else _answer(proof, known)
     answer = broadcast_message(answer, world.group(), device=world.device)
+    if answer is None:
+        alone = replace(job, loaders=0, lengths=tuple(told["lengths"]))
+        answer = driven([alone], world, lambda ranks: _answer(proof, proof.settle(told, ranks)), cut_at)
     if "refused" in answer:
         raise Disproved(answer["refused"])
-    settled_proof: dict[str, Any] = answer["proof"]
-    return settled_proof
+    return rows.told(answer["proof"], agreement.rows_sent)
+
+
+def _answer(proof: SelfProof, settled: Settled) -> dict[str, Any]:
+    """Returns what all ranks are told of the answer: what the run writes down, or why it must not go on."""
+    try:
+        return {"proof": proof.check(settled)}
+    except NotProved as error:
+        cure = f"it does with APPORTION_PLAIN={','.join(error.plain)}" if error.proved else _CURE
+        return {"refused": f"{error}; {cure}"}
 
 
 def journaled(

@@ -52,7 +52,9 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     ``seed`` replace the workload's.
 
     Where no strategy is given: ``trial=False`` takes the one that is predicted to be the fastest; ``remeasure``
-    forgets earlier runs; ``allow_approximate`` also takes an approximate one, if it learns more in the same time.
+    forgets earlier runs; ``allow_approximate`` also takes an approximate one, if it learns more in the same time. Under
+    ``launcher=env()`` all ranks measure their hosts and the links between them, try the best few, and take the best
+    exact one that uses all of them.
 
     Before its first step a run on several ranks is proved on its own workload (see docs/proof.md), for at most 10 s or
     5 % of the run; the next run like it remembers that. ``check=False`` goes on without; ``require_proof`` ends the
@@ -77,10 +79,11 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     from apportion.core.policy import Policy
     from apportion.planner.auto import Planning
 
-    if resume == "auto" and isinstance(launcher, Local):  # elsewhere rank 0 looks, since others may not have the disk
-        resume = running.has_checkpoint(run_dir)
-    if strategy is None and resume is True and run_dir is not None:
-        strategy = running.strategy_of(run_dir)
+    if isinstance(launcher, Local):  # elsewhere rank 0 looks, since others may not have the disk
+        if resume == "auto":
+            resume = running.has_checkpoint(run_dir)
+        if strategy is None and resume is True and run_dir is not None:
+            strategy = running.strategy_of(run_dir)
     asked = running.RunRequest(
         workload=workload,
         address=address,
@@ -112,11 +115,11 @@ def _begin(
     from apportion.runtime.launch.ssh import Ssh
 
     if isinstance(launcher, Env):
-        return running.joined(asked, strategy, launcher)
+        return running.joined(asked, strategy, launcher, planning)
     if isinstance(launcher, Ssh):
         from apportion.api.on_hosts import started_on_hosts
 
-        return started_on_hosts(asked, strategy, launcher)
+        return started_on_hosts(asked, strategy, launcher, planning)
     return running.started(asked, strategy, launcher, planning)
 
 

@@ -189,14 +189,17 @@ def check(
     strategy: Annotated[str, typer.Option(metavar="S", help="the strategy to prove")],
     workers: Workers = None,
     steps: Annotated[int, typer.Option(min=1, help="updates to compare after")] = 8,
+    launcher: Launcher = None,
     as_json: Json = False,
 ) -> None:
     """Prove that a strategy computes what one device does, after every step, tensor by tensor."""
     with _guarded():
         from apportion.cli.run_display import show_proof
 
-        proof = apportion.check(workload, strategy, workers=workers, steps=steps)
-        if as_json:
+        proof = apportion.check(workload, strategy, steps=steps, launcher=_launcher(launcher, workers))
+        if not _is_first(launcher):
+            pass
+        elif as_json:
             _print_json({"holds": proof.holds, **asdict(proof)})
         else:
             show_proof(proof)
@@ -205,20 +208,23 @@ def check(
 
 
 @app.command()
-def compare(
+def compare(  # noqa: PLR0913 (the flags)
     workload: Address,
     strategy: Annotated[list[str] | None, typer.Option(metavar="S", help="again for each one; without it all")] = None,
     workers: Workers = None,
     steps: Annotated[int, typer.Option(min=1, help="updates of each, after a warm-up")] = 50,
     out: Annotated[str | None, typer.Option(metavar="FILE", help="save the table there, as JSON")] = None,
+    launcher: Launcher = None,
     as_json: Json = False,
 ) -> None:
     """Measure strategies against each other on this machine."""
     with _guarded():
         from apportion.cli.run_display import show_rows
 
-        rows = apportion.compare(workload, strategy, workers=workers, steps=steps, path=out)
-        if as_json:
+        rows = apportion.compare(workload, strategy, steps=steps, path=out, launcher=_launcher(launcher, workers))
+        if not _is_first(launcher):
+            pass
+        elif as_json:
             _print_json([row.to_json() for row in rows])
         else:
             show_rows(rows)
@@ -311,7 +317,7 @@ def _show_plan(decided: Plan, out: str | None, as_json: bool) -> None:
         show_plan(decided)
 
 
-def _launcher(text: str | None, workers: int | None, hosts: str | None) -> Any:
+def _launcher(text: str | None, workers: int | None, hosts: str | None = None) -> Any:
     from apportion.core.value import parse
     from apportion.runtime.launch.local import Local
     from apportion.runtime.launch.ssh import Ssh
@@ -326,6 +332,13 @@ def _launcher(text: str | None, workers: int | None, hosts: str | None) -> Any:
     if not isinstance(launcher, Local | Ssh):
         raise ValueError(f"--workers goes with local(): {launcher} finds its workers running already")
     return replace(launcher, workers=workers)
+
+
+def _is_first(launcher: str | None) -> bool:
+    """Tells whether this process is the one that speaks for all, of those that others may have started."""
+    from apportion.comm.network.launched_ranks import given
+
+    return launcher is None or given(os.environ).get("RANK", "0") == "0"
 
 
 def _print_json(value: Any) -> None:

@@ -17,7 +17,7 @@ from apportion.core.event import Event
 from apportion.reporting.journal import summary
 
 if TYPE_CHECKING:
-    from apportion.api.compare import ComparedRow
+    from apportion.api.compared_row import ComparedRow
     from apportion.runtime.proof.proof import Proof, Round
 
 LINE_SECONDS = 2.0

@@ -146,6 +146,14 @@ class Group(ABC):
     def close(self) -> None:
         """Leave the group."""
 
+    def keep(self, group: Group) -> None:  # noqa: B027 (most groups have nothing to do for it)
+        """Note a group that was made through this one: it is abandoned with it."""
+
+    def abandon(self) -> None:  # noqa: B027 (what only ends with its processes)
+        """Have whoever waits in this group, in its parts, or in what was made through them stop waiting, with PeerLost,
+        also in those that are made from here on. May be called from any thread; only ``close`` comes after it. Where
+        processes share memory or connections of our own; other groups go on waiting until their deadline."""
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Gather every rank's tensor of this one shape into (size, *shape), in rank order. Blocks."""
         own = tensor.detach().contiguous()

@@ -43,10 +43,12 @@ def host_memory(group: Group, *, spins: bool = True, deadline: float = DEADLINE_
     memory = shared_memory(group, size + group.size**2 * p2p.nbytes)
     if memory is None:
         return None
-    return SharedMemoryGroup(
+    found = SharedMemoryGroup(
         memory[:size], group.rank, group.size,
         spins=spins, deadline=deadline, all_waits=group.all_waits, links=links_in(memory[size:], group.size),
     )  # fmt: skip
+    group.keep(found)
+    return found
 
 
 @collective

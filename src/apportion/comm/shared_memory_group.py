@@ -202,6 +202,9 @@ class SharedMemoryGroup(Group):
     def barrier(self) -> None:
         self.meeting()
 
+    def abandon(self) -> None:
+        self.meeting.interrupt()
+
     def close(self) -> None:
         for end in (*self._senders.values(), *self._receivers.values()):
             self.all_waits.moving.pop(id(end), None)

@@ -191,8 +191,9 @@ class World:
         """The number of every rank's host, by rank; they are numbered as they come. Called by all ranks."""
         if self.local_size == self.size:
             return [0] * self.size
+        group = self.group()  # which may find it out as it connects
         if not self._known_hosts:
-            self._find_hosts(self.group())
+            self._find_hosts(group)
         return self._known_hosts
 
     def _find_hosts(self, group: Group) -> None:
@@ -205,6 +206,27 @@ class World:
         whole = self.group()
         flat: Any = getattr(whole, "flat", whole)
         return part._fastest(flat.part(ranks))
+
+    @collective
+    def renew(self) -> World:
+        """The same world with groups, memory and parts of its own, over connections of their own: what happens in it,
+        an error among it, leaves this one as it is. Called by all ranks, where no supervisor has started them."""
+        group: Any = self.group()
+        flat = (getattr(group, "flat", None) or group).part(range(self.size))
+        fresh = replace(
+            self, all_waits=WaitClock(), _parts={}, _axes={}, _groups={"world": flat}, _memories={}, _asked={},
+            _known_hosts=list(self._known_hosts),
+        )  # fmt: skip
+        flat.all_waits = fresh.all_waits
+        fresh._groups["world"] = fresh._fastest(flat)
+        return fresh
+
+    def abandon(self) -> None:
+        """Have whoever waits in a group of this world, or of its parts, stop waiting, with PeerLost. May be called from
+        any thread, for a world that ``renew`` has made; only ``close`` comes after it."""
+        for group in list(self._groups.values()):
+            flat: Any = getattr(group, "flat", None) or group
+            flat.abandon()
 
     def group(self, axis: str = "world") -> Group:
         """The collectives among the ranks of this world, or of this rank's part along an axis that ``split`` has made;

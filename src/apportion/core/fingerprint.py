@@ -10,26 +10,30 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apportion.core.parts.sampler import PartSampler
 from apportion.core.sampler import Sampler
 from apportion.core.workload import Workload
 
 
 def fingerprint(
-    workload: Workload, model: nn.Module, optimizers: Mapping[str, Optimizer], examples: int
+    workload: Workload, model: nn.Module, optimizers: Mapping[str, Optimizer], deal: Sampler
 ) -> dict[str, Any]:
     """The settings, as plain JSON, that a resumed run must have in common with the one that wrote the checkpoint.
 
     ``model`` is the plain one and ``optimizers`` what the workload's factory made for it, before any update;
-    ``examples`` are in the training set. Training longer is no difference, unless a schedule spreads over the steps.
+    ``deal``: the order in which the examples of the training set are taken. Training longer is no difference, unless a
+    schedule spreads over the steps.
     """
     found: dict[str, Any] = {
         name: getattr(workload, name) for name in ("batch_size", "seed", "order", "precision", "clip_grad_norm")
     }
     given = ("loss", "update", "carry", "augment", "schedule")
     found |= {name: "given" if getattr(workload, name) is not None else None for name in given}
-    found["examples"] = examples
+    found["examples"] = deal.examples
+    if isinstance(deal, PartSampler):
+        found["examples of each part"] = [*deal.lengths]
     if workload.schedule is not None:
-        found["total steps"] = workload.total_steps(Sampler(examples, workload.batch_size).batches)
+        found["total steps"] = workload.total_steps(deal.batches)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found["parameters"] = _shapes(parameters) | {"trained": sum(p.requires_grad for p in parameters.values())}
     found["buffers"] = _shapes(dict(model.named_buffers(remove_duplicate=False)))

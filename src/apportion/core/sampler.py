@@ -107,12 +107,17 @@ class DataShard:
     """Are whole batches dealt out in turn (approximate strategies)? False: each global batch is split (exact ones)."""
     shares: tuple[float, ...] | None = None
     """The relative sizes of the shares of a split batch; None: equal ones."""
+    parts: tuple[int, int] | None = None
+    """The first of the parts of the data set whose rows are split into shares, and the one after the last; None: all
+    rows are."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.of:
             raise ValueError(f"DataShard(index={self.index}, of={self.of}): index must be in 0..{self.of - 1}")
         if self.shares is not None and (len(self.shares) != self.of or min(self.shares) < 0 or sum(self.shares) <= 0):
             raise ValueError(f"shares={self.shares} must be {self.of} numbers of at least 0, one of them above 0")
+        if self.parts is not None and (self.whole_batches or not 0 <= self.parts[0] < self.parts[1]):
+            raise ValueError(f"parts={self.parts} must be a first part and a later end, of batches that are split")
 
     def rows(self, n: int) -> slice:
         """This share of n rows, the shares in order and contiguous. Equal shares differ by one row at most."""
@@ -184,6 +189,13 @@ class Sampler:
         # A lane stays with its rank, whatever the length of the batch: its state is there.
         rows = shard.rows(self.batch_size)
         return step, slice(min(rows.start, size), min(rows.stop, size))
+
+    def take(self, step: int, shard: DataShard) -> tuple[int, Index, slice, int]:
+        """The step whose global batch is meant, the indices of this shard's rows of it, which rows of the batch they
+        are, and the index of an example for a rank that has none."""
+        step, rows = self.shard(step, shard)
+        index = self.index(step)
+        return step, index[rows], rows, int(index[0])
 
 
 def split(n: int, parts: int) -> Sequence[slice]:

@@ -200,7 +200,7 @@ class Step(ABC):
 
     def fingerprint(self, workload: Workload) -> dict[str, Any]:
         """The plain JSON that a run which goes on from this one's checkpoints must have in common with it."""
-        return fingerprint(workload, self.model, self.optimizers, self.source.deal.examples)
+        return fingerprint(workload, self.model, self.optimizers, self.source.deal)
 
     def held(self) -> Held:
         """The bytes of the weights, optimizer slots and buffers by where they are in memory, now."""
@@ -244,6 +244,18 @@ class Strategy(Value, ABC):
     def exact(self) -> bool:
         """Does one step of the strategy equal the one-device step? Where no field decides that, a class attribute says
         so: ``exact = True``."""
+
+    @property
+    def referenced_across_hosts(self) -> bool:
+        """True where ``reference`` says what ranks on several hosts compute, too; False where what hosts send each
+        other is changed on its way."""
+        return True
+
+    @property
+    def deals_parts(self) -> bool:
+        """Does each rank open its own parts alone of a data set in parts, so that they may lie on several hosts? False:
+        every rank opens all of them, which is possible on one host."""
+        return False
 
     def replays(self, workers: int) -> bool:
         """Is what the strategy computes known only from what its steps write down (``Step.log``)?"""

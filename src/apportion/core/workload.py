@@ -3,9 +3,10 @@ how are not."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from apportion.core import tree
+from apportion.core.parts.dataset import PartedDataset
 from apportion.core.sampler import Draws, Order
 
 if TYPE_CHECKING:
@@ -93,8 +95,9 @@ class Workload:
 
     model: Callable[[], nn.Module]
     """A factory of the plain model, the same on every rank; called after seeding."""
-    data: Callable[[], Dataset[Any]]
-    """A factory of the map-style data set, whose items are (inputs, targets); opened in each process, after seeding."""
+    data: Callable[..., Dataset[Any]]
+    """A factory of the map-style data set, whose items are (inputs, targets); opened in each process, after seeding.
+    With ``parts``, ``data(part)`` makes one part, and is called where that part is dealt to, once it is needed."""
     optimizer: Callable[[Parameters], Optimizer | Mapping[str, Optimizer]]
     """A factory of the optimizer, given the named parameters (torch's optimizers take them as they are): ``lambda p:
     torch.optim.SGD(p, lr=0.1)``. With ``update`` it may return several by name."""
@@ -117,6 +120,11 @@ class Workload:
     """The largest 2-norm of the whole gradient."""
     collate: Callable[[list[Any]], Any] = default_collate
     """A function from samples to (inputs, targets)."""
+    parts: int | None = None
+    """The number of parts that the data set is in, so that each host opens its own alone: ``data(0)`` to
+    ``data(parts - 1)``. Each batch has rows of all parts, in proportion to their lengths, in an order that is a
+    function of the seed and the parts: the same for any number of hosts. None: it is one, and every process opens
+    it."""
     order: Order = "shuffled"
     carry: Callable[[int], Any] | None = None
     """A factory of the recurrent state for n rows: the model is called ``model(inputs, state) -> (outputs, state)``.
@@ -137,6 +145,8 @@ class Workload:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} must be a function that makes it: {name}=lambda ...: ..."
                 )
+        if self.parts is not None:
+            _check_parts(self)
         if isinstance(self.model, nn.Module):
             raise ValueError(
                 f"model={type(self.model).__name__}(...) is a network that is made already, and every rank makes its "
@@ -183,8 +193,23 @@ class Workload:
             )
 
     def open_data(self) -> Dataset[Any]:
-        """Open the training set; it is refused where it cannot be dealt."""
-        return checked(self.data(), "data")
+        """Open the training set, all parts of it where it has parts; it is refused where it cannot be dealt."""
+        return checked(self.data(), "data()") if self.parts is None else self.parted_data().open_all()
+
+    def open_part(self, part: int) -> Dataset[Any]:
+        """Open one part of the training set; it is refused where it cannot be dealt."""
+        return checked(self.data(part), f"data({part})")
+
+    def parted_data(self) -> PartedDataset:
+        """The training set in its parts, none of which is opened yet."""
+        assert self.parts is not None, "the data set has no parts"
+        return PartedDataset(self.data, checked, self.parts, self.seed)
+
+    def with_data(self, change: Callable[[Dataset[Any]], Dataset[Any]]) -> Workload:
+        """The workload with its training set changed, each part by itself where it has parts."""
+        if self.parts is None:
+            return replace(self, data=lambda: change(self.open_data()))
+        return replace(self, data=lambda part: change(self.open_part(part)))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -193,15 +218,40 @@ class Workload:
 
 
 def checked(dataset: Dataset[Any], name: str) -> Dataset[Any]:
-    """Return a map-style dataset that is not empty, or raise a ValueError that says what to do."""
+    """Return a map-style dataset that is not empty, or raise a ValueError that says what to do. ``name``: the call that
+    made it."""
     if isinstance(dataset, IterableDataset):
         raise ValueError(
-            f"{name}() gave {type(dataset).__name__}, an IterableDataset: examples are dealt by index, so that every "
+            f"{name} gave {type(dataset).__name__}, an IterableDataset: examples are dealt by index, so that every "
             "one is seen exactly once and a run can resume; make it map-style (__len__ and __getitem__), "
             "for example list(dataset)"
         )
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise ValueError(f"{name}() gave {type(dataset).__name__}, which needs __len__ and __getitem__")
+        raise ValueError(f"{name} gave {type(dataset).__name__}, which needs __len__ and __getitem__")
     if len(dataset) == 0:
-        raise ValueError(f"{name}() gave an empty dataset")
+        raise ValueError(f"{name} gave an empty dataset")
     return dataset
+
+
+def _check_parts(workload: Workload) -> None:
+    """Raise ValueError where the parts of a workload's data set cannot be what they must be."""
+    parts = workload.parts
+    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
+        raise ValueError(
+            f"parts={parts!r} must be a whole number of at least 1, the parts that the data set is in; leave it out "
+            "where every process opens all of it"
+        )
+    if workload.carry is not None:
+        raise ValueError(
+            f"parts={parts} and carry contradict each other: a recurrent state follows its row through the whole data "
+            "set; leave parts out"
+        )
+    try:
+        inspect.signature(workload.data).bind(0)
+    except TypeError:
+        raise ValueError(
+            f"parts={parts} needs data to be a function of the number of a part: data=lambda part: ...; leave parts "
+            "out where it makes the whole data set"
+        ) from None
+    except ValueError:  # a function of C, which does not say
+        pass

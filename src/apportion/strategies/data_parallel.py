@@ -32,6 +32,8 @@ replicas.
 ``compress="fp16"``, or another of ``parallel/compression/methods/``: what hosts send each other is less than the
 gradient, and the network is no longer to the bit the one of one device. The sum within a host stays as it is.
 
+A data set in parts is dealt out part by part: a rank's share of a batch is the rows of its own parts.
+
 A worker's death loses nothing: the others and its replacement make the step under way again, with the same draws.
 """
 
@@ -120,6 +122,14 @@ class DataParallel(Strategy):
     def exact(self) -> bool:
         return self.compress is None and (self.of is None or self.of.exact)
 
+    @property
+    def referenced_across_hosts(self) -> bool:
+        return self.compress is None
+
+    @property
+    def deals_parts(self) -> bool:
+        return self.of is None
+
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
         from apportion.cost_model.memory import parts_that_fit
@@ -176,6 +186,11 @@ class DataParallel(Strategy):
             what = "a loss that couples examples" if workload.count is None else "update="
             raise ValueError(f"microbatches={self.microbatches} would cut the batch under {what}: use microbatches=1")
         self._refuse_carried(workload.carry is not None)
+        if self.shares == "measured" and workload.parts is not None:
+            raise ValueError(
+                f'shares="measured" would move rows between ranks, and the data set is in parts={workload.parts}, of '
+                'which each rank has its own: use shares="equal"'
+            )
         return DataParallelStep(
             workload, world, self.microbatches, measured=self.shares == "measured", compress=compression(self.compress)
         )
@@ -187,6 +202,8 @@ class DataParallel(Strategy):
 @final
 class DataParallelStep(ReplicaStep, Recoverable):
     """Computes this rank's share of each batch, and the update that is the same on all ranks."""
+
+    deals_parts = True
 
     def __init__(
         self,

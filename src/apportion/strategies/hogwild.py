@@ -48,7 +48,7 @@ from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.parallel.parameter_store.memory.store_spec import StoreRegions
 from apportion.parallel.parameter_store.store import Store
-from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker, extent_of
+from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker, extent_of, must_be_one_host
 from apportion.parallel.replica.single_process import reference
 
 STEP_CALLS, LAYER_CALLS = 80.0, 3.0
@@ -89,6 +89,7 @@ class Hogwild(Strategy):
         )
 
     def build(self, workload: Workload, world: World) -> Step:
+        must_be_one_host(self, world)
         return HogwildStep(workload, world)
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:

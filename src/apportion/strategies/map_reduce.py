@@ -70,6 +70,7 @@ class MapReduce(Strategy):
 
     exact = True
     survives = True
+    deals_parts = True
 
     part: int = 1024
     """The number of examples that a worker has in memory at once."""
@@ -130,6 +131,7 @@ class MapReduce(Strategy):
 class MapReduceStep(ReplicaStep, Recoverable):
     """Computes this rank's parts of each batch, and the update that is the same on all ranks."""
 
+    deals_parts = True
     repeats = True
 
     def __init__(self, workload: Workload, world: World, part: int) -> None:

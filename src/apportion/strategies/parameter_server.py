@@ -54,6 +54,7 @@ from apportion.parallel.parameter_store.ordered_step import OrderedStep
 from apportion.parallel.parameter_store.push_pull import Mode, PushPullSchedule
 from apportion.parallel.parameter_store.replay import ordered_reference, replay
 from apportion.parallel.parameter_store.server_step import ServerStep
+from apportion.parallel.parameter_store.worker_model import must_be_one_host
 from apportion.parallel.parameter_store.worker_step import DownpourStep
 from apportion.parallel.partition.replica_costs import slowest_group
 from apportion.parallel.partition.replica_groups import check_of, check_replicas, how_many
@@ -207,6 +208,7 @@ class ParameterServer(Strategy):
         ruled = self._ruled(workload)
         if self.of is not None:
             return GroupsStep(ruled, world, self._rhythm, self.of, self.replicas)
+        must_be_one_host(self, world)
         if self.servers >= world.seats:
             raise ValueError(f"servers={self.servers} leaves no worker among {world.seats} processes: start more")
         if world.seat >= world.seats - self.servers:

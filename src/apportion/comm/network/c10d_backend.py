@@ -31,6 +31,11 @@ def is_ours() -> bool:
     return dist.get_backend() == NAME
 
 
+def given() -> Group | None:
+    """Returns the group whose collectives those of this process's process group are; None where there is none."""
+    return _given
+
+
 def init_process_group(group: Group) -> None:
     """Makes the process group of this process, whose collectives are this group's, or gives the one that was made
     before this group."""

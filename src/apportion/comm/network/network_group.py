@@ -8,14 +8,16 @@ and in every run: rank order, and in a ring rank order from the part's own rank 
 
 from __future__ import annotations
 
-from collections import deque
+import socket
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 
-from apportion.comm.group import DONE, WaitClock, Work, bytes_of
+from apportion.comm.group import DONE, Group, WaitClock, Work, bytes_of, collective
 from apportion.comm.network.collective_thread import CollectiveThread
 from apportion.comm.network.host_exchange import HostsGroup, HostSum, PeerExchange
 from apportion.comm.network.rank_connection import NAP_SECONDS, RankConnection, memory_of, move_until
@@ -53,7 +55,10 @@ class NetworkGroup(HostsGroup):
         """The connections of messages: of each peer one that this rank sends on, and one that it receives on."""
         self._thread: CollectiveThread | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._interrupted = False
+        self._interrupted = self._abandoned = False
+        self._made: list[weakref.ReferenceType[Group]] = []
+        """The groups that were made through this one."""
+        self._named: Counter[str] = Counter()
 
     # Collectives
 
@@ -245,7 +250,16 @@ class NetworkGroup(HostsGroup):
     def part(self, ranks: Sequence[int]) -> NetworkGroup:
         """Makes the group of some of these ranks, in this order; called by them alone."""
         own = [self._ranks[rank] for rank in ranks]
-        return NetworkGroup(self._meeting, own, self._meeting.another(own), all_waits=self.all_waits)
+        made = NetworkGroup(self._meeting, own, self._another(own), all_waits=self.all_waits)
+        self.keep(made)
+        return made
+
+    def _another(self, ranks: Sequence[int]) -> str:
+        """Returns a name for a part of this group: the same on each of its ranks, and another one each time. What was
+        made of other groups does not count: ranks that failed while they made some of those still find each other."""
+        name = ",".join(map(str, ranks))
+        self._named[name] += 1
+        return f"{self._name}/{name}/{self._named[name]}"
 
     def lane(self) -> NetworkGroup:
         return self.part(range(self.size))
@@ -257,6 +271,37 @@ class NetworkGroup(HostsGroup):
         self._meeting.wake()
         for connection in (*self._peers.values(), *self._ways.values()):
             connection.close()
+
+    def keep(self, group: Group) -> None:
+        self._made = [*(made for made in self._made if made() is not None), weakref.ref(group)]
+        if self._abandoned:
+            group.abandon()
+
+    def abandon(self) -> None:
+        self._abandoned = True
+        self.interrupt()
+        for found in self._made:
+            group = found()
+            if group is not None:
+                group.abandon()
+
+    @collective
+    def links(self) -> list[socket.socket]:
+        """Returns connections beside those of the group, which the caller closes: rank 0 gets one to each other rank,
+        in rank order, and each of these gets one to rank 0. Called by all ranks. Raises PeerLost where a rank is not
+        there."""
+        name = f"{self._another(self._ranks)}/links"
+        if self.rank:
+            found = [self._meeting.dial(self._ranks[0], name, lambda: self._interrupted)]
+        else:
+            found = [self._meeting.take(rank, name, lambda: self._interrupted) for rank in self._ranks[1:]]
+        for sock in found:
+            sock.settimeout(None)
+        return found
+
+    def describe(self, rank: int) -> str:
+        """Returns what a rank is called in messages of errors."""
+        return self._meeting.describe(self._ranks[rank])
 
     def close(self) -> None:
         self.interrupt()

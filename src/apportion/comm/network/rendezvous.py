@@ -21,8 +21,7 @@ import struct
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, final
 
 from apportion.comm.network.address import Address
@@ -54,7 +53,6 @@ class Meeting:
         self.rank, self._listener, self._secret, self._name = rank, listener, secret, name
         self.addresses: list[Address] = []
         """The address at which each rank listens."""
-        self._made: Counter[str] = Counter()
 
     def dial(self, rank: int, group: str, stopped: Stopped) -> socket.socket:
         """Connects to a rank, for a group of this name. Raises PeerLost where it is not there."""
@@ -76,12 +74,6 @@ class Meeting:
     def describe(self, rank: int) -> str:
         """Returns what a rank is called in messages of errors."""
         return f"rank {rank} at {self.addresses[rank]}"
-
-    def another(self, ranks: Sequence[int]) -> str:
-        """Returns a name for a group of these ranks: the same on each of them, and another one each time."""
-        name = ",".join(map(str, ranks))
-        self._made[name] += 1
-        return f"{name}/{self._made[name]}"
 
     def close(self) -> None:
         """Stops to listen for other ranks."""

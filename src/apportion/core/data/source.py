@@ -13,6 +13,8 @@ from apportion.core import tree
 from apportion.core.data.batch import Batch, Whole
 from apportion.core.data.block import BatchPart, Block
 from apportion.core.data.fetch import RowFetcher
+from apportion.core.parts.dataset import PartedDataset
+from apportion.core.parts.sampler import PartSampler
 from apportion.core.sampler import DataShard, Sampler
 from apportion.core.workload import Workload, checked
 from apportion.errors import ApportionError
@@ -32,16 +34,17 @@ class BatchSource:
     """
 
     def __init__(
-        self, workload: Workload, *, device: torch.device | None = None, dtype: torch.dtype | None = None, rank: int = 0
+        self,
+        workload: Workload,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        rank: int = 0,
+        dataset: PartedDataset | None = None,
     ) -> None:
-        self._fetcher = RowFetcher(workload, workload.open_data, augment=True, rank=rank, dtype=dtype)
-        self.deal = Sampler(
-            len(self.dataset),  # type: ignore[arg-type]
-            workload.batch_size,
-            order=workload.order,
-            seed=workload.seed,
-            lanes=workload.carry is not None,
-        )
+        """Opens the data set, all of it; ``dataset``: those parts of it that this rank has, and the lengths of all."""
+        self._fetcher = RowFetcher(workload, workload.open_data, augment=True, rank=rank, dtype=dtype, dataset=dataset)
+        self.deal = _sampler(workload, self.dataset)
         self.total = workload.total_steps(self.deal.batches)
         self._to(workload, device)
 
@@ -53,7 +56,7 @@ class BatchSource:
         evaluation = workload.evaluation
         assert evaluation is not None
         self = cls.__new__(cls)
-        make = lambda: checked(evaluation.data(), "evaluation.data")  # noqa: E731
+        make = lambda: checked(evaluation.data(), "evaluation.data()")  # noqa: E731
         self._fetcher = RowFetcher(workload, make, augment=False, rank=rank, dtype=dtype)
         size = evaluation.batch_size or workload.batch_size
         lanes = workload.carry is not None
@@ -76,7 +79,7 @@ class BatchSource:
         needs no such process. Where the batches go to a GPU, augment runs in this process, as it would without
         loaders."""
         self.close()
-        if processes and (self._fetcher.tensors is None or self._fetcher.augment is not None):
+        if processes and (not self._fetcher.indexed or self._fetcher.augment is not None):
             from apportion.core.data.loader import Ahead
 
             self._ahead = Ahead(processes, begin=self._begin, load=self._load_share, following=self._following)
@@ -123,10 +126,15 @@ class BatchSource:
         )
 
     def sample(self, rows: int) -> tuple[Any, Any]:
-        """Inputs and targets of the first rows of the first batch, loaded by themselves, not to be trained on."""
-        found = self._part(0, DataShard())
-        index = found.index[:rows]
-        batch = Batch(self, found.whole, index=index, rows=slice(0, len(index)))
+        """Inputs and targets of the first rows of the first batch, loaded by themselves, not to be trained on; of the
+        parts that are opened here, where there are parts."""
+        deal, dataset = self.deal, self.dataset
+        if isinstance(deal, PartSampler) and isinstance(dataset, PartedDataset):
+            index = deal.first_rows(dataset.opened, rows)
+        else:
+            index = deal.index(0)[:rows]
+        whole = Whole(0, 0, deal.size(0), True, int(index[0]))
+        batch = Batch(self, whole, index=index, rows=slice(0, len(index)))
         seconds = self.seconds
         try:
             return self._fetcher.load(batch)
@@ -138,15 +146,14 @@ class BatchSource:
         one, which is then loaded when it is touched."""
         first = self._part(step, shard)
         if (
-            self._fetcher.tensors is None
+            not self._fetcher.indexed
             or self._ahead is not None
             or shard.whole_batches
             or self._fetcher.augment is not None
         ):
             return Block(shard, step, [first])
         began = time.perf_counter()
-        row_bytes = sum(t[0].numel() * t.element_size() for t in self._fetcher.tensors)
-        many = BLOCK_BYTES // max(1, row_bytes * len(first.index))
+        many = BLOCK_BYTES // max(1, self._fetcher.row_bytes * len(first.index))
         end = min((step // self.deal.batches + 1) * self.deal.batches, step + many)
         parts = [first, *(self._part(number, shard) for number in range(step + 1, end))]
         if len(parts) > 1:
@@ -155,11 +162,9 @@ class BatchSource:
         return Block(shard, step, parts)
 
     def _part(self, step: int, shard: DataShard) -> BatchPart:
-        deal = self.deal
-        step, rows = deal.shard(step, shard)
-        index = deal.index(step)
-        epoch, place = divmod(step, deal.batches)
-        return BatchPart(Whole(step, epoch, len(index), place == 0, int(index[0])), index[rows], rows)
+        step, index, rows, lender = self.deal.take(step, shard)
+        epoch, place = self.deal.place(step)
+        return BatchPart(Whole(step, epoch, self.deal.size(step), place == 0, lender), index, rows)
 
     def load(self, batch: Batch) -> tuple[Any, Any]:
         """Fetch, collate, move and augment the rows of a batch."""
@@ -188,7 +193,7 @@ class BatchSource:
         """Open the data in a loading process, for itself."""
         self._ahead, self._loads_for = None, self.device
         self.device = self._fetcher.device = torch.device("cpu")
-        self._fetcher.open()
+        self._fetcher.open_again()
 
     def _load_share(self, request: tuple[int, DataShard]) -> tuple[Any, Any]:
         batch = self.at(*request)
@@ -203,3 +208,11 @@ class BatchSource:
             _, rows = self.deal.shard(number, shard)
             if rows.stop > rows.start:
                 yield number, shard
+
+
+def _sampler(workload: Workload, dataset: Dataset[Any]) -> Sampler:
+    """The order in which the examples of a training set are taken."""
+    size, order, seed = workload.batch_size, workload.order, workload.seed
+    if isinstance(dataset, PartedDataset):
+        return PartSampler(dataset.lengths, size, order=order, seed=seed)
+    return Sampler(len(dataset), size, order=order, seed=seed, lanes=workload.carry is not None)  # type: ignore[arg-type]

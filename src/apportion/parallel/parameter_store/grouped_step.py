@@ -30,7 +30,7 @@ from apportion.errors import StateLost
 from apportion.parallel.parameter_store.memory.store_spec import StoreRegions
 from apportion.parallel.parameter_store.push_pull import PushPullSchedule
 from apportion.parallel.parameter_store.store import Store
-from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker, extent_of, refuse
+from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker, extent_of, must_be_one_host, refuse
 from apportion.parallel.partition.replica_groups import ReplicaGroup, how_many
 from apportion.parallel.partition.replicated_step import build_split, predict
 
@@ -54,6 +54,7 @@ class GroupsStep(Step, Recoverable):
         turns = DataShard(place.replica, place.replicas, whole_batches=True)
         self.data_shard = WHOLE if self._ordered else turns
         across = place.across
+        must_be_one_host("parameter_server of groups", across)
         extent = extent_of(worker, across, lock_free=rhythm.mode == "hogwild")
         memory = across.shared(across.another("store"), StoreRegions(extent).nbytes)
         self._store = store = Store(extent, memory, seat=across.rank, check=world.check)

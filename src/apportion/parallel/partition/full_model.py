@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apportion.core.fingerprint import fingerprint
+from apportion.core.sampler import Sampler
 from apportion.core.workload import Workload
 from apportion.parallel.partition.tensor_shards import TensorShard
 
@@ -16,7 +17,7 @@ from apportion.parallel.partition.tensor_shards import TensorShard
 class FullModel:
     """The facts about the plain model that are kept once it is cut."""
 
-    def __init__(self, model: nn.Module, workload: Workload, examples: int) -> None:
+    def __init__(self, model: nn.Module, workload: Workload, deal: Sampler) -> None:
         names = dict(model.named_parameters(remove_duplicate=False))
         firsts: dict[Any, str] = {p: name for name, p in model.named_parameters()}
         state = model.state_dict()
@@ -41,8 +42,8 @@ class FullModel:
         self.trained: dict[str, str] = {}
         """The name of the optimizer that each trained parameter belongs to."""
         self._names = firsts
-        self._workload, self._examples = workload, examples
-        self._mark = fingerprint(workload, model, {}, examples)
+        self._workload, self._deal = workload, deal
+        self._mark = fingerprint(workload, model, {}, deal)
         self._groups: dict[str, list[int]] = {}
 
     def pieces(self, model: nn.Module, given: Mapping[str, TensorShard]) -> dict[str, Any]:
@@ -89,7 +90,7 @@ class FullModel:
 
     def fingerprint(self, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
         """Return the fingerprint of the plain model and of the optimizers as they were made for it."""
-        found = fingerprint(self._workload, nn.Module(), optimizers, self._examples)
+        found = fingerprint(self._workload, nn.Module(), optimizers, self._deal)
         for owner, lengths in self._groups.items():
             for i, length in enumerate(lengths):
                 found[f"optimizer {owner}".rstrip()][f"group {i}"]["parameters"] = length

@@ -77,7 +77,7 @@ class Partitioner:
         self._settle(plain, sample)
         if world.size > 1:
             refuse_tied_by_memory(plain, "each rank holds its own part of the weights")
-        full = FullModel(plain, workload, len(self._source.dataset))  # type: ignore[arg-type]
+        full = FullModel(plain, workload, self._source.deal)
         made = workload.optimizer(list(plain.named_parameters()))
         hooks = GradientHooks((name, p) for name, p in plain.named_parameters() if p.requires_grad)
         if world.size > 1 and workload.update is None and workload.carry is None:

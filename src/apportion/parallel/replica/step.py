@@ -12,6 +12,8 @@ from apportion.comm.group import collective
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
+from apportion.core.parts.deal import are_in_order, deal_parts
+from apportion.core.parts.lengths import learn_lengths
 from apportion.core.replica_digest import Replicated
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard
@@ -41,16 +43,22 @@ class ReplicaStep(Step):
     repeats: ClassVar[bool] = False
     """Does ``backward`` itself give the whole batch's gradient, so that an optimizer may call it again as its closure?
     Then ``backward`` keeps the batch in ``_batch``."""
+    deals_parts: ClassVar[bool] = False
+    """Does a rank need no rows but those of its share of each batch, so that it opens its own parts alone of a data set
+    in parts? False: every rank opens all of them."""
 
     def __init__(self, workload: Workload, world: World) -> None:
         self.rank, self.device, self._group = world.rank, world.device, world.group()
         self._workload = workload
         dtype = torch.float64 if workload.precision == "float64" else None
-        self.source = BatchSource(workload, device=world.device, dtype=dtype, rank=world.rank)
+        self.data_shard, parts = self._deal(world), None
+        if self._parted:
+            parts = workload.parted_data()
+            learn_lengths(parts, self.data_shard, world)
+        self.source = BatchSource(workload, device=world.device, dtype=dtype, rank=world.rank, dataset=parts)
         self._replica = Replica(workload, rank=world.rank, device=world.device, prepare=self.prepare)
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
         self._share = LossShare(self._replica, self._group)
-        self.data_shard = DataShard(self._group.rank, self._group.size)
         seed_everything(workload.seed)
         self._replica.start_schedules(self.source.total)
         self._batch: Batch | None = None
@@ -105,6 +113,24 @@ class ReplicaStep(Step):
     def looked(self) -> None:
         self._replica.forward.put_back()
 
+    @property
+    def _parted(self) -> bool:
+        """True where this rank opens its own parts of the data set alone."""
+        return self.deals_parts and self._workload.parts is not None
+
+    def _deal(self, world: World) -> DataShard:
+        """This rank's share of every batch."""
+        parts = self._workload.parts
+        if parts is None or not self.deals_parts:
+            return DataShard(self._group.rank, self._group.size)
+        shares = deal_parts(parts, world.hosts())
+        if self._workload.count is None and not are_in_order(shares):
+            raise ValueError(
+                "count=None gathers the outputs of all ranks in their order, and the hosts of these ranks take turns, "
+                f"so that the {parts} parts are in another: number the ranks host by host"
+            )
+        return shares[world.rank]
+
     # State
 
     @property
@@ -135,6 +161,6 @@ class ReplicaStep(Step):
         """Take this process's place among the ranks of another world."""
         self.rank, self._group = world.rank, world.group()
         self._share = LossShare(self._replica, self._group)
-        self.data_shard = DataShard(self._group.rank, self._group.size)
+        self.data_shard = self._deal(world)
         self._replica.sit(world.rank)
         self.source.sit(world.rank)

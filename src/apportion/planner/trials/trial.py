@@ -15,6 +15,7 @@ from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
 from apportion.errors import WorkerFailed
 from apportion.runtime.launch.local import Local
+from apportion.runtime.launched.running_ranks import RunningRanks
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.runtime.worker.job import MANY_STEPS, Job
 
@@ -154,8 +155,11 @@ class TrialWorkers:
         changes: Mapping[str, Any],
         *,
         steps: int = MANY_STEPS,
+        ranks: RunningRanks | None = None,
+        which: int = 0,
     ) -> None:
-        """Start the processes of the candidate. ``steps``: the number of steps that a schedule is told."""
+        """Start the processes of the candidate. ``steps``: the number of steps that a schedule is told. ``ranks``:
+        those that are running already make its steps, by their job of the number ``which``."""
         launcher = candidate.launcher
         job = Job(
             workload=workload,
@@ -169,7 +173,11 @@ class TrialWorkers:
         self.measured = Measured(candidate)
         self.failed = False
         """Did a worker fail, instead of making steps?"""
-        self.pool = WorkerPool(launcher, "apportion.runtime.worker.entry:steps", job, candidate.ranks)
+        self.pool: WorkerPool | RunningRanks
+        if ranks is None:
+            self.pool = WorkerPool(launcher, "apportion.runtime.worker.entry:steps", job, candidate.ranks)
+        else:
+            self.pool = ranks.begin(job, which=which)
 
     def built(self) -> Message:
         """Return what the ranks report once their step is built: ``steps`` in all, ``precision``."""

@@ -66,10 +66,10 @@ class Shipment:
 
 
 class HostsRun:
-    """One run of a job on several hosts."""
+    """One run of a job on several hosts. ``chooses``: the ranks choose the strategy, which is not the job's then."""
 
-    def __init__(self, job: Job, launcher: Ssh, shipment: Shipment) -> None:
-        self._job, self._launcher, self._shipment = job, launcher, shipment
+    def __init__(self, job: Job, launcher: Ssh, shipment: Shipment, *, chooses: bool = False) -> None:
+        self._job, self._launcher, self._shipment, self._chooses = job, launcher, shipment, chooses
         self._hosts = launcher.parsed()
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._agents: list[AgentConnection] = []
@@ -356,9 +356,9 @@ class HostsRun:
         return interrupted_text(end) + (where if end.data["resume"] is not None else "")
 
     def _resume(self) -> str | None:
-        """Returns how to go on, as it is typed: rank 0's host alone may know the strategy of the run."""
+        """Returns how to go on, as it is typed."""
         text = resume_command(self._job)
-        if text is None or not text.startswith("apportion "):
+        if text is None or self._chooses or not text.startswith("apportion "):
             return text
         return f"{text} --strategy {shlex.quote(str(self._job.strategy))}"
 

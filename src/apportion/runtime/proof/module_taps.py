@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from apportion.core import tree
@@ -41,6 +45,36 @@ class Taps:
     def of(self, module: str) -> list[Tap]:
         """Returns the calls of one submodule, in their order."""
         return [tap for tap in self.calls if tap.module == module]
+
+    def save(self, path: str | Path) -> None:
+        """Writes the record into a file of tensors, which runs no code where it is read."""
+        tensors = {f"parameter/{name}": tensor for name, tensor in self.parameters.items()}
+        for number, tap in enumerate(self.calls):
+            tensors |= {f"output/{number}/{at}": tensor for at, tensor in enumerate(tap.outputs)}
+            tensors |= {f"gradient/{number}/{at}": t for at, t in enumerate(tap.gradients) if t is not None}
+        pairs = [name for name, tensor in tensors.items() if tensor.is_complex()]  # the file has no complex numbers
+        told = {"calls": [[tap.module, tap.call, len(tap.outputs)] for tap in self.calls], "pairs": pairs}
+        plain = {n: torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for n, t in tensors.items()}
+        save_file({n: t.contiguous() for n, t in plain.items()}, path, {"taps": json.dumps(told)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads the record of a file that ``save`` has written."""
+        with safe_open(path, "pt") as file:
+            told = json.loads(file.metadata()["taps"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+        tensors |= {name: torch.view_as_complex(tensors[name]) for name in told["pairs"]}
+        calls = [
+            Tap(
+                module,
+                call,
+                [tensors[f"output/{number}/{at}"] for at in range(outputs)],
+                [tensors.get(f"gradient/{number}/{at}") for at in range(outputs)],
+            )
+            for number, (module, call, outputs) in enumerate(told["calls"])
+        ]
+        own = {n.removeprefix("parameter/"): t for n, t in tensors.items() if n.startswith("parameter/")}
+        return cls(calls, own)
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -93,6 +93,8 @@ class Proof:
     rounds: tuple[Round, ...]
     by_design: tuple[str, ...]
     """The things that differ by design, or could not be checked, in words."""
+    hosts: int = 1
+    """The number of hosts that the workers ran on."""
     gradients: Round | None = None
     """The round where every optimizer is plain SGD of rate 1, so that the change is the gradient: an optimizer that
     divides by its size (Adam) hides a factor. None: the state shows it already, or the strategy is approximate."""
@@ -121,6 +123,7 @@ class Proof:
         """The verdict as one sentence."""
         whose = "one device" if self.exact else "its own reference (it is approximate by design)"
         what = f"{self.strategy} on {self.workers} worker{'s' if self.workers != 1 else ''}"
+        what += f" of {self.hosts} hosts" if self.hosts > 1 else ""
         if self.verdict == "equal":
             left = [r.arithmetic for r in self.rounds[1:] if not r.holds]
             own = f"; in {left[0]} rounding alone is too large to show it as well" if left else ""
@@ -131,6 +134,18 @@ class Proof:
         first = "" if self.first is None else f"; {self.first}"
         likely = first + "".join(f"; likely, {cause}" for cause in self.causes)
         return f"{what} does not train the same network as {whose}: {self.evidence}{likely}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain data, from which ``from_json`` makes the same value."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Self:
+        """Makes the value that ``to_json`` has described."""
+        rounds = tuple(_round(found) for found in told["rounds"])
+        gradients = None if told["gradients"] is None else _round(told["gradients"])
+        words = {name: tuple(told[name]) for name in ("by_design", "causes")}
+        return cls(**{**told, **words, "rounds": rounds, "gradients": gradients})
 
     @property
     def evidence(self) -> str:
@@ -145,6 +160,10 @@ class Proof:
             f"{what}{worst.name} differs after step {worst.step} by {worst.absolute:.2g}, which is "
             f"{worst.relative:.2g} of the largest change, in {found.precision}"
         )
+
+
+def _round(told: Mapping[str, Any]) -> Round:
+    return Round(**{**told, "worst": Difference(**told["worst"])})
 
 
 Answer = Literal["equal", "different", "undecided", "not proved"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, TensorDataset
 
+from apportion.core.parts.sampler import PartSampler, rows_of_parts
 from apportion.core.rng import seeded_rng
 from apportion.core.workload import Parameters, Workload
 from apportion.runtime.proof.short_sequences import with_short_sequences
@@ -21,6 +24,8 @@ SMALL = 1e-2
 """A rate below this share of the optimizer's own moves weights too little."""
 FURTHEST = 100_000
 """The number of steps that a schedule is advanced by at most."""
+MOST_ROWS = 4096
+"""The most rows of whole batches that a proof has sent to its host."""
 
 
 def moving(workload: Workload) -> Workload:
@@ -37,48 +42,117 @@ def with_plain_sgd(workload: Workload) -> Workload:
     return replace(workload, optimizer=_PlainSgd(workload.optimizer), schedule=None)
 
 
-def few_rows(workload: Workload, rows: int, steps: int, workers: int) -> Workload:
+def few_rows(workload: Workload, rows: int, steps: int, workers: int, lengths: Sequence[int] = ()) -> Workload:
     """Returns the workload on so many rows a batch, taken evenly from its data, with an epoch that ends in a short
     batch where the workload's own does, and with as many steps as it has. ``steps``: the number that will be made of
-    it; an epoch of whole batches that is not longer than that stays as it is."""
+    it; an epoch of whole batches that is not longer than that stays as it is. ``lengths``: those of the parts of its
+    data, where they are known: else all parts are opened."""
+    if workload.parts is not None:
+        return _few_rows_of_parts(workload, rows, steps, workers, lengths or workload.parted_data().open_all().lengths)
     with seeded_rng(workload.seed):
         examples: int = len(workload.open_data())  # type: ignore[arg-type]
+    wanted = _wanted(workload, examples, rows, steps, workers)
+    if wanted is None:
+        return workload
+    evenly = workload.order == "shuffled"
+    # Opened anew each time, as the workload's own is: a dataset may change as it is read.
+    return replace(
+        workload.with_data(lambda data: _sample(data, wanted, evenly=evenly)),
+        batch_size=min(rows, workload.batch_size),
+        steps=workload.total_steps(-(-examples // workload.batch_size)),
+    )
+
+
+def rows_of_proof(
+    workload: Workload, lengths: Sequence[int], rows: Iterable[int], steps: int, workers: int
+) -> list[set[int]]:
+    """Returns the rows of each part of the data that a proof of so many steps may ask for: with each of these numbers
+    of rows in a batch, and with whole batches where those are few enough."""
+    found: list[set[int]] = [set() for _ in lengths]
+    for many in (*rows, workload.batch_size):
+        for some in {steps, min(steps, 2)}:  # gradients are compared for fewer steps
+            chosen = _rows_of_parts(workload, many, some, workers, lengths)
+            if chosen is None:
+                chosen = _first_batches(workload, lengths, some) if some * workload.batch_size <= MOST_ROWS else []
+            for of_part, index in zip(found, chosen, strict=False):
+                of_part.update(index)
+    return found
+
+
+def _first_batches(workload: Workload, lengths: Sequence[int], steps: int) -> list[list[int]]:
+    """Returns the rows of each part that the first batches of the workload hold."""
+    deal = PartSampler(lengths, workload.batch_size, order=workload.order, seed=workload.seed)
+    ends, found = [0, *accumulate(lengths)], [list[int]() for _ in lengths]
+    for step in range(min(steps, workload.total_steps(deal.batches))):
+        for row in deal.index(step).tolist():
+            part = bisect_right(ends, row) - 1
+            found[part].append(row - ends[part])
+    return found
+
+
+def _wanted(workload: Workload, examples: int, rows: int, steps: int, workers: int) -> int | None:
+    """Returns how many rows of so many examples the workload is proved on; None where it stays as it is."""
     rows = min(rows, workload.batch_size)
     batches = -(-examples // workload.batch_size)
     last = examples % workload.batch_size
     if rows == workload.batch_size and (last == 0 or batches <= max(2, steps)):
-        return workload
+        return None
     short = 0 if last == 0 else last if last < workers else max(workers, rows * last // workload.batch_size)
-    wanted = min(examples, 2 * rows if short == 0 else rows + short)
-    evenly = workload.order == "shuffled"
-    # Opened anew each time, as the workload's own is: a dataset may change as it is read.
+    return min(examples, 2 * rows if short == 0 else rows + short)
+
+
+def _few_rows_of_parts(workload: Workload, rows: int, steps: int, workers: int, lengths: Sequence[int]) -> Workload:
+    chosen = _rows_of_parts(workload, rows, steps, workers, lengths)
+    counted = replace(workload, steps=workload.total_steps(-(-sum(lengths) // workload.batch_size)))
+    if chosen is None:
+        return counted
     return replace(
-        workload,
-        data=lambda: _sample(workload.open_data(), wanted, evenly=evenly),
-        batch_size=rows,
-        steps=workload.total_steps(batches),
+        counted,
+        data=lambda part: _chosen(workload.open_part(part), chosen[part]),
+        batch_size=min(rows, workload.batch_size),
     )
+
+
+def _rows_of_parts(
+    workload: Workload, rows: int, steps: int, workers: int, lengths: Sequence[int]
+) -> list[list[int]] | None:
+    """Returns the rows of each part that the workload is proved on, one at least of each; None where it stays as it
+    is."""
+    wanted = _wanted(workload, sum(lengths), rows, steps, workers)
+    if wanted is None:
+        return None
+    many = [min(length, max(1, count)) for length, count in zip(lengths, rows_of_parts(lengths, wanted), strict=True)]
+    evenly = workload.order == "shuffled"
+    return [_spread(length, count, evenly=evenly) for length, count in zip(lengths, many, strict=True)]
 
 
 def short_sequences(workload: Workload) -> Workload:
     """Returns the workload on the beginnings of its sequences. Raises ValueError, as its data are opened, where it has
     none."""
-    return replace(workload, data=lambda: with_short_sequences(workload.open_data()))
+    return workload.with_data(with_short_sequences)
 
 
 def dealt_evenly(workload: Workload, workers: int) -> Workload:
     """Returns the workload with as many batches for each worker as for the others. Where each takes whole batches, a
     worker that has fewer in the last round waits for the others, which a proof has told to make no more steps than
     it."""
-    with seeded_rng(workload.seed):
-        examples: int = len(workload.open_data())  # type: ignore[arg-type]
-    steps = workload.total_steps(-(-examples // workload.batch_size))
+    steps = workload.steps
+    if steps is None:
+        with seeded_rng(workload.seed):
+            examples: int = len(workload.open_data())  # type: ignore[arg-type]
+        steps = workload.total_steps(-(-examples // workload.batch_size))
     return replace(workload, steps=max(1, steps // workers) * workers)
 
 
 def _sample(data: Dataset[Any], wanted: int, *, evenly: bool) -> Dataset[Any]:
-    examples: int = len(data)  # type: ignore[arg-type]
-    index = [i * examples // wanted if evenly else i for i in range(wanted)]
+    return _chosen(data, _spread(len(data), wanted, evenly=evenly))  # type: ignore[arg-type]
+
+
+def _spread(examples: int, wanted: int, *, evenly: bool) -> list[int]:
+    return [i * examples // wanted if evenly else i for i in range(wanted)]
+
+
+def _chosen(data: Dataset[Any], index: list[int]) -> Dataset[Any]:
     if type(data) is TensorDataset:  # so that its rows are gathered as the run gathers them
         at = torch.tensor(index)
         return TensorDataset(*(t.index_select(0, at.to(t.device)) for t in data.tensors))

@@ -30,6 +30,7 @@ FIELDS = (
     "carry",
     "schedule",
     "optimizer",
+    "parts",
     "batch_size",
     "clip_grad_norm",
     "order",

@@ -11,7 +11,7 @@ import math
 import platform
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,14 @@ import torch
 from apportion.comm.group import collective
 from apportion.comm.objects import gather_messages
 from apportion.comm.world import World
-from apportion.core.strategy import Step
+from apportion.core.parts.dataset import PartedDataset
+from apportion.core.parts.deal import deal_parts
+from apportion.core.parts.sent_rows import broadcast_rows
+from apportion.core.strategy import Step, Strategy
 from apportion.core.workload import Workload
+from apportion.errors import WorkerFailed
 from apportion.runtime.worker.job import Job
-from apportion.runtime.worker.run_description import Description, describe_code, describe_data, describe_run
+from apportion.runtime.worker.run_description import ROWS, Description, describe_code, describe_data, describe_run
 
 NUMBERS = ("numbers of the initial weights", "numbers of the examples", "numbers after the first update")
 """The kinds of settings that hold numbers which were computed: with processors or threads that round differently they
@@ -39,14 +43,18 @@ class RunAgreement:
     def __init__(self, job: Job, world: World) -> None:
         self._job, self._world = job, world
         self._code: dict[str, str | None] = {}
+        self.built: tuple[Workload, Step]
+        """The workload as this rank has opened it, and the step that it has built."""
+        self.rows_sent = 0
+        """The number of rows of the first part that were sent to all ranks."""
 
     @collective
     def on_workload(self, workload: Workload) -> None:
         """Compares the settings of all ranks, before any strategy is built. Raises ValueError, on all of them, where
         they differ."""
-        self._code = describe_code(workload)
-        told = self._gather(describe_run(self._job, workload))
+        told = self._gather(lambda: self._describe_run(workload))
         refuse_differences(told)
+        refuse_parts_apart(self._job.strategy, workload, self._world)
         if len(processors := sorted({rank["processor"] for rank in told})) > 1 and self._world.rank == 0:
             warnings.warn(
                 f"the ranks compute with {' and '.join(processors)}, which round differently: a run on other hosts may "
@@ -58,29 +66,72 @@ class RunAgreement:
     def on_data(self, workload: Workload, step: Step) -> None:
         """Compares the data of all ranks, and what the first update makes of some of them. Raises ValueError, on all
         of them, where they differ."""
-        told = self._gather(describe_data(self._job, workload, step))
+        self.built = workload, step
+        dataset, rows = step.source.dataset, None
+        if isinstance(dataset, PartedDataset) and self._job.prove:  # else no row leaves its host
+            rows = broadcast_rows(dataset, ROWS, self._world)
+            self.rows_sent = len(rows or ())
+        told = self._gather(lambda: describe_data(self._job, workload, step, rows))
         refuse_differences(told)
         if (said := unlike_code(told)) is not None and self._world.rank == 0:
             warnings.warn(said, stacklevel=2)
 
+    def _describe_run(self, workload: Workload) -> Description:
+        self._code = describe_code(workload)
+        return describe_run(self._job, workload)
+
     @collective
-    def _gather(self, described: Description) -> list[Description]:
+    def _gather(self, describe: Callable[[], Description]) -> list[Description]:
+        """Returns the descriptions of all ranks. Raises what ``describe`` raises here, and WorkerFailed where it does
+        in another rank."""
         processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, threads={torch.get_num_threads()}"
-        own = {"host": socket.gethostname(), "processor": processor, "code": self._code, **described}
-        return gather_messages(own, self._world.group(), device=self._world.device)
+        own: dict[str, Any] = {"host": socket.gethostname(), "processor": processor}
+        raised: Exception | None = None
+        try:
+            own |= describe()
+        except Exception as error:  # whatever it is, the others are waiting for this rank
+            own["raised"], raised = f"{type(error).__name__}: {error}", error
+        own["code"] = self._code
+        told = gather_messages(own, self._world.group(), device=self._world.device)
+        if raised is not None:
+            raise raised
+        for rank, of in enumerate(told):
+            if "raised" in of:
+                raise WorkerFailed(f"rank {rank} on host {of['host']}: {of['raised']}", rank=rank)
+        return told
+
+
+@collective
+def refuse_parts_apart(strategy: Strategy, workload: Workload, world: World) -> None:
+    """Raises ValueError where the data set is in parts that several hosts have, and the strategy gives every rank rows
+    of all of them; or where there are fewer parts than hosts. Called by all ranks."""
+    if workload.parts is None:
+        return
+    hosts = world.hosts()
+    deal_parts(workload.parts, hosts)
+    if not strategy.deals_parts and len({*hosts}) > 1:
+        raise ValueError(
+            f"{strategy} gives every rank rows of all of the {workload.parts} parts of the data set, and "
+            f"{len({*hosts})} hosts have some each: use data_parallel or map_reduce, or leave parts out where every "
+            "host can open all of the data"
+        )
 
 
 def refuse_differences(told: Sequence[Description]) -> None:
-    """Raises ValueError where a rank was given another run than rank 0. ``told``: what each rank described."""
+    """Raises ValueError where a rank was given another run than rank 0, or another part of the data than a rank that
+    has the same. ``told``: what each rank described."""
     found = []
     for rank in range(1, len(told)):
-        kind, names = differences(told[0], told[rank])
-        if names:
-            both = (told[rank][kind], told[0][kind])
+        for other in (0, *_teller(told, rank)):
+            kind, names = differences(told[other], told[rank])
+            if not names:
+                continue
+            both = (told[rank][kind], told[other][kind])
             has, had = (", ".join(f"{name}={of.get(name, 'none')}" for name in names) for of in both)
-            code = _code(told[0], told[rank]) if kind in NUMBERS else ""
-            at = [f"rank {number} on host {told[number]['host']}" for number in (rank, 0)]
+            code = _code(told[other], told[rank]) if kind in NUMBERS else ""
+            at = [f"rank {number} on host {told[number]['host']}" for number in (rank, other)]
             found.append(f"{at[0]} has {has} where {at[1]} has {had}{code}")
+            break
     if not found:
         return
     if len(found) > MOST:
@@ -89,6 +140,20 @@ def refuse_differences(told: Sequence[Description]) -> None:
         f"the ranks were not given the same run: {'; '.join(found)}. Start all of them with the same script, "
         "arguments, data and versions"
     )
+
+
+def _teller(told: Sequence[Description], rank: int) -> Iterator[int]:
+    """Yields the first rank before this one that could tell something which rank 0 could not, and this one can."""
+    own = [
+        (kind, name)
+        for kind in ("settings", *NUMBERS)
+        for name, value in told[rank].get(kind, {}).items()
+        if value is not None and told[0].get(kind, {}).get(name, value) is None
+    ]
+    for other in range(1, rank if own else 0):
+        if any(told[other].get(kind, {}).get(name) is not None for kind, name in own):
+            yield other
+            return
 
 
 def differences(first: Description, other: Description) -> tuple[str, list[str]]:

@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from apportion.comm.channel import Channel
+from apportion.comm.channel import Channel, Message
 from apportion.comm.world import World
 from apportion.errors import ApportionError, CheckpointError, NotFinite, PeerLost, RanksDiffer, StateLost
 from apportion.process import PACKAGE, keep_what_is_freed
@@ -126,9 +126,18 @@ def _save_now(control: RunControl, seconds: float) -> dict[str, Any]:
 
 
 def report(channel: Channel, error: BaseException) -> None:
-    """Tells the supervisor what this rank has raised."""
+    """Tells the supervisor what a rank has raised; where it is gone, standard error."""
+    try:
+        channel.send(described(error))
+    except OSError:
+        traceback.print_exception(error)
+        sys.stderr.flush()
+
+
+def described(error: BaseException) -> Message:
+    """Returns the message that tells a supervisor what a rank has raised."""
     own = isinstance(error, ApportionError) or _is_mistake(error)
-    message = {
+    return {
         "kind": "raised",
         "summary": _summary(error),
         "traceback": None if own else "".join(traceback.format_exception(error)),
@@ -140,11 +149,6 @@ def report(channel: Channel, error: BaseException) -> None:
         "not_finite": isinstance(error, NotFinite),
         "differs": isinstance(error, RanksDiffer),
     }
-    try:
-        channel.send(message)
-    except OSError:
-        traceback.print_exception(error)
-        sys.stderr.flush()
 
 
 def _is_mistake(error: BaseException) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 
 from apportion.core import fast_paths
 from apportion.core.address import load_workload
+from apportion.core.parts.sent_rows import SentRows
 from apportion.core.policy import Policy
 from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
@@ -84,6 +85,10 @@ class Job:
     """The examples in a batch of a proof, in the place of the workload's; 0: the workload's own."""
     short: bool = False
     """True for a proof on the beginnings of the sequences."""
+    lengths: tuple[int, ...] = ()
+    """The lengths of the parts of the data, where they are known: a proof then opens no part to know them."""
+    sent: SentRows | None = None
+    """The rows of the parts of the data that were sent here, in the place of the workload's data; None: those."""
     cut: int = 0
     """The number of steps that a proof makes, with the short last batch of an epoch among them; 0: the steps as they
     come."""
@@ -106,6 +111,8 @@ class Job:
         on takes the plain paths that the job names."""
         fast_paths.switch_off(self.plain)
         workload = replace(self.as_written(), **self.changes)
+        if self.sent is not None:
+            workload = replace(workload, data=self.sent)
         if self.proof:
             workload = self._as_proved(workload)
         if not self.nudge and not self.jitter:
@@ -123,7 +130,7 @@ class Job:
 
         workload = moving(workload)
         if self.rows or self.cut:
-            workload = few_rows(workload, self.rows or workload.batch_size, self.cut, self.workers)
+            workload = few_rows(workload, self.rows or workload.batch_size, self.cut, self.workers, self.lengths)
         if self.short:
             workload = short_sequences(workload)
         if not self.strategy.exact and not self.strategy.replays(self.workers):

@@ -56,10 +56,13 @@ def serve(sock: socket.socket, payload: bytes) -> int:
 
 
 def _open(job: Job) -> Job:
-    """Returns the job with its data in memory, and everything imported that a first step imports."""
+    """Returns the job with its data in memory, unless they are in parts, and everything imported that a first step
+    imports."""
     workload = job.open()
-    data = BatchSource(workload).dataset
-    opened = replace(workload, data=lambda: data)
+    opened = workload
+    if workload.parts is None:  # else a replacement opens its own parts, and no other
+        data = BatchSource(workload).dataset
+        opened = replace(workload, data=lambda: data)
     if workload.evaluation is not None:
         held = BatchSource.of_evaluation(workload).dataset
         opened = replace(opened, evaluation=replace(workload.evaluation, data=lambda: held))
@@ -72,6 +75,8 @@ def _warm(workload: Workload, rows: int) -> None:
     """Makes one step of a model that is thrown away, on as many rows as a worker takes: kernels are made for a
     shape."""
     share = replace(workload, batch_size=rows, compile=False, evaluation=None)
+    if workload.parts is not None:
+        share = replace(share, parts=None, data=lambda: workload.open_part(0))
     step = OneDeviceStep(share, torch.device("cpu"))
     batch = step.take()
     if batch is not None:

@@ -8,15 +8,17 @@ differ.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 
+from apportion.core.parts.dataset import PartedDataset
 from apportion.core.rng import seeded_rng
 from apportion.core.strategy import Step
 from apportion.core.torch_private import pytree
@@ -30,7 +32,7 @@ from apportion.runtime.worker.schedule_lookahead import FOLLOWED, rates_ahead
 
 Description = Mapping[str, Any]
 """What a rank was given, as plain JSON: its ``host``, ``processor`` and ``code``, and its settings by kind and name."""
-SETTINGS = ("seed", "batch_size", "steps", "epochs", "order", "precision", "clip_grad_norm", "compile")
+SETTINGS = ("seed", "batch_size", "parts", "steps", "epochs", "order", "precision", "clip_grad_norm", "compile")
 """The fields of the workload that are described by their values."""
 CODE = ("model", "loss", "update", "count", "collate", "augment", "carry", "schedule", "optimizer")
 """The fields of the workload that are functions."""
@@ -68,30 +70,89 @@ def describe_run(job: Job, workload: Workload) -> dict[str, Any]:
     }
 
 
-def describe_data(job: Job, workload: Workload, step: Step) -> dict[str, Any]:
+def describe_data(job: Job, workload: Workload, step: Step, rows: Sequence[Any] | None = None) -> dict[str, Any]:
     """Returns the length of the data and a digest of some of its examples, the learning rates of the run, and what the
-    first update makes of a few rows. It leaves the generators as they were."""
-    of = Digester(portable=True)
+    first update makes of a few rows. It leaves the generators as they were.
+
+    Where the data are in parts, the examples are those of the parts that this rank has, and None stands for the others;
+    ``rows``: the examples that the first update is made of, the same on all ranks; None: it is not made.
+    """
     dataset = step.source.dataset
-    count = len(dataset)  # type: ignore[arg-type]
-    told: dict[str, Any] = {"examples": count, "updates": step.source.total}
-    sizes: dict[str, float] = {}
-    for place in sorted({round(i * (count - 1) / (EXAMPLES - 1)) for i in range(EXAMPLES)}):
-        with seeded_rng(place):
-            whole, computed = _parts(dataset[place])
-        told[f"digest of example {place}"] = _digest(of, whole)
-        sizes[f"sum of squares of example {place}"] = _squares(enumerate(computed))
-    told["loss terms of an example"] = _count(workload, dataset[0])
+    told: dict[str, Any] = {"examples": len(dataset), "updates": step.source.total}  # type: ignore[arg-type]
+    same = replace(workload, evaluation=None, compile=False)
+    if isinstance(dataset, PartedDataset):
+        found = _of_parts(workload, dataset)
+        told["examples of each part"] = ",".join(map(str, dataset.lengths))
+        same = replace(same, parts=None, data=lambda: _Rows(rows or ()))
+    else:
+        found = _of_examples(workload, dataset, EXAMPLES, "")
+        same = replace(same, data=lambda: dataset)  # opened once: it may be large
+    told |= found[0]
     if workload.schedule is not None:
         for name, optimizer in step.optimizers.items():
             told[f"rates of optimizer {name}".rstrip()] = _rates(workload, optimizer, step.source.total)
-    same = replace(workload, data=lambda: dataset, evaluation=None, compile=False)  # opened once: it may be large
-    update = _first_update(job, same) if step.parameters <= MOST_PARAMETERS else None
+    can_update = step.parameters <= MOST_PARAMETERS and not (workload.parts is not None and rows is None)
+    update = _first_update(job, same) if can_update else None
     return {
         "settings": told,
-        "numbers of the examples": sizes,
+        "numbers of the examples": found[1],
         "numbers after the first update": {"sum of squares after the first update": update},
     }
+
+
+def _of_examples(
+    workload: Workload, dataset: Dataset[Any], many: int, where: str
+) -> tuple[dict[str, Any], dict[str, float | None]]:
+    """Returns what tells so many examples, spread evenly over the data, from others: by their values, and by the
+    numbers that may be rounded. ``where``: which part they are of, for their names."""
+    of, count = Digester(portable=True), len(dataset)  # type: ignore[arg-type]
+    told: dict[str, Any] = {}
+    sizes: dict[str, float | None] = {}
+    for place in _places(count, many):
+        with seeded_rng(place):
+            whole, computed = _parts(dataset[place])
+        told[f"digest of example {place}{where}"] = _digest(of, whole)
+        sizes[f"sum of squares of example {place}{where}"] = _squares(enumerate(computed))
+    told[f"loss terms of an example{where}"] = _count(workload, dataset[0])
+    return told, sizes
+
+
+def _of_parts(workload: Workload, dataset: PartedDataset) -> tuple[dict[str, Any], dict[str, float | None]]:
+    """Returns the same of the parts that this rank has opened; None stands for the examples of the others."""
+    many = max(2, EXAMPLES // dataset.parts)
+    told: dict[str, Any] = {}
+    sizes: dict[str, float | None] = {}
+    for part, length in enumerate(dataset.lengths):
+        where = f" of part {part}"
+        if part in dataset.opened:
+            found = _of_examples(workload, dataset.open(part), many, where)
+        else:
+            places = _places(length, many)
+            digests = {f"digest of example {place}{where}": None for place in places}
+            found = (
+                {**digests, f"loss terms of an example{where}": None},
+                {f"sum of squares of example {place}{where}": None for place in places},
+            )
+        told |= found[0]
+        sizes |= found[1]
+    return told, sizes
+
+
+@dataclass(frozen=True)
+class _Rows(Dataset[Any]):
+    """Examples that were sent here, as a data set."""
+
+    examples: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.examples[index]
+
+
+def _places(count: int, many: int) -> list[int]:
+    return sorted({round(i * (count - 1) / (many - 1)) for i in range(many)})
 
 
 def describe_code(workload: Workload) -> dict[str, str | None]:

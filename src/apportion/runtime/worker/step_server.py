@@ -8,18 +8,19 @@ import pickle
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from apportion.comm.channel import Channel, Message
+from apportion.comm.channel import Message
 from apportion.comm.group import Alone, bytes_of
 from apportion.comm.world import World
 from apportion.core import tree
@@ -37,36 +38,66 @@ from apportion.runtime.worker.evaluation import evaluate
 from apportion.runtime.worker.job import Job
 
 
-def serve_steps(job: Job, world: World, channel: Channel) -> None:
+class StepChannel(Protocol):
+    """The part of a channel by which steps are commanded."""
+
+    commands: SimpleQueue[Message | None]
+    """What is to be done; None where nobody commands any more."""
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends an answer."""
+
+
+Failed = Callable[[BaseException], None]
+
+
+def serve_steps(job: Job, world: World, channel: StepChannel, *, failed: Failed | None = None) -> None:
     """Build the step, say so, and obey: ``go`` (so many steps, timed), ``state`` and ``log`` (into a file), ``facts``
     (what a plan for this workload holds for), ``evaluate`` (the loss on held-out examples), ``again`` (from
-    the beginning, in another precision), ``close``."""
+    the beginning, in another precision), ``close``.
+
+    ``failed``: for a process that goes on after an error; it is called with it before the step is closed.
+    """
     again: Job | None = job
     while again is not None:
-        again = _serve_steps(again, world, channel)
+        again = _serve_steps(again, world, channel, failed)
     world.close()
 
 
-def _serve_steps(job: Job, world: World, channel: Channel) -> Job | None:
-    workload, again = job.open(), None
+def _serve_steps(job: Job, world: World, channel: StepChannel, failed: Failed | None) -> Job | None:
+    workload = job.open()
     with _proving(job, workload) as seen:
         step = job.strategy.build(seen.quiet(workload), world)
-        step.source.load_ahead(job.loaders)
-        if not workload.compile:  # what is compiled cannot be watched
-            seen.watch(step.model)
-        serving = _Serving(job, workload, step, world, seen)
-        steps = _steps(step)
-        told = {"steps": steps, "each": _each(step, world, steps), "precision": job.as_written().precision}
-        told |= {"linear": _is_linear(step), "parameters": step.parameters, "batch_size": job.as_written().batch_size}
-        channel.send({"kind": "built", **told})
-        while (order := channel.commands.get()) is not None and order["kind"] != "close":
-            if order["kind"] == "again":
-                again = replace(job, **order["job"])
-                break
-            channel.send(serving.answer(order))
-        serving.close()
+        try:
+            again = _obey(job, workload, step, world, seen, channel)
+        except BaseException as error:
+            if failed is not None:
+                failed(error)
+                step.source.close()
+                step.close()
+            raise
     step.source.close()
     step.close()
+    return again
+
+
+def _obey(job: Job, workload: Workload, step: Step, world: World, seen: _Seen, channel: StepChannel) -> Job | None:
+    """Answers what the step is asked until it is to be built anew, or to be closed; returns the job of the new one."""
+    step.source.load_ahead(job.loaders)
+    if not workload.compile:  # what is compiled cannot be watched
+        seen.watch(step.model)
+    serving = _Serving(job, workload, step, world, seen)
+    steps = _steps(step)
+    told = {"steps": steps, "each": _each(step, world, steps), "precision": job.as_written().precision}
+    told |= {"linear": _is_linear(step), "parameters": step.parameters, "batch_size": job.as_written().batch_size}
+    channel.send({"kind": "built", **told})
+    again = None
+    while (order := channel.commands.get()) is not None and order["kind"] != "close":
+        if order["kind"] == "again":
+            again = replace(job, **order["job"])
+            break
+        channel.send(serving.answer(order))
+    serving.close()
     return again
 
 
@@ -119,7 +150,7 @@ class _Serving:
 
 
 def _held_out(workload: Workload, examples: int) -> Evaluation:
-    given, loss = workload.data if workload.evaluation is None else workload.evaluation.data, workload.loss
+    given, loss = workload.open_data if workload.evaluation is None else workload.evaluation.data, workload.loss
     if loss is None:
         raise ValueError("update= has no loss that two strategies could be compared by: choose an exact one")
 
@@ -144,7 +175,7 @@ def _facts(step: Step, workload: Workload, written: Workload) -> dict[str, Any]:
     }
 
 
-def serve_reference(job: Job, world: World, channel: Channel) -> None:
+def serve_reference(job: Job, world: World, channel: StepChannel) -> None:
     """Gives the states that the strategy must compute: one on each ``next``, or the one that a log leads to; ``again``
     and ``close`` as in ``serve_steps``."""
     again: Job | None = job
@@ -152,7 +183,7 @@ def serve_reference(job: Job, world: World, channel: Channel) -> None:
         again = _serve_reference(again, channel)
 
 
-def _serve_reference(job: Job, channel: Channel) -> Job | None:
+def _serve_reference(job: Job, channel: StepChannel) -> Job | None:
     workload = job.open()
     with _proving(job, workload) as seen:
         quiet = seen.quiet(workload)
@@ -194,7 +225,7 @@ def _tapped(step: Step, path: str, rank: int) -> int:
     assert batch is not None, "a step that was compared can be made again"
     with taps(step.model) as found:
         step(batch)
-    Path(f"{path}{rank}").write_bytes(pickle.dumps(found))
+    found.save(f"{path}{rank}")
     return len(batch)
 
 
@@ -285,7 +316,7 @@ def _go(step: Step, world: World, many: int) -> Message:
     step.source.start_over()  # what was loaded between commands would be free
     group.barrier()
     group.waits.clear()
-    waited = Waited()
+    waited, blocked = Waited(), group.waited
     before, times, examples = dict(step.spent()), [time.perf_counter()], 0
     for _ in range(many if shard is not None else 0):  # a server answers the others meanwhile
         batch = step.take()
@@ -293,7 +324,8 @@ def _go(step: Step, world: World, many: int) -> Message:
         values.append(step(batch))
         examples += batch.size
         times.append(time.perf_counter())
-    waits = list(group.waits)
+    # Clocks of several hosts say nothing of each other: who waits least is taken to wait for what is sent alone.
+    waits = list(group.waits) if world.channel is not None else [(blocked - group.waited, 0.0)]
     return {
         "without_core": waited.share(),
         "seconds": [b - a for a, b in itertools.pairwise(times)],

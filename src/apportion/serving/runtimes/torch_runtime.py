@@ -141,7 +141,8 @@ def opened(path: Path) -> tuple[nn.Module, Any]:
     from apportion.runtime.checkpoint.load import load, workload_of
 
     workload = workload_of(path, trust=True)  # whose code it names was asked when the run was pinned
-    inputs, _ = workload.collate([workload.data()[0]])
+    data = workload.open_data() if workload.parts is None else workload.open_part(0)
+    inputs, _ = workload.collate([data[0]])
     return load(path, trust=True), inputs
 
 

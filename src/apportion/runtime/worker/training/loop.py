@@ -18,6 +18,7 @@ from typing import Any
 from apportion.comm.group import Alone
 from apportion.comm.world import World
 from apportion.core.event import Event
+from apportion.core.parts.dataset import PartedDataset
 from apportion.core.strategy import Recoverable, Step, batches
 from apportion.core.workload import Workload
 from apportion.errors import MembershipChanged, NotFinite
@@ -110,8 +111,16 @@ class _TrainingLoop:
             from apportion.runtime.proof.workload_digest import proof_key  # it knows every kind of value
 
             key = proof_key(self.workload, self.step)
-        asked = {"key": key, "steps": self.source.total, "parameters": self.step.parameters, "cuts": self.step.cuts}
-        return self.control.settle(asked)
+        lengths = self.source.dataset.lengths if isinstance(self.source.dataset, PartedDataset) else ()
+        return self.control.settle(
+            {
+                "key": key,
+                "steps": self.source.total,
+                "parameters": self.step.parameters,
+                "lengths": lengths,
+                "cuts": self.step.cuts,
+            }
+        )
 
     @property
     def done(self) -> int:

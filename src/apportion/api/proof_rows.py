@@ -1,0 +1,71 @@
+"""The rows that a proof on one host needs of a data set whose parts lie on several: they are sent, and it is said."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from apportion.api.run_proof import FEW_EACH, ROWS_EACH, STEPS
+from apportion.comm.group import collective
+from apportion.comm.objects import broadcast_message
+from apportion.comm.world import World
+from apportion.core.parts.dataset import PartedDataset
+from apportion.core.parts.deal import deal_parts
+from apportion.core.parts.lengths import learn_lengths
+from apportion.core.parts.sent_rows import RowsNotSentError, SentRows, send_rows
+from apportion.core.workload import Workload
+from apportion.runtime.proof.proof_workload import rows_of_proof
+
+
+@dataclass(frozen=True)
+class ProofRows:
+    """The rows of all parts that rank 0 has for a proof."""
+
+    sent: SentRows | None = None
+    refused: str | None = None
+    """The reason why they could not be sent; None where they were, or need not be."""
+    apart: bool = False
+    """True where several hosts have parts of the data set."""
+
+    def told(self, proof: dict[str, Any], compared: int) -> dict[str, Any]:
+        """Returns what a run writes down of its proof, with the rows that were sent before it. ``compared``: those of
+        part 0 that every rank was sent."""
+        said = [proof["sentence"]]
+        if self.sent is not None:
+            many = f"{self.sent.rows} rows of the {len(self.sent.parts)} parts"
+            said.append(f"for that {many} were sent to rank 0 on host {socket.gethostname()}")
+        if self.apart and compared:
+            said.append(f"{compared} rows of part 0 were sent to every rank, to compare what an update makes of them")
+        return {**proof, "sentence": "; ".join(said)}
+
+
+@collective
+def gather_proof_rows(workload: Workload, dataset: Dataset[Any], world: World, *, known: bool) -> ProofRows:
+    """Sends the rows that a proof asks for to rank 0, where several hosts have parts of the data set, and rank 0 does
+    not know the answer already (``known``, which counts there alone). Called by all ranks, each with the data set of
+    its own parts."""
+    if not isinstance(dataset, PartedDataset) or len({*(hosts := world.hosts())}) == 1:
+        return ProofRows()
+    if broadcast_message(known, world.group(), device=world.device):
+        return ProofRows(apart=True)
+    batches = [each * world.size + 1 for each in (FEW_EACH, ROWS_EACH)]
+    wanted = rows_of_proof(workload, dataset.lengths, batches, STEPS, world.size)
+    try:
+        sent = send_rows(dataset, [sorted(rows) for rows in wanted], deal_parts(dataset.parts, hosts), world)
+    except RowsNotSentError as error:
+        return ProofRows(refused=str(error), apart=True)
+    return ProofRows(sent, apart=True)
+
+
+@collective
+def rows_of_check(workload: Workload, world: World, steps: int) -> tuple[SentRows | None, tuple[int, ...]]:
+    """Sends the rows of so many whole batches to rank 0; returns them there, and None on the other ranks, with the
+    lengths of all parts. Called by all ranks. Raises RowsNotSentError, on all of them, where rows cannot be sent."""
+    shards = deal_parts(workload.parts or 1, world.hosts())
+    dataset = workload.parted_data()
+    learn_lengths(dataset, shards[world.rank], world)
+    wanted = rows_of_proof(workload, dataset.lengths, (), steps, world.size)
+    return send_rows(dataset, [sorted(rows) for rows in wanted], shards, world), dataset.lengths

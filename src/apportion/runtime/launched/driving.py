@@ -1,0 +1,103 @@
+"""One function that rank 0 runs for all ranks, while each of them, rank 0 among them, makes steps when it says so.
+
+::
+
+    rank 0   a thread: drive(ranks)  -- orders -->  rank 0's main thread   makes steps
+                                     -- orders -->  rank 1                 makes steps
+             its value, or its error -- to all ->   every rank returns it, or raises it
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from apportion.comm.channel import Message
+from apportion.comm.group import collective
+from apportion.comm.network.network_group import NetworkGroup
+from apportion.comm.world import World
+from apportion.errors import ApportionError, CheckpointError, Disproved, NotFinite, PeerLost, RanksDiffer, WorkerFailed
+from apportion.runtime.launched.running_ranks import RunningRanks
+from apportion.runtime.launched.step_follower import Cut, StepFollower
+from apportion.runtime.worker.job import Job
+
+Drive = Callable[[RunningRanks], Any]
+"""A function that drives the ranks, in rank 0 alone; it returns plain JSON."""
+_KINDS = {
+    kind.__name__: kind
+    for kind in (ApportionError, CheckpointError, Disproved, NotFinite, PeerLost, RanksDiffer, ValueError, WorkerFailed)
+}
+
+
+@collective
+def connections(world: World) -> NetworkGroup | None:
+    """Returns the connections over which ranks have met; None where they have met over torch.distributed: GPUs, or a
+    group that the user's own script has made. Called by all ranks."""
+    group = world.group()
+    flat = getattr(group, "flat", None) or group
+    return flat if isinstance(flat, NetworkGroup) else None
+
+
+@collective
+def ranks_by_host(world: World) -> list[int]:
+    """Returns the number of ranks on each of their hosts, in the order of the hosts. Called by all ranks."""
+    return list(Counter(world.hosts()).values())
+
+
+@collective
+def driven(jobs: Sequence[Job], world: World, drive: Drive, cut: Cut) -> Any:
+    """Runs ``drive`` in rank 0, and returns what it returns, or raises what it raises, on every rank. Called by all
+    ranks, each with its own jobs, which have the workload and the strategies of the steps; their world has
+    ``connections``.
+
+    ``cut``: has the strategy cut the network where rank 0 says.
+    """
+    flat = connections(world)
+    assert flat is not None, "the caller has looked"
+    links = flat.links()
+    if world.rank:
+        return _value(StepFollower(jobs, world, links[0], cut).follow())
+    ours, theirs = socket.socketpair()
+    names = ["rank 0", *(flat.describe(rank) for rank in range(1, world.size))]
+    ranks = RunningRanks([ours, *links], names, here=world.local_size)
+    raised: list[BaseException] = []
+    driver = threading.Thread(target=_drive, args=(drive, ranks, raised), name="driver")
+    driver.start()
+    try:
+        told = StepFollower(jobs, world, theirs, cut).follow()
+    except BaseException as error:
+        ranks.abort({"kind": "failed", **_described(error)})
+        raise
+    finally:
+        driver.join()
+    if raised:
+        raise raised[0]
+    return _value(told)
+
+
+def _drive(drive: Drive, ranks: RunningRanks, raised: list[BaseException]) -> None:
+    try:
+        told: Message = {"kind": "result", "value": drive(ranks)}
+    except BaseException as error:
+        raised.append(error)
+        told = {"kind": "failed", **_described(error)}
+    ranks.finish(told)
+
+
+def _described(error: BaseException) -> Message:
+    name = type(error).__name__
+    text = str(error) if name in _KINDS else f"rank 0 failed: {name}: {error}"
+    about = {key: getattr(error, key, None) for key in ("rank", "traceback", "where")}
+    return {"name": name if name in _KINDS else "ApportionError", "text": text, **about}
+
+
+def _value(told: Message) -> Any:
+    if told["kind"] == "result":
+        return told["value"]
+    kind: Any = _KINDS[told["name"]]
+    if issubclass(kind, WorkerFailed):
+        raise kind(told["text"], rank=told["rank"], traceback=told["traceback"], where=told["where"])
+    raise kind(told["text"])
