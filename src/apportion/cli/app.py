@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import apportion
+from apportion.comm.network import launched_ranks
 from apportion.errors import ApportionError, Disproved, NotFinite, RanksDiffer, WorkerFailed
 from apportion.runtime.spawn.template import template
 
@@ -56,7 +57,8 @@ Json = Annotated[bool, typer.Option("--json", help="the answer as JSON, on stand
 def main() -> None:
     """The program ``apportion``."""
     signal.signal(signal.SIGINT, _interrupted_early)
-    if len(sys.argv) > 1 and sys.argv[1] in _START_WORKERS and "--help" not in sys.argv:
+    first = launched_ranks.given(os.environ).get("RANK", "0") == "0"  # of launched ranks that alone proves the run
+    if len(sys.argv) > 1 and sys.argv[1] in _START_WORKERS and "--help" not in sys.argv and first:
         template()  # what workers are forked from imports torch while this process does
     app()
 

@@ -4,8 +4,9 @@
 
     one host        every rank listens on a socket of this host that only its user can reach: no port, no secret
     several hosts   rank 0 listens at MASTER_ADDR:MASTER_PORT (under torchrun, whose own store holds that port, at a
-                    free one that the store tells); each rank proves that it knows the secret, tells rank 0 where it
-                    listens itself, and is told where the others do
+                    free one that the store tells; under srun at one of some that follow from the number of the job);
+                    each rank proves that it knows the secret, tells rank 0 where it listens itself, and is told where
+                    the others do
 
 Nothing that torchrun's store says is trusted: whoever answers at the address has to prove itself.
 """
@@ -22,12 +23,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 from apportion.comm.network.address import Address
-from apportion.comm.network.dialling import Stopped, dial_rank, read_exactly
-from apportion.comm.network.handshake import Purpose
+from apportion.comm.network.dialling import Stopped, dial_first, dial_rank, read_exactly
+from apportion.comm.network.handshake import Purpose, key_of_meeting
+from apportion.comm.network.launched_ranks import run_name
 from apportion.comm.network.meeting_place import OneHost, SeveralHosts, where
 from apportion.comm.network.rank_listener import RankListener
 from apportion.comm.network.secret import MAKE, NAME, secret_of_run
@@ -94,7 +96,7 @@ def meet(rank: int, size: int, *, one_host: bool, insecure: bool) -> Meeting:
     ``one_host``: the ranks are processes of this host and this user. ``insecure``: ranks of several hosts need no
     secret, and whoever reaches the port may take one's place.
     """
-    name = "/".join((*_run_name(os.environ), str(next(_numbers))))
+    name = "/".join((*run_name(os.environ), str(next(_numbers))))
     secret = _OPEN if insecure or one_host else secret_of_run(os.environ)
     if secret is None:
         raise ValueError(
@@ -107,6 +109,8 @@ def meet(rank: int, size: int, *, one_host: bool, insecure: bool) -> Meeting:
     waits.start()
     try:
         place = OneHost(name) if one_host else SeveralHosts(name, DEADLINE_SECONDS)
+        if place.has_many:  # at another of its ports there may be another run, or an earlier meeting of this one
+            secret = key_of_meeting(secret, name)
         return _gather(place, size, secret, name) if rank == 0 else _report(place, rank, secret, name)
     except (OSError, PeerLost) as error:
         raise ApportionError(
@@ -119,7 +123,7 @@ def meet(rank: int, size: int, *, one_host: bool, insecure: bool) -> Meeting:
 
 def _gather(place: OneHost | SeveralHosts, size: int, secret: bytes, name: str) -> Meeting:
     """Learns, as rank 0, where every rank listens, and tells all of them."""
-    meeting = Meeting(0, RankListener(place.of_rank_0(), secret), secret, name)
+    meeting = Meeting(0, _first_free(place.of_rank_0(), secret), secret, name)
     try:
         place.tell(meeting._listener.address)
         addresses, waiting = [meeting._listener.address], []
@@ -141,12 +145,21 @@ def _gather(place: OneHost | SeveralHosts, size: int, secret: bytes, name: str) 
     return meeting
 
 
+def _first_free(addresses: Sequence[Address], secret: bytes) -> RankListener:
+    """Listens at the first address that can be had. Raises OSError where there is none."""
+    for address in addresses[:-1]:
+        with contextlib.suppress(OSError):
+            return RankListener(address, secret)
+    return RankListener(addresses[-1], secret)
+
+
 def _report(place: OneHost | SeveralHosts, rank: int, secret: bytes, name: str) -> Meeting:
     """Tells rank 0 where this one listens, and learns where the others do."""
     end = time.monotonic() + DEADLINE_SECONDS
-    first = place.find_rank_0()
+    places = place.find_rank_0()
     while True:
-        with dial_rank(first, secret, Purpose(f"{name}/meeting", rank), end - time.monotonic()) as sock:
+        sock, first = dial_first(places, secret, Purpose(f"{name}/meeting", rank), end - time.monotonic())
+        with sock:
             meeting = Meeting(rank, RankListener(place.beside(sock, rank), secret), secret, name)
             try:
                 sock.settimeout(max(0.1, end - time.monotonic()))
@@ -172,12 +185,6 @@ def _receive(sock: socket.socket) -> Any:
     if length > _MOST_BYTES:
         raise ConnectionError(f"a message of {length} bytes is longer than a meeting's")
     return json.loads(read_exactly(sock, length))
-
-
-def _run_name(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns what tells this start of this run from others."""
-    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    return tuple(environment.get(name, "") for name in names)
 
 
 def _say_waiting(rank: int, size: int) -> None:
