@@ -56,6 +56,8 @@ class Meeting:
         self.rank, self._listener, self._secret, self._name = rank, listener, secret, name
         self.addresses: list[Address] = []
         """The address at which each rank listens."""
+        self.hosts: list[str] = []
+        """The name of each rank's host."""
         self._made: Counter[str] = Counter()
 
     def dial(self, rank: int, group: str, stopped: Stopped) -> socket.socket:
@@ -77,7 +79,7 @@ class Meeting:
 
     def describe(self, rank: int) -> str:
         """Returns what a rank is called in messages of errors."""
-        return f"rank {rank} at {self.addresses[rank]}"
+        return f"rank {rank} on {self.hosts[rank]} at {self.addresses[rank]}"
 
     def another(self, ranks: Sequence[int]) -> str:
         """Returns a name for a group of these ranks: the same on each of them, and another one each time."""
@@ -126,7 +128,7 @@ def _gather(place: OneHost | SeveralHosts, size: int, secret: bytes, name: str) 
     meeting = Meeting(0, _first_free(place.of_rank_0(), secret), secret, name)
     try:
         place.tell(meeting._listener.address)
-        addresses, waiting = [meeting._listener.address], []
+        told, waiting = [_own(meeting)], []
         end = time.monotonic() + DEADLINE_SECONDS
         with contextlib.ExitStack() as stack:
             for other in range(1, size):
@@ -134,14 +136,14 @@ def _gather(place: OneHost | SeveralHosts, size: int, secret: bytes, name: str) 
                 sock = stack.enter_context(meeting._listener.take(f"{name}/meeting", other, left))
                 sock.setblocking(True)
                 sock.settimeout(REPORT_SECONDS)
-                addresses.append(Address(**_receive(sock)))
+                told.append(_receive(sock))
                 waiting.append(sock)
             for sock in waiting:
-                _send(sock, [address.__dict__ for address in addresses])
+                _send(sock, told)
     except BaseException:
         meeting.close()
         raise
-    meeting.addresses = addresses
+    _learn(meeting, told)
     return meeting
 
 
@@ -163,16 +165,28 @@ def _report(place: OneHost | SeveralHosts, rank: int, secret: bytes, name: str) 
             meeting = Meeting(rank, RankListener(place.beside(sock, rank), secret), secret, name)
             try:
                 sock.settimeout(max(0.1, end - time.monotonic()))
-                _send(sock, meeting._listener.address.__dict__)
-                told = [Address(**address) for address in _receive(sock)]
+                _send(sock, _own(meeting))
+                _learn(meeting, _receive(sock))
             except BaseException as error:
                 meeting.close()
                 # The listener of an earlier meeting at the same address lets a rank in as well, until it is closed.
                 if not isinstance(error, ConnectionError) or time.monotonic() > end:
                     raise
             else:
-                meeting.addresses = [first, *told[1:]]  # of rank 0 the address by which it was reached
+                meeting.addresses[0] = first  # the one by which it was reached
                 return meeting
+
+
+def _own(meeting: Meeting) -> dict[str, Any]:
+    """Returns what the others are told of this rank."""
+    address = meeting._listener.address
+    return {"host": address.host, "port": address.port, "name": socket.gethostname()}
+
+
+def _learn(meeting: Meeting, told: Sequence[dict[str, Any]]) -> None:
+    """Notes what every rank has told of itself."""
+    meeting.addresses = [Address(str(one["host"]), int(one["port"])) for one in told]
+    meeting.hosts = [str(one["name"]) for one in told]
 
 
 def _send(sock: socket.socket, message: Any) -> None:
