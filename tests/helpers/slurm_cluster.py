@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launched_runs import on_host
+
 import apportion
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -60,7 +62,7 @@ def cannot() -> str | None:
     for program, package in _PROGRAMS.items():
         if _program(program) is None:
             return f"needs {program}: apt-get install {package}"
-    why: str | None = _hosts_module().cannot()
+    why: str | None = hosts_module().cannot()
     return why
 
 
@@ -68,7 +70,8 @@ def _program(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
-def _hosts_module() -> Any:
+def hosts_module() -> Any:
+    """The module that makes hosts of namespaces."""
     if str(BENCHMARKS) not in sys.path:
         sys.path.append(str(BENCHMARKS))
     import hosts
@@ -134,16 +137,15 @@ class SlurmCluster:
         return "\n".join(f"{path.name}:\n{path.read_text()}" for path in self.folder.glob("*.log"))
 
     def _on(self, node: int, command: Sequence[str]) -> list[str]:
-        """The same, on a node: it has a name of its own, and a table of hosts."""
-        own = f'hostname node{node + 1} && mount --bind {self.folder}/hosts{node} /etc/hosts && exec "$@"'
-        return ["ip", "netns", "exec", self.made.names[node], "unshare", "--uts", "sh", "-c", own, "sh", *command]
+        """The same, on a node."""
+        return on_host(self.made.names[node], f"node{node + 1}", self.folder / f"hosts{node}", command)
 
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
     """A cluster whose two nodes are idle; all of it is gone afterwards."""
     with ExitStack() as stack:
-        made = stack.enter_context(_hosts_module().several_hosts((2, 2)))
+        made = stack.enter_context(hosts_module().several_hosts((2, 2)))
         found = SlurmCluster(made, folder)
         (folder / "state").mkdir()
         (folder / "slurm.conf").write_text(_CONFIGURATION.format(folder=folder, addresses=made.addresses))

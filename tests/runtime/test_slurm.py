@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -16,49 +15,14 @@ import pytest
 import slurm_cluster
 from commands import SECONDS
 from conftest import Eventually, Within
+from launched_runs import MINE, STEPS, assert_losses_of_one_device, losses
 from slurm_cluster import SlurmCluster
 
-import apportion
 from apportion.comm.network.slurm.step import first_port
-from apportion.core.address import load_workload
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.serial]
 
 SBATCH = Path(__file__).parents[2] / "docs" / "slurm" / "train.sbatch"
-MINE = """
-import time
-
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-
-import apportion
-
-
-def network():
-    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
-
-
-def examples():
-    x = torch.randn(61, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return TensorDataset(x, (x.sum(1) > 0).long())
-
-
-def slow(outputs, targets):
-    time.sleep(0.02)
-    return nn.functional.cross_entropy(outputs, targets)
-
-
-def made(**fields):
-    given = {"model": network, "data": examples, "loss": nn.functional.cross_entropy, "batch_size": 16, "steps": 20}
-    return apportion.Workload(
-        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01), precision="float64", **{**given, **fields}
-    )
-
-
-workload = made()
-endless = made(loss=slow, steps=100_000)
-"""
 TAKE = """
 import socket, sys
 taken = socket.create_server(("10.123.46.1", int(sys.argv[1])))
@@ -106,20 +70,6 @@ def secret_of(project: Path) -> dict[str, str]:
     return {"APPORTION_SECRET_FILE": str(project / "apportion-secret")}
 
 
-def losses(run: Path) -> list[float]:
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return [loss for event in events if event["kind"] == "step" for loss in event["data"]["values"]["loss"]]
-
-
-def losses_of_one_device(project: Path) -> list[float]:
-    workload = load_workload(str(project / "mine.py") + ":workload")
-    found: list[float] = []
-    for event in apportion.run(workload, "single_device", launcher=apportion.local(workers=1), run_dir="alone"):
-        if event.kind == "step":
-            found += event.data["values"]["loss"]
-    return found
-
-
 def ended(process: subprocess.Popen[str], seconds: float = SECONDS) -> tuple[int, str, str]:
     try:
         out, err = process.communicate(timeout=seconds)
@@ -162,9 +112,7 @@ def test_srun_gives_the_losses_of_one_device_without_an_address_or_a_port(cluste
         other.communicate()
     assert status == 0, out + err
     assert out.count("final loss") == 1, "rank 0 tells it"
-    found, alone = losses(project / "run"), losses_of_one_device(project)
-    assert len(found) == len(alone) == 20
-    assert max(abs(a - b) for a, b in zip(found, alone, strict=True)) <= 1e-10
+    assert_losses_of_one_device(project / "run", project / "mine.py")
 
 
 def test_without_a_secret_it_is_refused_with_the_command_that_makes_one(cluster: SlurmCluster, project: Path) -> None:
@@ -193,26 +141,36 @@ def test_a_rank_that_is_killed_ends_the_run_on_both_nodes_and_is_named(
     assert re.search(rf"error: the connection to rank {killed} on node{killed // 2 + 1} at .* was lost", err), err
 
 
-def test_the_batch_file_of_the_documentation_trains_and_goes_on_where_it_was_requeued(
-    cluster: SlurmCluster, project: Path, eventually: Eventually
-) -> None:
+def submitted(cluster: SlurmCluster, project: Path) -> str:
+    """The number of a job that runs the batch file of the documentation as it is."""
     shutil.copy(SBATCH, project)
     status, out, err = ended(cluster.start(["sbatch", "--parsable", "train.sbatch"], project))
     assert status == 0, err
-    job = out.strip()
+    return out.strip()
+
+
+def test_the_batch_file_of_the_documentation_trains(
+    cluster: SlurmCluster, project: Path, eventually: Eventually
+) -> None:
+    job = submitted(cluster, project)
     eventually(lambda: cluster.ask("squeue", "--noheader") == "", within=SECONDS, what="the job has ended")
     said = (project / f"slurm-{job}.out").read_text()
     assert "final loss" in said, said
-    assert len(losses(project / "runs" / job)) == 20
+    assert len(losses(project / "runs" / job)) == STEPS
 
 
-def test_scancel_leaves_nothing(cluster: SlurmCluster, project: Path, eventually: Eventually) -> None:
+@pytest.mark.timeout(300)
+def test_a_job_that_is_requeued_goes_on_and_scancel_leaves_nothing_of_it(
+    cluster: SlurmCluster, project: Path, eventually: Eventually
+) -> None:
     (project / "mine.py").write_text(MINE.replace("workload = made()", "workload = made(loss=slow, steps=100_000)"))
-    shutil.copy(SBATCH, project)
-    status, out, err = ended(cluster.start(["sbatch", "--parsable", "train.sbatch"], project))
-    assert status == 0, err
-    job = out.strip()
-    eventually(lambda: (project / "runs" / job / "events.jsonl").exists(), within=SECONDS, what="it trains")
+    job = submitted(cluster, project)
+    run, said = project / "runs" / job, project / f"slurm-{job}.out"
+    eventually((run / "checkpoints" / "latest").exists, within=SECONDS, what="it has saved a checkpoint")
+    cluster.ask("scontrol", "requeue", job)
+    eventually(lambda: cluster.ask("squeue", "--noheader", "--format=%T") == "PENDING", within=20, what="it waits")
+    cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # it would for two minutes
+    eventually(lambda: "resumed at step" in said.read_text(), within=SECONDS, what="it goes on")
     cluster.ask("scancel", job)
     eventually(lambda: cluster.ask("squeue", "--noheader") == "", within=10, what="the job has ended")
     eventually(lambda: cluster.left() == [], within=5, what="its processes have ended")
