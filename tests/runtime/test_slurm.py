@@ -115,6 +115,18 @@ def test_srun_gives_the_losses_of_one_device_without_an_address_or_a_port(cluste
     assert_losses_of_one_device(project / "run", project / "mine.py")
 
 
+@pytest.mark.parametrize(
+    ("where", "secret"), [(("--nodes=2", "--ntasks=3"), True), (("--nodes=1", "--ntasks=2"), False)]
+)
+def test_nodes_may_have_different_numbers_of_ranks_and_one_node_needs_no_secret(
+    cluster: SlurmCluster, project: Path, where: tuple[str, ...], secret: bool
+) -> None:
+    command = ["srun", *where, *TRAIN, "mine.py:workload", *DATA_PARALLEL, "--no-check"]
+    status, out, err = ended(cluster.start(command, project, **(secret_of(project) if secret else {})))
+    assert status == 0, out + err
+    assert_losses_of_one_device(project / "run", project / "mine.py")
+
+
 def test_without_a_secret_it_is_refused_with_the_command_that_makes_one(cluster: SlurmCluster, project: Path) -> None:
     status, out, err = ended(cluster.start([*ON_TWO_NODES, *TRAIN, "mine.py:workload", *DATA_PARALLEL], project))
     assert status == 2, out + err
