@@ -65,6 +65,7 @@ def test_the_ranks_of_a_step_meet_on_its_first_node_at_a_port_of_the_job() -> No
     assert given(STEP) == {**place, "MASTER_ADDR": "node3", "MASTER_PORT": port}
     assert given({**STEP, "MASTER_ADDR": "10.0.0.1"})["MASTER_ADDR"] == "10.0.0.1", "what is set stays"
     assert other_hosts(STEP) == ["node4"]
+    assert "MASTER_ADDR" not in given({**STEP, "SLURM_STEP_NODELIST": "node[1x3]"}), "which is asked for"
 
 
 def test_rank_0_tries_several_ports_where_none_was_given() -> None:

@@ -19,9 +19,12 @@ TRIES = 8
 
 
 def nodes(environment: Mapping[str, str]) -> list[str]:
-    """Returns the names of the step's nodes; none where Slurm has not said them."""
-    listed = environment.get("SLURM_STEP_NODELIST", "")
-    return node_names(listed) if listed else []
+    """Returns the names of the step's nodes; none where Slurm has not said them, or in a way that is not known here:
+    then MASTER_ADDR has to be set."""
+    try:
+        return node_names(environment.get("SLURM_STEP_NODELIST", ""))
+    except ValueError:
+        return []
 
 
 def first_port(environment: Mapping[str, str]) -> int | None:
