@@ -13,7 +13,7 @@ from apportion.core.workload import Workload
 from apportion.planner.trials.trial import candidate
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
-from apportion.runtime.launch.ssh import Ssh
+from apportion.runtime.launch.ssh import Ssh, refuse_ssh
 from apportion.runtime.proof.proof import Proof
 
 
@@ -47,11 +47,7 @@ def check(
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
     launcher = launcher or Local()
-    if isinstance(launcher, Ssh):
-        raise ValueError(
-            f"check runs on processes of local(), or in ranks that are running, with env(): start it on each host by "
-            f"torchrun with --launcher env. A run by {launcher} proves its strategy before its first step"
-        )
+    refuse_ssh("check", launcher)
     if isinstance(launcher, Env):
         if workers is not None:
             raise ValueError(f"workers={workers} goes with local(): {launcher} finds its ranks running already")

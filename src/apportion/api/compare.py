@@ -16,7 +16,7 @@ from apportion.planner.predict import prices
 from apportion.planner.trials.trial import Candidate, candidate, parked
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
-from apportion.runtime.launch.ssh import Ssh
+from apportion.runtime.launch.ssh import Ssh, refuse_ssh
 
 PROFILE_SECONDS = 8.0
 """The seconds that measuring this machine, where it has not been, and the workload may take."""
@@ -48,11 +48,7 @@ def compare(  # noqa: PLR0913 (all of it by name)
         check_place(workload)
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
-    if isinstance(launcher, Ssh):
-        raise ValueError(
-            f"compare runs on processes of local(), or in ranks that are running, with env(): start it on each host by "
-            f"torchrun with --launcher env. A run by {launcher} proves its strategy before its first step"
-        )
+    refuse_ssh("compare", launcher)
     if isinstance(launcher, Env):
         if workers is not None:
             raise ValueError(f"workers={workers} goes with local(): {launcher} finds its ranks running already")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import apportion
+from apportion.comm.network import launched_ranks
 from apportion.errors import ApportionError, Disproved, NotFinite, RanksDiffer, WorkerFailed
 from apportion.runtime.spawn.template import template
 
@@ -65,7 +66,9 @@ def main() -> None:
     """The program ``apportion``."""
     signal.signal(signal.SIGINT, _interrupted_early)
     on_others = any(word.startswith(("--hosts", "ssh(")) for word in sys.argv)
-    if len(sys.argv) > 1 and sys.argv[1] in _START_WORKERS and "--help" not in sys.argv and not on_others:
+    first = launched_ranks.given(os.environ).get("RANK", "0") == "0"  # of launched ranks that alone proves the run
+    starts = len(sys.argv) > 1 and sys.argv[1] in _START_WORKERS and "--help" not in sys.argv
+    if starts and first and not on_others:
         template()  # what workers are forked from imports torch while this process does
     app()
 

@@ -61,7 +61,10 @@ class Display:
         self._lines.show(event)
 
     def summarize(self) -> None:
-        """Prints the table at the end, the metrics, and where everything is."""
+        """Prints the table at the end, the metrics, and where everything is; nothing on a rank other than the first of
+        those that others have started, which has not seen the whole run."""
+        if all(event.kind != "start" for event in self._events):
+            return
         rows = summary(self._events)
         width = max(len(row.name) for row in rows)
         for row in rows:

@@ -1,5 +1,5 @@
 """The world of a process: where it stands among the others. Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-MASTER_PORT, alone; and what srun and mpirun say instead of the first three."""
+MASTER_PORT, alone; and what srun and mpirun say instead of them."""
 
 from __future__ import annotations
 
@@ -68,18 +68,22 @@ class World:
 
         ``device``: "cpu" or "cuda"; None takes the GPUs where there are any, shared
         in turn where there are fewer than ranks. ``insecure``: ranks on several hosts need no APPORTION_SECRET_FILE.
+        Sets MASTER_ADDR and MASTER_PORT where they follow from what Slurm says: torch reads them too.
         """
+        launched_ranks.refuse_unstarted(os.environ)
         given = launched_ranks.given(os.environ)
         size = number("WORLD_SIZE", given.get("WORLD_SIZE", "1"))
         missing = [name for name in NAMES if name not in given]
         if size > 1 and missing:
             raise ValueError(
-                f"WORLD_SIZE={size} but {', '.join(missing)} is not set: start the script with torchrun, or set all of "
+                f"WORLD_SIZE={size} but {', '.join(missing)} is not set: start it with torchrun or srun, or set all of "
                 f"{', '.join(NAMES)} (MASTER_ADDR: the host of rank 0, MASTER_PORT: a free port there)"
             )
         rank, local_rank = number("RANK", given.get("RANK", "0")), number("LOCAL_RANK", given.get("LOCAL_RANK", "0"))
         if not 0 <= rank < size:
             raise ValueError(f"RANK={rank} must be in 0..{size - 1} (WORLD_SIZE={size})")
+        if size > 1:
+            os.environ.update({name: given[name] for name in ("MASTER_ADDR", "MASTER_PORT")})
         near = size == 1 or is_loopback(given["MASTER_ADDR"])
         told = given.get("LOCAL_WORLD_SIZE", str(size) if near else None)
         local_size = number("LOCAL_WORLD_SIZE", told) if told is not None else 0

@@ -54,6 +54,11 @@ def unpack(purpose: bytes) -> tuple[bytes, int]:
     return purpose[:_DIGEST_BYTES], _RANK.unpack(purpose[_DIGEST_BYTES:])[0]
 
 
+def key_of_meeting(secret: bytes, name: str) -> bytes:
+    """Returns what the ranks of one meeting prove to know, where those of another one with the same secret may come."""
+    return hmac.new(secret, b"meeting" + name.encode(), hashlib.sha256).digest()
+
+
 def greet() -> bytes:
     """Returns what the accepting end begins with."""
     return MAGIC + secrets.token_bytes(NONCE_BYTES)

@@ -8,31 +8,71 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from apportion.comm.network.slurm import step
+
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OTHER_NAMES = (
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    step.PLACE,
 )
-"""The names by which srun and mpirun call RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE."""
+"""The names by which mpirun and srun call RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. In a job of Slurm's mpirun
+starts a program of its own on each node by srun, whose numbers its ranks find as well."""
 Slot = tuple[str, int, int]
 """Where a rank runs: its host, LOCAL_RANK and LOCAL_WORLD_SIZE."""
 
 
 def given(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the five variables and LOCAL_WORLD_SIZE, as far as they are set, under torchrun's names or another
-    launcher's."""
-    names = (*NAMES, "LOCAL_WORLD_SIZE")
-    found = {name: environment[name] for name in names if environment.get(name)}
-    if "WORLD_SIZE" in found:
+    """Returns the five variables and LOCAL_WORLD_SIZE, as far as they are set or follow from what is, under torchrun's
+    names or another launcher's."""
+    found = {name: environment[name] for name in (*NAMES, "LOCAL_WORLD_SIZE") if environment.get(name)}
+    names = _names(environment)
+    if names is None:
         return found
-    for rank, size, local_rank, local_size in _OTHER_NAMES:
-        if rank in environment and size in environment:
-            found |= {"RANK": environment[rank], "WORLD_SIZE": environment[size]}
-            found |= {"LOCAL_RANK": environment[local_rank]} if local_rank in environment else {}
-            tasks = [int(n) for n in re.findall(r"(?:^|,)(\d+)", environment.get(local_size, ""))]  # Slurm: 2(x3),1
-            found |= {"LOCAL_WORLD_SIZE": str(max(tasks))} if len(set(tasks)) == 1 else {}
-            break
+    rank, size, local_rank, local_size = names
+    found |= {"RANK": environment[rank], "WORLD_SIZE": environment[size]}
+    found |= {"LOCAL_RANK": environment[local_rank]} if local_rank in environment else {}
+    tasks = [int(n) for n in re.findall(r"(?:^|,)(\d+)", environment.get(local_size, ""))]  # Slurm: 2(x3),1
+    found |= {"LOCAL_WORLD_SIZE": str(max(tasks))} if len(set(tasks)) == 1 else {}
+    if names == step.PLACE:
+        port, nodes = step.first_port(environment), step.nodes(environment)
+        known = {"MASTER_ADDR": nodes[0]} if nodes else {}
+        known |= {"MASTER_PORT": str(port)} if port is not None else {}
+        found = {**known, **found}
     return found
+
+
+def refuse_unstarted(environment: Mapping[str, str]) -> None:
+    """Raises ValueError where a launcher has been asked for several ranks, and this process is none that it started."""
+    if not environment.get("WORLD_SIZE") and _names(environment) is None:
+        step.refuse_outside(environment)
+
+
+def _names(environment: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Returns the names that a launcher other than torchrun has used; None where there is none."""
+    if environment.get("WORLD_SIZE"):
+        return None
+    return next((names for names in _OTHER_NAMES if names[0] in environment and names[1] in environment), None)
+
+
+def ports(environment: Mapping[str, str]) -> list[int]:
+    """Returns the ports at which rank 0 may listen, in the order in which it tries them: MASTER_PORT alone, or those of
+    a step of Slurm's where that is the first of them."""
+    port = int(environment["MASTER_PORT"])
+    if _names(environment) == step.PLACE and port == step.first_port(environment):
+        return list(range(port, port + step.TRIES))
+    return [port]
+
+
+def other_hosts(environment: Mapping[str, str]) -> list[str]:
+    """Returns the names of the hosts that rank 0 does not run on, where the launcher has said them."""
+    return step.nodes(environment)[1:] if _names(environment) == step.PLACE else []
+
+
+def run_name(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns what tells this start of this run from others."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    own = tuple(environment.get(name, "") for name in names)
+    return own + step.name(environment) if _names(environment) == step.PLACE else own
 
 
 def number(name: str, text: str) -> int:

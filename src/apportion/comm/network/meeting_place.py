@@ -1,11 +1,13 @@
 """The places where ranks that others have started meet: at sockets of one host, or at MASTER_ADDR.
 
 Under torchrun the store of its agents holds MASTER_PORT; rank 0 listens at a free port, and the store tells which.
+Under srun there are several ports, of which rank 0 takes the first that is free.
 Nothing that the store says is trusted: whoever answers at the address has to prove itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,6 +17,7 @@ from datetime import timedelta
 from typing import Any, final
 
 from apportion.comm.network.address import Address, is_loopback, route_to
+from apportion.comm.network.launched_ranks import other_hosts, ports
 from apportion.errors import ApportionError
 
 RESOLVE_SECONDS = 20.0
@@ -28,18 +31,21 @@ ANYWHERE = "192.0.2.1"
 class OneHost:
     """Where the ranks of one host and one user listen: sockets whose names follow from the run's."""
 
+    has_many = False
+    """True where rank 0 may listen at several addresses."""
+
     def __init__(self, name: str) -> None:
         self._run = hashlib.sha256(name.encode()).hexdigest()[:16]
 
-    def of_rank_0(self) -> Address:
-        """Returns the address at which rank 0 is to listen."""
-        return Address(f"{self._run}-0", 0)
+    def of_rank_0(self) -> list[Address]:
+        """Returns the addresses at which rank 0 is to try to listen, in this order."""
+        return [Address(f"{self._run}-0", 0)]
 
     def tell(self, address: Address) -> None:
         """Does nothing: the others know the name by which rank 0 listens."""
 
-    def find_rank_0(self) -> Address:
-        """Returns the address at which rank 0 listens, or will."""
+    def find_rank_0(self) -> list[Address]:
+        """Returns the addresses at one of which rank 0 listens, or will."""
         return self.of_rank_0()
 
     def beside(self, sock: socket.socket, rank: int) -> Address:
@@ -54,28 +60,42 @@ class SeveralHosts:
 
     def __init__(self, name: str, seconds: float) -> None:
         self._seconds = seconds
-        self._host, self._port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._host, self._ports = os.environ["MASTER_ADDR"], ports(os.environ)
+        self.has_many = len(self._ports) > 1
+        """True where rank 0 may listen at several addresses."""
         _wait_until_resolved(self._host)
         from_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._store = _TorchrunStore(self._host, self._port, name, seconds) if from_torchrun else None
+        self._store = _TorchrunStore(self._host, self._ports[0], name, seconds) if from_torchrun else None
 
-    def of_rank_0(self) -> Address:
-        """Returns the address at which rank 0 is to listen."""
+    def of_rank_0(self) -> list[Address]:
+        """Returns the addresses at which rank 0 is to try to listen, in this order."""
         if self._store is None:
-            return Address(self._host, self._port)
-        own = route_to(self._host)
-        if is_loopback(own) and not is_loopback(self._host):
-            own = route_to(ANYWHERE)  # the host's own table says so of its name, and others could not reach that
-        return Address(own, -1)
+            return self.find_rank_0()
+        own = self._seen_by_others()
+        return [Address(route_to(self._host) if own is None else own, -1)]
 
     def tell(self, address: Address) -> None:
         """Lets the others know where rank 0 listens."""
         if self._store is not None:
             self._store.tell(address)
 
-    def find_rank_0(self) -> Address:
-        """Returns the address at which rank 0 listens, or will."""
-        return Address(self._host, self._port) if self._store is None else self._store.address(self._seconds)
+    def find_rank_0(self) -> list[Address]:
+        """Returns the addresses at one of which rank 0 listens, or will."""
+        if self._store is not None:
+            return [self._store.address(self._seconds)]
+        host = self._seen_by_others() or self._host
+        return [Address(host, port) for port in self._ports]
+
+    def _seen_by_others(self) -> str | None:
+        """Returns the address by which others reach rank 0's host, on that host, where its own table of hosts says that
+        its name stands for itself alone; else None."""
+        if is_loopback(self._host) or not is_loopback(route_to(self._host)):
+            return None
+        for other in other_hosts(os.environ):
+            with contextlib.suppress(ApportionError):
+                if not is_loopback(own := route_to(other)):
+                    return own
+        return route_to(ANYWHERE)
 
     def beside(self, sock: socket.socket, rank: int) -> Address:
         """Returns the address at which a rank is to listen that has reached rank 0 by this connection."""

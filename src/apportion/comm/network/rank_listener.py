@@ -178,8 +178,8 @@ class RankListener:
         with contextlib.suppress(OSError):
             who = pending.sock.getpeername()[0] if not self._unix else "a process of this host"
             sys.stderr.write(
-                f"{who} was not let in at {self.address}: it does not know what is in the file that {NAME} names here; "
-                "every host needs the same file\n"
+                f"{who} was not let in at {self.address}: it does not know what is in the file that {NAME} names here "
+                "(every host needs the same file), or is of another run\n"
             )
             sys.stderr.flush()
 

@@ -4,8 +4,9 @@
 
     one host        every rank listens on a socket of this host that only its user can reach: no port, no secret
     several hosts   rank 0 listens at MASTER_ADDR:MASTER_PORT (under torchrun, whose own store holds that port, at a
-                    free one that the store tells); each rank proves that it knows the secret, tells rank 0 where it
-                    listens itself, and is told where the others do
+                    free one that the store tells; under srun at one of some that follow from the number of the job);
+                    each rank proves that it knows the secret, tells rank 0 where it listens itself, and is told where
+                    the others do
 
 Nothing that torchrun's store says is trusted: whoever answers at the address has to prove itself.
 """
@@ -21,12 +22,13 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, final
 
 from apportion.comm.network.address import Address
-from apportion.comm.network.dialling import Stopped, dial_rank, read_exactly
-from apportion.comm.network.handshake import Purpose
+from apportion.comm.network.dialling import Stopped, dial_first, dial_rank, read_exactly
+from apportion.comm.network.handshake import Purpose, key_of_meeting
+from apportion.comm.network.launched_ranks import run_name
 from apportion.comm.network.meeting_place import OneHost, SeveralHosts, where
 from apportion.comm.network.rank_listener import RankListener
 from apportion.comm.network.secret import MAKE, NAME, secret_of_run
@@ -53,6 +55,8 @@ class Meeting:
         self.rank, self._listener, self._secret, self._name = rank, listener, secret, name
         self.addresses: list[Address] = []
         """The address at which each rank listens."""
+        self.hosts: list[str] = []
+        """The name of each rank's host."""
 
     def dial(self, rank: int, group: str, stopped: Stopped) -> socket.socket:
         """Connects to a rank, for a group of this name. Raises PeerLost where it is not there."""
@@ -73,7 +77,7 @@ class Meeting:
 
     def describe(self, rank: int) -> str:
         """Returns what a rank is called in messages of errors."""
-        return f"rank {rank} at {self.addresses[rank]}"
+        return f"rank {rank} on {self.hosts[rank]} at {self.addresses[rank]}"
 
     def close(self) -> None:
         """Stops to listen for other ranks."""
@@ -86,7 +90,7 @@ def meet(rank: int, size: int, *, one_host: bool, insecure: bool) -> Meeting:
     ``one_host``: the ranks are processes of this host and this user. ``insecure``: ranks of several hosts need no
     secret, and whoever reaches the port may take one's place.
     """
-    name = "/".join((*_run_name(os.environ), str(next(_numbers))))
+    name = "/".join((*run_name(os.environ), str(next(_numbers))))
     secret = _OPEN if insecure or one_host else secret_of_run(os.environ)
     if secret is None:
         raise ValueError(
@@ -99,6 +103,8 @@ def meet(rank: int, size: int, *, one_host: bool, insecure: bool) -> Meeting:
     waits.start()
     try:
         place = OneHost(name) if one_host else SeveralHosts(name, DEADLINE_SECONDS)
+        if place.has_many:  # at another of its ports there may be another run, or an earlier meeting of this one
+            secret = key_of_meeting(secret, name)
         return _gather(place, size, secret, name) if rank == 0 else _report(place, rank, secret, name)
     except (OSError, PeerLost) as error:
         raise ApportionError(
@@ -111,10 +117,10 @@ def meet(rank: int, size: int, *, one_host: bool, insecure: bool) -> Meeting:
 
 def _gather(place: OneHost | SeveralHosts, size: int, secret: bytes, name: str) -> Meeting:
     """Learns, as rank 0, where every rank listens, and tells all of them."""
-    meeting = Meeting(0, RankListener(place.of_rank_0(), secret), secret, name)
+    meeting = Meeting(0, _first_free(place.of_rank_0(), secret), secret, name)
     try:
         place.tell(meeting._listener.address)
-        addresses, waiting = [meeting._listener.address], []
+        told, waiting = [_own(meeting)], []
         end = time.monotonic() + DEADLINE_SECONDS
         with contextlib.ExitStack() as stack:
             for other in range(1, size):
@@ -122,36 +128,57 @@ def _gather(place: OneHost | SeveralHosts, size: int, secret: bytes, name: str) 
                 sock = stack.enter_context(meeting._listener.take(f"{name}/meeting", other, left))
                 sock.setblocking(True)
                 sock.settimeout(REPORT_SECONDS)
-                addresses.append(Address(**_receive(sock)))
+                told.append(_receive(sock))
                 waiting.append(sock)
             for sock in waiting:
-                _send(sock, [address.__dict__ for address in addresses])
+                _send(sock, told)
     except BaseException:
         meeting.close()
         raise
-    meeting.addresses = addresses
+    _learn(meeting, told)
     return meeting
+
+
+def _first_free(addresses: Sequence[Address], secret: bytes) -> RankListener:
+    """Listens at the first address that can be had. Raises OSError where there is none."""
+    for address in addresses[:-1]:
+        with contextlib.suppress(OSError):
+            return RankListener(address, secret)
+    return RankListener(addresses[-1], secret)
 
 
 def _report(place: OneHost | SeveralHosts, rank: int, secret: bytes, name: str) -> Meeting:
     """Tells rank 0 where this one listens, and learns where the others do."""
     end = time.monotonic() + DEADLINE_SECONDS
-    first = place.find_rank_0()
+    places = place.find_rank_0()
     while True:
-        with dial_rank(first, secret, Purpose(f"{name}/meeting", rank), end - time.monotonic()) as sock:
+        sock, first = dial_first(places, secret, Purpose(f"{name}/meeting", rank), end - time.monotonic())
+        with sock:
             meeting = Meeting(rank, RankListener(place.beside(sock, rank), secret), secret, name)
             try:
                 sock.settimeout(max(0.1, end - time.monotonic()))
-                _send(sock, meeting._listener.address.__dict__)
-                told = [Address(**address) for address in _receive(sock)]
+                _send(sock, _own(meeting))
+                _learn(meeting, _receive(sock))
             except BaseException as error:
                 meeting.close()
                 # The listener of an earlier meeting at the same address lets a rank in as well, until it is closed.
                 if not isinstance(error, ConnectionError) or time.monotonic() > end:
                     raise
             else:
-                meeting.addresses = [first, *told[1:]]  # of rank 0 the address by which it was reached
+                meeting.addresses[0] = first  # the one by which it was reached
                 return meeting
+
+
+def _own(meeting: Meeting) -> dict[str, Any]:
+    """Returns what the others are told of this rank."""
+    address = meeting._listener.address
+    return {"host": address.host, "port": address.port, "name": socket.gethostname()}
+
+
+def _learn(meeting: Meeting, told: Sequence[dict[str, Any]]) -> None:
+    """Notes what every rank has told of itself."""
+    meeting.addresses = [Address(str(one["host"]), int(one["port"])) for one in told]
+    meeting.hosts = [str(one["name"]) for one in told]
 
 
 def _send(sock: socket.socket, message: Any) -> None:
@@ -164,12 +191,6 @@ def _receive(sock: socket.socket) -> Any:
     if length > _MOST_BYTES:
         raise ConnectionError(f"a message of {length} bytes is longer than a meeting's")
     return json.loads(read_exactly(sock, length))
-
-
-def _run_name(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns what tells this start of this run from others."""
-    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    return tuple(environment.get(name, "") for name in names)
 
 
 def _say_waiting(rank: int, size: int) -> None:
