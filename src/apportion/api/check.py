@@ -13,7 +13,7 @@ from apportion.core.workload import Workload
 from apportion.planner.trials.trial import candidate
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
-from apportion.runtime.launch.ssh import Ssh, refuse_ssh
+from apportion.runtime.launch.ssh import refuse_ssh
 from apportion.runtime.proof.proof import Proof
 
 
@@ -23,7 +23,7 @@ def check(
     *,
     workers: int | None = None,
     steps: int = 8,
-    launcher: Local | Env | Ssh | None = None,
+    launcher: Local | Env | None = None,
 ) -> Proof:
     """Run a strategy and its reference side by side, and compare what both have changed after every step.
 

@@ -16,7 +16,7 @@ from apportion.planner.predict import prices
 from apportion.planner.trials.trial import Candidate, candidate, parked
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
-from apportion.runtime.launch.ssh import Ssh, refuse_ssh
+from apportion.runtime.launch.ssh import refuse_ssh
 
 PROFILE_SECONDS = 8.0
 """The seconds that measuring this machine, where it has not been, and the workload may take."""
@@ -28,7 +28,7 @@ def compare(  # noqa: PLR0913 (all of it by name)
     *,
     workers: int | None = None,
     steps: int = 50,
-    launcher: Local | Env | Ssh | None = None,
+    launcher: Local | Env | None = None,
     path: str | Path | None = None,
     predict: bool = True,
 ) -> list[ComparedRow]:
