@@ -130,7 +130,7 @@ class RunningRanks:
         while len(ended) < len(self._selector.get_map()):
             if time.monotonic() > end:
                 late = ", ".join(name for rank, name in enumerate(self._names) if rank not in ended)
-                raise WorkerFailed(f"{late} did not end the steps of a proof within {END_SECONDS:.0f} s")
+                raise WorkerFailed(f"{late} did not end their steps within {END_SECONDS:.0f} s")
             for rank, message in self._hear(LOOK_SECONDS):
                 if message["kind"] == "ended":
                     ended.add(rank)

@@ -29,7 +29,7 @@ Cut = Callable[[Strategy, Sequence[str]], Strategy]
 """A function that has a strategy cut the network at these layers."""
 _WRITTEN = "written"
 """The beginning of the names of what a rank writes for rank 0."""
-_GONE = "rank 0 is gone: the connection to it has ended before it said what the proof came to"
+_GONE = "rank 0 is gone: the connection to it has ended before it said what it all came to"
 ENDINGS = ("result", "failed")
 """The kinds of the last message."""
 
