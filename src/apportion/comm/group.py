@@ -59,6 +59,8 @@ class WaitClock:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.abandoned = False
+        """True once the world was abandoned: nothing is waited for in it any more."""
         self.word: Any = None
         self.moving: dict[int, Callable[[], bool]] = {}
         """The functions that move on what goes on in pieces while this process waits for something else; each says

@@ -60,8 +60,6 @@ class World:
     _memories: dict[str, memoryview] = field(default_factory=dict, repr=False, compare=False)
     _asked: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
     _known_hosts: list[int] = field(default_factory=list, repr=False, compare=False)
-    _abandoned: list[bool] = field(default_factory=list, repr=False, compare=False)
-    """Not empty once this world was abandoned; its parts have the same list."""
 
     @classmethod
     def from_env(cls, *, device: str | None = None, channel: Channel | None = None, insecure: bool = False) -> World:
@@ -146,7 +144,7 @@ class World:
     def check(self) -> None:
         """Raise MembershipChanged where another generation has begun, and PeerLost where this world was abandoned.
         Costs nothing."""
-        if self._abandoned:
+        if self.all_waits.abandoned:
             raise PeerLost(f"rank {self.rank} waits no longer for the others: what they did together was ended")
         if self.members is not None:
             self.members.check(self.generation)
@@ -224,7 +222,6 @@ class World:
         flat = (getattr(group, "flat", None) or group).part(range(self.size))
         fresh = replace(
             self, all_waits=WaitClock(), _parts={}, _axes={}, _groups={"world": flat}, _memories={}, _asked={},
-            _abandoned=[],
             _known_hosts=list(self._known_hosts),
         )  # fmt: skip
         flat.all_waits = fresh.all_waits
@@ -234,7 +231,7 @@ class World:
     def abandon(self) -> None:
         """Have whoever waits in a group of this world, or of its parts, stop waiting, with PeerLost. May be called from
         any thread, for a world that ``renew`` has made; only ``close`` comes after it."""
-        self._abandoned.append(True)
+        self.all_waits.abandoned = True
         for group in list(self._groups.values()):
             flat: Any = getattr(group, "flat", None) or group
             flat.abandon()
