@@ -3,7 +3,6 @@ how are not."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from apportion.core import tree
+from apportion.core.parts.checks import check_parts
 from apportion.core.parts.dataset import PartedDataset
 from apportion.core.sampler import Draws, Order
 
@@ -146,7 +146,7 @@ class Workload:
                     f"{name}={getattr(self, name)!r} must be a function that makes it: {name}=lambda ...: ..."
                 )
         if self.parts is not None:
-            _check_parts(self)
+            check_parts(self.parts, self.data, carries=self.carry is not None)
         if isinstance(self.model, nn.Module):
             raise ValueError(
                 f"model={type(self.model).__name__}(...) is a network that is made already, and every rank makes its "
@@ -231,27 +231,3 @@ def checked(dataset: Dataset[Any], name: str) -> Dataset[Any]:
     if len(dataset) == 0:
         raise ValueError(f"{name} gave an empty dataset")
     return dataset
-
-
-def _check_parts(workload: Workload) -> None:
-    """Raise ValueError where the parts of a workload's data set cannot be what they must be."""
-    parts = workload.parts
-    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
-        raise ValueError(
-            f"parts={parts!r} must be a whole number of at least 1, the parts that the data set is in; leave it out "
-            "where every process opens all of it"
-        )
-    if workload.carry is not None:
-        raise ValueError(
-            f"parts={parts} and carry contradict each other: a recurrent state follows its row through the whole data "
-            "set; leave parts out"
-        )
-    try:
-        inspect.signature(workload.data).bind(0)
-    except TypeError:
-        raise ValueError(
-            f"parts={parts} needs data to be a function of the number of a part: data=lambda part: ...; leave parts "
-            "out where it makes the whole data set"
-        ) from None
-    except ValueError:  # a function of C, which does not say
-        pass

@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from apportion.comm.group import collective
+from apportion.comm.world import World
 from apportion.core.sampler import DataShard
 
 
@@ -29,6 +31,19 @@ def deal_parts(parts: int, hosts: Sequence[int]) -> list[DataShard]:
         dealt |= dict(zip(ranks, _shares(first, many, len(ranks)), strict=True))
         first += many
     return [dealt[rank] for rank in range(len(hosts))]
+
+
+@collective
+def share_of(parts: int, world: World, *, in_order: bool) -> DataShard:
+    """This rank's share. Called by all ranks. Raises ValueError where there are fewer parts than hosts, or, with
+    ``in_order``, where the rows of the ranks do not lie in each batch in the order of the ranks."""
+    shares = deal_parts(parts, world.hosts())
+    if in_order and not are_in_order(shares):
+        raise ValueError(
+            "count=None gathers the outputs of all ranks in their order, and the hosts of these ranks take turns, so "
+            f"that the {parts} parts are in another: number the ranks host by host"
+        )
+    return shares[world.rank]
 
 
 def are_in_order(shares: Sequence[DataShard]) -> bool:

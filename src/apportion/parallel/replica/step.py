@@ -12,7 +12,7 @@ from apportion.comm.group import collective
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
-from apportion.core.parts.deal import are_in_order, deal_parts
+from apportion.core.parts.deal import share_of
 from apportion.core.parts.lengths import learn_lengths
 from apportion.core.replica_digest import Replicated
 from apportion.core.rng import seed_everything
@@ -51,9 +51,9 @@ class ReplicaStep(Step):
         self.rank, self.device, self._group = world.rank, world.device, world.group()
         self._workload = workload
         dtype = torch.float64 if workload.precision == "float64" else None
-        self.data_shard, parts = self._deal(world), None
-        if self._parted:
-            parts = workload.parted_data()
+        self.data_shard = self._deal(world)
+        parts = None if self.data_shard.parts is None else workload.parted_data()
+        if parts is not None:
             learn_lengths(parts, self.data_shard, world)
         self.source = BatchSource(workload, device=world.device, dtype=dtype, rank=world.rank, dataset=parts)
         self._replica = Replica(workload, rank=world.rank, device=world.device, prepare=self.prepare)
@@ -113,23 +113,11 @@ class ReplicaStep(Step):
     def looked(self) -> None:
         self._replica.forward.put_back()
 
-    @property
-    def _parted(self) -> bool:
-        """True where this rank opens its own parts of the data set alone."""
-        return self.deals_parts and self._workload.parts is not None
-
     def _deal(self, world: World) -> DataShard:
         """This rank's share of every batch."""
-        parts = self._workload.parts
-        if parts is None or not self.deals_parts:
+        if self._workload.parts is None or not self.deals_parts:
             return DataShard(self._group.rank, self._group.size)
-        shares = deal_parts(parts, world.hosts())
-        if self._workload.count is None and not are_in_order(shares):
-            raise ValueError(
-                "count=None gathers the outputs of all ranks in their order, and the hosts of these ranks take turns, "
-                f"so that the {parts} parts are in another: number the ranks host by host"
-            )
-        return shares[world.rank]
+        return share_of(self._workload.parts, world, in_order=self._workload.count is None)
 
     # State
 
