@@ -51,7 +51,7 @@ def check(
     if isinstance(launcher, Env):
         if workers is not None:
             raise ValueError(f"workers={workers} goes with local(): {launcher} finds its ranks running already")
-        from apportion.api.launched import check_launched  # what runs in ranks needs more than what starts them
+        from apportion.api.launched.proof import check_launched  # what runs in ranks needs more than what starts them
 
         return check_launched(workload, value, launcher, steps=steps)
     chosen = candidate(value, replace(launcher, workers=workers) if workers is not None else launcher)

@@ -52,7 +52,7 @@ def compare(  # noqa: PLR0913 (all of it by name)
     if isinstance(launcher, Env):
         if workers is not None:
             raise ValueError(f"workers={workers} goes with local(): {launcher} finds its ranks running already")
-        from apportion.api.compare_launched import compare_launched  # what runs in ranks needs more
+        from apportion.api.launched.comparison import compare_launched  # what runs in ranks needs more
 
         return compare_launched(workload, values_of(strategies), launcher, steps=steps, path=path, every=not strategies)
     candidates = _candidates(strategies, workers, launcher or Local())

@@ -198,7 +198,7 @@ def _chosen_together(
         written = strategy_of(asked.run_dir) if world.rank == 0 else None
         written = broadcast_message(written, world.group(), device=world.device)
         return parse(written, "apportion.strategies"), None
-    from apportion.api.launched import all_or_none, must_agree
+    from apportion.api.launched.proof import all_or_none, must_agree
     from apportion.planner.launched_choice import choose_launched  # with it come prices and trials
 
     # Before anything is measured; the other ranks may not have the disk.

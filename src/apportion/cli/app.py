@@ -10,12 +10,13 @@ import sys
 import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import apportion
+from apportion.cli.launchers import is_first, launcher_of
 from apportion.comm.network import launched_ranks
 from apportion.errors import ApportionError, Disproved, NotFinite, RanksDiffer, WorkerFailed
 from apportion.runtime.spawn.template import template
@@ -126,7 +127,7 @@ def train(  # noqa: PLR0913 (the flags)
         events = run(
             workload,
             strategy,
-            launcher=_launcher(launcher, workers, hosts),
+            launcher=launcher_of(launcher, workers, hosts),
             run_dir=run_dir,
             resume=resume,
             policy=parse_as(policy, Policy) if policy is not None else None,
@@ -199,8 +200,8 @@ def check(
     with _guarded():
         from apportion.cli.run_display import show_proof
 
-        proof = apportion.check(workload, strategy, steps=steps, launcher=_launcher(launcher, workers))
-        if not _is_first(launcher):
+        proof = apportion.check(workload, strategy, steps=steps, launcher=launcher_of(launcher, workers))
+        if not is_first(launcher):
             pass
         elif as_json:
             _print_json({"holds": proof.holds, **asdict(proof)})
@@ -224,8 +225,8 @@ def compare(  # noqa: PLR0913 (the flags)
     with _guarded():
         from apportion.cli.run_display import show_rows
 
-        rows = apportion.compare(workload, strategy, steps=steps, path=out, launcher=_launcher(launcher, workers))
-        if not _is_first(launcher):
+        rows = apportion.compare(workload, strategy, steps=steps, path=out, launcher=launcher_of(launcher, workers))
+        if not is_first(launcher):
             pass
         elif as_json:
             _print_json([row.to_json() for row in rows])
@@ -318,30 +319,6 @@ def _show_plan(decided: Plan, out: str | None, as_json: bool) -> None:
         from apportion.cli.plan_display import show_plan
 
         show_plan(decided)
-
-
-def _launcher(text: str | None, workers: int | None, hosts: str | None = None) -> Any:
-    from apportion.core.value import parse
-    from apportion.runtime.launch.local import Local
-    from apportion.runtime.launch.ssh import Ssh
-
-    if hosts is not None:
-        if text is not None:
-            raise ValueError(f"--hosts {hosts} and --launcher {text} contradict each other: leave either out")
-        return Ssh(hosts=[host.strip() for host in hosts.split(",")], workers=workers)
-    launcher = parse(text, "apportion.runtime.launch") if text is not None else Local()
-    if workers is None:
-        return launcher
-    if not isinstance(launcher, Local | Ssh):
-        raise ValueError(f"--workers goes with local(): {launcher} finds its workers running already")
-    return replace(launcher, workers=workers)
-
-
-def _is_first(launcher: str | None) -> bool:
-    """Tells whether this process is the one that speaks for all, of those that others may have started."""
-    from apportion.comm.network.launched_ranks import given
-
-    return launcher is None or given(os.environ).get("RANK", "0") == "0"
 
 
 def _print_json(value: Any) -> None:

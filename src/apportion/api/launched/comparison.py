@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from apportion.api.compared_row import ROUNDS, WARM_UP, ComparedRow, in_order, row_of, save
-from apportion.api.launched import must_agree, must_have_met, on_ranks
+from apportion.api.launched.proof import must_agree, must_have_met, on_ranks
 from apportion.api.proof_workers import cut_at
 from apportion.comm.group import collective
 from apportion.comm.world import World
