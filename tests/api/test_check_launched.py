@@ -84,7 +84,7 @@ def test_a_rank_that_has_other_rows_or_no_network_at_all_is_named(tmp_path: Path
 def test_a_rank_that_is_killed_keeps_nobody_waiting(tmp_path: Path) -> None:
     ((first, last),) = checked((2, 1), [("data_parallel", "killed")], tmp_path, lost=True)
     for one in (first, last):
-        assert one.raised.startswith("WorkerFailed: rank 1 at ")
+        assert one.raised.startswith("WorkerFailed: rank 1 on ")
         assert one.raised.endswith("is gone: its connection has ended")
 
 
