@@ -48,9 +48,9 @@ workload = apportion.Workload(
 )
 
 
-def trained(name, given=workload, **options):
+def trained(name, given=workload, strategy=sys.argv[1], **options):
     found = {"losses": []}
-    events = apportion.run(given, sys.argv[1], launcher=apportion.env(device="cpu"), run_dir=name, **options)
+    events = apportion.run(given, strategy, launcher=apportion.env(device="cpu"), run_dir=name, **options)
     for event in events:
         if event.kind == "step":
             found["losses"] += event.data["values"]["loss"]
@@ -64,6 +64,8 @@ try:
     trained("wrong", dataclasses.replace(workload, loss=total))
 except apportion.Disproved as error:
     told["disproved"] = str(error)
+if sys.argv[1] == "data_parallel":
+    told["compressed"] = trained("compressed", strategy="data_parallel(compress=fp16)")
 with open(f"told-{os.environ['RANK']}.json", "w") as file:
     json.dump(told, file)
 """
@@ -94,3 +96,7 @@ def test_a_run_on_two_hosts_is_proved_on_its_ranks_and_trains_the_same_bits_as_w
     assert "of 2 hosts does not train the same network as one device" in told[0]["disproved"]
     assert told[0]["disproved"] == told[1]["disproved"] == told[2]["disproved"]
     assert not (tmp_path / "wrong").exists(), "nothing was trained"
+    if strategy == "data_parallel":
+        compressed = told[0]["compressed"]["proof"]
+        assert compressed["verdict"] == "not proved"
+        assert "what hosts send each other is compressed" in compressed["sentence"]

@@ -336,7 +336,7 @@ def test_what_makes_no_replicas_is_refused_with_the_rule_and_the_cure() -> None:
         DataParallel(replicas=2)
     with pytest.raises(ValueError, match=r"replicas=0 must be a whole number of at least 1, or None"):
         DataParallel(of=TensorParallel(), replicas=0)
-    with pytest.raises(ValueError, match=r"microbatches= and shares= are of replicas of one worker.*tensor_parallel"):
+    with pytest.raises(ValueError, match=r"shares= and compress= are of replicas of one worker.*tensor_parallel"):
         DataParallel(of=TensorParallel(), microbatches=2)
     refused(mlp(), DataParallel(of=TensorParallel(), replicas=3), "cannot share 4 workers evenly: use workers=6")
     refused(mlp(1), DataParallel(of=TensorParallel(), replicas=2), "batch_size=1 cannot feed 2 replicas.*replicas<=1")

@@ -109,6 +109,14 @@ class SelfProof:
         """Returns the answer for ranks that one host cannot imitate."""
         return self.unproved(f"one host cannot start {self._chosen.ranks} processes to show it")
 
+    def compressed(self) -> Settled:
+        """Returns the answer where hosts send each other what no reference knows."""
+        sentence = (
+            f"it is not proved that {self._chosen.strategy} trains the same network as one device: what hosts send each "
+            f"other is compressed. Without that, or on one host: {self._command()}"
+        )
+        return Settled(verdict="not proved", sentence=sentence, seconds=0.0)
+
     def check(self, settled: Settled) -> dict[str, Any]:
         """Returns what the run writes down of the answer. Raises NotProved where the run must not go on as it is."""
         if settled.plain != self._job.plain or settled.verdict == "different":

@@ -235,13 +235,14 @@ def _settled_together(
     from apportion.runtime.launched.driving import connections, driven, ranks_by_host
 
     hosts = ranks_by_host(world) if connections(world) is not None else []
-    on_these = len(hosts) > 1 or (bool(hosts) and world.size > PROCESSES)
-    if len(hosts) > 1 and not job.strategy.referenced_across_hosts:
-        on_these = False  # all but that is shown by processes of one host
+    unreferenced = len(hosts) > 1 and not job.strategy.referenced_across_hosts
+    on_these = bool(hosts) and (len(hosts) > 1 or world.size > PROCESSES) and not unreferenced
     workers = next(n for n in range(1, world.size + 1) if job.strategy.ranks(n) == world.size)
     alike = candidate(job.strategy, Local(workers=workers, threads=1, device="cpu"))
     proof = SelfProof(job, alike, required=required, hosts=hosts if on_these else ())
-    known = proof.known(told) if world.rank == 0 else None
+    known = None
+    if world.rank == 0:
+        known = proof.compressed() if unreferenced else proof.known(told)
     needless = known is not None or (not on_these and world.size > PROCESSES)
     workload, step = agreement.built
     rows = gather_proof_rows(workload, step.source.dataset, world, known=needless)
