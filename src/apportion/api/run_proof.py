@@ -112,8 +112,8 @@ class SelfProof:
     def compressed(self) -> Settled:
         """Returns the answer where hosts send each other what no reference knows."""
         sentence = (
-            f"it is not proved that {self._chosen.strategy} trains the same network as one device: what hosts send each "
-            f"other is compressed. Without that, or on one host: {self._command()}"
+            f"it is not proved that {self._chosen.strategy} trains the same network as one device: "
+            f"what hosts send each other is compressed. Without that, or on one host: {self._command()}"
         )
         return Settled(verdict="not proved", sentence=sentence, seconds=0.0)
 
