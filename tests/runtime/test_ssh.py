@@ -493,3 +493,15 @@ def test_the_command_line_names_hosts(hosts: SshHosts, project: Path) -> None:
     assert process.returncode == 130, err
     assert "is saved\ngo on with: resume=True, run_dir='cut'" in err
     assert err.endswith(f"it is on host a, in {project}/cut\n")
+
+
+@pytest.mark.slow
+def test_without_a_strategy_the_ranks_choose_one_and_go_on_with_it(hosts: SshHosts, project: Path) -> None:
+    given = {"PATH": f"{hosts.folder / 'bin'}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(project / "cache")}
+    command = [sys.executable, "-m", "apportion", "train", "work.py:workload", "--hosts", "a,b", "--workers", "1"]
+    ended(hosts.start([*command, "--run-dir", "run", "--steps", "12", "--no-check"], project, **given))
+    chosen = json.loads((project / "run" / "run.json").read_text())["strategy"]
+    assert any(json.loads(line)["kind"] == "plan" for line in (project / "run/events.jsonl").read_text().splitlines())
+    ended(hosts.start([*command, "--run-dir", "run", "--steps", "20", "--no-check", "--resume"], project, **given))
+    assert json.loads((project / "run" / "run.json").read_text())["strategy"] == chosen
+    assert os.readlink(project / "run/checkpoints/latest") == "step-00000020"
