@@ -449,6 +449,7 @@ class _World:
     def __init__(self, size: int) -> None:
         self.size = self.seats = self.local_size = size
         self.rank = self.seat = 0
+        self.channel = None
         self.device = torch.device("cpu")
 
 

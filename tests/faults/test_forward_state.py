@@ -242,7 +242,7 @@ def test_a_run_is_proved_with_its_stages_cut_where_they_are(tmp_path: Path, monk
     asked: list[Any] = []
     prove = run_proof.prove
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(run_proof, "prove", lambda request: asked.append(request) or prove(request))
+    monkeypatch.setattr(run_proof, "prove", lambda request, *ranks: asked.append(request) or prove(request, *ranks))
     with pools():
         given, run_dir = workload(moving.Gates), tmp_path / "run"
         launcher = Local(workers=2, threads=1)
