@@ -50,7 +50,7 @@ SCORE = str(HERE / "score_side.py")
 ROUNDS, ROUND_SECONDS, WARM_UP_STEPS = 15, 1.0, 4
 STARTS = 5
 SEEDS, TARGET, EVERY, MOST_STEPS, SCORE_ROUNDS = (0, 1, 2), 0.60, 25, 1950, 7
-TO_SCORE = ("data_parallel(compress=power_sgd(rank=4))", "data_parallel(compress=top_k)", "local_sgd(every=16)")
+TO_SCORE = ("data_parallel(compress=power_sgd(rank=4))", "local_sgd(every=16)")
 RATES = {"25m": 25e6, "100m": 1e8, "1g": 1e9}
 BATCH = "128"
 

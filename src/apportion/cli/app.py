@@ -67,9 +67,9 @@ def main() -> None:
     """The program ``apportion``."""
     signal.signal(signal.SIGINT, _interrupted_early)
     on_others = any(word.startswith(("--hosts", "ssh(")) for word in sys.argv)
-    first = launched_ranks.given(os.environ).get("RANK", "0") == "0"  # of launched ranks that alone proves the run
+    launched = "WORLD_SIZE" in launched_ranks.given(os.environ)  # the ranks run already, and a proof may be remembered
     starts = len(sys.argv) > 1 and sys.argv[1] in _START_WORKERS and "--help" not in sys.argv
-    if starts and first and not on_others:
+    if starts and not launched and not on_others:
         template()  # what workers are forked from imports torch while this process does
     app()
 
