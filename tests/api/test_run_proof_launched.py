@@ -100,3 +100,4 @@ def test_a_run_on_two_hosts_is_proved_on_its_ranks_and_trains_the_same_bits_as_w
         compressed = told[0]["compressed"]["proof"]
         assert compressed["verdict"] == "not proved"
         assert "what hosts send each other is compressed" in compressed["sentence"]
+        assert compressed["sentence"].endswith("--workers 3"), "it can be shown on one host"

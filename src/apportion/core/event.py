@@ -59,6 +59,12 @@ class Event:
         raise AttributeError(f"an event of kind {kind!r} has no {name!r}: it has {', '.join(data) or 'no data'}")
 
 
+def event_after(last: Event | None, kind: Any, seconds: float, data: Mapping[str, Any]) -> Event:
+    """Returns an event that whoever watches a run tells by itself: of the step at which the last one was."""
+    step, epoch = (last.step, last.epoch) if last is not None else (0, 0.0)
+    return Event(kind=kind, step=step, epoch=epoch, seconds=seconds, data=data)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result(Event):
     """What a whole run came to: its ``end`` event."""

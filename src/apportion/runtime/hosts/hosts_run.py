@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from apportion.core.event import Event
+from apportion.core.event import Event, event_after
 from apportion.core.fast_paths import VARIABLE as PLAIN_PATHS
 from apportion.errors import ApportionError, CheckpointError, WorkerFailed
 from apportion.runtime.hosts.agent_connection import AgentConnection, News
@@ -303,14 +303,7 @@ class HostsRun:
         sys.stderr.flush()
 
     def _own_event(self, kind: Any, **data: Any) -> Event:
-        last = self._last
-        return Event(
-            kind=kind,
-            step=last.step if last else 0,
-            epoch=last.epoch if last else 0.0,
-            seconds=time.monotonic() - self._began,
-            data=data,
-        )
+        return event_after(self._last, kind, time.monotonic() - self._began, data)
 
     # The end
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from apportion.core.event import Event
+from apportion.core.event import Event, event_after
 from apportion.core.policy import Policy
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.launch.local import Local
@@ -201,14 +201,7 @@ class RunSupervisor:
         return f"; the run is proved for {self._ranks} workers, and {left} are left"
 
     def _own_event(self, kind: Any, **data: Any) -> Event:
-        last = self._last
-        return Event(
-            kind=kind,
-            step=last.step if last else 0,
-            epoch=last.epoch if last else 0.0,
-            seconds=time.perf_counter() - self._began,
-            data=data,
-        )
+        return event_after(self._last, kind, time.perf_counter() - self._began, data)
 
     def _interrupted_outside(self) -> str:
         """Saves and stops after Ctrl-C in the body of the loop, which may come back here late or never. Returns what to
