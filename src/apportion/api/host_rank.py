@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,16 +30,47 @@ class HostJob:
     launcher: Ssh
     planning: Any
     """The ``Planning`` by which they do."""
+    replaceable: bool = False
+    """True where other processes may take the places of ranks that are lost."""
+    ranks: int = 2
+    """About how many ranks there are: a spare gets ready for the share of one of so many."""
 
 
 def main(sock: socket.socket, payload: bytes) -> int:
     """Trains as one rank, and returns the exit status of the process."""
+    return _run(sock, lambda: cloudpickle.loads(payload))
+
+
+def main_opened(sock: socket.socket, payload: bytes) -> int:
+    """Trains as one rank with the job that the spare, which this process was forked from, has opened."""
+    from apportion.runtime.worker import preloaded
+
+    return _run(sock, lambda: preloaded.opened)
+
+
+def stand_by(sock: socket.socket, payload: bytes) -> int:
+    """Opens the job, and forks the ranks that are asked for."""
+    from apportion.runtime.worker import preloaded
+
+    return preloaded.stand_by(sock, lambda: _opened(cloudpickle.loads(payload)))
+
+
+def _opened(job: HostJob) -> HostJob:
+    """Returns the job with its workload opened."""
+    from apportion.runtime.worker.preloaded import opened_job
+
+    asked = _located(job.asked)
+    workload = opened_job(replace(asked.job(job.strategy, job.launcher, 1), workers=job.ranks)).workload
+    return replace(job, asked=replace(asked, workload=workload, changes={}))
+
+
+def _run(sock: socket.socket, load: Callable[[], HostJob]) -> int:
     _print_to(sock)
     channel = Channel(sock)
     from apportion.runtime.worker.entry import report
 
     try:
-        _train(channel, cloudpickle.loads(payload))
+        _train(channel, load())
         channel.send({"kind": "finished"})
     except BaseException as error:
         report(channel, error)
@@ -66,12 +98,18 @@ def _train(channel: Channel, job: HostJob) -> None:
     keep_what_is_freed()
     control = RunControl()
     threading.Thread(target=_obey, args=(channel, control), name="orders", daemon=True).start()
-    asked: running.RunRequest = job.asked
-    if isinstance(asked.workload, str) and asked.workload.rpartition(":")[0].endswith(".py"):
-        asked = replace(asked, workload=os.path.join(sys.path[0], asked.workload))
-    for event in running.joined(asked, job.strategy, job.launcher, job.planning, control):
+    asked: running.RunRequest = _located(job.asked)
+    supervised = channel if job.replaceable else None
+    for event in running.joined(asked, job.strategy, job.launcher, job.planning, control, channel=supervised):
         if event.kind != "end" or os.environ["RANK"] == "0":
             channel.send({"kind": "event", "event": asdict(event)})
+
+
+def _located(asked: Any) -> Any:
+    """Returns the request with a workload that is found among the code that came with it."""
+    if isinstance(asked.workload, str) and asked.workload.rpartition(":")[0].endswith(".py"):
+        return replace(asked, workload=os.path.join(sys.path[0], asked.workload))
+    return asked
 
 
 def _obey(channel: Channel, control: Any) -> None:

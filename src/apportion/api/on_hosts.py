@@ -37,7 +37,9 @@ def started_on_hosts(
     shipped = replace(asked, address=_whole(asked.address))
     if given is not None:
         shipped = replace(shipped, workload=shipped_address(given))
-    payload = cloudpickle.dumps(HostJob(asked=shipped, strategy=strategy, launcher=launcher, planning=planning))
+    replaceable = strategy is not None and strategy.recovers_across_hosts
+    host_job = HostJob(asked=shipped, strategy=strategy, launcher=launcher, planning=planning, replaceable=replaceable)
+    payload = cloudpickle.dumps(host_job)
     if len(payload) > MOST_JOB_BYTES:
         raise ValueError(
             f"the pickled workload has {len(payload):,} bytes, and {MOST_JOB_BYTES >> 20} MB go to the hosts at most: "
@@ -45,6 +47,7 @@ def started_on_hosts(
         )
     shipment = Shipment(code=make_bundle(root), root=root, path=shipped_path(root), payload=payload)
     job = asked.job(strategy or parse(UNKNOWN, "apportion.strategies"), launcher, 1)
+    job = replace(job, replaceable=replaceable)
     yield from HostsRun(job, launcher, shipment, chooses=strategy is None).events()
 
 

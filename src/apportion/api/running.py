@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from apportion.comm.channel import Channel
 from apportion.comm.group import collective
 from apportion.comm.objects import broadcast_message
 from apportion.comm.world import World
@@ -33,6 +35,7 @@ from apportion.runtime.proof.budget import STARTED_SECONDS
 from apportion.runtime.supervisor.run import RunSupervisor
 from apportion.runtime.worker.agreement import RunAgreement
 from apportion.runtime.worker.coordination import RunControl
+from apportion.runtime.worker.entry import supervise
 from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.training.loop import work
 
@@ -151,14 +154,26 @@ def joined(
     launcher: Env | Ssh,
     planning: Planning,
     control: RunControl | None = None,
+    *,
+    channel: Channel | None = None,
 ) -> Generator[Event, None, None]:
-    """Runs as one of the ranks that are running already. ``control``: how the run is stopped from outside."""
+    """Runs as one of the ranks that are running already. ``control``: how the run is stopped from outside; ``channel``:
+    to whoever supervises the ranks of this host, and replaces those that are lost."""
     if strategy is None and planning.approximate:
         raise ValueError(
             "allow_approximate needs a pilot with processes of its own, and the ranks of env() are running already: "
             "leave it out, or give strategy=local_sgd()"
         )
-    world = World.from_env(device=launcher.device, insecure=launcher.insecure)
+    world = World.from_env(device=launcher.device, insecure=launcher.insecure, channel=channel)
+    control = control or RunControl()
+    if channel is not None:
+        world = world.join()
+        supervise(control, world)
+    if world.generation:  # in the place of a rank that was lost: everything is decided
+        assert strategy is not None
+        job = asked.job(strategy, launcher, torch.get_num_threads())
+        yield from _written_by_the_first(job, work(job, world, control), [], world, control)
+        return
     if asked.resume == "auto":
         found = has_checkpoint(asked.run_dir) if world.rank == 0 else None
         asked = replace(asked, resume=broadcast_message(found, world.group(), device=world.device))
@@ -173,17 +188,36 @@ def joined(
                 world.close()
                 raise
     job = asked.job(strategy, launcher, torch.get_num_threads())
-    control = control or RunControl()
     if world.size > 1:
         agreement = RunAgreement(job, world)
         control.opened, control.built = agreement.on_workload, agreement.on_data
         control.settle = lambda told: _settled_together(job, world, told, agreement, required=asked.require_proof)
-    events = work(job, world, control)
-    if world.rank != 0:
-        yield from events
-        return
-    with single_writer(asked.run_dir):
-        yield from journaled(job, events, before, [])
+    yield from _written_by_the_first(job, work(job, world, control), before, world, control)
+
+
+def _written_by_the_first(
+    job: Job, events: Generator[Event, None, None], before: list[Event], world: World, control: RunControl
+) -> Iterator[Event]:
+    """Yields the events of one rank, and writes them into the run directory for as long as it is rank 0, which it may
+    become."""
+    assert job.run_dir is not None
+    run_dir, rejoined = job.run_dir, control.rejoined
+    with ExitStack() as stack:
+        writes = False
+
+        def take_place(rank: int) -> None:
+            nonlocal writes
+            if rank == 0 and not writes:
+                stack.enter_context(single_writer(run_dir))
+                writes = True
+
+        def take_place_again(changed: World) -> None:
+            rejoined(changed)
+            take_place(changed.rank)
+
+        control.rejoined = take_place_again
+        take_place(world.rank)
+        yield from journaled(job, events, before, [], writes=lambda: writes)
 
 
 @collective
@@ -278,15 +312,19 @@ def journaled(
     before: list[Event],
     rest: Sequence[Event],
     watch: PerformanceMonitor | None = None,
+    *,
+    writes: Callable[[], bool] = lambda: True,
 ) -> Iterator[Event]:
     """Yields the events, each written into the run directory on its way; the report before the last, so that the loop
     may be left there at once. ``before``: what happened before the first; ``rest``: what happens after the loop was
-    left; ``watch``: holds them against what was expected, and adds what there is to tell."""
+    left; ``watch``: holds them against what was expected, and adds what there is to tell; ``writes``: whether this
+    process is the one that writes."""
     assert job.run_dir is not None
     record = _Record(job.run_dir, before)
     try:
         for event in events:
-            record.take(event)
+            if writes():
+                record.take(event)
             yield event
             drifted = watch.take(event) if watch is not None else None
             if drifted is not None:

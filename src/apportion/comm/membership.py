@@ -4,6 +4,9 @@ A worker has a seat, a line of the page, for as long as it lives; its rank is wh
 generation is even while the table holds and odd while the supervisor changes it. What a worker waits for belongs to
 one generation: once another one has begun, its waits raise MembershipChanged, and it asks for its place anew.
 
+In a run on several hosts each has a page, which its agent writes: it says which of all ranks are this host's, and where
+the ranks of all hosts meet.
+
 The order of a change (any other loses a worker): the dead are reaped; the generation becomes odd; every survivor
 acknowledges it, or is ended and reaped; the table is written; the generation becomes even.
 """
@@ -20,7 +23,7 @@ from apportion.errors import MembershipChanged, PeerLost
 
 NOBODY = -1
 _WORDS = CACHE_LINE // 4
-_GENERATION, _SIZE, _ENDING, _TICKS = 0, 1, 2, 3
+_GENERATION, _SIZE, _ENDING, _TICKS, _FIRST, _HERE, _PORT, _LENGTH = range(8)
 _RANK, _ACKNOWLEDGED, _PID = 0, 1, 2
 _LOOK_SECONDS = 0.05
 _TICK_SECONDS = 1.0
@@ -35,6 +38,25 @@ class MemberPlace:
     rank: int
     size: int
     generation: int
+    local_rank: int
+    """The rank's place among those of its host."""
+    local_size: int
+    """The number of ranks of its host."""
+    meeting: tuple[str, int] | None
+    """The address and the port where the ranks of several hosts meet; None: all are on one host."""
+
+
+@dataclass(frozen=True)
+class HostShare:
+    """The part that one host has in a run on several hosts."""
+
+    first: int
+    """The first rank of this host."""
+    size: int
+    """The number of ranks of all hosts."""
+    address: str
+    """The address of the host of rank 0, where the ranks meet."""
+    port: int
 
 
 class Membership:
@@ -42,13 +64,14 @@ class Membership:
 
     def __init__(self, memory: memoryview, seats: int) -> None:
         self.seats = seats
+        self._address = memory[CACHE_LINE * (seats + 1) :]
         self._words = (Word * (_WORDS * (seats + 1))).from_buffer(memory)
         self._generation = Word.from_buffer(memory, 4 * _GENERATION)
         self._table = CommitWord(self._generation)
 
     @staticmethod
     def nbytes(seats: int) -> int:
-        return CACHE_LINE * (seats + 1)
+        return CACHE_LINE * (seats + 2)
 
     @property
     def generation(self) -> int:
@@ -60,12 +83,20 @@ class Membership:
 
     def place(self, seat: int) -> MemberPlace:
         """The place of a seat, while the generation is even."""
-        return MemberPlace(self._words[self._at(seat, _RANK)], self._words[_SIZE], self.generation)
+        rank, words = self._words[self._at(seat, _RANK)], self._words
+        meeting = None
+        if words[_LENGTH]:
+            meeting = bytes(self._address[: words[_LENGTH]]).decode("ascii", "replace"), words[_PORT]
+        return MemberPlace(
+            rank, words[_SIZE], self.generation,
+            local_rank=rank - words[_FIRST], local_size=words[_HERE], meeting=meeting,
+        )  # fmt: skip
 
     def seated(self) -> list[int]:
-        """The seat of each rank."""
+        """The seat of each rank of this host, in the order of the ranks."""
         ranks = [self._words[self._at(seat, _RANK)] for seat in range(self.seats)]
-        return [ranks.index(rank) for rank in range(self._words[_SIZE])]
+        first = self._words[_FIRST]
+        return [ranks.index(rank) for rank in range(first, first + self._words[_HERE])]
 
     @property
     def ending(self) -> bool:
@@ -78,18 +109,18 @@ class Membership:
 
     # The supervisor's side
 
-    def begin(self) -> None:
-        """Write the first table: every seat is taken, rank i on seat i."""
-        self._write(range(self.seats))
+    def begin(self, share: HostShare | None = None) -> None:
+        """Write the first table: every seat is taken, rank i on seat i, or from the first rank of this host on."""
+        self._write(range(self.seats), share)
 
     def tick(self) -> None:
         """Tell that the supervisor runs: only time in which it does counts for those that wait for it."""
         self._words[_TICKS] = (self._words[_TICKS] + 1) & 0x7FFFFFFF
 
-    def open_change(self) -> int:
+    def open_change(self, generation: int | None = None) -> int:
         """Begin a change of the table, and return the odd generation that survivors have to acknowledge, also where
-        they have acknowledged one that was not closed."""
-        self._generation.value += 1 + self.generation % 2
+        they have acknowledged one that was not closed. ``generation``: that number, where hosts agree on it."""
+        self._generation.value = self.generation + 1 + self.generation % 2 if generation is None else generation
         fence()
         wake(self._generation)
         return self.generation
@@ -98,18 +129,23 @@ class Membership:
         """Has this seat's worker left everything that belongs to an older generation?"""
         return self._words[self._at(seat, _ACKNOWLEDGED)] == self.generation
 
-    def close_change(self, seats: Iterable[int], *, ending: bool = False) -> None:
-        """Write the new table: rank i sits on the i-th of these seats. ``ending``: they are to save, and to leave."""
-        self._write(seats)
+    def close_change(self, seats: Iterable[int], *, ending: bool = False, share: HostShare | None = None) -> None:
+        """Write the new table: rank i sits on the i-th of these seats, counted from the first rank of this host.
+        ``ending``: they are to save, and to leave. ``share``: what this host has in a run on several."""
+        self._write(seats, share)
         self._words[_ENDING] = int(ending)
         self._table.publish(self.generation + 1)
         wake(self._generation)
 
-    def _write(self, seats: Iterable[int]) -> None:
+    def _write(self, seats: Iterable[int], share: HostShare | None) -> None:
         order = list(seats)
+        first, size = (0, len(order)) if share is None else (share.first, share.size)
         for seat in range(self.seats):
-            self._words[self._at(seat, _RANK)] = order.index(seat) if seat in order else NOBODY
-        self._words[_SIZE] = len(order)
+            self._words[self._at(seat, _RANK)] = first + order.index(seat) if seat in order else NOBODY
+        self._words[_SIZE], self._words[_FIRST], self._words[_HERE] = size, first, len(order)
+        address = b"" if share is None else share.address.encode("ascii")
+        self._address[: len(address)] = address
+        self._words[_LENGTH], self._words[_PORT] = len(address), 0 if share is None else share.port
 
     # A worker's side
 
@@ -121,6 +157,16 @@ class Membership:
         """Raise MembershipChanged where that generation is over."""
         if self._generation.value != generation:
             raise MembershipChanged(f"generation {generation} is over")
+
+    def await_change(self, generation: int, seconds: float) -> bool:
+        """Wait at most so many seconds until that generation is over, and return whether it is."""
+        end = time.monotonic() + seconds
+        while self._generation.value == generation:
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            sleep_on(self._generation, generation, min(left, _TICK_SECONDS))
+        return True
 
     def rejoin(self, seat: int, seconds: float) -> MemberPlace:
         """Acknowledge the change, wait for the new table, and return this seat's place in it. PeerLost where the

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,9 +16,9 @@ from apportion.comm import p2p
 from apportion.comm.channel import Channel
 from apportion.comm.group import Alone, Group, WaitClock, collective
 from apportion.comm.host_memory import host_memory, shared_memory
-from apportion.comm.membership import Membership
+from apportion.comm.membership import MemberPlace, Membership
 from apportion.comm.network import launched_ranks
-from apportion.comm.network.address import is_loopback
+from apportion.comm.network.address import Address, is_loopback
 from apportion.comm.network.launched_ranks import NAMES, host_key, number
 from apportion.comm.objects import gather_messages
 from apportion.comm.shared_memory_group import SharedMemoryGroup, nbytes
@@ -26,6 +27,8 @@ from apportion.process import usable_cores
 
 REJOIN_SECONDS = 120.0
 """The seconds that a supervisor has to seat a replacement."""
+LOOK_SECONDS = 1.0
+"""The seconds between two looks at whether a generation is over, where nothing wakes who waits for that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +40,8 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
-    generation: int = 0
-    """The number of the membership, which grows with every change of it; what waits for an older one is told so."""
+    place: MemberPlace | None = None
+    """The place that this process has in the membership of the run, where workers may be replaced."""
     channel: Channel | None = field(default=None, repr=False, compare=False)
     """The channel to this host's supervisor, where there is one."""
     seat: int = 0
@@ -109,6 +112,16 @@ class World:
         found._groups["world"] = found._fastest(flat)
         return found
 
+    @property
+    def generation(self) -> int:
+        """The number of the membership, which grows with every change of it; what waits for an older one is told so."""
+        return 0 if self.place is None else self.place.generation
+
+    @property
+    def meeting(self) -> tuple[str, int] | None:
+        """The address and the port where the ranks of several supervised hosts meet; None: there are none."""
+        return None if self.place is None else self.place.meeting
+
     def join(self) -> World:
         """Take this process's seat among workers that may be replaced, and return the world as it is when it may
         begin."""
@@ -126,13 +139,13 @@ class World:
             raise ValueError(f"{self.name} is a part of a world: rejoin() that, and split it again")
         self.close()
         place = self.members.rejoin(self.seat, REJOIN_SECONDS)
-        return replace(
+        world = replace(
             self,
             rank=place.rank,
             size=place.size,
-            local_rank=place.rank,
-            local_size=place.size,
-            generation=place.generation,
+            local_rank=place.local_rank,
+            local_size=place.local_size,
+            place=place,
             all_waits=WaitClock(),
             _parts={},
             _axes={},
@@ -140,14 +153,33 @@ class World:
             _known_hosts=[],
             _asked={},  # whoever had not built its step yet builds it anew, in the memory that the others have
         )
+        if world.meeting is not None:
+            threading.Thread(target=world._abandon_when_over, name="membership", daemon=True).start()
+        return world
+
+    def _abandon_when_over(self) -> None:
+        """Has this process leave what it waits for of other hosts, once another generation has begun."""
+        assert self.members is not None
+        while not self.members.await_change(self.generation, LOOK_SECONDS):
+            pass
+        self.abandon()
+
+    def is_over(self, seconds: float) -> bool:
+        """Wait at most so many seconds until this generation is over, and return whether it is. Where a connection to
+        another host was lost, whoever supervises the hosts learns why, and says how the run goes on."""
+        return (
+            self.meeting is not None
+            and self.members is not None
+            and self.members.await_change(self.generation, seconds)
+        )
 
     def check(self) -> None:
         """Raise MembershipChanged where another generation has begun, and PeerLost where this world was abandoned.
         Costs nothing."""
-        if self.all_waits.abandoned:
-            raise PeerLost(f"rank {self.rank} waits no longer for the others: what they did together was ended")
         if self.members is not None:
             self.members.check(self.generation)
+        if self.all_waits.abandoned:
+            raise PeerLost(f"rank {self.rank} waits no longer for the others: what they did together was ended")
 
     @collective
     def split(self, axis: str, ranks: Sequence[Sequence[int]]) -> World:
@@ -246,6 +278,8 @@ class World:
             raise ValueError(f"axis={axis!r} is unknown: this world has {known}; split() makes others")
         if axis not in self._groups:
             self._groups[axis] = self._connect()
+            if self.all_waits.abandoned:  # meanwhile
+                self.abandon()
         return self._groups[axis]
 
     def _is_supervised_memory(self) -> bool:
@@ -273,6 +307,8 @@ class World:
     def _meet(self) -> Group:
         """Meet the other ranks: over connections of our own, or those of torch for GPUs and where the user's own script
         has made them."""
+        if self.meeting is not None:
+            return self._meet_again()
         if self.device.type == "cpu" and not _has_torch_group():
             from apportion.comm.network.network_group import NetworkGroup
             from apportion.comm.network.rendezvous import meet
@@ -293,10 +329,23 @@ class World:
         group.all_waits = self.all_waits
         return group
 
+    def _meet_again(self) -> Group:
+        """Meet the other ranks of this generation, on several hosts that are supervised."""
+        from apportion.comm.network.network_group import NetworkGroup
+        from apportion.comm.network.rendezvous import meet_again
+
+        assert self.meeting is not None
+        address, port = self.meeting
+        met = meet_again(
+            self.rank, self.size, Address(address, port), self.generation,
+            called_off=lambda: self.all_waits.abandoned,
+        )  # fmt: skip
+        return NetworkGroup(met, range(self.size), all_waits=self.all_waits)
+
     def _fastest(self, group: Group) -> Group:
         """Return the group, or one of the same ranks that uses memory where they share some and no supervisor hands it
         out."""
-        if self.device.type != "cpu" or self.channel is not None:
+        if self.device.type != "cpu" or (self.channel is not None and self.meeting is None):
             return group
         if self.local_size == self.size:
             found = host_memory(group, spins=self.has_cores())

@@ -24,6 +24,9 @@ class Policy(Value):
     checkpoint."""
     on_loss: Literal["replace", "shrink"] = "replace"
     """The answer to the loss of a worker: seat another worker in its place, or go on with those that are left."""
+    host_grace: str = "4 s"
+    """The time from the suspicion that a host is lost, since nothing is heard of it, until the others go on without it.
+    Until then a cable that is cut only makes the run pause."""
     on_nan: Literal["stop", "warn", "ignore"] = "stop"
     """The effect of a loss that is not finite: it ends the run, it is told once, or nothing looks at it. Under "stop"
     and "warn" a state with a weight that is NaN is never written over a checkpoint."""
@@ -36,8 +39,16 @@ class Policy(Value):
             raise ValueError(f"max_restarts={self.max_restarts!r} must be a whole number of workers, 0 or more")
         if self.on_loss not in ("replace", "shrink"):
             raise ValueError(f'on_loss={self.on_loss!r} must be "replace" or "shrink" (go on with fewer workers)')
+        self.grace_seconds()
         if self.on_nan not in ("stop", "warn", "ignore"):
             raise ValueError(f'on_nan={self.on_nan!r} must be "stop" (the run ends), "warn" or "ignore"')
+
+    def grace_seconds(self) -> float:
+        """``host_grace`` in seconds."""
+        match = re.fullmatch(r"\s*(\d+\.?\d*)\s*s\s*", str(self.host_grace))
+        if match is None:
+            raise ValueError(f'host_grace={self.host_grace!r} must be a number of seconds, like "4 s"')
+        return float(match[1])
 
     def interval(self) -> tuple[float, str] | None:
         """The interval as (number, "s" | "steps" | "epochs"), None for automatic."""

@@ -252,6 +252,12 @@ class Strategy(Value, ABC):
         return True
 
     @property
+    def recovers_across_hosts(self) -> bool:
+        """True where a run on several hosts goes on after the loss of a worker, or of a host, too; False where what
+        survives a worker lies in memory that all of them share."""
+        return False
+
+    @property
     def deals_parts(self) -> bool:
         """Does each rank open its own parts alone of a data set in parts, so that they may lie on several hosts? False:
         every rank opens all of them, which is possible on one host."""

@@ -127,6 +127,10 @@ class DataParallel(Strategy):
         return self.compress is None
 
     @property
+    def recovers_across_hosts(self) -> bool:
+        return self.of is None and self.compress is None
+
+    @property
     def deals_parts(self) -> bool:
         return self.of is None
 

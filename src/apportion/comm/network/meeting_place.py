@@ -102,6 +102,31 @@ class SeveralHosts:
         return Address(sock.getsockname()[0], -1)
 
 
+@final
+class GivenPlace:
+    """Where the ranks of several hosts meet whom a supervisor has told the address and the port."""
+
+    has_many = False
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+
+    def of_rank_0(self) -> list[Address]:
+        """Returns the addresses at which rank 0 is to try to listen, in this order."""
+        return [self._address]
+
+    def tell(self, address: Address) -> None:
+        """Does nothing: the others were told where rank 0 listens."""
+
+    def find_rank_0(self) -> list[Address]:
+        """Returns the addresses at one of which rank 0 listens, or will."""
+        return self.of_rank_0()
+
+    def beside(self, sock: socket.socket, rank: int) -> Address:
+        """Returns the address at which a rank is to listen that has reached rank 0 by this connection."""
+        return Address(sock.getsockname()[0], -1)
+
+
 def _wait_until_resolved(host: str) -> None:
     """Waits until a name is known: a cluster may make names while ranks start. Raises ApportionError where it is not
     within RESOLVE_SECONDS."""

@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import json
 import os
+import select
 import socket
 import struct
 import sys
@@ -29,7 +30,7 @@ from apportion.comm.network.address import Address
 from apportion.comm.network.dialling import Stopped, dial_first, dial_rank, read_exactly
 from apportion.comm.network.handshake import Purpose, key_of_meeting
 from apportion.comm.network.launched_ranks import run_name
-from apportion.comm.network.meeting_place import OneHost, SeveralHosts, where
+from apportion.comm.network.meeting_place import GivenPlace, OneHost, SeveralHosts, where
 from apportion.comm.network.rank_listener import RankListener
 from apportion.comm.network.secret import MAKE, NAME, secret_of_run
 from apportion.errors import ApportionError, PeerLost
@@ -40,11 +41,18 @@ REPORT_SECONDS = 10.0
 """The seconds that a rank which has proved itself may take to tell where it listens."""
 PATIENCE_SECONDS = 10.0
 """The seconds of meeting before a rank says that it waits."""
+LOOK_SECONDS = 0.02
+"""The seconds between two looks at whether a meeting was called off."""
 _MOST_BYTES = 64 << 20
 """The most bytes of a message of a meeting, which only ranks send that have proved themselves."""
 _LENGTH = struct.Struct("!Q")
 _OPEN = b"anybody may join this run: env(insecure=True), or a socket of one host and one user"
 _numbers = itertools.count()
+_Place = OneHost | SeveralHosts | GivenPlace
+
+
+def _never() -> bool:
+    return False
 
 
 @final
@@ -115,7 +123,22 @@ def meet(rank: int, size: int, *, one_host: bool, insecure: bool) -> Meeting:
         waits.cancel()
 
 
-def _gather(place: OneHost | SeveralHosts, size: int, secret: bytes, name: str) -> Meeting:
+def meet_again(rank: int, size: int, address: Address, generation: int, *, called_off: Stopped) -> Meeting:
+    """Meets the other ranks of one generation of a run whose hosts are supervised, at the place that all were told.
+    Raises PeerLost where the meeting is called off, since the next generation has begun, or the others do not come."""
+    name = "/".join((*run_name(os.environ)[2:], "generation", str(generation)))
+    secret = secret_of_run(os.environ)
+    assert secret is not None, "whoever supervises ranks on several hosts has made a secret"
+    place, secret = GivenPlace(address), key_of_meeting(secret, name)
+    try:
+        if rank == 0:
+            return _gather(place, size, secret, name, called_off)
+        return _report(place, rank, secret, name, called_off)
+    except OSError as error:
+        raise PeerLost(f"rank {rank} of {size} could not meet the others at {address}: {error}") from error
+
+
+def _gather(place: _Place, size: int, secret: bytes, name: str, called_off: Stopped = _never) -> Meeting:
     """Learns, as rank 0, where every rank listens, and tells all of them."""
     meeting = Meeting(0, _first_free(place.of_rank_0(), secret), secret, name)
     try:
@@ -124,8 +147,7 @@ def _gather(place: OneHost | SeveralHosts, size: int, secret: bytes, name: str) 
         end = time.monotonic() + DEADLINE_SECONDS
         with contextlib.ExitStack() as stack:
             for other in range(1, size):
-                left = max(0.0, end - time.monotonic())
-                sock = stack.enter_context(meeting._listener.take(f"{name}/meeting", other, left))
+                sock = stack.enter_context(_taken(meeting, other, end, called_off))
                 sock.setblocking(True)
                 sock.settimeout(REPORT_SECONDS)
                 told.append(_receive(sock))
@@ -139,6 +161,17 @@ def _gather(place: OneHost | SeveralHosts, size: int, secret: bytes, name: str) 
     return meeting
 
 
+def _taken(meeting: Meeting, rank: int, end: float, called_off: Stopped) -> socket.socket:
+    """Waits for a rank to come to the meeting."""
+    if called_off is _never:
+        return meeting.take(rank, "meeting", called_off)
+    while not called_off() and time.monotonic() < end:
+        sock = meeting.poll(rank, "meeting", LOOK_SECONDS)
+        if sock is not None:
+            return sock
+    raise PeerLost(f"rank {rank} is not there: the meeting was called off, or took over {DEADLINE_SECONDS:.0f} s")
+
+
 def _first_free(addresses: Sequence[Address], secret: bytes) -> RankListener:
     """Listens at the first address that can be had. Raises OSError where there is none."""
     for address in addresses[:-1]:
@@ -147,17 +180,19 @@ def _first_free(addresses: Sequence[Address], secret: bytes) -> RankListener:
     return RankListener(addresses[-1], secret)
 
 
-def _report(place: OneHost | SeveralHosts, rank: int, secret: bytes, name: str) -> Meeting:
+def _report(place: _Place, rank: int, secret: bytes, name: str, called_off: Stopped = _never) -> Meeting:
     """Tells rank 0 where this one listens, and learns where the others do."""
     end = time.monotonic() + DEADLINE_SECONDS
     places = place.find_rank_0()
     while True:
-        sock, first = dial_first(places, secret, Purpose(f"{name}/meeting", rank), end - time.monotonic())
+        purpose = Purpose(f"{name}/meeting", rank)
+        sock, first = dial_first(places, secret, purpose, end - time.monotonic(), called_off)
         with sock:
             meeting = Meeting(rank, RankListener(place.beside(sock, rank), secret), secret, name)
             try:
                 sock.settimeout(max(0.1, end - time.monotonic()))
                 _send(sock, _own(meeting))
+                _await_words(sock, end, called_off)
                 _learn(meeting, _receive(sock))
             except BaseException as error:
                 meeting.close()
@@ -167,6 +202,13 @@ def _report(place: OneHost | SeveralHosts, rank: int, secret: bytes, name: str) 
             else:
                 meeting.addresses[0] = first  # the one by which it was reached
                 return meeting
+
+
+def _await_words(sock: socket.socket, end: float, called_off: Stopped) -> None:
+    """Waits until rank 0 says something. Raises PeerLost where the meeting is called off before."""
+    while called_off is not _never and time.monotonic() < end and not select.select([sock], [], [], LOOK_SECONDS)[0]:
+        if called_off():
+            raise PeerLost("the meeting was called off")
 
 
 def _own(meeting: Meeting) -> dict[str, Any]:

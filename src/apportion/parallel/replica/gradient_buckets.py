@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from apportion.comm.group import Group, Work
 from apportion.comm.network.host_exchange import HostsGroup, HostSum
@@ -68,35 +69,41 @@ class GradientSum:
         optimizers: Sequence[Optimizer] = (),
         compress: Compression | None = None,
     ) -> None:
-        self._group, self._optimizers, self._compress = group, optimizers, compress
+        self._optimizers, self._compress = optimizers, compress
         self._sparse = [p for p in parameters if any(p is s for s in sparse)]
-        self._dense = dense = [p for p in parameters if not any(p is s for s in sparse)]
-        early = early and group.beside and not fast_paths.is_plain("early")
+        self._dense = [p for p in parameters if not any(p is s for s in sparse)]
+        self._may_leave_early = early and not fast_paths.is_plain("early")
+        self._hooks: list[RemovableHandle] = []
+        self._sent: list[Work] = []
+        self._sends = self._observes = False
+        self._observed = False
+        """True once a backward pass has been seen from its beginning to its end."""
+        self._lay_out(group)
+
+    def _lay_out(self, group: Group) -> None:
+        """Divide the gradients into buffers, as every rank of this group does."""
+        self._group, dense = group, self._dense
+        early = self._may_leave_early and group.beside
         self._large = [] if early else [p for p in dense if _nbytes(p) >= LARGE_BYTES]
         large = set(self._large)
         full, rest = _gathered(
             [p for p in reversed(dense) if p not in large], early_bytes(group.size) if early else None
         )
-        device = parameters[0].device if parameters else torch.device("cpu")
+        of_all = [*dense, *self._sparse]
+        device = of_all[0].device if of_all else torch.device("cpu")
         # One slot a parameter says whether it was used, the last one carries the loss.
         self._tail = torch.zeros(len(dense) + 1, device=device)
         self._packed = [_pack(each, 0) for each in [*full, *rest]]
-        if rest and rest[-1][0].dtype.is_floating_point and compress is None:  # what it says is exact
+        if rest and rest[-1][0].dtype.is_floating_point and self._compress is None:  # what it says is exact
             last = self._packed[-1] = _pack(rest[-1], len(dense) + 1)
             self._tail = last.tail
         self._large_between: list[HostSum | None] = []
         self._forget()
         self._early = self._packed[: len(full)]
         """The buffers that can leave before the backward pass has ended."""
-        self._has_lane = bool(self._early)
-        self._lane = group.lane() if self._has_lane else None
-        self._sent: list[Work] = []
-        self._sends = self._observes = False
-        self._observed = False
-        """True once a backward pass has been seen from its beginning to its end."""
+        self._lane = group.lane() if self._early else None
         for packed in self._early:
-            for p in packed.parameters:
-                p.register_post_accumulate_grad_hook(self._whole(packed))
+            self._hooks += [p.register_post_accumulate_grad_hook(self._whole(packed)) for p in packed.parameters]
 
     def _forget(self) -> None:
         """Make the sums between hosts anew: nothing is left over of what they have sent."""
@@ -118,9 +125,11 @@ class GradientSum:
     def rejoin(self, group: Group) -> None:
         """Sum the gradients of the same parameters over other ranks from now on."""
         self.close()
-        self._group = group
-        self._forget()
-        self._lane = group.lane() if self._has_lane else None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._sent = [], []
+        self._sends = self._observes = False
+        self._lay_out(group)
 
     def begin(self) -> None:
         """Begin the backward pass that makes the gradients whole: the buffers that it has filled may leave."""

@@ -19,9 +19,8 @@ def unsuited(replica: Replica, world: World) -> str | None:
     workload = replica.workload
     if fast_paths.is_plain("pages"):
         return "the plain path is asked for"
-    if not isinstance(
-        world.group(), SharedMemoryGroup | Alone
-    ):  # who is left alone finds what the others have left there
+    # Who is left alone finds what the others have left there; ranks that were on several hosts have left nothing.
+    if world.meeting is not None or not isinstance(world.group(), SharedMemoryGroup | Alone):
         return "the ranks do not share memory"
     if workload.update is not None or workload.precision == "float16" or workload.compile:
         return "its update is not a single one of plain tensors"

@@ -9,8 +9,9 @@
              <-  (to the others) reach: that place
     agent    reached: whether it does                                                  ->
              <-  start, then the secret, the code and the job as bytes
-    agent    started; event, output, raised, finished, exited of each rank              ->
-             <-  stop; fetch, more; the end of the stream
+    agent    started; event, output, raised, finished, exited of each rank; progress    ->
+             <-  stop, save; open, kill, table (leader.py); fetch, more; the end of the stream
+    agent    reserved, answered                                                         ->
     both     alive, now and then
 
 The agent kills its ranks and ends when its standard input ends, whatever the reason. Its folder holds the secret and
@@ -33,6 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
+from apportion.comm.membership import HostShare
 from apportion.comm.network.address import is_loopback, route_to
 from apportion.errors import ApportionError
 from apportion.runtime.hosts.code_bundle import unpack
@@ -57,6 +59,8 @@ class Agent:
         self._folder, self._reader, self._writer = folder, reader, writer
         self._held: socket.socket | None = None
         """The socket that keeps the port until rank 0 has it."""
+        self._address = ""
+        """The address by which the other hosts reach this one."""
         self._ranks: HostRanks | None = None
         self._directory = _directory(None)
         self._orders = 0
@@ -83,8 +87,9 @@ class Agent:
         kind = order["kind"]
         if kind == "prepare":
             template()  # it imports torch while the driver and this process go on
+            self._address = meeting_address(order["others"], own_address(os.environ.get("SSH_CONNECTION", "")))
             if order["first"]:
-                self._tell({"kind": "place", **self._place(order["others"])})
+                self._tell({"kind": "place", **self._place()})
         elif kind == "reach":
             self._tell({"kind": "reached", "why": why_unreachable(order["address"], order["port"])})
         elif kind == "start":
@@ -92,7 +97,7 @@ class Agent:
             threading.Thread(target=self._start_or_refuse, args=(order, given), daemon=True).start()
         elif kind == "fetch":
             send_run(self._directory / order["run_dir"], order["known"], self._writer, self._reader)
-        elif kind == "stop" and self._ranks is not None:
+        elif kind in ("stop", "save", "open", "kill", "table") and self._ranks is not None:
             self._ranks.order(order)
 
     def _say_alive(self) -> None:
@@ -114,15 +119,14 @@ class Agent:
             raise FrameError("the driver ended before it had said everything")
         return got
 
-    def _place(self, others: Sequence[str]) -> dict[str, Any]:
-        """Returns where the ranks meet: a free port of the address by which this host reaches the others."""
-        address = meeting_address(others, own_address(os.environ.get("SSH_CONNECTION", "")))
-        family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+    def _place(self) -> dict[str, Any]:
+        """Returns where the ranks meet: a free port of the address by which the others reach this host."""
+        family = socket.getaddrinfo(self._address, 0, type=socket.SOCK_STREAM)[0][0]
         self._held = socket.socket(family, socket.SOCK_STREAM)
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._held.bind((address, 0))
+        self._held.bind((self._address, 0))
         self._held.listen()  # until the others have tried whether they reach it
-        return {"address": address, "port": self._held.getsockname()[1]}
+        return {"address": self._address, "port": self._held.getsockname()[1]}
 
     def _start_or_refuse(self, order: Message, given: Sequence[bytes]) -> None:
         try:
@@ -144,11 +148,11 @@ class Agent:
             ) from error
         self._directory = _directory(order["directory"])
         start = RanksStart(
-            first=order["first"],
+            share=HostShare(order["first"], order["size"], order["address"], order["port"]),
             count=order["count"],
-            size=order["size"],
-            address=order["address"],
-            port=order["port"],
+            own_address=self._address,
+            replaceable=order["replaceable"],
+            several=order["several"],
             threads=order["threads"],
             run=order["run"],
             secret_file=str(secret_file),

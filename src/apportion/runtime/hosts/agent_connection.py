@@ -59,6 +59,11 @@ class AgentConnection:
             return False
         return True
 
+    def abandon(self) -> None:
+        """Ends the connection at once, to a host that is heard no more."""
+        self._process.kill()
+        self._orders.put(None)
+
     def close(self) -> None:
         """Ends ssh, where it has not ended by itself, and closes this end."""
         if self._process.poll() is None:

@@ -23,7 +23,7 @@ GREETING = b"\napportion-agent/1\n"
 """The line that an agent begins with."""
 MOST_NOISE = 1 << 16
 """The most bytes that a login shell may print before it."""
-ALIVE_SECONDS = 5.0
+ALIVE_SECONDS = 0.5
 """The seconds after which each end says that it is there."""
 _HEAD = struct.Struct("!cI")
 _BOUNDS = {b"J": MOST_JSON, b"B": MOST_BYTES}

@@ -5,21 +5,39 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, BinaryIO, final
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, BinaryIO, final
 
-from apportion.comm.channel import Lines
-from apportion.runtime.spawn.client import ForkedProcess, SpawnTask
+from apportion.comm.channel import Lines, Message
+from apportion.comm.membership import HostShare
+from apportion.errors import ApportionError
+from apportion.process import is_stopped
+from apportion.runtime.spawn.client import ForkedProcess, NotForked, SpawnTask
+from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.spawn.template import template
+
+if TYPE_CHECKING:
+    from apportion.runtime.hosts.host_members import HostMembers
 
 PROGRAM = "apportion.api.host_rank:main"
 """The function that a rank calls."""
+OPENED_PROGRAM = "apportion.api.host_rank:main_opened"
+"""The function that a rank calls which is forked from the spare."""
+SPARE_PROGRAM = "apportion.api.host_rank:stand_by"
+"""The function that the spare calls."""
 END_SECONDS = 3.0
 """The seconds that ranks which were killed may take to be gone."""
 _OUTPUT_SECONDS = 0.5
 """The seconds that a rank's output may come later than its end: what it has started may hold it open."""
+SPARE_SECONDS, SPARES = 0.5, 5
+"""The seconds from the first step to the start of a spare, and the number of spares that are started at most."""
+PROGRESS_SECONDS = 0.1
+"""The seconds between two reports of how far the ranks are."""
 _CHUNK = 1 << 16
 Tell = Callable[[Mapping[str, Any]], None]
 """A function that sends a message to the driver; it may be called from any thread."""
@@ -29,14 +47,15 @@ Tell = Callable[[Mapping[str, Any]], None]
 class RanksStart:
     """What the ranks of a host are started with."""
 
-    first: int
-    """The first rank of this host."""
+    share: HostShare
+    """The ranks of this host, and where all meet."""
     count: int
-    size: int
-    """The number of ranks of all hosts."""
-    address: str
-    """The address of rank 0's host."""
-    port: int
+    own_address: str
+    """The address by which the other hosts reach this one."""
+    replaceable: bool
+    """True where other processes may take the places of the ranks."""
+    several: bool
+    """True where there are other hosts."""
     threads: int
     run: str
     """A name of the run, which other runs do not have."""
@@ -50,65 +69,79 @@ class RanksStart:
     def environment_of(self, local_rank: int, own: Mapping[str, str]) -> dict[str, str]:
         """Returns the whole environment of a rank, as under torchrun. ``own``: the agent's."""
         place = {
-            "RANK": self.first + local_rank,
-            "WORLD_SIZE": self.size,
+            "RANK": self.share.first + local_rank,
+            "WORLD_SIZE": self.share.size,
             "LOCAL_RANK": local_rank,
             "LOCAL_WORLD_SIZE": self.count,
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": self.port,
+            "MASTER_ADDR": self.share.address,
+            "MASTER_PORT": self.share.port,
             "OMP_NUM_THREADS": self.threads,
             "MKL_NUM_THREADS": self.threads,
             "TORCHELASTIC_RUN_ID": self.run,
             "APPORTION_SECRET_FILE": self.secret_file,
         }
+        return {**self.environment_of_spare(own), **{name: str(value) for name, value in place.items()}}
+
+    def environment_of_spare(self, own: Mapping[str, str]) -> dict[str, str]:
+        """Returns the whole environment of the process that replacements are forked from, which is no rank."""
         kept = {name: value for name, value in own.items() if name != "PYTHONSAFEPATH"}
-        return {**kept, **self.environment, **{name: str(value) for name, value in place.items()}}
+        return {**kept, **self.environment}
 
 
 class _Rank:
     """A rank's process, with the agent's ends of its channel and of its output."""
 
-    def __init__(self, number: int, process: ForkedProcess, channel: socket.socket, output: int) -> None:
-        self.number, self.process, self.lines = number, process, Lines(channel)
+    def __init__(self, slot: int, process: ForkedProcess, channel: socket.socket, output: int) -> None:
+        self.slot, self.process, self.lines = slot, process, Lines(channel)
         self.output: BinaryIO = open(output, "rb", buffering=0)  # noqa: SIM115 (read until the rank has ended)
-        self.threads: list[threading.Thread] = []
+        self.printing: threading.Thread | None = None
 
 
 @final
 class HostRanks:
-    """The ranks of this host, forked from a process that has torch imported."""
+    """The ranks of this host, forked from a process that has torch imported, each in a slot of its
+    own."""
 
     def __init__(self, start: RanksStart, payload: bytes, tell: Tell) -> None:
         """Starts the ranks. Raises ApportionError where that cannot be done; ``close`` ends those that were started."""
-        self._start, self._tell = start, tell
-        self._ranks: list[_Rank] = []
-        self.all_ended = threading.Event()
-        """An event that is set once every rank has ended."""
-        self._left = start.count
-        self._lock = threading.Lock()
-        for local_rank in range(start.count):
-            self._ranks.append(self._started(local_rank, payload))
-        for rank in self._ranks:
-            rank.threads = [
-                threading.Thread(target=self._pass_output, args=(rank,), daemon=True),
-                threading.Thread(target=self._listen, args=(rank,), daemon=True),
-            ]
-            for thread in rank.threads:
-                thread.start()
+        self._start, self._payload, self._tell = start, payload, tell
+        self.members: HostMembers | None = None
+        if start.replaceable:
+            from apportion.runtime.hosts.host_members import HostMembers  # numpy, by now in the template's shadow
 
-    def _started(self, local_rank: int, payload: bytes) -> _Rank:
-        task = SpawnTask(
-            target=PROGRAM,
-            payload=payload,
-            environment=self._start.environment_of(local_rank, os.environ),
-            path=self._start.path,
-            directory=self._start.directory,
-        )
+            share = start.share if start.several else replace(start.share, address="")
+            self.members = HostMembers(start.count, share, start.own_address, tell)
+        self._ranks: dict[int, _Rank] = {}
+        """The rank in each slot, until it has ended."""
+        self._slots = list(range(start.count))
+        """The slots of this host's ranks, in the order of the ranks."""
+        self._lock = threading.Lock()
+        self._spare: Spare | None = None
+        self._spares_left = SPARES
+        self.all_ended = threading.Event()
+        """An event that is set while no rank runs."""
+        self._begin(self._slots)
+        if self.members is not None:
+            threading.Thread(target=self._tell_progress, args=(self.members,), daemon=True).start()
+
+    def _begin(self, slots: Sequence[int]) -> None:
+        """Starts a process in each of these slots."""
+        begun = [self._started(slot) for slot in slots]
+        with self._lock:
+            self._ranks.update({rank.slot: rank for rank in begun})
+            if begun:
+                self.all_ended.clear()
+        for rank in begun:
+            rank.printing = threading.Thread(target=self._pass_output, args=(rank,), daemon=True)
+            rank.printing.start()
+            threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
+
+    def _started(self, slot: int) -> _Rank:
         ours, theirs = socket.socketpair()
         read, write = os.pipe()
         try:
             socket.send_fds(ours, [b"o"], [write])  # the first that a rank does is to write there what it prints
-            process = template().spawn(task, theirs)
+            process = self._forked(self._start.environment_of(slot, os.environ), theirs)
         except BaseException:
             ours.close()
             os.close(read)
@@ -116,14 +149,62 @@ class HostRanks:
         finally:
             theirs.close()
             os.close(write)
-        return _Rank(self._start.first + local_rank, process, ours, read)
+        return _Rank(slot, process, ours, read)
+
+    def _forked(self, environment: Mapping[str, str], channel: socket.socket) -> ForkedProcess:
+        """Forks a rank from the spare, where there is one that stands by, else from the template."""
+        spare = self._spare
+        if spare is not None and spare.ready:
+            with suppress(NotForked):  # it was lost too
+                return spare.spawn(self._task(OPENED_PROGRAM, b"", environment), channel)
+        return template().spawn(self._task(PROGRAM, self._payload, environment), channel)
+
+    def _task(self, target: str, payload: bytes, environment: Mapping[str, str]) -> SpawnTask:
+        start = self._start
+        return SpawnTask(
+            target=target, payload=payload, environment=environment, path=start.path, directory=start.directory
+        )
+
+    def _look_after_spare(self) -> None:
+        """Starts the spare that replacements are forked from, and another one where it was lost."""
+        if self._spare is not None and self._spare.gone:
+            self._spares_left = 0 if self._spare.unfit() else self._spares_left
+            self._spare.close()
+            self._spare = None
+        if self._spare is None and self._spares_left and sys.platform == "linux":
+            self._spares_left -= 1
+            with suppress(ApportionError):  # no process is left to be had: the run does without
+                environment = self._start.environment_of_spare(os.environ)
+                self._spare = Spare(self._task(SPARE_PROGRAM, self._payload, environment))
+
+    # What the driver orders
 
     def order(self, message: Mapping[str, Any]) -> None:
-        """Passes an order of the driver on to the first rank of this host."""
-        try:
-            self._ranks[0].lines.send(message)
-        except OSError:
-            pass  # it has ended, and the driver is told so
+        """Does what the driver orders about the ranks, or passes it on to the first of this host."""
+        kind, members = message["kind"], self.members
+        if kind == "kill":
+            self._kill(message["slots"])
+        elif kind == "open" and members is not None:
+            with self._lock:
+                listened = list(self._ranks)
+            members.open(message["generation"], listened)
+        elif kind == "table" and members is not None:
+            self._slots = list(message["slots"])
+            members.close(message, self._begin)
+        else:
+            with self._lock:
+                rank = self._ranks.get(self._slots[0])
+            if rank is not None:
+                with suppress(OSError):  # it has ended, and the driver is told so
+                    rank.lines.send(message)
+
+    def _kill(self, slots: Collection[int]) -> None:
+        with self._lock:
+            ranks = [self._ranks[slot] for slot in slots if slot in self._ranks]
+        for rank in ranks:
+            rank.process.kill()
+
+    # What the driver is told
 
     def _pass_output(self, rank: _Rank) -> None:
         """Tells the driver what a rank prints, line by line."""
@@ -139,7 +220,7 @@ class HostRanks:
 
     def _tell_output(self, rank: _Rank, lines: list[bytes]) -> None:
         text = [line.decode(errors="replace") for line in lines]
-        self._tell({"kind": "output", "rank": rank.number, "lines": text})
+        self._tell({"kind": "output", "slot": rank.slot, "lines": text})
 
     def _listen(self, rank: _Rank) -> None:
         """Tells the driver what a rank tells, until it has ended, and how."""
@@ -149,24 +230,53 @@ class HostRanks:
         try:
             while (messages := rank.lines.receive()) is not None:
                 for message in messages:
-                    self._tell({**message, "rank": rank.number})
+                    self._pass_on(rank, message)
         except json.JSONDecodeError:  # cut short
             pass
         status = rank.process.wait(END_SECONDS)
         if status is None:  # it has closed its channel, and lives on
             rank.process.kill()
             status = rank.process.wait(END_SECONDS)
-        rank.threads[0].join(_OUTPUT_SECONDS)
+        if rank.printing is not None:
+            rank.printing.join(_OUTPUT_SECONDS)
         out_of_memory = memory_kills() > kills
+        rank.lines.close()
         with self._lock:
-            self._left -= 1
-            if not self._left:
+            del self._ranks[rank.slot]
+            if not self._ranks:
                 self.all_ended.set()
-        self._tell({"kind": "exited", "rank": rank.number, "status": status, "out_of_memory": out_of_memory})
+        self._tell({"kind": "exited", "slot": rank.slot, "status": status, "out_of_memory": out_of_memory})
+
+    def _pass_on(self, rank: _Rank, message: Message) -> None:
+        if message["kind"] == "shared" and self.members is not None:
+            reply, descriptors = self.members.hand_out(message)
+            with suppress(OSError):  # it has ended
+                rank.lines.send(reply, *descriptors)
+        else:
+            self._tell({**message, "slot": rank.slot})
+
+    def _tell_progress(self, members: HostMembers) -> None:
+        """Tells the driver how far the ranks are, and whose processes are stopped; it is a sign of life as well."""
+        waits, stepped = threading.Event(), 0.0  # never set
+        while True:
+            lines = members.progress()
+            stepped = stepped or (time.monotonic() if members.stepped else 0.0)
+            if stepped and time.monotonic() - stepped > SPARE_SECONDS:
+                self._look_after_spare()
+            with self._lock:
+                processes = {slot: rank.process.pid for slot, rank in self._ranks.items()}
+            stopped = [slot for slot, pid in processes.items() if pid is not None and is_stopped(pid)]
+            self._tell({"kind": "progress", "lines": lines, "stopped": stopped})
+            waits.wait(PROGRESS_SECONDS)
 
     def close(self) -> None:
         """Kills the ranks and what they have started, and waits until they are gone."""
-        for rank in self._ranks:
+        self._spares_left = 0
+        if self._spare is not None:
+            self._spare.close()
+        with self._lock:
+            ranks = list(self._ranks.values())
+        for rank in ranks:
             rank.process.kill()
-        for rank in self._ranks:
+        for rank in ranks:
             rank.process.wait(END_SECONDS)

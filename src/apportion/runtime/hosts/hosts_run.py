@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,23 @@ from apportion.errors import ApportionError, CheckpointError, WorkerFailed
 from apportion.runtime.hosts.agent_connection import AgentConnection, News
 from apportion.runtime.hosts.frames import FrameError, Message
 from apportion.runtime.hosts.host_facts import overload, ranks_of, refuse_unlike, versions
-from apportion.runtime.hosts.host_failures import at_host, host_of, worker_event
+from apportion.runtime.hosts.host_failures import at_host
+from apportion.runtime.hosts.hosts_pool import HostsPool
 from apportion.runtime.hosts.run_copy import RunCopy, mark_of
 from apportion.runtime.launch.ssh import Ssh
-from apportion.runtime.supervisor.decisions import Finish, GoOn, Stop, failure, next_action
-from apportion.runtime.supervisor.failures import WorkerEvent, WorkerExited
+from apportion.runtime.supervisor.decisions import Finish, Stop, failure
+from apportion.runtime.supervisor.failures import Notice
 from apportion.runtime.supervisor.interrupts import Interrupts
+from apportion.runtime.supervisor.recovery import Fault, RecoveryLoop, Said
+from apportion.runtime.supervisor.recovery import News as PoolNews
 from apportion.runtime.supervisor.run import interrupted_text, resume_command
 from apportion.runtime.supervisor.watchdog import Allowance
 from apportion.runtime.worker.job import Job
 
 READY_SECONDS = 30.0
 """The seconds that an agent may take to speak: ssh itself gives up earlier where nobody answers."""
-SILENT_SECONDS = 30.0
-"""The seconds that an agent, which says every few that it is there, may say nothing."""
+LONGEST_GRACE = "28 s"
+"""The time that a silent host is waited for where nothing can go on without it."""
 LOOK_SECONDS = 0.5
 """The seconds between two looks at whether Ctrl-C has come."""
 SAVE_SECONDS = 5.0
@@ -75,16 +78,15 @@ class HostsRun:
         self._agents: list[AgentConnection] = []
         self._counts: list[int] = []
         """The number of ranks of each host."""
-        self._happened: list[WorkerEvent] = []
-        self._last_happened = self._began = time.monotonic()
+        self._began = time.monotonic()
+        self._pool: HostsPool | None = None
+        self._recovery: RecoveryLoop | None = None
         self._last: Event | None = None
         self._finished: Event | None = None
         """The ``end`` event that rank 0 has sent."""
         self._end: Event | None = None
         """The event that the run ends with, once it is known."""
         self._failed = False
-        self._place = str(job.run_dir)
-        """The run directory, as its host calls it."""
         self._saved = False
         """True once a checkpoint was told."""
         self._interrupts = Interrupts(self._interrupted_outside)
@@ -146,8 +148,8 @@ class HostsRun:
         for (name, fact), count, each in zip(told, self._counts, threads, strict=True):
             if (said := overload(name, fact, count, each + self._launcher.loaders)) is not None:
                 warnings.warn(said, stacklevel=2)
-        others = [str(fact["address"]) for fact in facts[1:]]
         for agent in self._agents:
+            others = [str(fact["address"]) for number, fact in enumerate(facts) if number != agent.number]
             agent.send({"kind": "prepare", "first": agent.number == 0, "others": others})
         (place,) = self._answers("place", READY_SECONDS, "has not said where the ranks meet", self._agents[:1])
         self._try_to_meet(place)
@@ -158,6 +160,7 @@ class HostsRun:
                 "address": place["address"], "port": place["port"], "threads": each, "run": run,
                 "environment": {name: os.environ[name] for name in TRAVELS if name in os.environ},
                 "path": list(self._shipment.path), "directory": os.getcwd(),
+                "replaceable": self._job.replaceable, "several": len(self._agents) > 1,
             })  # fmt: skip
             for data in (secret, self._shipment.code, self._shipment.payload):
                 agent.send(data)
@@ -214,93 +217,69 @@ class HostsRun:
 
     def _listen(self) -> Iterator[Event]:
         """Yields events until every rank has finished."""
-        pause: float = LOOK_SECONDS
-        allowed = [Allowance(SILENT_SECONDS) for _ in self._agents]
+        policy = self._job.policy if self._job.replaceable else replace(self._job.policy, host_grace=LONGEST_GRACE)
+        self._pool = HostsPool(self._agents, self._counts, self._news, policy, replaceable=self._job.replaceable)
+        self._recovery = RecoveryLoop(self._pool, spares=False)
         while True:
-            news = self._next(pause)
-            try:
-                event = self._take(*news) if news is not None else None
-                if news is not None:
-                    allowed[news[0]] = Allowance(SILENT_SECONDS)
-                self._refuse_silent([allowance.left for allowance in allowed])
-            except WorkerFailed as error:  # the host is lost
-                yield self._own_event("fault", rank=None, cause=str(error), traceback=None, action="stops")
-                raise
+            news = self._next_news(LOOK_SECONDS)
+            event = self._told(news)
             if event is not None:
                 yield event
-            action = next_action(self._happened, sum(self._counts), time.monotonic() - self._last_happened)
-            if isinstance(action, Finish):
-                self._hear_out(range(sum(self._counts)))
+            if isinstance(news, Finish):
                 return
-            if isinstance(action, Stop):
-                self._hear_out([action.rank])
-                yield from self._fail(action)
-            pause = LOOK_SECONDS
-            if isinstance(action, GoOn) and action.seconds is not None:
-                pause = min(pause, action.seconds)
+            if isinstance(news, Stop):
+                yield from self._fail(news)
+            if isinstance(news, Exception):
+                raise news
 
-    def _refuse_silent(self, left: Sequence[float]) -> None:
-        """Raises WorkerFailed where an agent says nothing any more. ``left``: the seconds that each may go on so."""
-        for agent, seconds in zip(self._agents, left, strict=True):
-            if seconds <= 0:
-                raise WorkerFailed(
-                    f"host {agent.host}: its agent has said nothing for {SILENT_SECONDS:.0f} s: it was stopped, or the "
-                    "host has no time or no memory left; --resume goes on"
-                )
+    def _next_news(self, seconds: float) -> PoolNews | None:
+        """Returns the next news of the ranks, or None where none comes within this time; notes whether it is the
+        last."""
+        assert self._recovery is not None
+        news = self._recovery.news(seconds)
+        self._failed = self._failed or isinstance(news, Stop | Exception)
+        return news
 
-    def _hear_out(self, ranks: Iterable[int]) -> None:
-        """Prints what these ranks have printed, until they have ended: their output comes by another way than what they
-        tell."""
-        left, allowed = set(ranks), Allowance(WORDS_SECONDS)
-        while left := left - {h.rank for h in self._happened if isinstance(h, WorkerExited)}:
-            news = self._next(min(LOOK_SECONDS, allowed.left))
-            if allowed.left <= 0 or (news is not None and news[1] is None):
-                return
-            if news is not None:
-                self._take(*news)
+    def _told(self, news: PoolNews | None) -> Event | None:
+        """Returns news as an event, where it is one for the user. The ``end`` is kept: it comes last."""
+        if isinstance(news, Fault):
+            rank, cause = news.loss.rank, news.loss.cause
+            return self._own_event("fault", rank=rank, cause=cause, traceback=None, action=news.action)
+        if isinstance(news, Notice):
+            return self._own_event("fault", rank=news.rank, cause=news.cause, traceback=None, action=news.action)
+        if not isinstance(news, Said):
+            return None
+        if news.message["kind"] == "output":
+            self._print(news)
+        if news.message["kind"] != "event":
+            return None
+        event = Event(**news.message["event"])
+        if event.kind != "speed":
+            self._last = event
+        self._saved = self._saved or event.kind == "checkpoint"
+        if event.kind == "end":
+            self._finished = self._finished or event
+            return None
+        return event
+
+    def _print(self, said: Said) -> None:
+        prefix = f"{said.message['host']}, rank {said.rank}: " if sum(self._counts) > 1 else ""
+        sys.stderr.write("".join(f"{prefix}{line}\n" for line in said.message["lines"]))
+        sys.stderr.flush()
 
     def _fail(self, stop: Stop) -> Iterator[Event]:
         """Yields the fault, and raises it. Raises WorkerFailed or what the cause is otherwise."""
-        self._failed = True
-        host = self._agents[host_of(stop.rank, self._counts)].host
+        assert self._pool is not None
+        assert self._recovery is not None
+        host = self._pool.host_of(stop.rank)
+        self._recovery.close()
+        for rank, message in self._pool.hear_out(stop.rank, WORDS_SECONDS):  # their output comes by another way
+            self._told(Said(rank, message))
         stop = at_host(stop, host, str(self._shipment.root))
         self._close()
         data = {"rank": stop.rank, "cause": stop.cause, "traceback": stop.traceback, "action": "stops"}
         yield self._own_event("fault", **data)
         raise failure(stop)
-
-    def _take(self, number: int, message: Message | bytes | None) -> Event | None:
-        """Takes what an agent tells, and returns it where it is an event for the user. Raises ApportionError where the
-        agent has ended."""
-        self._refuse_ended(number, message)
-        if not isinstance(message, dict):
-            return None
-        if message["kind"] == "started" and number == 0:
-            self._place = str(Path(message["directory"], str(self._job.run_dir)))
-        if message["kind"] == "output":
-            self._print(number, message)
-        if message["kind"] == "event":
-            return self._told(Event(**message["event"]))
-        happened = worker_event(message, self._last.step if self._last is not None else 0)
-        if happened is not None:
-            self._happened.append(happened)
-            self._last_happened = time.monotonic()
-        return None
-
-    def _told(self, event: Event) -> Event | None:
-        """Returns an event for the user. The ``end`` is kept: it comes last."""
-        if event.kind != "speed":
-            self._last = event
-        self._saved = self._saved or event.kind == "checkpoint"
-        if event.kind == "end":
-            self._finished = event
-            return None
-        return event
-
-    def _print(self, number: int, message: Message) -> None:
-        prefix = f"{self._agents[number].host}, rank {message['rank']}: " if sum(self._counts) > 1 else ""
-        sys.stderr.write("".join(f"{prefix}{line}\n" for line in message["lines"]))
-        sys.stderr.flush()
 
     def _own_event(self, kind: Any, **data: Any) -> Event:
         return event_after(self._last, kind, time.monotonic() - self._began, data)
@@ -310,13 +289,15 @@ class HostsRun:
     def _copy_run(self) -> None:
         """Copies the run directory from rank 0's host, unless both hosts see the same one."""
         assert self._job.run_dir is not None
-        local, agent = Path(self._job.run_dir), self._agents[0]
+        assert self._pool is not None
+        first = self._pool.leader.table[0].host
+        local, agent = Path(self._job.run_dir), self._agents[first]
         agent.send({"kind": "fetch", "run_dir": self._job.run_dir, "known": mark_of(local)})
         copy, allowed = RunCopy(local), Allowance(COPY_SECONDS)
         try:
             while allowed.left > 0:
                 news = self._next(LOOK_SECONDS)
-                if news is None or news[0] != 0:
+                if news is None or news[0] != first:
                     continue
                 self._refuse_ended(*news)
                 message = news[1]
@@ -345,8 +326,14 @@ class HostsRun:
         return self._interrupted_text(self._end if self._end is not None else self._save_and_stop())
 
     def _interrupted_text(self, end: Event) -> str:
-        where = f"\nit is on host {self._hosts[0].destination}, in {self._place}"
+        where = "" if self._pool is None else f"\nit is on host {self._pool.host_of(0)}, in {self._place}"
         return interrupted_text(end) + (where if end.data["resume"] is not None else "")
+
+    @property
+    def _place(self) -> str:
+        """The run directory, as its host calls it."""
+        directory = "" if self._pool is None else self._pool.directory
+        return str(Path(directory, str(self._job.run_dir)))
 
     def _resume(self) -> str | None:
         """Returns how to go on, as it is typed."""
@@ -380,22 +367,20 @@ class HostsRun:
     def _stop(self, seconds: float, cut: Callable[[], bool]) -> str | None:
         """Has all ranks stop at one step; returns why they did not, or None where they did. What they tell meanwhile is
         written down by rank 0. ``cut``: whether to wait no longer."""
-        if self._failed or not self._agents:
+        if self._failed or self._recovery is None:
             return "the run has ended"
-        self._agents[0].send({"kind": "stop"})
+        assert self._pool is not None
+        self._pool.send({"kind": "stop"})
         allowed = Allowance(seconds)
         while allowed.left > 0 and not cut():
-            try:
-                news = self._next(0.1)
-                if news is not None:
-                    self._take(*news)
-            except ApportionError as error:
-                return str(error)
-            action = next_action(self._happened, sum(self._counts), time.monotonic() - self._last_happened)
-            if isinstance(action, Finish):
+            news = self._next_news(0.1)
+            self._told(news)
+            if isinstance(news, Finish):
                 return None
-            if isinstance(action, Stop):
-                return action.cause
+            if isinstance(news, Stop):
+                return news.cause
+            if isinstance(news, Exception):
+                return str(news)
         return "interrupted again" if cut() else f"it took longer than {seconds:g} s"
 
     def _leave(self) -> None:
@@ -411,6 +396,8 @@ class HostsRun:
 
     def _close(self) -> None:
         """Ends all agents, and waits until they are gone."""
+        if self._recovery is not None:
+            self._recovery.close()
         for agent in self._agents:
             agent.end()
         allowed = Allowance(END_SECONDS)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from apportion.core.policy import Policy
 from apportion.errors import CheckpointError, NotFinite, RanksDiffer, WorkerFailed
 from apportion.runtime.supervisor.failures import (
+    HostLost,
     WorkerBegan,
     WorkerEvent,
     WorkerExited,
@@ -23,6 +24,7 @@ from apportion.runtime.supervisor.failures import (
     WorkersChanged,
     WorkerStalled,
     death_text,
+    host_text,
     late_text,
     was_ended,
 )
@@ -157,11 +159,12 @@ class _Evidence:
         """The exits by the program itself, not by a signal."""
         late = [h for h in now if isinstance(h, WorkerStalled)]
         self.late = next((h for h in late if not (h.stopped or h.silent)), None)
-        self.gone = tuple(sorted(told | {h.rank for h in ended} | {rank for h in late for rank in h.ranks}))
+        hosts = [h for h in now if isinstance(h, HostLost)]
+        self.gone = tuple(sorted(told | {h.rank for h in ended} | {rank for h in (*late, *hosts) for rank in h.ranks}))
         """The ranks that take part in nothing more."""
         self.cure = ""
         """The advice to resume, where it was not the run's fault that the first of the ranks was lost; else empty."""
-        self.losses = self._losses([h for h in now if h in late or (h in ended and h.rank not in told)])
+        self.losses = self._losses([h for h in now if h in late or h in hosts or (h in ended and h.rank not in told)])
 
     @property
     def can_save(self) -> bool:
@@ -175,6 +178,10 @@ class _Evidence:
             if isinstance(h, WorkerExited) and h.returncode < 0:
                 self.cure = self.cure or _RESUME * (not lost and was_ended(h))
                 lost.setdefault(h.rank, WorkerLost(h.rank, death_text(h), h.step))
+            elif isinstance(h, HostLost):
+                self.cure = self.cure or _RESUME * (not lost)
+                for rank in set(h.ranks) - self.finished:
+                    lost.setdefault(rank, WorkerLost(rank, host_text(h), h.step))
             elif isinstance(h, WorkerStalled) and (h.stopped or h.silent):
                 self.cure = self.cure or _RESUME * (not lost)
                 for rank in set(h.ranks) - self.finished:

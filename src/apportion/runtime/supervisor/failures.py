@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -44,6 +45,18 @@ class WorkerExited:
     """True where the kernel says that it killed processes of this host or container for memory meanwhile."""
     step: int = 0
     """The number of updates that the worker had seen made."""
+    host: str = ""
+    """The name of the worker's host, where there are several."""
+
+
+@dataclass(frozen=True)
+class HostLost:
+    """A host takes part in nothing more: its agent has ended, or it could not be heard for too long."""
+
+    ranks: tuple[int, ...]
+    host: str
+    why: str
+    step: int
 
 
 @dataclass(frozen=True)
@@ -82,6 +95,15 @@ class WorkerLost:
 
 
 @dataclass(frozen=True)
+class Notice:
+    """What a user is to know, and is no loss yet or any more."""
+
+    rank: int
+    cause: str
+    action: str
+
+
+@dataclass(frozen=True)
 class WorkersChanged:
     """The supervisor has taken the lost workers out of the run, and put others in their places or not. What happens
     from here on happens to the ranks of the new world."""
@@ -93,7 +115,7 @@ class WorkersChanged:
     """True where all workers are new ones, which have to begin."""
 
 
-WorkerEvent = WorkerRaised | WorkerExited | WorkerFinished | WorkerStalled | WorkerBegan | WorkersChanged
+WorkerEvent = WorkerRaised | WorkerExited | HostLost | WorkerFinished | WorkerStalled | WorkerBegan | WorkersChanged
 
 
 # In words
@@ -108,23 +130,24 @@ def was_ended(death: WorkerExited) -> bool:
 
 def death_text(death: WorkerExited) -> str:
     """Returns why a worker ended, and the cure."""
+    who = f"rank {death.rank} on host {death.host}" if death.host else f"rank {death.rank}"
     if death.returncode >= 0:
         return (
-            f"rank {death.rank} ended with exit status {death.returncode} before it was done: "
+            f"{who} ended with exit status {death.returncode} before it was done: "
             "something in the model or the data called exit, or a library ended the process"
         )
     name = _signal_name(-death.returncode)
     if name == "SIGKILL" and death.out_of_memory:
-        return f"rank {death.rank} was killed for want of memory ({name}): use fewer workers or a smaller batch_size"
+        return f"{who} was killed for want of memory ({name}): use fewer workers or a smaller batch_size"
     if name == "SIGKILL":
         return (
-            f"rank {death.rank} was killed by SIGKILL: by hand, or by the system for want of memory (then use fewer "
+            f"{who} was killed by SIGKILL: by hand, or by the system for want of memory (then use fewer "
             "workers or a smaller batch_size)"
         )
     if name in _ENDED_BY:
-        return f"rank {death.rank} was ended by {name}: someone, or the system, stopped it"
+        return f"{who} was ended by {name}: someone, or the system, stopped it"
     return (
-        f"rank {death.rank} crashed in native code ({name}): in an extension, or in a library that does not fit this "
+        f"{who} crashed in native code ({name}): in an extension, or in a library that does not fit this "
         "machine; PYTHONFAULTHANDLER=1 shows where"
     )
 
@@ -136,9 +159,20 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Returns some ranks in words: "rank 1", "ranks 2, 3"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def host_text(lost: HostLost) -> str:
+    """Returns why a host is lost, and which ranks were on it."""
+    why = lost.why.removeprefix(f"host {lost.host}: ")
+    return f"host {lost.host} is lost with {ranks_text(lost.ranks)}: {why}"
+
+
 def late_text(late: WorkerStalled) -> str:
     """Returns how long the ranks kept the others waiting, and why."""
-    ranks = f"rank{'s' if len(late.ranks) > 1 else ''} {', '.join(map(str, late.ranks))}"
+    ranks = ranks_text(late.ranks)
     has, waited = "have" if len(late.ranks) > 1 else "has", f"others waited {late.seconds:.0f} s at step {late.step}"
     if late.stopped:
         return f"{ranks} {has} been stopped (SIGSTOP, or a debugger), and {waited}"

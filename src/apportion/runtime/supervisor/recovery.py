@@ -5,16 +5,16 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
 
 from apportion.comm.channel import Message
 from apportion.errors import ApportionError
+from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.supervisor.decisions import Action, Finish, GoOn, Replace, Restart, Shrink, Stop
-from apportion.runtime.supervisor.failures import WorkerLost
+from apportion.runtime.supervisor.failures import Notice, WorkerLost
 from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance
-from apportion.runtime.supervisor.worker_pool import WorkerPool
 
 ANSWER_SECONDS = 0.001
 """The seconds between two looks at which ranks have answered that another is lost."""
@@ -46,7 +46,64 @@ class Fault:
     action: str
 
 
-News = Said | Fault | Finish | Stop | Exception
+class OpenChange(Protocol):
+    """A change of the membership that is under way."""
+
+    def settled(self, lost: Collection[int]) -> bool:
+        """Tells whether the lost have ended, and all others have answered."""
+
+
+class RecoverablePool(Protocol):
+    """Processes whose lost ones are replaced, or gone on without: on this host, or on several."""
+
+    spare: Spare | None
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks in the run."""
+
+    @property
+    def step(self) -> int:
+        """The number of updates made, as far as the ranks show it."""
+
+    def wake(self) -> None:
+        """Makes ``hear`` return now; from any thread."""
+
+    def hear(self, seconds: float) -> Iterator[tuple[int, Message]]:
+        """Yields what ranks say within this time, and returns at the first words."""
+
+    def notices(self) -> list[Notice]:
+        """Returns what the user is to know besides since the last call."""
+
+    def action(self) -> Action:
+        """Decides what to do about all that has happened so far."""
+
+    def open_change(self, lost: Collection[int]) -> OpenChange:
+        """Opens a change of the membership: these ranks are lost and killed."""
+
+    def replace(self, losses: Sequence[WorkerLost]) -> Sequence[WorkerLost]:
+        """Closes the change with others in the places of the lost; returns those in whose places there are none."""
+
+    def shrink(self, losses: Sequence[WorkerLost]) -> None:
+        """Closes the change without the lost."""
+
+    def dismiss(self) -> None:
+        """Closes the change for those that are left, which are to save and to leave."""
+
+    def restart(self, losses: Sequence[WorkerLost]) -> None:
+        """Ends all, and begins again."""
+
+    def prepare_spare(self) -> None:
+        """Starts the spare that replacements are forked from."""
+
+    def part(self, seconds: float = ...) -> Iterator[tuple[int, Message]]:
+        """Yields what ranks that are done still say, until they have ended."""
+
+    def close(self) -> None:
+        """Ends every process."""
+
+
+News = Said | Fault | Notice | Finish | Stop | Exception
 """The news of a recovery loop; after Finish, Stop or an exception nothing more comes."""
 
 
@@ -54,7 +111,7 @@ News = Said | Fault | Finish | Stop | Exception
 class RecoveryLoop:
     """Listens to a worker pool, does what is decided about its losses, and passes on what the user is to know."""
 
-    def __init__(self, pool: WorkerPool, *, spares: bool) -> None:
+    def __init__(self, pool: RecoverablePool, *, spares: bool) -> None:
         self._pool, self._spares_left = pool, SPARES if spares else 0
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._closing = False
@@ -96,6 +153,8 @@ class RecoveryLoop:
             self._tell_mended()
             self._prepare_spare()
             action = self._pool.action()
+            for notice in self._pool.notices():
+                self._news.put(notice)
             if isinstance(action, Replace | Shrink | Restart):
                 action = self._change(action)
             if isinstance(action, Finish):
@@ -127,13 +186,19 @@ class RecoveryLoop:
             return GoOn()
         decided = self._settled(action)
         if isinstance(decided, Replace):
-            self._mended = _Mended(decided.losses, began, self._pool.step)
-            self._pool.replace(decided.losses)
+            step = self._pool.step
+            away = self._pool.replace(decided.losses)
+            self._tell_smaller(away)
+            if replaced := tuple(loss for loss in decided.losses if loss not in away):
+                self._mended = _Mended(replaced, began, step)
         elif isinstance(decided, Shrink):
             self._pool.shrink(decided.losses)
-            left = self._pool.ranks
-            self._tell(decided.losses, f"goes on with {left} worker{'s' * (left > 1)}")
+            self._tell_smaller(decided.losses)
         return decided
+
+    def _tell_smaller(self, losses: Sequence[WorkerLost]) -> None:
+        left = self._pool.ranks
+        self._tell(losses, f"goes on with {left} worker{'s' * (left > 1)}")
 
     def _settled(self, action: Action) -> Action:
         """Waits until all lost workers have ended and all others have left the old world, and returns what is decided
@@ -184,8 +249,11 @@ class RecoveryLoop:
         self._mended = None
 
     def _tell(self, losses: Sequence[WorkerLost], action: str) -> None:
-        for loss in losses:
-            self._news.put(Fault(loss, action))
+        told = set[str]()
+        for loss in losses:  # of a host that is lost each of its ranks is one, for one cause
+            if loss.cause not in told:
+                told.add(loss.cause)
+                self._news.put(Fault(loss, action))
 
     def _prepare_spare(self) -> None:
         """Starts the spare that replacements are forked from, once the run is under way, and another one where it was

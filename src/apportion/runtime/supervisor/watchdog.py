@@ -105,6 +105,11 @@ class Watchdog:
         """True where every rank is in its loop."""
         return bool(self._lines[:, _BEGUN].all())
 
+    @property
+    def pace(self) -> float:
+        """The median of the last steps, in seconds; 0 before the first ones."""
+        return float(np.median(self._steps)) if self._steps else 0.0
+
     def reset(self, seat: int) -> None:
         """Clears a seat's marks for another process, which takes the seat."""
         self._all[seat, [_WAITING, _BEGUN]] = 0
@@ -154,7 +159,7 @@ class Watchdog:
         return max(LATE_SECONDS, LATE_STEPS * self._slowest, LATE_FIRST * self._first)
 
     def _pace(self, seconds: float, steps: int) -> float:
-        return max(seconds, steps * float(np.median(self._steps)) if self._steps else 0.0)
+        return max(seconds, steps * self.pace)
 
     def silence(self) -> UnresponsiveDetector:
         """Returns a detector of ranks that are unresponsive from now on."""

@@ -17,7 +17,7 @@ from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.launch.local import Local
 from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.supervisor.decisions import Action, Stop, failure
-from apportion.runtime.supervisor.failures import WorkerBegan, WorkerFinished, WorkerLost, WorkerRaised
+from apportion.runtime.supervisor.failures import Notice, WorkerBegan, WorkerFinished, WorkerLost, WorkerRaised
 from apportion.runtime.supervisor.membership_change import MembershipChange
 from apportion.runtime.supervisor.pool_history import PoolHistory
 from apportion.runtime.supervisor.shared_resources import SharedResources
@@ -163,8 +163,13 @@ class WorkerPool:
         self._channels.kill(lost)  # one may only be stopped, and write again one day
         return MembershipChange(self._channels, self._shared.members, self._shared.watch, self.history)
 
-    def replace(self, losses: Sequence[WorkerLost]) -> None:
-        """Puts new workers in the places of the lost ones, and closes the change."""
+    def notices(self) -> list[Notice]:
+        """Returns nothing: of the workers of this host there is nothing to tell besides."""
+        return []
+
+    def replace(self, losses: Sequence[WorkerLost]) -> list[WorkerLost]:
+        """Puts new workers in the places of the lost ones, and closes the change. Returns the losses in whose places
+        there are none: none of them."""
         assert self._shared is not None
         self._changed(losses)
         for loss in losses:
@@ -176,6 +181,7 @@ class WorkerPool:
         self._close_change()
         if self._stopping:
             self.send({"kind": "stop"}, [loss.rank for loss in losses])
+        return []
 
     def prepare_spare(self) -> None:
         """Starts the spare that replacements are forked from."""

@@ -73,11 +73,16 @@ def train_job(job: Job, world: World, channel: Channel) -> None:
     control = RunControl()
     settled = queue.SimpleQueue[dict[str, Any]]()
     threading.Thread(target=_obey, args=(channel, control, settled), name="orders", daemon=True).start()
-    control.progress = progress(world)
+    supervise(control, world)
     control.settle = lambda asked: _settle(asked, world, channel, settled)
-    control.rejoined = lambda changed: _rejoined(changed, control)
     for event in work(job, world, control):
         channel.send({"kind": "event", "event": asdict(event)})
+
+
+def supervise(control: RunControl, world: World) -> None:
+    """Lets a supervisor see how far this rank is, and this rank take its place in the worlds that come."""
+    control.progress = progress(world)
+    control.rejoined = lambda changed: _rejoined(changed, control)
 
 
 def progress(world: World) -> Progress:

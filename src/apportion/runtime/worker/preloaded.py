@@ -11,10 +11,11 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import torch
@@ -29,7 +30,7 @@ from apportion.runtime.spawn.standby import UNFIT
 from apportion.runtime.worker.entry import run_loaded, train_job
 from apportion.runtime.worker.job import Job
 
-opened: Job | None = None
+opened: Any = None
 """The job that the processes forked here find open."""
 
 
@@ -42,11 +43,17 @@ def train_opened(sock: socket.socket, payload: bytes) -> int:
 
 def serve(sock: socket.socket, payload: bytes) -> int:
     """Opens the job, and forks the workers that are asked for."""
+    return stand_by(sock, lambda: opened_job(cloudpickle.loads(payload)))
+
+
+def stand_by(sock: socket.socket, open_job: Callable[[], Any]) -> int:
+    """Opens a job, and forks the processes that are asked for, which find it in ``opened``. Returns the exit status of
+    this process."""
     global opened
     torch.set_num_threads(1)
     files = _files()
     with _silent(), suppress(Exception):  # whatever it is, the workers have it too
-        opened = _open(cloudpickle.loads(payload))
+        opened = open_job()
     _give_back()
     gc.freeze()  # a collection would write to every page that is shared with the template
     if opened is None or _threads() > 1 or _files() - files:
@@ -55,7 +62,7 @@ def serve(sock: socket.socket, payload: bytes) -> int:
     return 0
 
 
-def _open(job: Job) -> Job:
+def opened_job(job: Job) -> Job:
     """Returns the job with its data in memory, unless they are in parts, and everything imported that a first step
     imports."""
     workload = job.open()

@@ -21,7 +21,7 @@ from apportion.core.event import Event
 from apportion.core.parts.dataset import PartedDataset
 from apportion.core.strategy import Recoverable, Step, batches
 from apportion.core.workload import Workload
-from apportion.errors import MembershipChanged, NotFinite
+from apportion.errors import MembershipChanged, NotFinite, PeerLost
 from apportion.runtime.worker.coordination import RunControl, StepCoordinator
 from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.nonfinite_loss import LossGuard
@@ -33,6 +33,8 @@ from apportion.runtime.worker.training.restore import open_directory, restore
 REPORT_SECONDS = 0.2
 """The seconds between two events of a kind: a person sees no more, and a step loses nothing to it."""
 SPEED_SECONDS = 0.5
+CHANGE_SECONDS = 120.0
+"""The seconds in which whoever supervises several hosts says who is left, after a connection between them was lost."""
 
 
 def work(job: Job, world: World, control: RunControl) -> Generator[Event, None, None]:
@@ -54,12 +56,23 @@ def work(job: Job, world: World, control: RunControl) -> Generator[Event, None, 
 
 def _begin(job: Job, world: World, control: RunControl) -> _TrainingLoop:
     """Makes this rank's part of the run; a replacement may see the next loss before it has begun."""
+    again = False
     while True:
         try:
+            if again:
+                world = world.rejoin()
+                control.rejoined(world)
             return _TrainingLoop(job, world, control)
-        except MembershipChanged:
-            world = world.rejoin()
-            control.rejoined(world)
+        except (MembershipChanged, PeerLost) as change:
+            _expected(change, world)
+            again = True
+
+
+def _expected(change: MembershipChanged | PeerLost, world: World) -> None:
+    """Returns once the membership has changed, of which the loss of a connection to another host is a sign. Raises
+    PeerLost where it does not change."""
+    if isinstance(change, PeerLost) and not world.is_over(CHANGE_SECONDS):
+        raise change
 
 
 class _TrainingLoop:
@@ -156,8 +169,8 @@ class _TrainingLoop:
         self.control.progress.begun = 1
         try:
             self._prepare_evaluation()
-        except MembershipChanged:
-            self._rejoin_until_it_holds()
+        except (MembershipChanged, PeerLost) as change:
+            self._rejoin_until_it_holds(change)
             self._prepare_evaluation()
         if self.world.rank == 0 and not self.control.progress.started:
             self.control.progress.started = 1
@@ -171,17 +184,18 @@ class _TrainingLoop:
                 return
             except NotFinite as error:
                 raise NotFinite(f"{error}; {self.checkpoints.kept()}") from None
-            except MembershipChanged:
+            except (MembershipChanged, PeerLost) as change:
                 self.meter.pause()
-                self._rejoin_until_it_holds()
+                self._rejoin_until_it_holds(change)
                 self.meter.go_on()
 
-    def _rejoin_until_it_holds(self) -> None:
+    def _rejoin_until_it_holds(self, change: MembershipChanged | PeerLost) -> None:
         while True:
+            _expected(change, self.world)
             try:
                 return self._rejoin()
-            except MembershipChanged:  # another one was lost meanwhile
-                pass
+            except (MembershipChanged, PeerLost) as another:  # who was lost meanwhile
+                change = another
 
     def _train(self) -> Generator[Event, None, str]:
         """Makes steps until none is left or all ranks agree to stop; returns why it ended."""

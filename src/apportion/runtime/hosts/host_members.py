@@ -1,0 +1,104 @@
+"""What the workers of one host share, as the agent of that host holds it: memory, their progress, and the page that
+says who is in the run."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, final
+
+from apportion.comm.channel import Message, SharedMemoryOwner
+from apportion.comm.membership import HostShare, Membership
+from apportion.runtime.worker import progress
+from apportion.runtime.worker.progress import Progress
+
+LOOK_SECONDS = 0.001
+"""The seconds between two looks at which workers have answered a change."""
+Tell = Callable[[Mapping[str, Any]], None]
+
+
+@final
+class HostMembers:
+    """The memory of the workers of this host, and their membership. ``address``: where the ranks of all hosts meet,
+    were rank 0 on this host. Its methods may be called from any thread."""
+
+    def __init__(self, slots: int, share: HostShare, address: str, tell: Tell) -> None:
+        self._memory, self._slots, self._address, self._tell = SharedMemoryOwner(), slots, address, tell
+        self._lines = progress.lines(self._memory.map("progress", progress.NBYTES * slots))
+        page = memoryview(self._memory.map("members", Membership.nbytes(slots)))
+        self.page = Membership(page, slots)
+        self.page.begin(share)
+        self._held: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def hand_out(self, asked: Message) -> tuple[Message, list[int]]:
+        """Returns the answer to a worker that asks for memory, and the descriptors that go with it."""
+        reply = {"kind": "shared", "name": asked["name"]}
+        try:
+            with self._lock:
+                return reply, [self._memory.fd(asked["name"], asked["nbytes"])]
+        except OSError as error:
+            return {**reply, "refused": error.strerror or str(error)}, []
+
+    def progress(self) -> list[list[int]]:
+        """Returns the numbers of every slot, and lets the workers know that this process runs."""
+        self.page.tick()
+        lines: list[list[int]] = self._lines.tolist()
+        return lines
+
+    @property
+    def stepped(self) -> bool:
+        """True once a worker of this host has made a step."""
+        return bool(self._lines[:, Progress.step.index].any())
+
+    # A change
+
+    def open(self, generation: int, listened: Collection[int]) -> None:
+        """Begins a change, and has the driver told who answers it. ``listened``: the slots whose processes may still
+        live. What is older than the newest change is not begun."""
+        if generation <= self.page.generation:
+            return
+        self.page.open_change(generation)
+        host, port = self._hold()
+        self._tell({"kind": "reserved", "generation": generation, "address": host, "port": port})
+        threading.Thread(target=self._hear_answers, args=(generation, set(listened)), daemon=True).start()
+
+    def _hear_answers(self, generation: int, left: set[int]) -> None:
+        waits = threading.Event()  # never set
+        while left and self.page.generation == generation:
+            for slot in sorted(left):
+                if self.page.acknowledged(slot):
+                    left.discard(slot)
+                    self._tell({"kind": "answered", "slot": slot, "generation": generation})
+            waits.wait(LOOK_SECONDS)
+
+    def close(self, order: Message, begin: Callable[[Sequence[int]], None]) -> None:
+        """Ends the change that is under way by a table of the driver's. ``begin``: starts new processes in these slots.
+        A table of another generation is left alone."""
+        if order["generation"] != self.page.generation + 1:
+            return
+        for slot in order["fresh"]:
+            self._lines[slot, [Progress.waiting.index, Progress.begun.index]] = 0
+        self._release()
+        share = HostShare(order["first"], order["size"], order["address"], order["port"])
+        begin(order["fresh"])
+        self.page.close_change(order["slots"], ending=order["ending"], share=share)
+
+    def _hold(self) -> tuple[str, int]:
+        """Keeps a free port until the next table, and returns the address and it."""
+        with self._lock:
+            self._release()
+            family = socket.getaddrinfo(self._address, 0, type=socket.SOCK_STREAM)[0][0]
+            self._held = socket.socket(family, socket.SOCK_STREAM)
+            self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._held.bind((self._address, 0))
+            port: int = self._held.getsockname()[1]
+            return self._address, port
+
+    def _release(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            with suppress(OSError):
+                held.close()

@@ -1,0 +1,305 @@
+"""The worker processes of several hosts as one pool, by way of their agents (as ``supervisor/worker_pool.py`` is on one
+host)."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, final
+
+from apportion.core.policy import Policy
+from apportion.errors import WorkerFailed
+from apportion.runtime.hosts.agent_connection import AgentConnection, News
+from apportion.runtime.hosts.frames import Message
+from apportion.runtime.hosts.host_failures import raised_event
+from apportion.runtime.hosts.leader import Leader, Slot, Tell
+from apportion.runtime.hosts.liveness import Liveness, Silence
+from apportion.runtime.supervisor.decisions import Action, Restart, Stop
+from apportion.runtime.supervisor.failures import (
+    HostLost,
+    Notice,
+    WorkerBegan,
+    WorkerExited,
+    WorkerFinished,
+    WorkerLost,
+    ranks_text,
+)
+from apportion.runtime.supervisor.membership_change import KILL_SECONDS
+from apportion.runtime.supervisor.pool_history import PoolHistory
+from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance, LookClock, Watchdog
+from apportion.runtime.worker import progress
+
+PART_SECONDS = 5.0
+"""The seconds in which ranks that are done still say something."""
+
+
+@final
+class HostsPool:
+    """The ranks of a run on several hosts. ``agents``: the connection to each host's; ``counts``: its number of ranks;
+    ``news``: what the agents say. ``pids`` of a pool are those of this host, and here there are none."""
+
+    spare = None
+    """The spare of each host is its agent's."""
+
+    def __init__(
+        self,
+        agents: Sequence[AgentConnection],
+        counts: Sequence[int],
+        news: queue.SimpleQueue[News],
+        policy: Policy,
+        *,
+        replaceable: bool,
+    ) -> None:
+        self._agents, self._news, self._replaceable = list(agents), news, replaceable
+        self.leader = Leader(counts)
+        self.history = PoolHistory(sum(counts), policy, survives=replaceable)
+        """Everything that has happened to the ranks."""
+        self._firsts = [sum(counts[:host]) for host in range(len(counts))]
+        """The line of the first slot of each host."""
+        self._lines = progress.lines(bytearray(progress.NBYTES * sum(counts)))
+        self._watch = Watchdog(self._lines)
+        self._stopped: set[Slot] = set()
+        self._grace = policy.grace_seconds()
+        self._liveness = Liveness(range(len(counts)), self._grace)
+        self._clock = LookClock()
+        self._began_at, self._late_by = time.monotonic(), dict[Slot, float]()
+        self._begun = self._stopping = False
+        self.directory = ""
+        """The folder in which the ranks of the first host work."""
+        self._notices: list[Notice] = []
+        """What is to be told of silent hosts."""
+
+    # From any thread
+
+    def pids(self) -> list[int]:
+        """Returns no process ids: those of other hosts mean nothing here."""
+        return []
+
+    def wake(self) -> None:
+        """Makes ``hear`` return now."""
+        self._news.put((-1, None))
+
+    def send(self, order: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:
+        """Sends an order to the first of all ranks, which the others follow."""
+        self._stopping = self._stopping or order["kind"] == "stop"
+        self._agents[self.leader.table[0].host].send(order)
+
+    # What happens
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that are in the run."""
+        return len(self.leader.table)
+
+    @property
+    def step(self) -> int:
+        """The number of updates made, as far as the ranks show it."""
+        return self._watch.step
+
+    def hear(self, seconds: float) -> Iterator[tuple[int, Message]]:
+        """Yields what ranks say within this time, and returns after the first words. What happens to them is noted."""
+        for host, message in self._next(seconds):
+            if message is None and host >= 0:
+                self._lose(host, self._agents[host].why_ended())
+            elif isinstance(message, dict) and host in self.leader.hosts:
+                self._think(self._liveness.heard(host))
+                yield from self._take(host, message)
+
+    def _next(self, seconds: float) -> list[News]:
+        """Returns what the agents have said, once they say something within this time."""
+        heard: list[News] = []
+        with suppress(queue.Empty):
+            heard.append(self._news.get(timeout=seconds) if seconds > 0 else self._news.get_nowait())
+            while True:
+                heard.append(self._news.get_nowait())
+        return heard
+
+    def _take(self, host: int, message: Message) -> Iterator[tuple[int, Message]]:
+        kind = message["kind"]
+        if kind == "progress":
+            self._note_progress(host, message)
+        elif kind == "answered":
+            self.leader.answered(Slot(host, message["slot"]), message["generation"])
+        elif kind == "reserved":
+            self.leader.reserved(host, message["generation"], message["address"], message["port"])
+        elif kind == "started" and host == 0:
+            self.directory = message["directory"]
+        elif kind == "refused":
+            self._lose(host, f"host {self._agents[host].host}: {message['why']}")
+        elif "slot" in message:
+            slot = Slot(host, message.pop("slot"))
+            if kind == "exited":
+                self.leader.exited(slot)
+            if slot in self.leader.table:
+                yield from self._take_of(slot, message)
+
+    def _take_of(self, slot: Slot, message: Message) -> Iterator[tuple[int, Message]]:
+        rank, kind = self.leader.table.index(slot), message["kind"]
+        name, step = self._agents[slot.host].host, self._step_of(slot)
+        if kind == "exited":
+            status = 1 if message["status"] is None else message["status"]
+            lacked = message["out_of_memory"]
+            self.history.note(WorkerExited(rank, status, out_of_memory=lacked, step=step, host=name))
+        elif kind == "finished":
+            self.history.note(WorkerFinished(rank))
+        elif kind == "raised":
+            self.history.note(raised_event(message, rank, step))
+        else:
+            if kind == "event" and slot in self._late_by:  # it counts from its own start
+                message["event"]["seconds"] += self._late_by[slot]
+            yield rank, {**message, "host": name}
+
+    def _note_progress(self, host: int, message: Message) -> None:
+        first, lines = self._firsts[host], message["lines"]
+        self._lines[first : first + len(lines)] = lines
+        self._stopped = {slot for slot in self._stopped if slot.host != host}
+        self._stopped |= {Slot(host, number) for number in message["stopped"]}
+
+    def _line(self, slot: Slot) -> int:
+        return self._firsts[slot.host] + slot.number
+
+    def _step_of(self, slot: Slot) -> int:
+        return self._watch.step_of(self._line(slot))
+
+    def _lose(self, host: int, why: str) -> None:
+        """Notes that a host takes part in nothing more."""
+        ranks = tuple(rank for rank, slot in enumerate(self.leader.table) if slot.host == host)
+        if host in self.leader.hosts:
+            self.leader.drop(host)
+            self._liveness.forget(host)
+            self.history.note(HostLost(ranks, self._agents[host].host, why, self._watch.step))
+
+    def _think(self, changed: Iterable[Silence]) -> None:
+        for silence in changed:
+            name = self._agents[silence.host].host
+            ranks = tuple(rank for rank, slot in enumerate(self.leader.table) if slot.host == silence.host)
+            cause = f"host {name} ({ranks_text(ranks)}) has said nothing for {silence.seconds:.1f} s"
+            if silence.thought == "given up":
+                self._lose(silence.host, f"it has said nothing for {silence.seconds:.1f} s: it was stopped, or cut off")
+                self._agents[silence.host].abandon()
+            elif silence.thought == "suspected":
+                self._notices.append(Notice(ranks[0], cause, f"is waited for, {self._grace:g} s at most"))
+            else:
+                self._notices.append(Notice(ranks[0], cause, "it is back"))
+
+    def notices(self) -> list[Notice]:
+        """Returns what is to be told since the last call."""
+        told, self._notices = self._notices, []
+        return told
+
+    def action(self) -> Action:
+        """Decides what to do about all that has happened so far."""
+        now = time.monotonic()
+        self._think(self._liveness.pass_time(self._clock.passed(now), self._watch.pace))
+        if self._replaceable:
+            if not self._begun and self._watch.begun:
+                self._begun = True
+                self.history.note(WorkerBegan())
+            stopped = [rank for rank, slot in enumerate(self.leader.table) if slot in self._stopped]
+            late = self._watch.late(now, stopped)
+            if late is not None:
+                self.history.note_late(late, stopped)
+        action = self.history.action()
+        if isinstance(action, Restart):
+            first = action.losses[0]
+            return Stop(first.rank, f"{first.cause}, and there is no state to go on from without it")
+        return action
+
+    def host_of(self, rank: int) -> str:
+        """Returns the name of the host that a rank runs on."""
+        return self._agents[self.leader.table[min(rank, self.ranks - 1)].host].host
+
+    # A change of who is in the run
+
+    def open_change(self, lost: Collection[int]) -> HostsChange:
+        """Opens a change of the membership: these ranks are lost and killed, and all others have to answer."""
+        self.tell(self.leader.kill(lost))
+        self.tell(self.leader.open())
+        return HostsChange(self, self._watch)
+
+    def tell(self, messages: Iterable[Tell]) -> None:
+        """Sends messages to agents."""
+        for told in messages:
+            self._agents[told.host].send(told.message)
+
+    def replace(self, losses: Sequence[WorkerLost]) -> list[WorkerLost]:
+        """Puts new processes in the places of the lost ones, on the hosts that are left, and closes the change. Returns
+        the losses in whose places there are none."""
+        table = self.leader.table
+        fresh = [table[loss.rank] for loss in losses if table[loss.rank].host in self.leader.hosts]
+        away = [loss for loss in losses if table[loss.rank].host not in self.leader.hosts]
+        self._close(table, fresh, losses)
+        return away
+
+    def shrink(self, losses: Sequence[WorkerLost]) -> None:
+        """Closes the change without the lost workers."""
+        gone = {self.leader.table[loss.rank] for loss in losses}
+        self._close([slot for slot in self.leader.table if slot not in gone], [], losses)
+
+    def _close(self, slots: Sequence[Slot], fresh: Sequence[Slot], losses: Sequence[WorkerLost]) -> None:
+        for slot in fresh:
+            self._watch.reset(self._line(slot))
+            self._late_by[slot] = time.monotonic() - self._began_at
+        self.tell(self.leader.close(slots, fresh))
+        self.history.note_change(losses, self.ranks)
+        self._watch.sit([self._line(slot) for slot in self.leader.table])
+        if self._stopping:
+            self.send({"kind": "stop"})
+
+    def dismiss(self) -> None:
+        """Closes the change for the workers that are left, which are to save and to leave."""
+        left = [slot for slot in self.leader.table if self.leader.lives(slot)]
+        if left:
+            self.tell(self.leader.close(left, ending=True))
+            self._watch.sit([self._line(slot) for slot in left])
+
+    def restart(self, losses: Sequence[WorkerLost]) -> None:
+        """Is never asked for: where there is no state to go on from the run stops."""
+        raise AssertionError("a run on several hosts is not begun again by itself")
+
+    def prepare_spare(self) -> None:
+        """Does nothing: each agent has its own."""
+
+    # Ending
+
+    def part(self, seconds: float = PART_SECONDS) -> Iterator[tuple[int, Message]]:
+        """Yields what ranks that are done still say, until they have ended by themselves or the time is up."""
+        allowed = Allowance(seconds)
+        while any(map(self.leader.lives, self.leader.table)) and (left := allowed.left) > 0:
+            yield from self.hear(min(LOOK_SECONDS, left))
+
+    def hear_out(self, rank: int, seconds: float) -> Iterator[tuple[int, Message]]:
+        """Yields what ranks say until this one has ended, or the time is up."""
+        slot, allowed = self.leader.table[min(rank, self.ranks - 1)], Allowance(seconds)
+        while self.leader.lives(slot) and (left := allowed.left) > 0:
+            yield from self.hear(min(LOOK_SECONDS, left))
+
+    def close(self) -> None:
+        """Lets go of the ranks; the agents end them when their connections end."""
+
+
+@final
+class HostsChange:
+    """An open change of the membership of several hosts, until its table can be sent."""
+
+    def __init__(self, pool: HostsPool, watch: Watchdog) -> None:
+        self._pool, self._leader, self._silence = pool, pool.leader, watch.silence()
+
+    def settled(self, lost: Collection[int]) -> bool:
+        """Tells whether the lost have been waited for, and all others have answered or ended. A rank that does not
+        answer is ended. Raises WorkerFailed where a killed process has not ended within KILL_SECONDS."""
+        asked = [rank for rank in self._leader.asked() if rank not in lost]
+        late = self._silence.broken_by(asked, time.monotonic()) if asked else None
+        if late is not None:
+            self._pool.history.note(late)
+            self._pool.tell(self._leader.kill(late.ranks))
+        undead = self._leader.undead(lost)
+        self._pool.tell(self._leader.kill(undead))  # also who was found to be lost since the change was opened
+        if undead and self._pool.history.quiet > KILL_SECONDS:
+            raise WorkerFailed(
+                f"rank {min(undead)} was killed, and has not ended within {KILL_SECONDS:.0f} s: it waits for a "
+                "device, or the process that it was forked from is stopped"
+            )
+        return self._leader.can_close

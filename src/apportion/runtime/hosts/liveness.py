@@ -1,0 +1,83 @@
+"""Which hosts can still be heard: a state machine that is told how much time has passed.
+
+A host that says nothing is suspected, and given up some time later. Until then a run only pauses: a cable that is cut
+for a moment costs nothing but that. Time in which the driver itself could not look does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, final
+
+SUSPECT_SECONDS, SUSPECT_STEPS = 2.0, 10
+"""A host is suspected after it has said nothing for SUSPECT_SECONDS, or SUSPECT_STEPS median steps, whichever is
+more."""
+LATE_FACTOR = 4.0
+"""A host whose words usually come so far apart that this many of such gaps are more than SUSPECT_SECONDS has that
+long."""
+BEAT_SECONDS = 0.25
+"""The seconds after which each end says that it is there."""
+_SMOOTH = 0.1
+
+
+@dataclass(frozen=True)
+class Silence:
+    """A change in what is thought of a host."""
+
+    host: int
+    thought: Literal["suspected", "back", "given up"]
+    seconds: float
+    """The seconds for which the host has said nothing, or had said nothing."""
+
+
+@dataclass
+class _Heard:
+    silent: float = 0.0
+    gap: float = BEAT_SECONDS
+    suspected: bool = False
+    given_up: bool = False
+
+
+@final
+class Liveness:
+    """What is thought of each host. ``grace``: the seconds from the suspicion of a host until it is given up."""
+
+    def __init__(self, hosts: Iterable[int], grace: float) -> None:
+        self._grace = grace
+        self._hosts = {host: _Heard() for host in hosts}
+
+    def heard(self, host: int) -> list[Silence]:
+        """Notes that a host has said something; returns that it is back, where it was suspected."""
+        of = self._hosts.get(host)
+        if of is None or of.given_up:
+            return []
+        if not of.suspected:
+            of.gap += _SMOOTH * (of.silent - of.gap)
+        back = [Silence(host, "back", of.silent)] if of.suspected else []
+        of.silent, of.suspected = 0.0, False
+        return back
+
+    def pass_time(self, seconds: float, step_seconds: float) -> list[Silence]:
+        """Lets time pass, and returns what has changed by it. ``step_seconds``: the median of the steps so far."""
+        changed = []
+        for host, of in self._hosts.items():
+            if of.given_up:
+                continue
+            of.silent += seconds
+            limit = max(SUSPECT_SECONDS, SUSPECT_STEPS * step_seconds, LATE_FACTOR * of.gap)
+            if not of.suspected and of.silent > limit:
+                of.suspected = True
+                changed.append(Silence(host, "suspected", of.silent))
+            if of.suspected and of.silent > limit + self._grace:
+                of.given_up = True
+                changed.append(Silence(host, "given up", of.silent))
+        return changed
+
+    def forget(self, host: int) -> None:
+        """Expects nothing of a host any more."""
+        self._hosts.pop(host, None)
+
+    def expect(self, host: int) -> None:
+        """Expects a host to say something from now on."""
+        self._hosts[host] = _Heard()
