@@ -16,19 +16,19 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import apportion
+from apportion.comm.membership import HostShare
 from apportion.core.value import parse
 from apportion.runtime.hosts.agent import meeting_address
 from apportion.runtime.hosts.agent_connection import ending_text
 from apportion.runtime.hosts.code_bundle import make_bundle, project_root, shipped_address, shipped_path, unpack
 from apportion.runtime.hosts.frames import GREETING, MOST_JSON, FrameError, FrameReader, FrameWriter
 from apportion.runtime.hosts.host_facts import overload, own_address, ranks_of, refuse_unlike, versions
-from apportion.runtime.hosts.host_failures import at_host, host_of, worker_event
+from apportion.runtime.hosts.host_failures import at_host
 from apportion.runtime.hosts.host_ranks import RanksStart
 from apportion.runtime.hosts.run_copy import RunCopy, inside, mark_of, neighbour, send_run
 from apportion.runtime.hosts.run_folder import hold, sweep
 from apportion.runtime.launch.ssh import Ssh, SshHost, parse_host
 from apportion.runtime.supervisor.decisions import Stop
-from apportion.runtime.supervisor.failures import WorkerExited, WorkerFinished
 
 LAUNCHERS = "apportion.runtime.launch"
 
@@ -280,7 +280,8 @@ def test_the_address_of_a_host_is_where_ssh_has_reached_it() -> None:
 
 def test_a_rank_is_told_its_place_as_under_torchrun() -> None:
     start = RanksStart(
-        first=2, count=2, size=4, address="10.0.0.1", port=5000, threads=3, run="x", secret_file="/s",
+        share=HostShare(first=2, size=4, address="10.0.0.1", port=5000), count=2, own_address="10.0.0.2",
+        replaceable=True, several=True, threads=3, run="x", secret_file="/s",
         environment={"APPORTION_PLAIN": "linear"}, path=[], directory="/",
     )  # fmt: skip
     told = start.environment_of(1, {"HOME": "/root", "PYTHONSAFEPATH": "1", "RANK": "77"})
@@ -294,24 +295,16 @@ def test_a_rank_is_told_its_place_as_under_torchrun() -> None:
 # Failures
 
 
-def test_the_host_of_a_rank_is_counted() -> None:
-    assert [host_of(rank, [2, 1, 3]) for rank in range(6)] == [0, 0, 1, 2, 2, 2]
-    with pytest.raises(ValueError, match="no rank 6"):
-        host_of(6, [2, 1, 3])
-
-
-def test_what_an_agent_tells_of_a_rank_is_an_event_of_a_worker() -> None:
-    assert worker_event({"kind": "finished", "rank": 1}, 3) == WorkerFinished(1)
-    killed = {"kind": "exited", "rank": 1, "status": -9, "out_of_memory": True}
-    assert worker_event(killed, 3) == WorkerExited(1, -9, out_of_memory=True, step=3)
-    assert worker_event({"kind": "output", "rank": 1, "lines": []}, 3) is None
-
-
 @pytest.mark.parametrize(
     ("stop", "cause"),
     [
         (Stop(3, "rank 3 was killed by SIGKILL"), "rank 3 on host b was killed by SIGKILL; --resume goes on"),
         (Stop(3, "rank 3: KeyError: 1", "trace"), "rank 3 on host b: KeyError: 1"),
+        (
+            Stop(3, "rank 3 on host c was killed by SIGKILL"),  # the pool has said where it was
+            "rank 3 on host c was killed by SIGKILL; --resume goes on",
+        ),
+        (Stop(3, "host c is lost with rank 3: it ended"), "host c is lost with rank 3: it ended; --resume goes on"),
         (Stop(3, "the disk is full"), "rank 3 on host b: the disk is full; --resume goes on"),
         (Stop(3, "batch_size=1 is too small", mistake=True), "batch_size=1 is too small"),
         (

@@ -1,0 +1,203 @@
+"""A run on several hosts that something happens to: its driver, what it tells, and the processes of its ranks.
+
+The workload says the number of each rank's process when its network is built, and the driver passes that on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from ssh_hosts import SshHosts
+
+WORK = """
+import os
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import apportion
+
+
+def examples():
+    x = torch.randn(256, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def slow(outputs, targets):
+    time.sleep(0.01)
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+def network():
+    print("process", os.environ.get("RANK"), os.getpid(), flush=True)
+    layers = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 2)
+    return nn.Sequential(*layers)
+
+
+workload = apportion.Workload(
+    model=network, data=examples, loss=slow, batch_size=16, epochs=None, steps=int(os.environ["STEPS"]),
+    optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.003), precision="float64",
+)
+"""
+DRIVER = """
+import json
+import sys
+
+import apportion
+from apportion.core.value import parse
+
+launcher, policy = parse(sys.argv[1], "apportion.runtime.launch"), apportion.Policy(**json.loads(sys.argv[2]))
+if __name__ == "__main__":
+    for event in apportion.run(
+        "work.py:workload", sys.argv[4], launcher=launcher, check=False, run_dir=sys.argv[3], policy=policy,
+        resume=sys.argv[5] == "resume",
+    ):
+        print(json.dumps({"kind": event.kind, "step": event.step, "data": dict(event.data)}), flush=True)
+"""
+SECONDS = 120.0
+"""The seconds that a run may take in all."""
+
+
+@dataclass
+class DrivenRun:
+    """A run that goes on, as this process sees it."""
+
+    process: subprocess.Popen[str]
+    steps: int
+    told: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
+    """The events, each with the time when it came."""
+    said: list[str] = field(default_factory=list)
+    """The lines on standard error."""
+    pids: dict[str, dict[int, int]] = field(default_factory=dict)
+    """The newest process of each rank, by its host and the rank that its slot began with."""
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def until(self, holds: Callable[[], bool], seconds: float = SECONDS) -> None:
+        """Waits until a condition on what was told holds."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: holds() or self.process.poll() is not None, seconds), self.text()
+        assert holds(), self.text()
+
+    def until_step(self, step: int) -> None:
+        """Waits until so many updates were told."""
+        self.until(lambda: self.step >= step)
+
+    @property
+    def step(self) -> int:
+        return max((event["step"] for _, event in self.told if event["kind"] == "step"), default=0)
+
+    def faults(self) -> list[dict[str, Any]]:
+        """What was told of each fault, and its step."""
+        return [{"step": e["step"], **e["data"]} for _, e in list(self.told) if e["kind"] == "fault"]
+
+    def end(self) -> dict[str, Any]:
+        """Waits for the end of the run, and returns its last event."""
+        try:
+            self.process.wait(SECONDS)
+        finally:
+            self.process.kill()
+        self.until(lambda: bool(self.told) and self.told[-1][1]["kind"] == "end", 10)
+        assert self.process.returncode == 0, self.text()
+        return self.told[-1][1]
+
+    def kill(self, host: str, rank: int, number: signal.Signals = signal.SIGKILL) -> float:
+        """Sends a signal to the process of a rank, and returns the seconds until the step after the one under way, for
+        a signal that takes it out of the run."""
+        self.until(lambda: rank in self.pids.get(host, {}))
+        pid = self.pids[host].pop(rank)
+        began, before = time.monotonic(), self.step
+        os.kill(pid, number)
+        self.until(lambda: rank in self.pids[host] and any(at > began for at, _ in self.told))
+        self.until(lambda: self.step > before + 1)
+        return next(at for at, e in self.told if e["kind"] == "step" and at > began and e["step"] > before + 1) - began
+
+    def text(self) -> str:
+        tail = [f"{event['kind']} {event['step']} {event['data']}" for _, event in self.told[-5:]]
+        return "\n".join([*tail, *self.said[-40:]])
+
+    def _read_events(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                with self.changed:
+                    self.told.append((time.monotonic(), json.loads(line)))
+                    self.changed.notify_all()
+
+    def _read_words(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            found = re.match(r"(\w+), rank \d+: process (\d+) (\d+)$", line)
+            with self.changed:
+                if found is None:
+                    self.said.append(line.rstrip())
+                else:
+                    self.pids.setdefault(found[1], {})[int(found[2])] = int(found[3])
+                self.changed.notify_all()
+
+
+@contextmanager
+def driven(  # noqa: PLR0913 (what a run is of)
+    hosts: SshHosts,
+    project: Path,
+    *names: str,
+    steps: int = 200,
+    run_dir: str = "run",
+    strategy: str = "data_parallel",
+    resume: bool = False,
+    host: str = "a",
+    **policy: Any,
+) -> Iterator[DrivenRun]:
+    """A run on these hosts (``a:2``), whose driver runs on ``host``, in a folder of its own."""
+    for name, text in {"work.py": WORK, "driver.py": DRIVER}.items():
+        (project / name).write_text(text)
+    launcher = str(hosts.launcher(*names, threads=1))
+    words = [launcher, json.dumps(policy), run_dir, strategy, "resume" if resume else "begin"]
+    command = hosts.command([sys.executable, "driver.py", *words], host)
+    process = subprocess.Popen(
+        command, cwd=project, env={**os.environ, "STEPS": str(steps)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    run = DrivenRun(process, steps)
+    readers = [threading.Thread(target=read, daemon=True) for read in (run._read_events, run._read_words)]
+    for reader in readers:
+        reader.start()
+    try:
+        yield run
+    finally:
+        process.kill()
+        process.wait()
+        for reader in readers:
+            reader.join(10)
+        for file in (process.stdout, process.stderr):
+            assert file is not None
+            file.close()
+
+
+def weights(project: Path, run_dir: str = "run") -> dict[str, torch.Tensor]:
+    """The last weights of a run."""
+    return dict(load_file(project / run_dir / "checkpoints" / "latest" / "model.safetensors"))
+
+
+def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The largest difference of each tensor that has not the same bits in both."""
+    return {
+        name: float((tensor.double() - other[name].double()).abs().max())
+        for name, tensor in one.items()
+        if not torch.equal(tensor, other[name])
+    }
