@@ -36,8 +36,8 @@ FLAGS = {
         "--allow-approximate", "--help", "--hosts", "--launcher", "--members", "--no-check", "--no-trial", "--policy",
         "--remeasure", "--require-proof", "--resume", "--run-dir", "--seed", "--steps", "--strategy", "--workers",
     ],
-    "check": ["--help", "--json", "--launcher", "--steps", "--strategy", "--workers"],
-    "compare": ["--help", "--json", "--launcher", "--out", "--steps", "--strategy", "--workers"],
+    "check": ["--help", "--hosts", "--json", "--launcher", "--steps", "--strategy", "--workers"],
+    "compare": ["--help", "--hosts", "--json", "--launcher", "--out", "--steps", "--strategy", "--workers"],
     "plan": [
         "--against", "--allow-approximate", "--cluster", "--help", "--json", "--launcher", "--network", "--no-trial",
         "--out", "--remeasure", "--workers",

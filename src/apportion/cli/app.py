@@ -188,10 +188,11 @@ def _train_members(workload: str, members: int, run_dir: str | None, given: Mapp
 
 
 @app.command()
-def check(
+def check(  # noqa: PLR0913 (the flags)
     workload: Address,
     strategy: Annotated[str, typer.Option(metavar="S", help="the strategy to prove")],
     workers: Workers = None,
+    hosts: OnHosts = None,
     steps: Annotated[int, typer.Option(min=1, help="updates to compare after")] = 8,
     launcher: Launcher = None,
     as_json: Json = False,
@@ -200,7 +201,7 @@ def check(
     with _guarded():
         from apportion.cli.run_display import show_proof
 
-        proof = apportion.check(workload, strategy, steps=steps, launcher=launcher_of(launcher, workers))
+        proof = apportion.check(workload, strategy, steps=steps, launcher=launcher_of(launcher, workers, hosts))
         if not is_first(launcher):
             pass
         elif as_json:
@@ -216,16 +217,18 @@ def compare(  # noqa: PLR0913 (the flags)
     workload: Address,
     strategy: Annotated[list[str] | None, typer.Option(metavar="S", help="again for each one; without it all")] = None,
     workers: Workers = None,
+    hosts: OnHosts = None,
     steps: Annotated[int, typer.Option(min=1, help="updates of each, after a warm-up")] = 50,
     out: Annotated[str | None, typer.Option(metavar="FILE", help="save the table there, as JSON")] = None,
     launcher: Launcher = None,
     as_json: Json = False,
 ) -> None:
-    """Measure strategies against each other on this machine."""
+    """Measure strategies against each other, on this machine or on several hosts."""
     with _guarded():
         from apportion.cli.run_display import show_rows
 
-        rows = apportion.compare(workload, strategy, steps=steps, path=out, launcher=launcher_of(launcher, workers))
+        where = launcher_of(launcher, workers, hosts)
+        rows = apportion.compare(workload, strategy, steps=steps, path=out, launcher=where)
         if not is_first(launcher):
             pass
         elif as_json:

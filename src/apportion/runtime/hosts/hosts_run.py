@@ -13,11 +13,11 @@ from typing import Any
 from apportion.core.event import Event, event_after
 from apportion.errors import ApportionError, CheckpointError, WorkerFailed
 from apportion.runtime.hosts.frames import FrameError, Message
-from apportion.runtime.hosts.host_failures import at_host, host_of, worker_event
+from apportion.runtime.hosts.host_failures import at_host, host_of
 from apportion.runtime.hosts.run_copy import RunCopy, mark_of
-from apportion.runtime.hosts.started_hosts import LOOK_SECONDS, SILENT_SECONDS, Shipment, StartedHosts
+from apportion.runtime.hosts.started_hosts import LOOK_SECONDS, Shipment, StartedHosts
 from apportion.runtime.launch.ssh import Ssh
-from apportion.runtime.supervisor.decisions import Finish, GoOn, Stop, failure, next_action
+from apportion.runtime.supervisor.decisions import Finish, GoOn, Stop, failure
 from apportion.runtime.supervisor.interrupts import Interrupts
 from apportion.runtime.supervisor.run import interrupted_text, resume_command
 from apportion.runtime.supervisor.watchdog import Allowance
@@ -96,20 +96,18 @@ class HostsRun(StartedHosts):
     def _listen(self) -> Iterator[Event]:
         """Yields events until every rank has finished."""
         pause: float = LOOK_SECONDS
-        allowed = [Allowance(SILENT_SECONDS) for _ in self._agents]
+        allowed = self._allowances()
         while True:
             news = self._next(pause)
             try:
                 event = self._take(*news) if news is not None else None
-                if news is not None:
-                    allowed[news[0]] = Allowance(SILENT_SECONDS)
-                self._refuse_silent([allowance.left for allowance in allowed])
+                self._refuse_silent(allowed, news)
             except WorkerFailed as error:  # the host is lost
                 yield self._own_event("fault", rank=None, cause=str(error), traceback=None, action="stops")
                 raise
             if event is not None:
                 yield event
-            action = next_action(self._happened, sum(self._counts), time.monotonic() - self._last_happened)
+            action = self._action()
             if isinstance(action, Finish):
                 self._hear_out(range(sum(self._counts)))
                 return
@@ -142,10 +140,7 @@ class HostsRun(StartedHosts):
             self._print(number, message)
         if message["kind"] == "event":
             return self._told(Event(**message["event"]))
-        happened = worker_event(message, self._last.step if self._last is not None else 0)
-        if happened is not None:
-            self._happened.append(happened)
-            self._last_happened = time.monotonic()
+        self._note(message, self._last.step if self._last is not None else 0)
         return None
 
     def _told(self, event: Event) -> Event | None:
@@ -247,7 +242,7 @@ class HostsRun(StartedHosts):
                     self._take(*news)
             except ApportionError as error:
                 return str(error)
-            action = next_action(self._happened, sum(self._counts), time.monotonic() - self._last_happened)
+            action = self._action()
             if isinstance(action, Finish):
                 return None
             if isinstance(action, Stop):

@@ -21,7 +21,9 @@ from apportion.errors import ApportionError, WorkerFailed
 from apportion.runtime.hosts.agent_connection import AgentConnection, News
 from apportion.runtime.hosts.frames import Message
 from apportion.runtime.hosts.host_facts import overload, ranks_of, refuse_unlike, versions
+from apportion.runtime.hosts.host_failures import worker_event
 from apportion.runtime.launch.ssh import Ssh
+from apportion.runtime.supervisor.decisions import Action, next_action
 from apportion.runtime.supervisor.failures import WorkerEvent, WorkerExited
 from apportion.runtime.supervisor.watchdog import Allowance
 
@@ -152,14 +154,32 @@ class StartedHosts:
 
     # While the ranks run
 
-    def _refuse_silent(self, left: Sequence[float]) -> None:
-        """Raises WorkerFailed where an agent says nothing any more. ``left``: the seconds that each may go on so."""
-        for agent, seconds in zip(self._agents, left, strict=True):
-            if seconds <= 0:
+    def _allowances(self) -> list[Allowance]:
+        """Returns how long each agent may say nothing, from now on."""
+        return [Allowance(SILENT_SECONDS) for _ in self._agents]
+
+    def _refuse_silent(self, allowed: list[Allowance], news: News | None) -> None:
+        """Raises WorkerFailed where an agent says nothing any more. ``news``: what was heard last, which gives the
+        agent that has said it its time anew."""
+        if news is not None:
+            allowed[news[0]] = Allowance(SILENT_SECONDS)
+        for agent, allowance in zip(self._agents, allowed, strict=True):
+            if allowance.left <= 0:
                 raise WorkerFailed(
                     f"host {agent.host}: its agent has said nothing for {SILENT_SECONDS:.0f} s: it was stopped, or the "
                     "host has no time or no memory left; --resume goes on"
                 )
+
+    def _note(self, message: Message, step: int) -> None:
+        """Notes what has happened to a rank. ``step``: the number of updates that were seen made."""
+        happened = worker_event(message, step)
+        if happened is not None:
+            self._happened.append(happened)
+            self._last_happened = time.monotonic()
+
+    def _action(self) -> Action:
+        """Decides what to do about all that has happened to the ranks so far."""
+        return next_action(self._happened, sum(self._counts), time.monotonic() - self._last_happened)
 
     def _hear_out(self, ranks: Iterable[int]) -> None:
         """Prints what these ranks have printed, until they have ended: their output comes by another way than what they
