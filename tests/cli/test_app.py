@@ -39,8 +39,8 @@ FLAGS = {
     "check": ["--help", "--hosts", "--json", "--launcher", "--steps", "--strategy", "--workers"],
     "compare": ["--help", "--hosts", "--json", "--launcher", "--out", "--steps", "--strategy", "--workers"],
     "plan": [
-        "--against", "--allow-approximate", "--cluster", "--help", "--json", "--launcher", "--network", "--no-trial",
-        "--out", "--remeasure", "--workers",
+        "--against", "--allow-approximate", "--cluster", "--help", "--hosts", "--json", "--launcher", "--network",
+        "--no-trial", "--out", "--remeasure", "--workers",
     ],
     "serve": ["--deadline", "--evaluate", "--help", "--host", "--port", "--quorum", "--replication", "--trust"],
     "export": ["--help", "--json", "--out", "--target", "--trust"],

@@ -14,11 +14,14 @@ from apportion.api.compared_row import ComparedRow
 from apportion.api.host_rank import HostJob, HostVerb
 from apportion.api.running import RunRequest
 from apportion.core.event import Event
+from apportion.core.json_data import read
 from apportion.core.strategy import Strategy
 from apportion.core.value import parse
 from apportion.core.workload import Workload
 from apportion.errors import ApportionError
 from apportion.planner.auto import Planning
+from apportion.planner.plan import Plan
+from apportion.planner.plan_data import plan_of
 from apportion.runtime.checkpoint.validation import refuse_started
 from apportion.runtime.hosts.code_bundle import make_bundle, project_root, shipped_address, shipped_path
 from apportion.runtime.hosts.hosts_run import HostsRun
@@ -65,7 +68,14 @@ def rows_on_hosts(
     """Measures strategies on the hosts of the launcher. ``every``: those that cannot run there are left out, of which
     rank 0 warns."""
     told = answered_on_hosts("compare", workload, launcher, strategies=list(strategies), steps=steps, every=every)
-    return _made(lambda rows: [ComparedRow(**row) for row in rows], told)
+    return _made(lambda rows: [read(ComparedRow, row) for row in rows], told)
+
+
+def plan_on_hosts(workload: Workload | str, launcher: Ssh, *, trial: bool) -> Plan:
+    """Plans for the ranks of the hosts of the launcher."""
+    made: Plan = _made(plan_of, answered_on_hosts("plan", workload, launcher, trial=trial))
+    name = workload if isinstance(workload, str) else made.workload  # on the hosts its file lies elsewhere
+    return replace(made, workload=name, started_by=str(launcher))
 
 
 def _made(make: Callable[[Any], Made], told: Any) -> Made:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from apportion.api.launched.comparison import compare_launched
+from apportion.api.launched.planning import plan_by_ranks
 from apportion.api.launched.proof import check_launched
 from apportion.comm.group import collective
 from apportion.core.strategy import Strategy
@@ -28,5 +29,5 @@ def _compare(
     return [asdict(row) for row in rows]
 
 
-ANSWERS: Mapping[str, Callable[..., Any]] = {"check": _check, "compare": _compare}
+ANSWERS: Mapping[str, Callable[..., Any]] = {"check": _check, "compare": _compare, "plan": plan_by_ranks}
 """The verbs by name. Each is given the workload, the launcher, and its own options."""
