@@ -54,6 +54,7 @@ import sys
 
 import apportion
 from apportion.planner.launched_plan import plan_launched
+from apportion.planner.plan_data import plan_data, plan_of
 
 world = apportion.World.from_env(device="cpu")
 try:
@@ -61,6 +62,7 @@ try:
     plan = plan_launched("work.py:workload", world, trial=how == "trial", seconds=1.0, measuring=measuring)
     told = None if plan is None else {**plan.to_json(), "devices": [d.name for d in plan.cluster.devices]}
     if plan is not None:
+        assert plan_of(json.loads(json.dumps(plan_data(plan)))) == plan, "another process makes the same of its data"
         told["found"] = [[str(p.strategy), p.layout.ranks, len(p.layout.hosts)] for p in plan.found]
 except ValueError as error:
     told = {"refused": str(error)}

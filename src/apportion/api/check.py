@@ -13,7 +13,7 @@ from apportion.core.workload import Workload
 from apportion.planner.trials.trial import candidate
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
-from apportion.runtime.launch.ssh import refuse_ssh
+from apportion.runtime.launch.ssh import Ssh
 from apportion.runtime.proof.proof import Proof
 
 
@@ -23,7 +23,7 @@ def check(
     *,
     workers: int | None = None,
     steps: int = 8,
-    launcher: Local | Env | None = None,
+    launcher: Local | Env | Ssh | None = None,
 ) -> Proof:
     """Run a strategy and its reference side by side, and compare what both have changed after every step.
 
@@ -39,7 +39,8 @@ def check(
 
     Under ``launcher=env()`` every rank calls it, in the same way: the strategy runs on the CPUs of these very ranks,
     over the connections that they have, the reference in processes of rank 0, and all ranks return the same proof or
-    raise the same error.
+    raise the same error. With ``launcher=ssh("a", "b:4")`` the ranks are started on these hosts for it, and do the
+    same.
     """
     if isinstance(workload, str):
         check_place(workload)
@@ -47,12 +48,16 @@ def check(
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
     launcher = launcher or Local()
-    refuse_ssh("check", launcher)
+    if isinstance(launcher, Ssh):
+        from apportion.api.on_hosts import proof_on_hosts  # what goes to other hosts needs more
+
+        hosts = launcher if workers is None else replace(launcher, workers=workers)
+        return proof_on_hosts(workload, value, hosts, steps=steps)
     if isinstance(launcher, Env):
         if workers is not None:
             raise ValueError(f"workers={workers} goes with local(): {launcher} finds its ranks running already")
         from apportion.api.launched.proof import check_launched  # what runs in ranks needs more than what starts them
 
         return check_launched(workload, value, launcher, steps=steps)
-    chosen = candidate(value, replace(launcher, workers=workers) if workers is not None else launcher)
+    chosen = candidate(value, launcher if workers is None else replace(launcher, workers=workers))
     return prove(ProofRequest(workload=workload, chosen=chosen, steps=steps))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from apportion.api.compared_row import ROUNDS, WARM_UP, ComparedRow, in_order, row_of, save
@@ -16,7 +17,7 @@ from apportion.planner.predict import prices
 from apportion.planner.trials.trial import Candidate, candidate, parked
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
-from apportion.runtime.launch.ssh import refuse_ssh
+from apportion.runtime.launch.ssh import Ssh
 
 PROFILE_SECONDS = 8.0
 """The seconds that measuring this machine, where it has not been, and the workload may take."""
@@ -28,7 +29,7 @@ def compare(  # noqa: PLR0913 (all of it by name)
     *,
     workers: int | None = None,
     steps: int = 50,
-    launcher: Local | Env | None = None,
+    launcher: Local | Env | Ssh | None = None,
     path: str | Path | None = None,
     predict: bool = True,
 ) -> list[ComparedRow]:
@@ -42,23 +43,38 @@ def compare(  # noqa: PLR0913 (all of it by name)
 
     Under ``launcher=env()`` every rank calls it, in the same way: each strategy runs on the CPUs of these very ranks,
     one after the other, without a prediction; single_device runs on rank 0's host. All ranks return the same rows, and
-    rank 0 saves them.
+    rank 0 saves them. With ``launcher=ssh("a", "b:4")`` the ranks are started on these hosts for it.
     """
     if isinstance(workload, str):
         check_place(workload)
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
-    refuse_ssh("compare", launcher)
-    if isinstance(launcher, Env):
+    if isinstance(launcher, Ssh):
+        from apportion.api.on_hosts import rows_on_hosts  # what goes to other hosts needs more
+
+        hosts = launcher if workers is None else replace(launcher, workers=workers)
+        rows = rows_on_hosts(workload, values_of(strategies), hosts, steps=steps, every=not strategies)
+    elif isinstance(launcher, Env):
         if workers is not None:
             raise ValueError(f"workers={workers} goes with local(): {launcher} finds its ranks running already")
         from apportion.api.launched.comparison import compare_launched  # what runs in ranks needs more
 
         return compare_launched(workload, values_of(strategies), launcher, steps=steps, path=path, every=not strategies)
-    candidates = _candidates(strategies, workers, launcher or Local())
+    else:
+        candidates = _candidates(strategies, workers, launcher or Local())
+        rows = _measured(workload, candidates, steps, every=strategies is None, predict=predict)
+    if path is not None:
+        save(rows, path)
+    return rows
+
+
+def _measured(
+    workload: Workload | str, candidates: Sequence[Candidate], steps: int, *, every: bool, predict: bool
+) -> list[ComparedRow]:
+    """Measures the candidates on this machine. ``every``: those that cannot run here are left out, with a warning."""
     predicted = _predicted(workload, candidates) if predict else dict.fromkeys(candidates)
     rounds = min(ROUNDS, steps)
-    refused: list[tuple[Candidate, str]] | None = [] if strategies is None else None
+    refused: list[tuple[Candidate, str]] | None = [] if every else None
     with parked(candidates, workload, {}, refused) as groups:
         for group in groups:
             group.go(WARM_UP, measure=False)
@@ -67,12 +83,9 @@ def compare(  # noqa: PLR0913 (all of it by name)
                 group.go(steps // rounds + (turn < steps % rounds))
         measured = [g.measured for g in groups]
     for left_out, why in refused or ():
-        warnings.warn(f"{left_out.strategy} is left out: {why}", stacklevel=2)
+        warnings.warn(f"{left_out.strategy} is left out: {why}", stacklevel=3)
     alone = next(m for m in measured if m.candidate.strategy.one_process)
-    rows = in_order([row_of(m, alone, predicted[m.candidate]) for m in measured])
-    if path is not None:
-        save(rows, path)
-    return rows
+    return in_order([row_of(m, alone, predicted[m.candidate]) for m in measured])
 
 
 def _predicted(workload: Workload | str, candidates: Sequence[Candidate]) -> dict[Candidate, float | None]:

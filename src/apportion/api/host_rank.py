@@ -1,5 +1,5 @@
-"""The program of a rank that the agent of its host has started: it trains as a rank under torchrun does, and tells the
-driver what happens."""
+"""The program of a rank that the agent of its host has started: it trains, or carries out another verb, as a rank under
+torchrun does, and tells the driver what happens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import cloudpickle
 
 from apportion.comm.channel import Channel
 from apportion.core.strategy import Strategy
+from apportion.errors import PeerLost, WorkerFailed
 from apportion.runtime.launch.ssh import Ssh
 
 
@@ -36,8 +37,21 @@ class HostJob:
     """About how many ranks there are: a spare gets ready for the share of one of so many."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class HostVerb:
+    """What every rank is given of a verb that returns a value."""
+
+    name: str
+    """The verb, one of ``api.launched.answers``."""
+    workload: Any
+    """The workload, or its address below the folder of the run's code."""
+    launcher: Ssh
+    options: Mapping[str, Any]
+    """What else the verb is called with."""
+
+
 def main(sock: socket.socket, payload: bytes) -> int:
-    """Trains as one rank, and returns the exit status of the process."""
+    """Does as one rank what the payload says, and returns the exit status of the process."""
     return _run(sock, lambda: cloudpickle.loads(payload))
 
 
@@ -59,18 +73,22 @@ def _opened(job: HostJob) -> HostJob:
     """Returns the job with its workload opened."""
     from apportion.runtime.worker.preloaded import opened_job
 
-    asked = _located(job.asked)
+    asked = replace(job.asked, workload=_here(job.asked.workload))
     workload = opened_job(replace(asked.job(job.strategy, job.launcher, 1), workers=job.ranks)).workload
     return replace(job, asked=replace(asked, workload=workload, changes={}))
 
 
-def _run(sock: socket.socket, load: Callable[[], HostJob]) -> int:
+def _run(sock: socket.socket, load: Callable[[], HostJob | HostVerb]) -> int:
     _print_to(sock)
     channel = Channel(sock)
     from apportion.runtime.worker.entry import report
 
     try:
-        _train(channel, load())
+        given = load()
+        control = _prepare(channel)
+        if isinstance(given, HostVerb):
+            return _answer(channel, given)
+        _train(channel, given, control)
         channel.send({"kind": "finished"})
     except BaseException as error:
         report(channel, error)
@@ -86,10 +104,10 @@ def _print_to(sock: socket.socket) -> None:
     os.close(output)
 
 
-def _train(channel: Channel, job: HostJob) -> None:
+def _prepare(channel: Channel) -> Any:
+    """Sets this process up for computing, and returns how the driver stops what it does."""
     import torch
 
-    from apportion.api import running
     from apportion.process import keep_what_is_freed
     from apportion.runtime.worker.coordination import RunControl
 
@@ -98,18 +116,45 @@ def _train(channel: Channel, job: HostJob) -> None:
     keep_what_is_freed()
     control = RunControl()
     threading.Thread(target=_obey, args=(channel, control), name="orders", daemon=True).start()
-    asked: running.RunRequest = _located(job.asked)
+    return control
+
+
+def _train(channel: Channel, job: HostJob, control: Any) -> None:
+    from apportion.api import running
+
+    asked: running.RunRequest = replace(job.asked, workload=_here(job.asked.workload))
     supervised = channel if job.replaceable else None
     for event in running.joined(asked, job.strategy, job.launcher, job.planning, control, channel=supervised):
         if event.kind != "end" or os.environ["RANK"] == "0":
             channel.send({"kind": "event", "event": asdict(event)})
 
 
-def _located(asked: Any) -> Any:
-    """Returns the request with a workload that is found among the code that came with it."""
-    if isinstance(asked.workload, str) and asked.workload.rpartition(":")[0].endswith(".py"):
-        return replace(asked, workload=os.path.join(sys.path[0], asked.workload))
-    return asked
+def _answer(channel: Channel, verb: HostVerb) -> int:
+    """Carries out a verb, whose value rank 0 tells, and returns the exit status of the process. An error is told whole,
+    so that the driver can raise the same one."""
+    from apportion.api.launched.answers import ANSWERS
+    from apportion.runtime.launched.outcome import failed, result
+    from apportion.runtime.worker.entry import described
+
+    rank = os.environ["RANK"]
+    try:
+        told = result(ANSWERS[verb.name](_here(verb.workload), verb.launcher, **verb.options))
+    except BaseException as error:
+        # Of a rank that is lost all others tell; the one that has ended is the cause.
+        symptom = isinstance(error, PeerLost) or (isinstance(error, WorkerFailed) and error.traceback is None)
+        channel.send({**described(error), "symptom": symptom, "error": failed(error, by=f"rank {rank}")})
+        return 1
+    if rank == "0":
+        channel.send(told)
+    channel.send({"kind": "finished"})
+    return 0
+
+
+def _here(workload: Any) -> Any:
+    """Returns the workload, or its address on this host."""
+    if isinstance(workload, str) and workload.rpartition(":")[0].endswith(".py"):
+        return os.path.join(sys.path[0], workload)
+    return workload
 
 
 def _obey(channel: Channel, control: Any) -> None:

@@ -1,25 +1,36 @@
-"""A run on several hosts that this process starts: what goes to each of them, and the run itself."""
+"""Runs and other verbs on several hosts that this process starts: what goes to each of them, and what comes of it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import cloudpickle
 
-from apportion.api.host_rank import HostJob
+from apportion.api.compared_row import ComparedRow
+from apportion.api.host_rank import HostJob, HostVerb
 from apportion.api.running import RunRequest
 from apportion.core.event import Event
+from apportion.core.json_data import read
 from apportion.core.strategy import Strategy
 from apportion.core.value import parse
+from apportion.core.workload import Workload
+from apportion.errors import ApportionError
 from apportion.planner.auto import Planning
+from apportion.planner.plan import Plan
+from apportion.planner.plan_data import plan_of
 from apportion.runtime.checkpoint.validation import refuse_started
 from apportion.runtime.hosts.code_bundle import make_bundle, project_root, shipped_address, shipped_path
-from apportion.runtime.hosts.hosts_run import HostsRun, Shipment
+from apportion.runtime.hosts.hosts_run import HostsRun
+from apportion.runtime.hosts.hosts_verb import HostsVerb
+from apportion.runtime.hosts.started_hosts import Shipment
 from apportion.runtime.launch.ssh import Ssh
+from apportion.runtime.proof.proof import Proof
 
+Made = TypeVar("Made")
 UNKNOWN = "data_parallel"
 """The strategy that stands in the driver's job where the ranks choose one: they alone build it."""
 MOST_JOB_BYTES = 64 << 20
@@ -32,23 +43,66 @@ def started_on_hosts(
     """Runs on the hosts of the launcher. Where no strategy is given their ranks choose one."""
     if not asked.resume:
         refuse_started(asked.run_dir)  # the copy of the run would take its place
-    given = asked.workload if isinstance(asked.workload, str) else None
-    root = project_root(given, sys.modules["__main__"])
-    shipped = replace(asked, address=_whole(asked.address))
-    if given is not None:
-        shipped = replace(shipped, workload=shipped_address(given))
+    shipped = replace(asked, address=_whole(asked.address), workload=_shipped(asked.workload))
     replaceable = strategy is not None and strategy.recovers_across_hosts
-    host_job = HostJob(asked=shipped, strategy=strategy, launcher=launcher, planning=planning, replaceable=replaceable)
-    payload = cloudpickle.dumps(host_job)
+    given = HostJob(asked=shipped, strategy=strategy, launcher=launcher, planning=planning, replaceable=replaceable)
+    shipment = _shipment(asked.workload, given)
+    job = asked.job(strategy or parse(UNKNOWN, "apportion.strategies"), launcher, 1)
+    job = replace(job, replaceable=replaceable)
+    yield from HostsRun(job, launcher, shipment, chooses=strategy is None).events()
+
+
+def answered_on_hosts(name: str, workload: Workload | str, launcher: Ssh, **options: Any) -> Any:
+    """Carries out a verb on the hosts of the launcher, and returns its value, which is plain JSON. ``name``: the verb
+    in ``launched.answers``; ``options``: what else it is called with. Raises what it raises there."""
+    given = HostVerb(name=name, workload=_shipped(workload), launcher=launcher, options=options)
+    return HostsVerb(launcher, _shipment(workload, given)).value()
+
+
+def proof_on_hosts(workload: Workload | str, strategy: Strategy, launcher: Ssh, *, steps: int) -> Proof:
+    """Proves a strategy on the hosts of the launcher."""
+    return _made(Proof.from_json, answered_on_hosts("check", workload, launcher, strategy=strategy, steps=steps))
+
+
+def rows_on_hosts(
+    workload: Workload | str, strategies: Sequence[Strategy], launcher: Ssh, *, steps: int, every: bool
+) -> list[ComparedRow]:
+    """Measures strategies on the hosts of the launcher. ``every``: those that cannot run there are left out, of which
+    rank 0 warns."""
+    told = answered_on_hosts("compare", workload, launcher, strategies=list(strategies), steps=steps, every=every)
+    return _made(lambda rows: [read(ComparedRow, row) for row in rows], told)
+
+
+def plan_on_hosts(workload: Workload | str, launcher: Ssh, *, trial: bool) -> Plan:
+    """Plans for the ranks of the hosts of the launcher."""
+    made: Plan = _made(plan_of, answered_on_hosts("plan", workload, launcher, trial=trial))
+    name = workload if isinstance(workload, str) else made.workload  # on the hosts its file lies elsewhere
+    return replace(made, workload=name, started_by=str(launcher))
+
+
+def _made(make: Callable[[Any], Made], told: Any) -> Made:
+    """Returns what a host's JSON describes. Raises ApportionError where it describes nothing of the kind."""
+    try:
+        return make(told)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ApportionError(f"what the first host has sent as the result is none: {error}") from error
+
+
+def _shipped(workload: Workload | str) -> Workload | str:
+    """Returns the workload as the hosts are given it: its address below the folder of its code."""
+    return shipped_address(workload) if isinstance(workload, str) else workload
+
+
+def _shipment(workload: Workload | str, given: HostJob | HostVerb) -> Shipment:
+    """Returns what goes to every host. Raises ValueError where it is too much."""
+    root = project_root(workload if isinstance(workload, str) else None, sys.modules["__main__"])
+    payload = cloudpickle.dumps(given)
     if len(payload) > MOST_JOB_BYTES:
         raise ValueError(
             f"the pickled workload has {len(payload):,} bytes, and {MOST_JOB_BYTES >> 20} MB go to the hosts at most: "
             "data are not sent; have data= open them on each host"
         )
-    shipment = Shipment(code=make_bundle(root), root=root, path=shipped_path(root), payload=payload)
-    job = asked.job(strategy or parse(UNKNOWN, "apportion.strategies"), launcher, 1)
-    job = replace(job, replaceable=replaceable)
-    yield from HostsRun(job, launcher, shipment, chooses=strategy is None).events()
+    return Shipment(code=make_bundle(root), root=root, path=shipped_path(root), payload=payload)
 
 
 def _whole(address: str | None) -> str | None:

@@ -12,6 +12,8 @@ from apportion.cost_model.profile import Profile
 from apportion.planner.build import make
 from apportion.planner.plan import Plan
 from apportion.planner.search import places_of, search
+from apportion.runtime.launch.env import Env
+from apportion.runtime.launch.ssh import Ssh
 
 
 def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
@@ -24,6 +26,7 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
     trial: bool = True,
     allow_approximate: bool = False,
     remeasure: bool = False,
+    launcher: Env | Ssh | None = None,
 ) -> Plan:
     """Find which way to split a workload, with the price of every alternative and when the answer would change.
 
@@ -35,19 +38,16 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
     ``workers``: only layouts of so many. ``trial``: the best few are tried, where the machines are those that this runs
     on; else all is predicted. ``allow_approximate``: an approximate strategy may be chosen, after a pilot.
 
+    ``launcher``: plans for ranks of several hosts, on which it is measured and tried: ``env()`` for those that call
+    this, each in the same way, ``ssh("a", "b:4")`` for ranks that are started for it. Only ``trial`` goes with it.
+
     Raises ValueError for what was asked wrongly, and where nothing can run.
     """
-    if workload is None and network is None:
-        raise ValueError("plan needs a workload (FILE:NAME), or network=: a profile of one; give either")
-    if network is not None and cluster is None:
-        raise ValueError("network= is a profile from elsewhere: say which machines with cluster=, a file or a name")
-    if network is not None and (remeasure or allow_approximate):
-        raise ValueError(
-            "network= is a profile from elsewhere: nothing is measured or tried with it; leave remeasure and "
-            "allow_approximate out"
-        )
-    if isinstance(workload, str) and (network is None or cluster is None):
-        check_place(workload)
+    if launcher is not None:
+        if any(given is not None for given in (cluster, network, against, workers)) or allow_approximate or remeasure:
+            raise ValueError("--launcher env plans for the ranks that run it: it goes with --no-trial, --out, --json")
+        return _by_ranks(workload, launcher, trial=trial)
+    _must_go_together(workload, cluster, network, measures=remeasure or allow_approximate)
     machines = _here(remeasure) if cluster is None else cluster_of(cluster)
     here = cluster is None or (isinstance(cluster, Cluster) and _is_this_machine(cluster))
     if allow_approximate and not (trial and here):
@@ -70,6 +70,41 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
     from apportion.planner.trials.measured_plan import tried  # with it come processes
 
     return tried(planned, workload, allow_approximate=allow_approximate)
+
+
+def _must_go_together(workload: object, cluster: object, network: object, *, measures: bool) -> None:
+    """Raises ValueError where what a plan is to be made of is missing or contradicts itself. ``measures``: something is
+    to be measured anew, or tried."""
+    if workload is None and network is None:
+        raise ValueError("plan needs a workload (FILE:NAME), or network=: a profile of one; give either")
+    if network is not None and cluster is None:
+        raise ValueError("network= is a profile from elsewhere: say which machines with cluster=, a file or a name")
+    if network is not None and measures:
+        raise ValueError(
+            "network= is a profile from elsewhere: nothing is measured or tried with it; leave remeasure and "
+            "allow_approximate out"
+        )
+    if isinstance(workload, str) and (network is None or cluster is None):
+        check_place(workload)
+
+
+def _by_ranks(workload: Workload | str | None, launcher: Env | Ssh, *, trial: bool) -> Plan:
+    if not isinstance(launcher, Env | Ssh) or workload is None:
+        raise ValueError(
+            f"--launcher {launcher} with {workload}: plan looks at every layout of this machine by itself; --launcher "
+            "env, with FILE:NAME, is for ranks that torchrun or Slurm have started, and --hosts a,b for those of "
+            "several hosts"
+        )
+    if isinstance(workload, str):
+        check_place(workload)
+    if isinstance(launcher, Ssh):
+        from apportion.api.on_hosts import plan_on_hosts  # what goes to other hosts needs more
+
+        return plan_on_hosts(workload, launcher, trial=trial)
+    from apportion.api.launched.planning import plan_by_ranks  # what runs in ranks needs more
+    from apportion.planner.plan_data import plan_of
+
+    return plan_of(plan_by_ranks(workload, launcher, trial=trial))
 
 
 def cluster_of(given: Cluster | str | Path) -> Cluster:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -207,8 +208,10 @@ class SelfProof:
     def _command(self) -> str:
         place = self._job.address or "FILE:NAME"
         command = f"apportion check {place} --strategy {str(self._chosen.strategy)!r}"
-        where = "--launcher env, on these ranks" if self._hosts else f"--workers {self._chosen.ranks}"
-        return f"{command} {where}"
+        if not self._hosts:
+            return f"{command} --workers {self._chosen.ranks}"
+        launcher = self._job.launcher
+        return f"{command} --launcher {'env, on these ranks' if launcher.startswith('env') else shlex.quote(launcher)}"
 
     def _name(self, key: str) -> str:
         """Returns the name under which the answer is kept: of the workload's key, and of where and how it is

@@ -18,6 +18,7 @@ from apportion.comm.world import World
 from apportion.core.event import Event
 from apportion.core.policy import Policy
 from apportion.core.strategy import Strategy
+from apportion.core.torch_private import import_compiler_late
 from apportion.core.value import parse
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError, Disproved, NotProved
@@ -164,6 +165,7 @@ def joined(
             "allow_approximate needs a pilot with processes of its own, and the ranks of env() are running already: "
             "leave it out, or give strategy=local_sgd()"
         )
+    import_compiler_late()  # every rank has been started for this run, and would wait for it
     world = World.from_env(device=launcher.device, insecure=launcher.insecure, channel=channel)
     control = control or RunControl()
     if channel is not None:

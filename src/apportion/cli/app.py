@@ -188,10 +188,11 @@ def _train_members(workload: str, members: int, run_dir: str | None, given: Mapp
 
 
 @app.command()
-def check(
+def check(  # noqa: PLR0913 (the flags)
     workload: Address,
     strategy: Annotated[str, typer.Option(metavar="S", help="the strategy to prove")],
     workers: Workers = None,
+    hosts: OnHosts = None,
     steps: Annotated[int, typer.Option(min=1, help="updates to compare after")] = 8,
     launcher: Launcher = None,
     as_json: Json = False,
@@ -200,7 +201,7 @@ def check(
     with _guarded():
         from apportion.cli.run_display import show_proof
 
-        proof = apportion.check(workload, strategy, steps=steps, launcher=launcher_of(launcher, workers))
+        proof = apportion.check(workload, strategy, steps=steps, launcher=launcher_of(launcher, workers, hosts))
         if not is_first(launcher):
             pass
         elif as_json:
@@ -216,16 +217,18 @@ def compare(  # noqa: PLR0913 (the flags)
     workload: Address,
     strategy: Annotated[list[str] | None, typer.Option(metavar="S", help="again for each one; without it all")] = None,
     workers: Workers = None,
+    hosts: OnHosts = None,
     steps: Annotated[int, typer.Option(min=1, help="updates of each, after a warm-up")] = 50,
     out: Annotated[str | None, typer.Option(metavar="FILE", help="save the table there, as JSON")] = None,
     launcher: Launcher = None,
     as_json: Json = False,
 ) -> None:
-    """Measure strategies against each other on this machine."""
+    """Measure strategies against each other, on this machine or on several hosts."""
     with _guarded():
         from apportion.cli.run_display import show_rows
 
-        rows = apportion.compare(workload, strategy, steps=steps, path=out, launcher=launcher_of(launcher, workers))
+        where = launcher_of(launcher, workers, hosts)
+        rows = apportion.compare(workload, strategy, steps=steps, path=out, launcher=where)
         if not is_first(launcher):
             pass
         elif as_json:
@@ -247,6 +250,7 @@ def plan(  # noqa: PLR0913 (the flags)
         str | None, typer.Option(metavar="FILE|NAME", help="other machines: how many of them match these?")
     ] = None,
     workers: Workers = None,
+    hosts: OnHosts = None,
     no_trial: Annotated[bool, typer.Option("--no-trial", help="stop at the prediction")] = False,
     allow_approximate: Annotated[
         bool, typer.Option("--allow-approximate", help="choose an approximate one if a pilot speaks for it")
@@ -260,52 +264,21 @@ def plan(  # noqa: PLR0913 (the flags)
 ) -> None:
     """Say which way to split a workload, why, and when the answer would change."""
     with _guarded():
-        decided: Plan | None
-        if launcher is not None:
-            if any((network, cluster, against, workers, allow_approximate, remeasure)):
-                raise ValueError(
-                    "--launcher env plans for the ranks that run it: it goes with --no-trial, --out, --json"
-                )
-            decided = _plan_launched(workload, launcher, trial=not no_trial)
-        else:
-            decided = apportion.plan(
-                workload,
-                cluster,
-                network=network,
-                against=against,
-                workers=workers,
-                trial=not no_trial,
-                allow_approximate=allow_approximate,
-                remeasure=remeasure,
-            )
-        if decided is not None:
+        decided = apportion.plan(
+            workload,
+            cluster,
+            network=network,
+            against=against,
+            workers=None if hosts else workers,
+            trial=not no_trial,
+            allow_approximate=allow_approximate,
+            remeasure=remeasure,
+            launcher=None
+            if launcher is None and hosts is None
+            else launcher_of(launcher, workers if hosts else None, hosts),
+        )
+        if is_first(launcher):
             _show_plan(decided, out, as_json)
-
-
-def _plan_launched(workload: str | None, launcher: str, *, trial: bool) -> Plan | None:
-    """On rank 0; None on the others, which have helped to measure."""
-    from apportion.comm.world import World
-    from apportion.core.value import parse
-    from apportion.planner.launched_plan import plan_launched
-    from apportion.runtime.launch.env import Env
-
-    given = parse(launcher, "apportion.runtime.launch")
-    if not isinstance(given, Env) or workload is None:
-        raise ValueError(
-            f"--launcher {launcher} with {workload}: plan looks at every layout of this machine by itself; --launcher "
-            "env, with FILE:NAME, is for ranks that torchrun or Slurm have started"
-        )
-    world = World.from_env(device=given.device, insecure=given.insecure)
-    if world.size == 1:
-        raise ValueError(
-            f"--launcher {launcher} plans for ranks that torchrun or Slurm have started, and here is one alone: start "
-            f"torchrun --nproc-per-node=2 --no-python apportion plan {workload} --launcher env, or leave --launcher "
-            "out, and it is planned for this machine"
-        )
-    try:
-        return plan_launched(workload, world, trial=trial)
-    finally:
-        world.close()
 
 
 def _show_plan(decided: Plan, out: str | None, as_json: bool) -> None:

@@ -7,10 +7,14 @@ it: without the name the run is slower and otherwise the same. ``missing`` lists
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +82,61 @@ def traced_through_compiled() -> AbstractContextManager[Any]:
     if config is None or not hasattr(config, "error_on_nested_fx_trace"):
         return nullcontext()
     return cast("AbstractContextManager[Any]", config.patch(error_on_nested_fx_trace=False))
+
+
+# The compiler, which optimizers import
+
+_COMPILER = "torch._dynamo"
+
+
+@final
+class _LateCompiler(ModuleType):
+    """Stands in for torch's compiler until something of it is used that is more than nothing.
+
+    Optimizers import it, though all that they ask of it does nothing in a process that has compiled nothing: to break
+    a graph, and to leave a function out of one. Importing it takes a process about as long as half of torch does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_COMPILER, "The compiler of torch, which is imported when it is used.")
+        self._loading = threading.RLock()
+
+    def graph_break(self, msg: str = "") -> None:
+        """Does nothing: no graph is being made."""
+
+    def disable(self, fn: Any = None, recursive: bool = True, **options: Any) -> Any:
+        """Returns a function that calls this one, by way of the compiler as soon as that is there."""
+        if fn is None:
+            return self._load().disable(fn, recursive, **options)
+        disabled: list[Any] = []
+
+        @functools.wraps(fn)
+        def call(*arguments: Any, **named: Any) -> Any:
+            if not disabled and sys.modules.get(_COMPILER) is not self:
+                disabled.append(sys.modules[_COMPILER].disable(fn, recursive, **options))  # type: ignore[attr-defined]
+            return (disabled[0] if disabled else fn)(*arguments, **named)
+
+        return call
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # what is asked of every module there is
+            raise AttributeError(name)
+        return getattr(self._load(), name)
+
+    def _load(self) -> Any:
+        with self._loading:
+            if sys.modules.get(_COMPILER) is self:
+                del sys.modules[_COMPILER]
+                vars(torch).pop("_dynamo", None)
+            return importlib.import_module(_COMPILER)
+
+
+def import_compiler_late() -> None:
+    """Has this process import torch's compiler when something is compiled, and not for its first optimizer. Does
+    nothing where it is imported already."""
+    if _COMPILER not in sys.modules:
+        late: Any = _LateCompiler()
+        sys.modules[_COMPILER] = torch._dynamo = late
 
 
 # Fused and joined kernels

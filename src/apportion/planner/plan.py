@@ -59,6 +59,8 @@ class Plan:
     """The number of workers, where only layouts of so many were asked for."""
     address: str | None = None
     """The workload that the commands name, where it is not ``workload``."""
+    started_by: str | None = None
+    """The launcher that starts ranks on the hosts of the plan, as it is typed, where it is known."""
 
     @property
     def strategy(self) -> str:
@@ -83,7 +85,7 @@ class Plan:
     @property
     def commands(self) -> Commands:
         """The shell commands that carry out the plan."""
-        return commands(self.address or self.workload, self.chosen)
+        return commands(self.address or self.workload, self.chosen, self.started_by)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain data: the chosen candidate's ``strategy``, ``launcher``, ``workers``,
@@ -176,17 +178,19 @@ class Commands(NamedTuple):
     """The lines of a plan for a shell."""
 
     apportion: str | None
-    """The ``apportion train`` command; None where several hosts are needed: each of them runs ``torchrun``."""
+    """The ``apportion train`` command; None where several hosts are needed and nothing is known to start ranks there:
+    each of them runs ``torchrun``."""
     torchrun: str
     """The ``torchrun`` command, with its threads, and with each worker on cores of its own."""
 
 
-def commands(workload: str, chosen: Priced) -> Commands:
+def commands(workload: str, chosen: Priced, started_by: str | None = None) -> Commands:
     """Return the commands of the chosen candidate. ``workload``: FILE:NAME; what is not an address is written as
-    FILE:NAME."""
+    FILE:NAME. ``started_by``: the launcher for several hosts."""
     address = workload if ":" in workload else "FILE:NAME"
     train = f"apportion train {_quoted(address)} --strategy {_quoted(str(chosen.strategy))}"
-    ours = f"{train} --launcher {_quoted(str(chosen.launcher))}" if isinstance(chosen.launcher, Local) else None
+    launcher = str(chosen.launcher) if isinstance(chosen.launcher, Local) else started_by
+    ours = None if launcher is None else f"{train} --launcher {_quoted(launcher)}"
     return Commands(ours, _torchrun(f"{train} --launcher {_quoted(_env(chosen))}", chosen))
 
 

@@ -19,6 +19,7 @@ from apportion.core.workload import Workload
 from apportion.planner.trials.trial import Candidate, Measured, TrialWorkers, candidate
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
+from apportion.runtime.launch.ssh import Ssh
 from apportion.runtime.launched.driving import driven
 from apportion.runtime.launched.running_ranks import RunningRanks
 from apportion.runtime.worker.job import Job
@@ -28,7 +29,7 @@ from apportion.runtime.worker.job import Job
 def compare_launched(
     workload: Workload | str,
     strategies: Sequence[Strategy],
-    launcher: Env,
+    launcher: Env | Ssh,
     *,
     steps: int,
     path: str | Path | None,

@@ -10,6 +10,8 @@ from typing import Any
 from apportion.runtime.supervisor.decisions import Stop
 from apportion.runtime.supervisor.failures import WorkerRaised
 
+RESUME = "--resume goes on"
+"""The advice that ends the cause of a loss."""
 MODULES_HINT = "only the Python files below {root} were sent to the hosts: install other modules on each of them"
 
 
@@ -30,18 +32,32 @@ def raised_event(message: Mapping[str, Any], rank: int, step: int) -> WorkerRais
     )
 
 
+def rank_at_host(cause: str, rank: int, host: str, root: str) -> str:
+    """Returns the cause of a failure with the host of its rank. ``root``: the folder whose modules were sent to the
+    hosts."""
+    name = f"rank {rank}"
+    if cause.startswith("host "):  # a host that is lost with its ranks
+        return cause
+    if not cause.startswith(name):
+        cause = f"{name} on host {host}: {cause}"
+    elif not cause.startswith(f"{name} on host "):
+        cause = f"{name} on host {host}{cause.removeprefix(name)}"
+    if "ModuleNotFoundError" in cause:
+        cause = f"{cause}; {MODULES_HINT.format(root=root)}"
+    return cause
+
+
 def at_host(stop: Stop, host: str, root: str) -> Stop:
     """Returns a decision to stop whose cause names the host of the rank. What is wrong for all ranks alike names none.
     ``root``: the folder whose modules were sent to the hosts."""
     if stop.mistake or stop.differs:
         return stop
-    cause, rank = stop.cause, f"rank {stop.rank}"
-    if cause.startswith(rank) and not cause.startswith(f"{rank} on host"):
-        cause = f"{rank} on host {host}{cause.removeprefix(rank)}"
-    elif not cause.startswith((f"{rank} on host", "host ")):
-        cause = f"{rank} on host {host}: {cause}"
-    if "ModuleNotFoundError" in cause:
-        cause = f"{cause}; {MODULES_HINT.format(root=root)}"
-    elif stop.traceback is None and not stop.cause.endswith("--resume goes on"):
-        cause = f"{cause}; --resume goes on"
+    cause = rank_at_host(stop.cause, stop.rank, host, root)
+    if stop.traceback is None and "ModuleNotFoundError" not in cause and not cause.endswith(RESUME):
+        cause = f"{cause}; {RESUME}"
     return replace(stop, cause=cause)
+
+
+def unresumed(cause: str) -> str:
+    """Returns the cause of a failure without the advice to go on from a checkpoint, for what leaves none."""
+    return cause.removesuffix(RESUME).removesuffix("; ")

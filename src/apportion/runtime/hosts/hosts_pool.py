@@ -146,6 +146,7 @@ class HostsPool:
             self.history.note(WorkerFinished(rank))
         elif kind == "raised":
             self.history.note(raised_event(message, rank, step))
+            yield rank, message
         else:
             if kind == "event" and slot in self._late_by:  # it counts from its own start
                 message["event"]["seconds"] += self._late_by[slot]

@@ -1,29 +1,22 @@
-"""A run on several hosts seen from the driver: starts an agent on each, passes on what they tell, and ends them."""
+"""A run on several hosts seen from the driver: passes on what the ranks tell, and brings the run to its end."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import queue
-import secrets
 import shlex
-import sys
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from apportion.core.event import Event, event_after
-from apportion.core.fast_paths import VARIABLE as PLAIN_PATHS
-from apportion.errors import ApportionError, CheckpointError, WorkerFailed
-from apportion.runtime.hosts.agent_connection import AgentConnection, News
-from apportion.runtime.hosts.frames import FrameError, Message
-from apportion.runtime.hosts.host_facts import overload, ranks_of, refuse_unlike, versions
+from apportion.errors import ApportionError, CheckpointError
+from apportion.runtime.hosts.frames import FrameError
 from apportion.runtime.hosts.host_failures import at_host
 from apportion.runtime.hosts.hosts_pool import HostsPool
 from apportion.runtime.hosts.run_copy import RunCopy, mark_of
+from apportion.runtime.hosts.started_hosts import LOOK_SECONDS, WORDS_SECONDS, Shipment, StartedHosts
 from apportion.runtime.launch.ssh import Ssh
 from apportion.runtime.supervisor.decisions import Finish, Stop, failure
 from apportion.runtime.supervisor.failures import Notice
@@ -34,50 +27,20 @@ from apportion.runtime.supervisor.run import interrupted_text, resume_command
 from apportion.runtime.supervisor.watchdog import Allowance
 from apportion.runtime.worker.job import Job
 
-READY_SECONDS = 30.0
-"""The seconds that an agent may take to speak: ssh itself gives up earlier where nobody answers."""
-LONGEST_GRACE = "28 s"
-"""The time that a silent host is waited for where nothing can go on without it."""
-LOOK_SECONDS = 0.5
-"""The seconds between two looks at whether Ctrl-C has come."""
 SAVE_SECONDS = 5.0
 """The seconds that the step under way and its checkpoint may take after Ctrl-C."""
 STOP_SECONDS = 120.0
 """The seconds that they may take after ``break``."""
-END_SECONDS = 8.0
-"""The seconds that agents may take to end their ranks and remove their folders."""
-WORDS_SECONDS = 2.0
-"""The seconds in which what ranks have printed still arrives after they have told how they ended."""
 COPY_SECONDS = 60.0
 """The seconds that a host may take to send the next piece of the run directory."""
-TRAVELS = (PLAIN_PATHS,)
-"""The variables of the driver's environment that the ranks are given."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shipment:
-    """What goes to every host."""
-
-    code: bytes
-    """The bundle of the user's own modules (``code_bundle``)."""
-    root: Path
-    """The folder that they are from."""
-    path: Sequence[str]
-    """The folders in it that modules are found in, relative to it."""
-    payload: bytes
-    """The pickled job that the ranks open."""
-
-
-class HostsRun:
+class HostsRun(StartedHosts):
     """One run of a job on several hosts. ``chooses``: the ranks choose the strategy, which is not the job's then."""
 
     def __init__(self, job: Job, launcher: Ssh, shipment: Shipment, *, chooses: bool = False) -> None:
-        self._job, self._launcher, self._shipment, self._chooses = job, launcher, shipment, chooses
-        self._hosts = launcher.parsed()
-        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
-        self._agents: list[AgentConnection] = []
-        self._counts: list[int] = []
-        """The number of ranks of each host."""
+        super().__init__(launcher, shipment, replaceable=job.replaceable)
+        self._job, self._chooses = job, chooses
         self._began = time.monotonic()
         self._pool: HostsPool | None = None
         self._recovery: RecoveryLoop | None = None
@@ -86,7 +49,6 @@ class HostsRun:
         """The ``end`` event that rank 0 has sent."""
         self._end: Event | None = None
         """The event that the run ends with, once it is known."""
-        self._failed = False
         self._saved = False
         """True once a checkpoint was told."""
         self._interrupts = Interrupts(self._interrupted_outside)
@@ -116,9 +78,7 @@ class HostsRun:
     def _guarded(self) -> Iterator[Event]:
         """Yields the events, and notes the place of an interrupt: inside the run, or in the body of the user's loop."""
         self._interrupts.hold()  # no agent may be started and not known
-        for number, host in enumerate(self._hosts):
-            process = self._launcher.start(host)
-            self._agents.append(AgentConnection(number, host.destination, process, self._news))
+        self._start_agents()
         self._interrupts.release()
         self._begin()
         for event in self._listen():
@@ -135,90 +95,11 @@ class HostsRun:
             yield self._end
             self._interrupts.outside = False
 
-    # The beginning
-
-    def _begin(self) -> None:
-        """Hears where everything is, compares, and has the ranks started."""
-        facts = self._answers("here", READY_SECONDS, "has not answered", self._agents)
-        told = [(agent.host, fact) for agent, fact in zip(self._agents, facts, strict=True)]
-        refuse_unlike(versions(), told, self._launcher.device)
-        wanted = [host.workers for host in self._hosts]
-        self._counts = [ranks_of(f, w, self._launcher.device) for f, w in zip(facts, wanted, strict=True)]
-        threads = [self._launcher.threads_each(f["cores"], n) for f, n in zip(facts, self._counts, strict=True)]
-        for (name, fact), count, each in zip(told, self._counts, threads, strict=True):
-            if (said := overload(name, fact, count, each + self._launcher.loaders)) is not None:
-                warnings.warn(said, stacklevel=2)
-        for agent in self._agents:
-            others = [str(fact["address"]) for number, fact in enumerate(facts) if number != agent.number]
-            agent.send({"kind": "prepare", "first": agent.number == 0, "others": others})
-        (place,) = self._answers("place", READY_SECONDS, "has not said where the ranks meet", self._agents[:1])
-        self._try_to_meet(place)
-        secret, run = secrets.token_hex(32).encode(), secrets.token_hex(8)
-        for agent, count, each in zip(self._agents, self._counts, threads, strict=True):
-            agent.send({
-                "kind": "start", "first": sum(self._counts[: agent.number]), "count": count, "size": sum(self._counts),
-                "address": place["address"], "port": place["port"], "threads": each, "run": run,
-                "environment": {name: os.environ[name] for name in TRAVELS if name in os.environ},
-                "path": list(self._shipment.path), "directory": os.getcwd(),
-                "replaceable": self._job.replaceable, "several": len(self._agents) > 1,
-            })  # fmt: skip
-            for data in (secret, self._shipment.code, self._shipment.payload):
-                agent.send(data)
-
-    def _try_to_meet(self, place: Message) -> None:
-        """Has the other hosts try whether they reach the first. Raises ApportionError where one does not: its ranks
-        would wait for minutes."""
-        others = self._agents[1:]
-        for agent in others:
-            agent.send({"kind": "reach", "address": place["address"], "port": place["port"]})
-        answers = self._answers("reached", READY_SECONDS, "has not said whether it reaches the first host", others)
-        for agent, answer in zip(others, answers, strict=True):
-            if answer["why"] is not None:
-                raise ApportionError(
-                    f"host {agent.host} cannot connect to host {self._agents[0].host} at {place['address']}, where the "
-                    f"ranks meet at a free port ({answer['why']}): let the hosts connect to each other (is there a "
-                    "firewall?), or name a host first that all others reach"
-                )
-
-    def _answers(self, kind: str, seconds: float, late: str, agents: Sequence[AgentConnection]) -> list[Message]:
-        """Returns the answers of this kind of some hosts. Raises ApportionError where a host ends, refuses, or is
-        late."""
-        found: dict[int, Message] = {}
-        wanted = [agent.number for agent in agents]
-        allowed = Allowance(seconds)
-        while len(found) < len(wanted):
-            news = self._next(min(LOOK_SECONDS, allowed.left))
-            if news is not None:
-                number, message = news
-                self._refuse_ended(number, message)
-                if isinstance(message, dict) and message["kind"] == kind:
-                    found[number] = message
-            if allowed.left <= 0 and len(found) < len(wanted):
-                number = next(n for n in wanted if n not in found)
-                raise ApportionError(f"host {self._agents[number].host} {late} for {seconds:.0f} s: is it overloaded?")
-        return [found[number] for number in wanted]
-
-    def _next(self, seconds: float) -> News | None:
-        with contextlib.suppress(queue.Empty):
-            return self._news.get(timeout=max(0.0, seconds))
-        return None
-
-    def _refuse_ended(self, number: int, message: Message | bytes | None) -> None:
-        """Raises ApportionError where the agent has ended, or cannot do what it must."""
-        agent = self._agents[number]
-        if message is None:
-            self._failed = True
-            raise (WorkerFailed if agent.is_up else ApportionError)(agent.why_ended())
-        if isinstance(message, dict) and message["kind"] == "refused":
-            self._failed = True
-            raise ApportionError(f"host {agent.host}: {message['why']}")
-
     # The run
 
     def _listen(self) -> Iterator[Event]:
         """Yields events until every rank has finished."""
-        policy = self._job.policy if self._job.replaceable else replace(self._job.policy, host_grace=LONGEST_GRACE)
-        self._pool = HostsPool(self._agents, self._counts, self._news, policy, replaceable=self._job.replaceable)
+        self._pool = self._make_pool(self._job.policy)
         self._recovery = RecoveryLoop(self._pool, spares=False)
         while True:
             news = self._next_news(LOOK_SECONDS)
@@ -250,7 +131,7 @@ class HostsRun:
         if not isinstance(news, Said):
             return None
         if news.message["kind"] == "output":
-            self._print(news)
+            self._print(news.rank, news.message)
         if news.message["kind"] != "event":
             return None
         event = Event(**news.message["event"])
@@ -261,11 +142,6 @@ class HostsRun:
             self._finished = self._finished or event
             return None
         return event
-
-    def _print(self, said: Said) -> None:
-        prefix = f"{said.message['host']}, rank {said.rank}: " if sum(self._counts) > 1 else ""
-        sys.stderr.write("".join(f"{prefix}{line}\n" for line in said.message["lines"]))
-        sys.stderr.flush()
 
     def _fail(self, stop: Stop) -> Iterator[Event]:
         """Yields the fault, and raises it. Raises WorkerFailed or what the cause is otherwise."""
@@ -395,13 +271,6 @@ class HostsRun:
             self._copy_run()
 
     def _close(self) -> None:
-        """Ends all agents, and waits until they are gone."""
         if self._recovery is not None:
             self._recovery.close()
-        for agent in self._agents:
-            agent.end()
-        allowed = Allowance(END_SECONDS)
-        for agent in self._agents:
-            agent.wait(max(0.1, allowed.left))
-        for agent in self._agents:
-            agent.close()
+        super()._close()

@@ -159,12 +159,3 @@ def _texts(name: str, given: Sequence[str]) -> tuple[str, ...]:
     if isinstance(given, str):
         raise ValueError(f"{name}={given!r} must be a list of texts: ({given!r},)")
     return tuple(given)
-
-
-def refuse_ssh(verb: str, launcher: object) -> None:
-    """Raises ValueError where a launcher is of ssh, for a verb that starts no ranks on other hosts."""
-    if isinstance(launcher, Ssh):
-        raise ValueError(
-            f"{verb} runs on processes of local(), or in ranks that are running, with env(): start it on each host by "
-            f"torchrun with --launcher env. A run by {launcher} proves its strategy before its first step"
-        )

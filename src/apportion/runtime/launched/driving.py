@@ -15,21 +15,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from apportion.comm.channel import Message
 from apportion.comm.group import collective
 from apportion.comm.network.network_group import NetworkGroup
 from apportion.comm.world import World
-from apportion.errors import ApportionError, CheckpointError, Disproved, NotFinite, PeerLost, RanksDiffer, WorkerFailed
+from apportion.runtime.launched.outcome import failed, result, value_of
 from apportion.runtime.launched.running_ranks import RunningRanks
 from apportion.runtime.launched.step_follower import Cut, StepFollower
 from apportion.runtime.worker.job import Job
 
 Drive = Callable[[RunningRanks], Any]
 """A function that drives the ranks, in rank 0 alone; it returns plain JSON."""
-_KINDS = {
-    kind.__name__: kind
-    for kind in (ApportionError, CheckpointError, Disproved, NotFinite, PeerLost, RanksDiffer, ValueError, WorkerFailed)
-}
 
 
 @collective
@@ -59,7 +54,7 @@ def driven(jobs: Sequence[Job], world: World, drive: Drive, cut: Cut) -> Any:
     assert flat is not None, "the caller has looked"
     links = flat.links()
     if world.rank:
-        return _value(StepFollower(jobs, world, links[0], cut).follow())
+        return value_of(StepFollower(jobs, world, links[0], cut).follow())
     ours, theirs = socket.socketpair()
     names = ["rank 0", *(flat.describe(rank) for rank in range(1, world.size))]
     ranks = RunningRanks([ours, *links], names, here=world.local_size)
@@ -69,35 +64,19 @@ def driven(jobs: Sequence[Job], world: World, drive: Drive, cut: Cut) -> Any:
     try:
         told = StepFollower(jobs, world, theirs, cut).follow()
     except BaseException as error:
-        ranks.abort({"kind": "failed", **_described(error)})
+        ranks.abort(failed(error))
         raise
     finally:
         driver.join()
     if raised:
         raise raised[0]
-    return _value(told)
+    return value_of(told)
 
 
 def _drive(drive: Drive, ranks: RunningRanks, raised: list[BaseException]) -> None:
     try:
-        told: Message = {"kind": "result", "value": drive(ranks)}
+        told = result(drive(ranks))
     except BaseException as error:
         raised.append(error)
-        told = {"kind": "failed", **_described(error)}
+        told = failed(error)
     ranks.finish(told)
-
-
-def _described(error: BaseException) -> Message:
-    name = type(error).__name__
-    text = str(error) if name in _KINDS else f"rank 0 failed: {name}: {error}"
-    about = {key: getattr(error, key, None) for key in ("rank", "traceback", "where")}
-    return {"name": name if name in _KINDS else "ApportionError", "text": text, **about}
-
-
-def _value(told: Message) -> Any:
-    if told["kind"] == "result":
-        return told["value"]
-    kind: Any = _KINDS[told["name"]]
-    if issubclass(kind, WorkerFailed):
-        raise kind(told["text"], rank=told["rank"], traceback=told["traceback"], where=told["where"])
-    raise kind(told["text"])

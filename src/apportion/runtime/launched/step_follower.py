@@ -21,6 +21,7 @@ from apportion.core import fast_paths
 from apportion.core.rng import fork_host_rng
 from apportion.core.strategy import Strategy
 from apportion.errors import PeerLost
+from apportion.runtime.launched.outcome import FAILED, RESULT
 from apportion.runtime.worker.entry import described
 from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.step_server import serve_steps
@@ -30,7 +31,7 @@ Cut = Callable[[Strategy, Sequence[str]], Strategy]
 _WRITTEN = "written"
 """The beginning of the names of what a rank writes for rank 0."""
 _GONE = "rank 0 is gone: the connection to it has ended before it said what it all came to"
-ENDINGS = ("result", "failed")
+ENDINGS = (RESULT, FAILED)
 """The kinds of the last message."""
 
 

@@ -68,10 +68,11 @@ class WorkerPool:
             self._channels.add(slot, process)
 
     def renew(self) -> int:
-        """Makes memory and a store for the ranks that nothing has used yet, in place of any others, and returns the
-        port of the store."""
+        """Makes memory for the ranks that nothing has used yet, in place of any other, and a store where they need one;
+        returns its port."""
         self.release()
-        self._shared = SharedResources(self.ranks, replaceable=self._replaceable)
+        on_cpu = dataclasses.replace(self._launcher, device=self._job.device).on_cpu()  # as the workers find it out
+        self._shared = SharedResources(self.ranks, replaceable=self._replaceable, on_cpu=on_cpu)
         return self._shared.port
 
     def release(self) -> None:

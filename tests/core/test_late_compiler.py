@@ -1,0 +1,85 @@
+"""torch's compiler is imported by those who compile, and changes nothing for those who do not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("cold_programs")]
+
+TRAINS = """
+import json
+import sys
+
+import torch
+from torch import nn
+
+from apportion.core.torch_private import import_compiler_late
+
+if sys.argv[1] == "late":
+    import_compiler_late()
+
+
+def is_there():
+    return "torch._dynamo.eval_frame" in sys.modules
+
+
+def trained(make):
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    optimizer = make(net.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.ones(3, 4)).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    return [parameter.tolist() for parameter in net.parameters()]
+
+
+def all_trained():
+    return [trained(make) for make in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)]
+
+
+before, was_there = all_trained(), is_there()
+compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
+assert torch.equal(compiled(torch.ones(2)), torch.ones(2).sin() + 1)
+assert is_there() and hasattr(torch._dynamo, "__file__") and torch._dynamo is sys.modules["torch._dynamo"]
+import torch._dynamo.config
+
+assert all_trained() == before
+step = torch.compile(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step, backend="eager")
+step()
+print(json.dumps([was_there, before]))
+"""
+
+
+def test_optimizers_make_the_same_updates_without_it_and_what_is_compiled_finds_it() -> None:
+    told = {}
+    for how in ("late", "at once"):
+        done = subprocess.run([sys.executable, "-c", TRAINS, how], capture_output=True, text=True, timeout=90)
+        assert done.returncode == 0, done.stderr
+        told[how] = json.loads(done.stdout)
+    assert [told["late"][0], told["at once"][0]] == [False, True]
+    assert told["late"][1] == told["at once"][1]
+
+
+@pytest.mark.parametrize(
+    "statement", ["import torch._dynamo.config", "from torch._dynamo import config", "torch._inductor"]
+)
+def test_whoever_imports_a_part_of_it_gets_that(statement: str) -> None:
+    code = f"""
+import torch
+from apportion.core.torch_private import import_compiler_late
+import_compiler_late()
+assert not hasattr(torch._dynamo, "__file__")
+{statement}
+assert torch._dynamo.config.verbose in (True, False)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
