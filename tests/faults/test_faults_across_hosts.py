@@ -39,7 +39,7 @@ def calm(hosts: SshHosts, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the same run with nothing happening to it."""
     project = tmp_path_factory.mktemp("calm")
     with driven(hosts, project, *TWO) as run:
-        assert run.end()["step"] == 200
+        assert run.end()["step"] == 120
         assert run.faults() == []
     return project
 
@@ -58,7 +58,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_bits_are_those_of_the_run_t
         begun(run)
         run.kill(host, rank)
         run.kill(host, rank)
-        assert run.end()["step"] == 200
+        assert run.end()["step"] == 120
         assert len(run.faults()) == 2
         for fault in run.faults():
             assert fault["cause"].startswith(f"rank {rank} on host {host} was killed by SIGKILL")
@@ -70,7 +70,7 @@ def test_a_worker_that_is_stopped_is_replaced(hosts: SshHosts, calm: Path, tmp_p
     with driven(hosts, tmp_path, *TWO) as run:
         begun(run)
         run.kill("b", 2, signal.SIGSTOP)
-        assert run.end()["step"] == 200
+        assert run.end()["step"] == 120
         (fault,) = run.faults()
         assert "rank 2" in fault["cause"]
         assert "SIGSTOP" in fault["cause"]
@@ -84,7 +84,7 @@ def test_the_others_go_on_when_all_processes_of_a_host_are_killed(hosts: SshHost
         gone = {"a": "b", "b": "c"}[lost]  # the first, and the second
         for pid in hosts.processes(gone):
             os.kill(pid, signal.SIGKILL)
-        assert run.end()["step"] == 200
+        assert run.end()["step"] == 120
         (fault,) = run.faults()
         assert f"host {gone} is lost with ranks" in fault["cause"]
         assert fault["action"] == "goes on with 2 workers"

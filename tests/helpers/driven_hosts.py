@@ -51,7 +51,7 @@ def network():
 
 
 workload = apportion.Workload(
-    model=network, data=examples, loss=slow, batch_size=16, epochs=None, steps=int(os.environ["STEPS"]),
+    model=network, data=examples, loss=slow, batch_size=16, epochs=None, steps=STEPS,
     optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.003), precision="float64",
 )
 """
@@ -156,7 +156,7 @@ def driven(  # noqa: PLR0913 (what a run is of)
     hosts: SshHosts,
     project: Path,
     *names: str,
-    steps: int = 200,
+    steps: int = 120,
     run_dir: str = "run",
     strategy: str = "data_parallel",
     resume: bool = False,
@@ -164,13 +164,13 @@ def driven(  # noqa: PLR0913 (what a run is of)
     **policy: Any,
 ) -> Iterator[DrivenRun]:
     """A run on these hosts (``a:2``), whose driver runs on ``host``, in a folder of its own."""
-    for name, text in {"work.py": WORK, "driver.py": DRIVER}.items():
+    for name, text in {"work.py": WORK.replace("STEPS", str(steps)), "driver.py": DRIVER}.items():
         (project / name).write_text(text)
     launcher = str(hosts.launcher(*names, threads=1))
     words = [launcher, json.dumps(policy), run_dir, strategy, "resume" if resume else "begin"]
     command = hosts.command([sys.executable, "driver.py", *words], host)
     process = subprocess.Popen(
-        command, cwd=project, env={**os.environ, "STEPS": str(steps)},
+        command, cwd=project,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     run = DrivenRun(process, steps)
