@@ -11,9 +11,9 @@ from apportion.core.strategy import Strategy
 from apportion.core.value import parse
 from apportion.core.workload import Workload
 from apportion.planner.trials.trial import candidate
+from apportion.runtime.agents.hosts_launcher import refuse_hosts
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
-from apportion.runtime.launch.ssh import refuse_ssh
 from apportion.runtime.proof.proof import Proof
 
 
@@ -47,7 +47,7 @@ def check(
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
     launcher = launcher or Local()
-    refuse_ssh("check", launcher)
+    refuse_hosts("check", launcher)
     if isinstance(launcher, Env):
         if workers is not None:
             raise ValueError(f"workers={workers} goes with local(): {launcher} finds its ranks running already")

@@ -14,9 +14,9 @@ from apportion.core.workload import Workload
 from apportion.errors import ApportionError
 from apportion.planner.predict import prices
 from apportion.planner.trials.trial import Candidate, candidate, parked
+from apportion.runtime.agents.hosts_launcher import refuse_hosts
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
-from apportion.runtime.launch.ssh import refuse_ssh
 
 PROFILE_SECONDS = 8.0
 """The seconds that measuring this machine, where it has not been, and the workload may take."""
@@ -48,7 +48,7 @@ def compare(  # noqa: PLR0913 (all of it by name)
         check_place(workload)
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
-    refuse_ssh("compare", launcher)
+    refuse_hosts("compare", launcher)
     if isinstance(launcher, Env):
         if workers is not None:
             raise ValueError(f"workers={workers} goes with local(): {launcher} finds its ranks running already")

@@ -15,7 +15,7 @@ import cloudpickle
 
 from apportion.comm.channel import Channel
 from apportion.core.strategy import Strategy
-from apportion.runtime.launch.ssh import Ssh
+from apportion.runtime.agents.hosts_launcher import HostsLauncher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class HostJob:
     """The ``RunRequest``; where its workload is an address, it is one below the folder of the run's code."""
     strategy: Strategy | None
     """The strategy; None: the ranks choose one."""
-    launcher: Ssh
+    launcher: HostsLauncher
     planning: Any
     """The ``Planning`` by which they do."""
 

@@ -15,10 +15,10 @@ from apportion.core.event import Event
 from apportion.core.strategy import Strategy
 from apportion.core.value import parse
 from apportion.planner.auto import Planning
+from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.checkpoint.validation import refuse_started
 from apportion.runtime.hosts.code_bundle import make_bundle, project_root, shipped_address, shipped_path
 from apportion.runtime.hosts.hosts_run import HostsRun, Shipment
-from apportion.runtime.launch.ssh import Ssh
 
 UNKNOWN = "data_parallel"
 """The strategy that stands in the driver's job where the ranks choose one: they alone build it."""
@@ -27,7 +27,7 @@ MOST_JOB_BYTES = 64 << 20
 
 
 def started_on_hosts(
-    asked: RunRequest, strategy: Strategy | None, launcher: Ssh, planning: Planning
+    asked: RunRequest, strategy: Strategy | None, launcher: HostsLauncher, planning: Planning
 ) -> Generator[Event, None, None]:
     """Runs on the hosts of the launcher. Where no strategy is given their ranks choose one."""
     if not asked.resume:

@@ -2,7 +2,7 @@
 
 ::
 
-    driver   ssh HOST python -m apportion.runtime.hosts.agent FOLDER
+    driver   ssh HOST (or srun, or an actor of Ray's) python -m apportion.runtime.hosts.agent FOLDER
     agent    here: cores, address, versions                                            ->
              <-  prepare; of the first host: where the others are
     agent    (the first) place: the address and the port where the ranks meet          ->
@@ -116,7 +116,7 @@ class Agent:
 
     def _place(self, others: Sequence[str]) -> dict[str, Any]:
         """Returns where the ranks meet: a free port of the address by which this host reaches the others."""
-        address = meeting_address(others, own_address(os.environ.get("SSH_CONNECTION", "")))
+        address = meeting_address(others, own_address(os.environ))
         family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
         self._held = socket.socket(family, socket.SOCK_STREAM)
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -140,7 +140,7 @@ class Agent:
         except OSError as error:
             raise ApportionError(
                 f"the code of the run cannot be written to {self._folder} ({error.strerror}): make room there, or set "
-                "TMPDIR to another folder in the environment that ssh gives"
+                "TMPDIR to another folder in the environment that agents are started in"
             ) from error
         self._directory = _directory(order["directory"])
         start = RanksStart(

@@ -18,12 +18,12 @@ from typing import Any
 from apportion.core.event import Event, event_after
 from apportion.core.fast_paths import VARIABLE as PLAIN_PATHS
 from apportion.errors import ApportionError, CheckpointError, WorkerFailed
+from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.hosts.agent_connection import AgentConnection, News
 from apportion.runtime.hosts.frames import FrameError, Message
 from apportion.runtime.hosts.host_facts import overload, ranks_of, refuse_unlike, versions
 from apportion.runtime.hosts.host_failures import at_host, host_of, worker_event
 from apportion.runtime.hosts.run_copy import RunCopy, mark_of
-from apportion.runtime.launch.ssh import Ssh
 from apportion.runtime.supervisor.decisions import Finish, GoOn, Stop, failure, next_action
 from apportion.runtime.supervisor.failures import WorkerEvent, WorkerExited
 from apportion.runtime.supervisor.interrupts import Interrupts
@@ -32,7 +32,7 @@ from apportion.runtime.supervisor.watchdog import Allowance
 from apportion.runtime.worker.job import Job
 
 READY_SECONDS = 30.0
-"""The seconds that an agent may take to speak: ssh itself gives up earlier where nobody answers."""
+"""The seconds that an agent may take to speak: a launcher itself gives up earlier where nobody answers."""
 SILENT_SECONDS = 30.0
 """The seconds that an agent, which says every few that it is there, may say nothing."""
 LOOK_SECONDS = 0.5
@@ -68,7 +68,7 @@ class Shipment:
 class HostsRun:
     """One run of a job on several hosts. ``chooses``: the ranks choose the strategy, which is not the job's then."""
 
-    def __init__(self, job: Job, launcher: Ssh, shipment: Shipment, *, chooses: bool = False) -> None:
+    def __init__(self, job: Job, launcher: HostsLauncher, shipment: Shipment, *, chooses: bool = False) -> None:
         self._job, self._launcher, self._shipment, self._chooses = job, launcher, shipment, chooses
         self._hosts = launcher.parsed()
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -116,7 +116,7 @@ class HostsRun:
         self._interrupts.hold()  # no agent may be started and not known
         for number, host in enumerate(self._hosts):
             process = self._launcher.start(host)
-            self._agents.append(AgentConnection(number, host.destination, process, self._news))
+            self._agents.append(AgentConnection(number, host.destination, self._launcher, process, self._news))
         self._interrupts.release()
         self._begin()
         for event in self._listen():
@@ -418,3 +418,4 @@ class HostsRun:
             agent.wait(max(0.1, allowed.left))
         for agent in self._agents:
             agent.close()
+        self._launcher.release(self._hosts)
