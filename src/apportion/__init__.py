@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from apportion.runtime.checkpoint.load import load as load
     from apportion.runtime.launch.env import Env as env  # noqa: F401
     from apportion.runtime.launch.local import Local as local  # noqa: F401
+    from apportion.runtime.launch.ray import Ray as ray  # noqa: F401
+    from apportion.runtime.launch.slurm import Slurm as slurm  # noqa: F401
     from apportion.runtime.launch.ssh import Ssh as ssh  # noqa: F401
     from apportion.runtime.proof.proof import Proof as Proof
     from apportion.serving.config import Serving as Serving

@@ -25,10 +25,11 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def installed(folder: Path, page: Path, change: str = "") -> None:
-    """Install the last module of a page into a folder, as pip would. ``change``: a method that is left out."""
-    *_, code = blocks(page, "python")
+    """Install the module that a page gives an entry point into a folder, as pip would. ``change``: a method that is
+    left out."""
     (table,) = blocks(page, "toml")
     group, name, value = re.fullmatch(r'\[project\.entry-points\."([\w.]+)"\]\n(\w+) = "(\w+:\w+)"\n', table).groups()  # type: ignore[union-attr]
+    *_, code = (block for block in blocks(page, "python") if f"class {value.partition(':')[2]}(" in block)
     if change:
         code, cuts = re.subn(rf"    def {change}\(.*?\n\n(?=    def )", "", code, flags=re.DOTALL)
         assert cuts == 1
@@ -121,6 +122,14 @@ def test_the_launcher_of_the_page_lets_others_go_first(tmp_path: Path) -> None:
     installed(tmp_path, LAUNCHER)
     text = 'parse("polite(workers=2, device=\'cpu\', nice=7)", "apportion.runtime.launch")'
     assert python(tmp_path, WORKLOAD.format(nice=7, launcher=text)) == "end 2\n"
+
+
+def test_the_launcher_of_several_hosts_of_the_page_starts_their_ranks(tmp_path: Path) -> None:
+    *_, code = blocks(LAUNCHER, "python")
+    (tmp_path / "docked.py").write_text(code)
+    inside = """program=("sh", "-c", 'exec "$@"')"""
+    text = f"""__import__("docked").Docked(containers=("a", "b"), workers=1, {inside})"""
+    assert python(tmp_path, WORKLOAD.format(nice=os.getpriority(os.PRIO_PROCESS, 0), launcher=text)) == "end 2\n"
 
 
 EXPORT = """

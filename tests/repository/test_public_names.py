@@ -50,9 +50,9 @@ NAMES = [
 VALUES = [
     "bf16", "conv_parallel", "data_parallel", "env", "fp16", "fully_sharded", "hogwild", "hybrid_parallel", "int8",
     "layer_placement", "local", "local_sgd", "map_reduce", "parameter_server", "pipeline_parallel", "power_sgd",
-    "single_device", "ssh", "tensor_parallel", "top_k", "wavefront_parallel",
+    "ray", "single_device", "slurm", "ssh", "tensor_parallel", "top_k", "wavefront_parallel",
 ]  # fmt: skip
-HEAVY = ["typer", "rich", "tensorboard", "matplotlib", "onnx", "onnxruntime"]
+HEAVY = ["typer", "rich", "tensorboard", "matplotlib", "onnx", "onnxruntime", "ray"]
 LIMIT_SHARE = 0.15
 """Of the time that torch itself takes: processors differ, and so does one from minute to minute."""
 

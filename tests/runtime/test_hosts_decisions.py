@@ -18,16 +18,18 @@ from hypothesis import strategies as st
 import apportion
 from apportion.comm.membership import HostShare
 from apportion.core.value import parse
+from apportion.process import usable_cores
+from apportion.runtime.agents.hosts_launcher import RunHost
 from apportion.runtime.hosts.agent import meeting_address
 from apportion.runtime.hosts.agent_connection import ending_text
 from apportion.runtime.hosts.code_bundle import make_bundle, project_root, shipped_address, shipped_path, unpack
 from apportion.runtime.hosts.frames import GREETING, MOST_JSON, FrameError, FrameReader, FrameWriter
-from apportion.runtime.hosts.host_facts import overload, own_address, ranks_of, refuse_unlike, versions
+from apportion.runtime.hosts.host_facts import overload, own_address, own_cores, ranks_of, refuse_unlike, versions
 from apportion.runtime.hosts.host_failures import at_host
 from apportion.runtime.hosts.host_ranks import RanksStart
 from apportion.runtime.hosts.run_copy import RunCopy, inside, mark_of, neighbour, send_run
 from apportion.runtime.hosts.run_folder import hold, sweep
-from apportion.runtime.launch.ssh import Ssh, SshHost, parse_host
+from apportion.runtime.launch.ssh import Ssh, parse_host
 from apportion.runtime.supervisor.decisions import Stop
 
 LAUNCHERS = "apportion.runtime.launch"
@@ -49,7 +51,7 @@ LAUNCHERS = "apportion.runtime.launch"
     ],
 )
 def test_a_host_is_read_with_its_user_and_its_workers(text: str, destination: str, workers: int) -> None:
-    assert parse_host(text, 2) == SshHost(destination, workers)
+    assert parse_host(text, 2) == RunHost(destination, workers)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,30 @@ def test_the_users_options_stand_before_our_own() -> None:
     assert "BatchMode=yes" in words
     assert words[-2] == "user@b"
     assert shlex.split(words[-1])[-2:] == ["/opt/it's here/python", sys.executable], "the interpreters to try"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["slurm", "slurm(workers=2, options=('--gres=gpu:1',))", "ray", "ray(workers=2, python='/opt/python', nodes=3)"],
+)
+def test_the_other_launchers_are_written_as_they_are_read(text: str) -> None:
+    assert str(parse(text, LAUNCHERS)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("slurm(workers=0)", "workers=0 must be a whole number of at least 1, or None"),
+        ("slurm(loaders=-1)", "loaders=-1 must be a whole number of at least 0"),
+        ("slurm(options='--exact')", r"options='--exact' must be a list of texts: \('--exact',\)"),
+        ("slurm(device='tpu')", 'device=.tpu. must be "cpu" or "cuda"'),
+        ("slurm('node1')", "arguments are given by name"),
+        ("ray(nodes=0)", "nodes=0 must be a whole number of at least 1, or None"),
+    ],
+)
+def test_what_a_launcher_cannot_be_is_refused(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        parse(text, LAUNCHERS)
 
 
 def test_threads_are_the_cores_of_a_host_over_its_ranks() -> None:
@@ -270,9 +296,17 @@ def test_a_host_has_as_many_ranks_as_cores_unless_it_is_told() -> None:
     assert "host a has 4 workers x 2 threads and loaders on 4 cores" in (overload("a", facts(), 4, 2) or "")
 
 
-def test_the_address_of_a_host_is_where_ssh_has_reached_it() -> None:
-    assert own_address("10.0.0.1 50000 10.0.0.2 22") == "10.0.0.2"
-    assert own_address("") == "127.0.0.1"
+def test_a_host_has_no_more_cores_than_the_run_was_given_there() -> None:
+    assert own_cores({}) == own_cores({"APPORTION_HOST_CORES": ""}) == usable_cores()
+    assert own_cores({"APPORTION_HOST_CORES": "1"}) == 1
+    assert own_cores({"APPORTION_HOST_CORES": "100000"}) == usable_cores()
+
+
+def test_the_address_of_a_host_is_where_others_reach_it() -> None:
+    assert own_address({"SSH_CONNECTION": "10.0.0.1 50000 10.0.0.2 22"}) == "10.0.0.2"
+    assert own_address({}) == "127.0.0.1"
+    at_a_login = {"SSH_CONNECTION": "10.0.0.1 50000 10.0.0.2 22", "APPORTION_REACHED_FROM": "127.0.0.1"}
+    assert own_address(at_a_login) == "127.0.0.1", "the launcher knows better than a variable of the user's login"
     assert meeting_address(["127.0.0.1"], "10.0.0.2") == "10.0.0.2", "the other one is the driver's own host"
     assert meeting_address(["127.0.0.1"], "127.0.0.1") == "127.0.0.1", "all of them are"
     assert meeting_address([], "10.0.0.2") == "10.0.0.2"
@@ -335,7 +369,7 @@ def test_a_failure_names_the_host(stop: Stop, cause: str) -> None:
     ],
 )
 def test_the_end_of_an_agent_is_told_with_the_cure(status: int, said: str, is_up: bool, told: str) -> None:
-    text = ending_text("b", status, ["Warning: x", said, ""], is_up=is_up)
+    text = ending_text(apportion.ssh("b"), "b", status, ["Warning: x", said, ""], is_up=is_up)
     assert "host b" in text
     assert told in text
 

@@ -11,9 +11,9 @@ from apportion.core.strategy import Strategy
 from apportion.core.value import parse
 from apportion.core.workload import Workload
 from apportion.planner.trials.trial import candidate
+from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
-from apportion.runtime.launch.ssh import Ssh
 from apportion.runtime.proof.proof import Proof
 
 
@@ -23,7 +23,7 @@ def check(
     *,
     workers: int | None = None,
     steps: int = 8,
-    launcher: Local | Env | Ssh | None = None,
+    launcher: Local | Env | HostsLauncher | None = None,
 ) -> Proof:
     """Run a strategy and its reference side by side, and compare what both have changed after every step.
 
@@ -48,7 +48,7 @@ def check(
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
     launcher = launcher or Local()
-    if isinstance(launcher, Ssh):
+    if isinstance(launcher, HostsLauncher):
         from apportion.api.on_hosts import proof_on_hosts  # what goes to other hosts needs more
 
         hosts = launcher if workers is None else replace(launcher, workers=workers)

@@ -15,9 +15,9 @@ from apportion.core.workload import Workload
 from apportion.errors import ApportionError
 from apportion.planner.predict import prices
 from apportion.planner.trials.trial import Candidate, candidate, parked
+from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
-from apportion.runtime.launch.ssh import Ssh
 
 PROFILE_SECONDS = 8.0
 """The seconds that measuring this machine, where it has not been, and the workload may take."""
@@ -29,7 +29,7 @@ def compare(  # noqa: PLR0913 (all of it by name)
     *,
     workers: int | None = None,
     steps: int = 50,
-    launcher: Local | Env | Ssh | None = None,
+    launcher: Local | Env | HostsLauncher | None = None,
     path: str | Path | None = None,
     predict: bool = True,
 ) -> list[ComparedRow]:
@@ -49,7 +49,7 @@ def compare(  # noqa: PLR0913 (all of it by name)
         check_place(workload)
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
-    if isinstance(launcher, Ssh):
+    if isinstance(launcher, HostsLauncher):
         from apportion.api.on_hosts import rows_on_hosts  # what goes to other hosts needs more
 
         hosts = launcher if workers is None else replace(launcher, workers=workers)

@@ -17,7 +17,7 @@ import cloudpickle
 from apportion.comm.channel import Channel
 from apportion.core.strategy import Strategy
 from apportion.errors import PeerLost, WorkerFailed
-from apportion.runtime.launch.ssh import Ssh
+from apportion.runtime.agents.hosts_launcher import HostsLauncher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class HostJob:
     """The ``RunRequest``; where its workload is an address, it is one below the folder of the run's code."""
     strategy: Strategy | None
     """The strategy; None: the ranks choose one."""
-    launcher: Ssh
+    launcher: HostsLauncher
     planning: Any
     """The ``Planning`` by which they do."""
     replaceable: bool = False
@@ -45,7 +45,7 @@ class HostVerb:
     """The verb, one of ``api.launched.answers``."""
     workload: Any
     """The workload, or its address below the folder of the run's code."""
-    launcher: Ssh
+    launcher: HostsLauncher
     options: Mapping[str, Any]
     """What else the verb is called with."""
 

@@ -22,12 +22,12 @@ from apportion.errors import ApportionError
 from apportion.planner.auto import Planning
 from apportion.planner.plan import Plan
 from apportion.planner.plan_data import plan_of
+from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.checkpoint.validation import refuse_started
 from apportion.runtime.hosts.code_bundle import make_bundle, project_root, shipped_address, shipped_path
 from apportion.runtime.hosts.hosts_run import HostsRun
 from apportion.runtime.hosts.hosts_verb import HostsVerb
 from apportion.runtime.hosts.started_hosts import Shipment
-from apportion.runtime.launch.ssh import Ssh
 from apportion.runtime.proof.proof import Proof
 
 Made = TypeVar("Made")
@@ -38,7 +38,7 @@ MOST_JOB_BYTES = 64 << 20
 
 
 def started_on_hosts(
-    asked: RunRequest, strategy: Strategy | None, launcher: Ssh, planning: Planning
+    asked: RunRequest, strategy: Strategy | None, launcher: HostsLauncher, planning: Planning
 ) -> Generator[Event, None, None]:
     """Runs on the hosts of the launcher. Where no strategy is given their ranks choose one."""
     if not asked.resume:
@@ -52,20 +52,20 @@ def started_on_hosts(
     yield from HostsRun(job, launcher, shipment, chooses=strategy is None).events()
 
 
-def answered_on_hosts(name: str, workload: Workload | str, launcher: Ssh, **options: Any) -> Any:
+def answered_on_hosts(name: str, workload: Workload | str, launcher: HostsLauncher, **options: Any) -> Any:
     """Carries out a verb on the hosts of the launcher, and returns its value, which is plain JSON. ``name``: the verb
     in ``launched.answers``; ``options``: what else it is called with. Raises what it raises there."""
     given = HostVerb(name=name, workload=_shipped(workload), launcher=launcher, options=options)
     return HostsVerb(launcher, _shipment(workload, given)).value()
 
 
-def proof_on_hosts(workload: Workload | str, strategy: Strategy, launcher: Ssh, *, steps: int) -> Proof:
+def proof_on_hosts(workload: Workload | str, strategy: Strategy, launcher: HostsLauncher, *, steps: int) -> Proof:
     """Proves a strategy on the hosts of the launcher."""
     return _made(Proof.from_json, answered_on_hosts("check", workload, launcher, strategy=strategy, steps=steps))
 
 
 def rows_on_hosts(
-    workload: Workload | str, strategies: Sequence[Strategy], launcher: Ssh, *, steps: int, every: bool
+    workload: Workload | str, strategies: Sequence[Strategy], launcher: HostsLauncher, *, steps: int, every: bool
 ) -> list[ComparedRow]:
     """Measures strategies on the hosts of the launcher. ``every``: those that cannot run there are left out, of which
     rank 0 warns."""
@@ -73,7 +73,7 @@ def rows_on_hosts(
     return _made(lambda rows: [read(ComparedRow, row) for row in rows], told)
 
 
-def plan_on_hosts(workload: Workload | str, launcher: Ssh, *, trial: bool) -> Plan:
+def plan_on_hosts(workload: Workload | str, launcher: HostsLauncher, *, trial: bool) -> Plan:
     """Plans for the ranks of the hosts of the launcher."""
     made: Plan = _made(plan_of, answered_on_hosts("plan", workload, launcher, trial=trial))
     name = workload if isinstance(workload, str) else made.workload  # on the hosts its file lies elsewhere

@@ -12,8 +12,8 @@ from apportion.cost_model.profile import Profile
 from apportion.planner.build import make
 from apportion.planner.plan import Plan
 from apportion.planner.search import places_of, search
+from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.launch.env import Env
-from apportion.runtime.launch.ssh import Ssh
 
 
 def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
@@ -26,7 +26,7 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
     trial: bool = True,
     allow_approximate: bool = False,
     remeasure: bool = False,
-    launcher: Env | Ssh | None = None,
+    launcher: Env | HostsLauncher | None = None,
 ) -> Plan:
     """Find which way to split a workload, with the price of every alternative and when the answer would change.
 
@@ -88,8 +88,8 @@ def _must_go_together(workload: object, cluster: object, network: object, *, mea
         check_place(workload)
 
 
-def _by_ranks(workload: Workload | str | None, launcher: Env | Ssh, *, trial: bool) -> Plan:
-    if not isinstance(launcher, Env | Ssh) or workload is None:
+def _by_ranks(workload: Workload | str | None, launcher: Env | HostsLauncher, *, trial: bool) -> Plan:
+    if not isinstance(launcher, Env | HostsLauncher) or workload is None:
         raise ValueError(
             f"--launcher {launcher} with {workload}: plan looks at every layout of this machine by itself; --launcher "
             "env, with FILE:NAME, is for ranks that torchrun or Slurm have started, and --hosts a,b for those of "
@@ -97,7 +97,7 @@ def _by_ranks(workload: Workload | str | None, launcher: Env | Ssh, *, trial: bo
         )
     if isinstance(workload, str):
         check_place(workload)
-    if isinstance(launcher, Ssh):
+    if isinstance(launcher, HostsLauncher):
         from apportion.api.on_hosts import plan_on_hosts  # what goes to other hosts needs more
 
         return plan_on_hosts(workload, launcher, trial=trial)

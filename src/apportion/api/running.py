@@ -26,12 +26,12 @@ from apportion.planner.auto import Decision, Planning, next_best
 from apportion.planner.performance_monitor import PerformanceMonitor
 from apportion.planner.trials.trial import candidate
 from apportion.reporting.journal import Journal
+from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.checkpoint.single_writer import single_writer
 from apportion.runtime.checkpoint.validation import refuse_started, saved_steps
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
-from apportion.runtime.launch.ssh import Ssh
 from apportion.runtime.proof.budget import STARTED_SECONDS
 from apportion.runtime.supervisor.run import RunSupervisor
 from apportion.runtime.worker.agreement import RunAgreement
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # a run that is not proved needs none of this
     from apportion.api.run_proof import SelfProof
     from apportion.runtime.proof.proof import Settled
 
-Launcher = Local | Env | Ssh
+Launcher = Local | Env | HostsLauncher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ def _on_processes(
 def joined(
     asked: RunRequest,
     strategy: Strategy | None,
-    launcher: Env | Ssh,
+    launcher: Env | HostsLauncher,
     planning: Planning,
     control: RunControl | None = None,
     *,
@@ -224,7 +224,7 @@ def _written_by_the_first(
 
 @collective
 def _chosen_together(
-    asked: RunRequest, launcher: Env | Ssh, world: World, planning: Planning
+    asked: RunRequest, launcher: Env | HostsLauncher, world: World, planning: Planning
 ) -> tuple[Strategy, dict[str, Any] | None]:
     """Returns the strategy that all ranks take, and the data of a ``plan`` event where it was chosen now: that of the
     run which is gone on with, or the best of those that use all ranks. Called by all ranks."""

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from apportion.core.strategy import Strategy
     from apportion.core.workload import Workload
     from apportion.planner.auto import Planning
-    from apportion.runtime.launch.ssh import Ssh
+    from apportion.runtime.agents.hosts_launcher import HostsLauncher
 
-    Launcher = Local | Env | Ssh
+    Launcher = Local | Env | HostsLauncher
 
 
 def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
@@ -47,6 +47,7 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     ``workload``: itself, or its address (``path/to/file.py:name``). ``strategy``: None predicts what each
     would take here, tries the best for at most 10 s or 5 % of the run, and takes the fastest; the next run like it
     takes the same. ``launcher``: ``local()``, the default, starts workers here, ``ssh("a", "b:4")`` on several hosts,
+    ``slurm()`` on those of an allocation, ``ray()`` on those of a Ray cluster,
     and ``env()`` takes those that are running. ``run_dir``: None makes one under ``runs/``. ``resume`` goes on from the
     last checkpoint there; "auto" does where there is one, and starts the run where there is none. ``steps`` and
     ``seed`` replace the workload's.
@@ -112,11 +113,11 @@ def _begin(
     asked: RunRequest, strategy: Strategy | None, launcher: Launcher, planning: Planning
 ) -> Generator[Event, None, None]:
     from apportion.api import running
-    from apportion.runtime.launch.ssh import Ssh
+    from apportion.runtime.agents.hosts_launcher import HostsLauncher
 
     if isinstance(launcher, Env):
         return running.joined(asked, strategy, launcher, planning)
-    if isinstance(launcher, Ssh):
+    if isinstance(launcher, HostsLauncher):
         from apportion.api.on_hosts import started_on_hosts
 
         return started_on_hosts(asked, strategy, launcher, planning)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import warnings
@@ -32,6 +33,8 @@ _EXTRAS = {
 }
 """What brings a package that is missing."""
 _START_WORKERS = ("train", "check", "compare", "plan")
+_ELSEWHERE = re.compile(r"--hosts|(--launcher=)?(ssh|slurm|ray)(\(|$)")
+"""A word of the command line by which ranks are started on other hosts, and none here."""
 
 app = typer.Typer(
     help="Train one network on all the devices you have, and prove that it is the same network.",
@@ -45,7 +48,9 @@ Address = Annotated[
 ]
 Workers = Annotated[int | None, typer.Option(min=1, help="processes that take batches (default: one a core or GPU)")]
 Steps = Annotated[int | None, typer.Option(min=1, help="updates")]
-Launcher = Annotated[str | None, typer.Option(metavar="L", help='"local(workers=4, threads=8)", "ssh(...)" or env')]
+Launcher = Annotated[
+    str | None, typer.Option(metavar="L", help='"local(workers=4, threads=8)", "ssh(...)", slurm, ray, env')
+]
 NamedStrategy = Annotated[
     str | None, typer.Argument(metavar="S", help="the strategy, as --strategy", show_default=False)
 ]
@@ -66,7 +71,7 @@ Json = Annotated[bool, typer.Option("--json", help="the answer as JSON, on stand
 def main() -> None:
     """The program ``apportion``."""
     signal.signal(signal.SIGINT, _interrupted_early)
-    on_others = any(word.startswith(("--hosts", "ssh(")) for word in sys.argv)
+    on_others = any(_ELSEWHERE.match(word) for word in sys.argv)
     launched = "WORLD_SIZE" in launched_ranks.given(os.environ)  # the ranks run already, and a proof may be remembered
     starts = len(sys.argv) > 1 and sys.argv[1] in _START_WORKERS and "--help" not in sys.argv
     if starts and not launched and not on_others:

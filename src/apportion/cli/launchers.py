@@ -11,6 +11,7 @@ def launcher_of(text: str | None, workers: int | None, hosts: str | None = None)
     """The launcher that --launcher, --workers and --hosts describe together. Raises ValueError where they contradict
     each other."""
     from apportion.core.value import parse
+    from apportion.runtime.agents.hosts_launcher import HostsLauncher
     from apportion.runtime.launch.local import Local
     from apportion.runtime.launch.ssh import Ssh
 
@@ -21,7 +22,7 @@ def launcher_of(text: str | None, workers: int | None, hosts: str | None = None)
     launcher = parse(text, "apportion.runtime.launch") if text is not None else Local()
     if workers is None:
         return launcher
-    if not isinstance(launcher, Local | Ssh):
+    if not isinstance(launcher, Local | HostsLauncher):
         raise ValueError(f"--workers goes with local(): {launcher} finds its workers running already")
     return replace(launcher, workers=workers)
 

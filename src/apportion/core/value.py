@@ -39,11 +39,11 @@ class Value:
     """A frozen dataclass that is written as a call with the fields that differ from their defaults."""
 
     unnamed: ClassVar[str | None] = None
-    """The first field, where its items are written without its name: ``ssh('a', 'b')``; None: every field is named."""
+    """The field whose items are written first and without its name: ``ssh('a', 'b')``; None: every field is named."""
 
     def __str__(self) -> str:
         given: list[str] = []
-        for f in dataclasses.fields(self):  # type: ignore[arg-type]
+        for f in sorted(dataclasses.fields(self), key=lambda f: f.name != self.unnamed):  # type: ignore[arg-type]
             value = getattr(self, f.name)
             if f.name == self.unnamed:
                 given += map(repr, value)

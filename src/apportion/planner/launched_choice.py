@@ -14,8 +14,8 @@ from apportion.planner.candidate import Priced, ranked
 from apportion.planner.launched_plan import plan_launched
 from apportion.planner.plan import Plan
 from apportion.planner.units import milliseconds
+from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.launch.env import Env
-from apportion.runtime.launch.ssh import Ssh
 
 MEASURING_SECONDS, TRIAL_SECONDS = 4.0, 3.0
 """The seconds for measuring the hosts and the links between them, and for trying the best few: less than a plan takes
@@ -23,7 +23,9 @@ that is asked for by itself."""
 
 
 @collective
-def choose_launched(workload: Workload | str, world: World, launcher: Env | Ssh, *, trial: bool) -> dict[str, Any]:
+def choose_launched(
+    workload: Workload | str, world: World, launcher: Env | HostsLauncher, *, trial: bool
+) -> dict[str, Any]:
     """Chooses an exact strategy for all ranks of this world. Returns the data of a ``plan`` event, on all of them.
     Raises ValueError, on all of them, where no exact strategy runs on all ranks, or the hosts have unequal numbers of
     ranks.

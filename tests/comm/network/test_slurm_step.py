@@ -20,6 +20,7 @@ from apportion.comm.network.dialling import dial_first
 from apportion.comm.network.handshake import Purpose, key_of_meeting
 from apportion.comm.network.launched_ranks import given, other_hosts, ports, refuse_unstarted, run_name
 from apportion.comm.network.rank_listener import RankListener
+from apportion.comm.network.slurm.allocation import allocated, environment_of_steps
 from apportion.comm.network.slurm.node_list import node_names
 from apportion.comm.network.slurm.step import FIRST_PORT, PORTS, TRIES, first_port
 from apportion.comm.world import World
@@ -51,6 +52,42 @@ STEP = {
 )
 def test_a_list_of_nodes_is_written_out_as_scontrol_does(text: str, names: list[str]) -> None:
     assert node_names(text) == names
+
+
+JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[3-5]", "SLURM_TASKS_PER_NODE": "2(x2),1"}
+"""The environment of a shell in an allocation."""
+
+
+def test_an_allocation_has_nodes_and_the_tasks_that_were_asked_for() -> None:
+    assert allocated(JOB) == [("node3", None), ("node4", None), ("node5", None)], "Slurm counts where nobody has asked"
+    asked = {**JOB, "SLURM_NTASKS": "5"}
+    assert allocated(asked) == [("node3", 2), ("node4", 2), ("node5", 1)]
+    assert allocated({**asked, "SLURM_TASKS_PER_NODE": "2"}) == allocated(JOB), "what does not fit is not taken"
+    step = {**asked, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURMD_NODENAME": "node4"}
+    assert allocated(step) == [("node4", None), ("node3", None), ("node5", None)], "the driver's own comes first"
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        (
+            {},
+            "SLURM_JOB_ID is not set here: put the command into a file for sbatch, or type it in the shell",
+        ),
+        ({**JOB, "SLURM_STEP_NUM_TASKS": "4"}, "this is one of 4 tasks that srun has started: leave srun out"),
+    ],
+)
+def test_outside_an_allocation_and_in_a_task_of_several_no_steps_are_started(
+    environment: dict[str, str], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        allocated(environment)
+
+
+def test_the_options_of_a_job_are_not_those_of_its_steps() -> None:
+    job = {"SLURM_CPUS_PER_TASK": "4", "SLURM_MEM_PER_CPU": "1", "SLURM_GPUS_PER_TASK": "1", "SRUN_CPUS_PER_TASK": "4"}
+    kept = {"HOME": "/root", "SLURM_CONF": "/etc/slurm.conf", "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_ID": "77"}
+    assert environment_of_steps({**kept, **job}) == kept
 
 
 @pytest.mark.parametrize("text", ["", "node[1-", "node1-3]", "node[a]", "node[]", "node[1-2", "a,,b", "a,"])

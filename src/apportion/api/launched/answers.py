@@ -13,17 +13,17 @@ from apportion.api.launched.proof import check_launched
 from apportion.comm.group import collective
 from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
-from apportion.runtime.launch.ssh import Ssh
+from apportion.runtime.agents.hosts_launcher import HostsLauncher
 
 
 @collective
-def _check(workload: Workload | str, launcher: Ssh, *, strategy: Strategy, steps: int) -> dict[str, Any]:
+def _check(workload: Workload | str, launcher: HostsLauncher, *, strategy: Strategy, steps: int) -> dict[str, Any]:
     return check_launched(workload, strategy, launcher, steps=steps).to_json()
 
 
 @collective
 def _compare(
-    workload: Workload | str, launcher: Ssh, *, strategies: Sequence[Strategy], steps: int, every: bool
+    workload: Workload | str, launcher: HostsLauncher, *, strategies: Sequence[Strategy], steps: int, every: bool
 ) -> list[dict[str, Any]]:
     rows = compare_launched(workload, strategies, launcher, steps=steps, path=None, every=every)
     return [asdict(row) for row in rows]

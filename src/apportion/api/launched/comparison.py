@@ -17,9 +17,9 @@ from apportion.comm.world import World
 from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
 from apportion.planner.trials.trial import Candidate, Measured, TrialWorkers, candidate
+from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
-from apportion.runtime.launch.ssh import Ssh
 from apportion.runtime.launched.driving import driven
 from apportion.runtime.launched.running_ranks import RunningRanks
 from apportion.runtime.worker.job import Job
@@ -29,7 +29,7 @@ from apportion.runtime.worker.job import Job
 def compare_launched(
     workload: Workload | str,
     strategies: Sequence[Strategy],
-    launcher: Env | Ssh,
+    launcher: Env | HostsLauncher,
     *,
     steps: int,
     path: str | Path | None,

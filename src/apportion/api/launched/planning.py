@@ -10,12 +10,12 @@ from apportion.comm.world import World
 from apportion.core.workload import Workload
 from apportion.planner.launched_plan import plan_launched
 from apportion.planner.plan_data import plan_data
+from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.launch.env import Env
-from apportion.runtime.launch.ssh import Ssh
 
 
 @collective
-def plan_by_ranks(workload: Workload | str, launcher: Env | Ssh, *, trial: bool) -> dict[str, Any]:
+def plan_by_ranks(workload: Workload | str, launcher: Env | HostsLauncher, *, trial: bool) -> dict[str, Any]:
     """Plans for the ranks that call this, and returns the plan's data on all of them. Raises ValueError, on all of
     them, where nothing can run, or there is one rank alone."""
     world = World.from_env(device=launcher.device, insecure=launcher.insecure)

@@ -17,9 +17,9 @@ from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
 from apportion.errors import ApportionError
 from apportion.planner.trials.trial import Candidate, candidate
+from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
-from apportion.runtime.launch.ssh import Ssh
 from apportion.runtime.launched.driving import connections, driven, ranks_by_host
 from apportion.runtime.proof.proof import Proof
 from apportion.runtime.worker.agreement import RunAgreement
@@ -29,7 +29,7 @@ Made = TypeVar("Made")
 
 
 @collective
-def check_launched(workload: Workload | str, strategy: Strategy, launcher: Env | Ssh, *, steps: int) -> Proof:
+def check_launched(workload: Workload | str, strategy: Strategy, launcher: Env | HostsLauncher, *, steps: int) -> Proof:
     """Proves a strategy on the ranks that call this, over the connections that they have; rank 0 starts the reference's
     processes. Returns the same proof on all of them, or raises the same error."""
     world = World.from_env(device="cpu", insecure=launcher.insecure)

@@ -2,7 +2,7 @@
 
 ::
 
-    driver   ssh HOST python -m apportion.runtime.hosts.agent FOLDER
+    driver   ssh HOST (or srun, or an actor of Ray's) python -m apportion.runtime.hosts.agent FOLDER
     agent    here: cores, address, versions                                            ->
              <-  prepare; of the first host: where the others are
     agent    (the first) place: the address and the port where the ranks meet          ->
@@ -87,7 +87,7 @@ class Agent:
         kind = order["kind"]
         if kind == "prepare":
             template()  # it imports torch while the driver and this process go on
-            self._address = meeting_address(order["others"], own_address(os.environ.get("SSH_CONNECTION", "")))
+            self._address = meeting_address(order["others"], own_address(os.environ))
             if order["first"]:
                 self._tell({"kind": "place", **self._place()})
         elif kind == "reach":
@@ -144,7 +144,7 @@ class Agent:
         except OSError as error:
             raise ApportionError(
                 f"the code of the run cannot be written to {self._folder} ({error.strerror}): make room there, or set "
-                "TMPDIR to another folder in the environment that ssh gives"
+                "TMPDIR to another folder in the environment that agents are started in"
             ) from error
         self._directory = _directory(order["directory"])
         start = RanksStart(

@@ -11,15 +11,14 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, BinaryIO, final
 
+from apportion.runtime.agents.agent_command import NO_FOLDER, NO_PYTHON
+from apportion.runtime.agents.hosts_launcher import AgentProcess, HostsLauncher
 from apportion.runtime.hosts.frames import ALIVE_SECONDS, FrameError, FrameReader, FrameWriter, Message
-from apportion.runtime.launch.ssh import CONNECT_SECONDS, NO_FOLDER, NO_PYTHON
 
-SSH_FAILED = 255
-"""The exit status of ssh for what went wrong with the connection itself."""
 _KEPT_LINES = 20
 _LAST_WORDS_SECONDS = 0.5
 _END_SECONDS = 2.0
-"""The seconds that ssh may take to end after its connection."""
+"""The seconds that the process of a connection may take to end after it."""
 News = tuple[int, Message | bytes | None]
 """The number of a host, and what its agent has sent; None once the connection has ended."""
 
@@ -27,10 +26,12 @@ News = tuple[int, Message | bytes | None]
 @final
 class AgentConnection:
     """The connection to the agent of one host. What it sends goes into ``news``, whatever is to be sent to it waits for
-    nobody."""
+    nobody. ``launcher``: what has started ``process``, the connection."""
 
-    def __init__(self, number: int, host: str, process: subprocess.Popen[bytes], news: queue.SimpleQueue[News]) -> None:
-        self.number, self.host, self._process, self._news = number, host, process, news
+    def __init__(
+        self, number: int, host: str, launcher: HostsLauncher, process: AgentProcess, news: queue.SimpleQueue[News]
+    ) -> None:
+        self.number, self.host, self._launcher, self._process, self._news = number, host, launcher, process, news
         self.is_up = False
         """True once the agent has begun to speak."""
         self._broken = ""
@@ -65,7 +66,7 @@ class AgentConnection:
         self._orders.put(None)
 
     def close(self) -> None:
-        """Ends ssh, where it has not ended by itself, and closes this end."""
+        """Ends the connection's process, where it has not ended by itself, and closes this end."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
@@ -83,7 +84,8 @@ class AgentConnection:
         """Returns why the connection has ended, and the cure."""
         self.wait(_END_SECONDS)
         self._threads[1].join(_LAST_WORDS_SECONDS)
-        return ending_text(self.host, self._process.poll(), list(self._said), is_up=self.is_up, broken=self._broken)
+        ended = self._process.poll()
+        return ending_text(self._launcher, self.host, ended, list(self._said), is_up=self.is_up, broken=self._broken)
 
     def _read(self, file: BinaryIO) -> None:
         reader = FrameReader(file)
@@ -97,12 +99,12 @@ class AgentConnection:
         self._news.put((self.number, None))
 
     def _hear(self, file: BinaryIO) -> None:
-        """Keeps what ssh and the agent say, and passes on what comes while the agent runs."""
+        """Keeps what the launcher's program and the agent say, and passes on what comes while the agent runs."""
         try:
             for line in file:
                 text = line.decode(errors="replace").rstrip()
                 self._said.append(text)
-                if self.is_up:
+                if self.is_up and not text.startswith(self._launcher.own_words):
                     sys.stderr.write(f"{self.host}: {text}\n")
         except (OSError, ValueError):  # closed here
             pass
@@ -123,18 +125,19 @@ class AgentConnection:
             return {"kind": "alive"}
 
 
-def ending_text(host: str, status: int | None, said: list[str], *, is_up: bool, broken: str = "") -> str:
-    """Returns why the connection to an agent has ended, in words, with the cure. ``status``: ssh's exit status;
-    ``said``: the last lines of its standard error; ``is_up``: the agent had begun to speak; ``broken``: what was wrong
-    with what it sent."""
+def ending_text(
+    launcher: HostsLauncher, host: str, status: int | None, said: list[str], *, is_up: bool, broken: str = ""
+) -> str:
+    """Returns why the connection to an agent has ended, in words, with the cure. ``status``: the exit status of its
+    process; ``said``: the last lines of its standard error; ``is_up``: the agent had begun to speak; ``broken``: what
+    was wrong with what it sent."""
     lines = [line for line in said if line and not line.startswith("Warning: Permanently added")]
-    last = lines[-1].removesuffix(".") if lines else ""
+    own = [line for line in lines if not line.startswith(launcher.own_words)]
+    last = own[-1].removesuffix(".") if own else ""
     if broken:
         return f"host {host}: what its agent sent is none of its messages ({broken})"
-    if status == SSH_FAILED and is_up:
-        return f"host {host}: the connection was lost ({last or 'ssh said nothing'}); --resume goes on"
-    if status == SSH_FAILED:
-        return f"host {host} cannot be reached: {last or 'ssh said nothing'}; {_cure(host, last)}"
+    if (lost := launcher.why_lost(host, status, lines, is_up=is_up)) is not None:
+        return lost
     if status == NO_PYTHON:
         return (
             f"host {host} has no Python {last}: install it there, or name an interpreter of that host that has "
@@ -154,18 +157,6 @@ def ending_text(host: str, status: int | None, said: list[str], *, is_up: bool, 
     if is_up:
         return f"host {host}: its agent {how}, and its ranks ended with it; --resume goes on"
     return f"host {host}: its agent {how} before it was ready"
-
-
-def _cure(host: str, last: str) -> str:
-    if "Permission denied" in last:
-        return f"ssh must let you in without a question: ssh-copy-id {host}, or name a key in ssh's configuration"
-    if "Host key verification failed" in last or "HOST IDENTIFICATION" in last:
-        return f"its key is not the one that is known, or is not known yet: ssh {host} once by hand"
-    if "Could not resolve" in last:
-        return "check the name, or give it an address in ssh's configuration"
-    if "timed out" in last:
-        return f"it did not answer for {CONNECT_SECONDS} s: does it run, and is its port open?"
-    return f"`ssh {host} true` must work without a question"
 
 
 def _signal_name(number: int) -> str:

@@ -12,7 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from apportion.comm.network.address import route_to
 from apportion.process import usable_cores
+from apportion.runtime.agents.agent_command import HOST_CORES, REACHED_FROM
 from apportion.runtime.proof.installed_packages import own_contents
 
 Facts = Mapping[str, Any]
@@ -39,18 +41,28 @@ def describe_host() -> dict[str, Any]:
     """Returns the facts of this host."""
     return {
         "hostname": socket.gethostname(),
-        "cores": usable_cores(),
+        "cores": own_cores(os.environ),
         "gpus": _gpus(),
-        "address": own_address(os.environ.get("SSH_CONNECTION", "")),
+        "address": own_address(os.environ),
         "python": sys.executable,
         "versions": versions(),
     }
 
 
-def own_address(connection: str) -> str:
-    """Returns the address of this host by which the driver has reached it. ``connection``: what sshd says in
-    SSH_CONNECTION; empty where it says nothing."""
-    words = connection.split()
+def own_cores(environment: Mapping[str, str]) -> int:
+    """Returns the number of cores of this host that ranks may use: those of this process, and no more than the run was
+    given here."""
+    given = environment.get(HOST_CORES, "")
+    return min(usable_cores(), int(given)) if given.isdecimal() and int(given) else usable_cores()
+
+
+def own_address(environment: Mapping[str, str]) -> str:
+    """Returns the address of this host by which other hosts of the run reach it: the one by which it reaches the host
+    that the launcher has named, else the one that sshd says the driver has reached. A job's variables may hold what
+    sshd has said at a login."""
+    if other := environment.get(REACHED_FROM):
+        return route_to(other)
+    words = environment.get("SSH_CONNECTION", "").split()
     return words[2] if len(words) == 4 else "127.0.0.1"
 
 
@@ -90,7 +102,7 @@ def overload(name: str, facts: Facts, ranks: int, each: int) -> str | None:
         return None
     return (
         f"host {name} has {ranks} workers x {each} threads and loaders on {cores} cores: they take turns, and the run "
-        f"gets slower; use {name}:{max(1, cores // each)}"
+        f"gets slower; give it {max(1, cores // each)} of them"
     )
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from apportion.core.event import Event, event_after
 from apportion.errors import ApportionError, CheckpointError
+from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.hosts.frames import FrameError
 from apportion.runtime.hosts.host_failures import at_host
 from apportion.runtime.hosts.hosts_pool import HostsPool
 from apportion.runtime.hosts.run_copy import RunCopy, mark_of
 from apportion.runtime.hosts.started_hosts import LOOK_SECONDS, WORDS_SECONDS, Shipment, StartedHosts
-from apportion.runtime.launch.ssh import Ssh
 from apportion.runtime.supervisor.decisions import Finish, Stop, failure
 from apportion.runtime.supervisor.failures import Notice
 from apportion.runtime.supervisor.interrupts import Interrupts
@@ -38,7 +38,7 @@ COPY_SECONDS = 60.0
 class HostsRun(StartedHosts):
     """One run of a job on several hosts. ``chooses``: the ranks choose the strategy, which is not the job's then."""
 
-    def __init__(self, job: Job, launcher: Ssh, shipment: Shipment, *, chooses: bool = False) -> None:
+    def __init__(self, job: Job, launcher: HostsLauncher, shipment: Shipment, *, chooses: bool = False) -> None:
         super().__init__(launcher, shipment, replaceable=job.replaceable)
         self._job, self._chooses = job, chooses
         self._began = time.monotonic()

@@ -11,11 +11,11 @@ from typing import Any
 
 from apportion.core.policy import Policy
 from apportion.errors import ApportionError, WorkerFailed
+from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.hosts.frames import MOST_JSON, Message
 from apportion.runtime.hosts.host_failures import rank_at_host, unresumed
 from apportion.runtime.hosts.hosts_pool import HostsPool
 from apportion.runtime.hosts.started_hosts import LOOK_SECONDS, WORDS_SECONDS, Shipment, StartedHosts
-from apportion.runtime.launch.ssh import Ssh
 from apportion.runtime.launched.outcome import RESULT, error_of
 from apportion.runtime.supervisor.decisions import Finish, GoOn, Stop, failure
 from apportion.runtime.supervisor.interrupts import Interrupts
@@ -24,7 +24,7 @@ from apportion.runtime.supervisor.interrupts import Interrupts
 class HostsVerb(StartedHosts):
     """One verb on several hosts."""
 
-    def __init__(self, launcher: Ssh, shipment: Shipment) -> None:
+    def __init__(self, launcher: HostsLauncher, shipment: Shipment) -> None:
         super().__init__(launcher, shipment)
         self._result: Message | None = None
         """What rank 0 has told of its result."""

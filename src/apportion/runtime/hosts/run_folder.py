@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PATTERN = "apportion-hosts-*"
-"""How the folders of runs are called (``launch/ssh.py`` makes them)."""
+"""How the folders of runs are called (``agents/agent_command.py`` makes them)."""
 LOCK = "lock"
 NEW_SECONDS = 600.0
 """The seconds within which a folder may not have its lock yet."""

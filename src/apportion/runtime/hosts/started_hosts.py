@@ -18,15 +18,15 @@ from pathlib import Path
 from apportion.core.fast_paths import VARIABLE as PLAIN_PATHS
 from apportion.core.policy import Policy
 from apportion.errors import ApportionError, WorkerFailed
+from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.hosts.agent_connection import AgentConnection, News
 from apportion.runtime.hosts.frames import Message
 from apportion.runtime.hosts.host_facts import overload, ranks_of, refuse_unlike, versions
 from apportion.runtime.hosts.hosts_pool import HostsPool
-from apportion.runtime.launch.ssh import Ssh
 from apportion.runtime.supervisor.watchdog import Allowance
 
 READY_SECONDS = 30.0
-"""The seconds that an agent may take to speak: ssh itself gives up earlier where nobody answers."""
+"""The seconds that an agent may take to speak: a launcher itself gives up earlier where nobody answers."""
 LONGEST_GRACE = "28 s"
 """The time that a silent host is waited for where nothing can go on without it."""
 LOOK_SECONDS = 0.5
@@ -56,7 +56,7 @@ class Shipment:
 class StartedHosts:
     """The hosts of one run or verb, and the ranks on them. ``shipment``: what the ranks are given."""
 
-    def __init__(self, launcher: Ssh, shipment: Shipment, *, replaceable: bool = False) -> None:
+    def __init__(self, launcher: HostsLauncher, shipment: Shipment, *, replaceable: bool = False) -> None:
         self._launcher, self._shipment, self._replaceable = launcher, shipment, replaceable
         self._hosts = launcher.parsed()
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -71,7 +71,7 @@ class StartedHosts:
         """Starts the agents, while Ctrl-C is held back: no agent may be started and not known."""
         for number, host in enumerate(self._hosts):
             process = self._launcher.start(host)
-            self._agents.append(AgentConnection(number, host.destination, process, self._news))
+            self._agents.append(AgentConnection(number, host.destination, self._launcher, process, self._news))
 
     def _begin(self) -> None:
         """Hears where everything is, compares, and has the ranks started."""
@@ -173,3 +173,4 @@ class StartedHosts:
             agent.wait(max(0.1, allowed.left))
         for agent in self._agents:
             agent.close()
+        self._launcher.release(self._hosts)

@@ -1,0 +1,105 @@
+"""What a launcher of several hosts must do: name them, and start an agent on each, whose standard input and output are
+the connection to it. Everything else of a run on several hosts is the same, whichever launcher has started it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, ClassVar, Protocol
+
+from apportion.core.value import Value
+
+
+@dataclass(frozen=True)
+class RunHost:
+    """A host of a run: what its launcher calls it, and how many ranks it has."""
+
+    destination: str
+    """The name of the host, as its launcher finds it and messages call it."""
+    workers: int | None
+    """The number of workers; None: one a core, or one a GPU, as is found out there."""
+
+
+class AgentProcess(Protocol):
+    """The process on this machine that is the connection to an agent, as ``subprocess.Popen`` is one of ssh."""
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """The file that the agent reads; closing it ends the agent."""
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """The file that the agent writes."""
+
+    @property
+    def stderr(self) -> IO[bytes] | None:
+        """The file of what the agent and the launcher's own program print."""
+
+    def poll(self) -> int | None:
+        """Returns the exit status; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits until it has ended, and returns the exit status. ``timeout``: the most seconds. Raises
+        subprocess.TimeoutExpired after them."""
+
+    def kill(self) -> None:
+        """Ends it, and the agent with it."""
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class HostsLauncher(Value, ABC):
+    """A launcher that starts an agent on each of several hosts."""
+
+    workers: int | None = None
+    """The number of workers of each host; None: one a core, or one a GPU."""
+    threads: int | None = None
+    """The number of threads of each worker; None: the cores of its host, divided among its workers."""
+    python: str | None = None
+    """The interpreter on each host; None: the path of this one where it is there too, else the login shell's."""
+    device: str | None = None
+    """The device type, "cpu" or "cuda"; None: the GPUs where there are any."""
+    loaders: int = 0
+    """The number of data-loading processes of each worker."""
+
+    launched: ClassVar[bool] = False
+    """False: the ranks are not running yet, and have to be started."""
+    insecure: ClassVar[bool] = False
+    """False: the ranks prove to each other that they know the secret of the run."""
+    own_words: ClassVar[tuple[str, ...]] = ()
+    """What the lines begin with that the launcher's own program prints: ``why_lost`` reads them, and nobody else."""
+
+    def __post_init__(self) -> None:
+        self._must_be_whole("workers", "threads")
+        self._must_be_whole("loaders", least=0)
+        if self.device not in (None, "cpu", "cuda"):
+            raise ValueError(f'device={self.device!r} must be "cpu" or "cuda"')
+
+    @abstractmethod
+    def parsed(self) -> list[RunHost]:
+        """Returns the hosts; rank 0 runs on the first. What they need together is taken here, and ``release`` gives it
+        back. Raises ValueError or ApportionError where they cannot be had."""
+
+    @abstractmethod
+    def start(self, host: RunHost) -> AgentProcess:
+        """Starts the agent of a host. Raises ApportionError where that cannot be done."""
+
+    @abstractmethod
+    def why_lost(self, host: str, status: int | None, said: Sequence[str], *, is_up: bool) -> str | None:
+        """Returns why the connection to an agent has ended, with the cure, where that was not the agent's own end; else
+        None. ``status``: the exit status of the connection's process; ``said``: the last lines that it and the agent
+        have printed; ``is_up``: the agent had begun to speak."""
+
+    def release(self, hosts: Sequence[RunHost]) -> None:
+        """Gives back what ``parsed`` has taken for these hosts, after the last agent has ended."""
+
+    def threads_each(self, cores: int, ranks: int) -> int:
+        """Returns the threads of each of so many ranks of a host with so many cores."""
+        return self.threads if self.threads is not None else max(1, cores // ranks - self.loaders)
+
+
+def as_texts(name: str, given: Sequence[str]) -> tuple[str, ...]:
+    """Returns what was given as a tuple. Raises ValueError for a single text, whose letters are not meant."""
+    if isinstance(given, str):
+        raise ValueError(f"{name}={given!r} must be a list of texts: ({given!r},)")
+    return tuple(given)

@@ -1,0 +1,153 @@
+"""A Ray cluster of two nodes: real raylets in network namespaces, node1 and node2, from an environment of its own.
+
+What a user types runs on node1. Ray's processes find Ray in .venv/ray (tests/ray.txt) and neither apportion nor torch:
+the interpreter of the ranks is another one. Each node has its own /tmp/ray, a folder of the test.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurm_cluster import hosts_module
+
+import apportion
+
+RAY = Path(sys.prefix) / "ray"
+SESSIONS = Path("/tmp/ray")
+PORT = 6379
+START_SECONDS, END_SECONDS = 60.0, 20.0
+OWN = ("ray/core/src/ray", "ray/_private", "ray/dashboard", "ray.scripts", "ray::IDLE", "/gcs_server", "/raylet")
+"""What the commands of Ray's own processes hold."""
+_HOSTS = "127.0.0.1 localhost\n{nodes}"
+_ON_NODE = 'hostname {name} && mount --bind {table} /etc/hosts && mount --bind {sessions} {there} && exec "$@"'
+
+
+def cannot() -> str | None:
+    """Why there can be no cluster here, or None."""
+    if not (RAY / "ray").is_dir():
+        return f"needs Ray in {RAY}: scripts/test slow installs it there"
+    why: str | None = hosts_module().cannot()
+    return why
+
+
+@dataclass
+class RayCluster:
+    """Two nodes of two cores each, whose files are the same but for /tmp/ray."""
+
+    made: Any
+    """The namespaces (``benchmarks/hosts.py``)."""
+    folder: Path
+    """Where the logs and the sessions of the nodes are."""
+    settings: dict[str, str]
+    """What the environment of every process of Ray's says besides, its drivers' too."""
+    daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return f"{self.made.addresses[0]}:{PORT}"
+
+    def environment(self, *path: Path) -> dict[str, str]:
+        """What a user's shell has set, with Ray and these folders on the path of Python."""
+        own = {name: text for name, text in os.environ.items() if not name.startswith(("RAY_", "SLURM_", "SSH_"))}
+        quiet = {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+        return {**own, **quiet, **self.settings, "PYTHONPATH": os.pathsep.join(map(str, (RAY, *path)))}
+
+    def start(self, command: Sequence[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
+        """Starts what a user types on node1, in a folder, with apportion and Ray on its path."""
+        given = {**self.environment(Path(apportion.__file__).parents[1]), **environment}
+        return subprocess.Popen(
+            self.command(0, command), cwd=folder, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def command(self, node: int, command: Sequence[str]) -> list[str]:
+        """The same, on a node."""
+        sessions = self.folder / f"node{node + 1}"
+        text = _ON_NODE.format(name=f"node{node + 1}", table=self.folder / "hosts", sessions=sessions, there=SESSIONS)
+        return ["ip", "netns", "exec", self.made.names[node], "unshare", "--uts", "sh", "-c", text, "sh", *command]
+
+    def processes(self, node: int) -> dict[int, str]:
+        """The command of every process on a node (0 or 1) that is none of Ray's own."""
+        told = subprocess.run(["ip", "netns", "pids", self.made.names[node]], capture_output=True, text=True).stdout
+        found = {}
+        for pid in map(int, told.split()):
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                zombie = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            except OSError:
+                continue
+            if not zombie and not any(own in words for own in OWN):
+                found[pid] = words
+        return found
+
+    def left(self) -> list[str]:
+        """What is left of any run on any node."""
+        return [f"node{node + 1}: {pid} {words}" for node in (0, 1) for pid, words in self.processes(node).items()]
+
+    def logs(self) -> str:
+        """What the daemons have written."""
+        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in self.folder.glob("*.log"))
+
+
+@contextmanager
+def ray_cluster(folder: Path, **settings: str) -> Iterator[RayCluster]:
+    """A cluster whose two nodes are there; all of it is gone afterwards. ``settings``: variables of its processes."""
+    with ExitStack() as stack:
+        made = stack.enter_context(hosts_module().several_hosts((2, 2)))
+        found = RayCluster(made, folder, settings)
+        nodes = "".join(f"{address} node{number + 1}\n" for number, address in enumerate(made.addresses))
+        (folder / "hosts").write_text(_HOSTS.format(nodes=nodes))
+        SESSIONS.mkdir(exist_ok=True)
+        stack.callback(_end, found)
+        for node in (0, 1):
+            (folder / f"node{node + 1}").mkdir()
+            head = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+            where = head if node == 0 else [f"--address={found.address}"]
+            own = [f"--node-ip-address={made.addresses[node]}", "--num-cpus=2", "--block"]
+            memory = ["--object-store-memory=100000000", "--memory=4000000000"]
+            command = [sys.executable, "-m", "ray.scripts.scripts", "start", *where, *own, *memory]
+            with open(folder / f"node{node + 1}.log", "wb") as log:
+                # What starts workers has no apportion and no torch on its path; -S leaves out what .venv holds.
+                given = found.environment()
+                daemon = subprocess.Popen(found.command(node, command), env=given, stdout=log, stderr=log)
+            found.daemons.append(daemon)
+            _await(found, node + 1)
+        yield found
+
+
+_COUNT = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+print(sum(node["Alive"] for node in ray.nodes()))
+"""
+
+
+def _await(found: RayCluster, nodes: int) -> None:
+    """Waits until so many nodes are there."""
+    end = time.monotonic() + START_SECONDS
+    while True:
+        asked = found.command(0, [sys.executable, "-c", _COUNT, found.address])
+        done = subprocess.run(asked, env=found.environment(), capture_output=True, text=True, timeout=START_SECONDS)
+        if done.stdout.strip() == str(nodes):
+            return
+        if time.monotonic() > end:
+            raise AssertionError(f"there are no {nodes} nodes but {done.stdout!r}:\n{done.stderr}\n{found.logs()}")
+        time.sleep(0.1)
+
+
+def _end(found: RayCluster) -> None:
+    """Ends the daemons, the head last; whatever they have started ends with the namespaces."""
+    for daemon in reversed(found.daemons):
+        daemon.terminate()
+        try:
+            daemon.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait()
