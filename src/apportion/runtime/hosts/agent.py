@@ -153,6 +153,7 @@ class Agent:
             own_address=self._address,
             replaceable=order["replaceable"],
             several=order["several"],
+            joins=order["joins"],
             threads=order["threads"],
             run=order["run"],
             secret_file=str(secret_file),

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, BinaryIO, final
 
 from apportion.runtime.agents.agent_command import NO_FOLDER, NO_PYTHON
@@ -32,6 +33,7 @@ class AgentConnection:
         self, number: int, host: str, launcher: HostsLauncher, process: AgentProcess, news: queue.SimpleQueue[News]
     ) -> None:
         self.number, self.host, self._launcher, self._process, self._news = number, host, launcher, process, news
+        self._handing = threading.Lock()
         self.is_up = False
         """True once the agent has begun to speak."""
         self._broken = ""
@@ -43,6 +45,18 @@ class AgentConnection:
         ]
         for thread in self._threads:
             thread.start()
+
+    def hand_over(self, news: queue.SimpleQueue[News]) -> None:
+        """Has what the agent sends, and what it has sent and nobody has taken, go there from now on."""
+        with self._handing:
+            before, self._news = self._news, news
+            with suppress(queue.Empty):
+                while True:
+                    news.put(before.get_nowait())
+
+    def _tell(self, message: Message | bytes | None) -> None:
+        with self._handing:
+            self._news.put((self.number, message))
 
     def send(self, message: Mapping[str, Any] | bytes) -> None:
         """Has a message sent; one to an agent that is gone is lost."""
@@ -93,10 +107,10 @@ class AgentConnection:
             if reader.await_greeting():
                 self.is_up = True
                 while (message := reader.receive()) is not None:
-                    self._news.put((self.number, message))
+                    self._tell(message)
         except (FrameError, OSError, ValueError) as error:
             self._broken = str(error)
-        self._news.put((self.number, None))
+        self._tell(None)
 
     def _hear(self, file: BinaryIO) -> None:
         """Keeps what the launcher's program and the agent say, and passes on what comes while the agent runs."""

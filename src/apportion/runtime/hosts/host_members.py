@@ -24,12 +24,13 @@ class HostMembers:
     """The memory of the workers of this host, and their membership. ``address``: where the ranks of all hosts meet,
     were rank 0 on this host. Its methods may be called from any thread."""
 
-    def __init__(self, slots: int, share: HostShare, address: str, tell: Tell) -> None:
+    def __init__(self, slots: int, share: HostShare | None, address: str, tell: Tell) -> None:
         self._memory, self._slots, self._address, self._tell = SharedMemoryOwner(), slots, address, tell
         self._lines = progress.lines(self._memory.map("progress", progress.NBYTES * slots))
         page = memoryview(self._memory.map("members", Membership.nbytes(slots)))
         self.page = Membership(page, slots)
-        self.page.begin(share)
+        if share is not None:  # else the first table that comes takes its workers in
+            self.page.begin(share)
         self._held: socket.socket | None = None
         self._lock = threading.Lock()
 

@@ -36,6 +36,8 @@ _OUTPUT_SECONDS = 0.5
 """The seconds that a rank's output may come later than its end: what it has started may hold it open."""
 SPARE_SECONDS, SPARES = 0.5, 5
 """The seconds from the first step to the start of a spare, and the number of spares that are started at most."""
+STAND_BY_SECONDS = 60.0
+"""The seconds that a spare may take to open the workload, before ranks are offered that begin without one."""
 PROGRESS_SECONDS = 0.1
 """The seconds between two reports of how far the ranks are."""
 _CHUNK = 1 << 16
@@ -56,6 +58,8 @@ class RanksStart:
     """True where other processes may take the places of the ranks."""
     several: bool
     """True where there are other hosts."""
+    joins: bool = False
+    """True where the run is under way: ranks begin here when a table says so, and the spare stands by for that."""
     threads: int
     run: str
     """A name of the run, which other runs do not have."""
@@ -110,7 +114,7 @@ class HostRanks:
             from apportion.runtime.hosts.host_members import HostMembers  # numpy, by now in the template's shadow
 
             share = start.share if start.several else replace(start.share, address="")
-            self.members = HostMembers(start.count, share, start.own_address, tell)
+            self.members = HostMembers(start.count, None if start.joins else share, start.own_address, tell)
         self._ranks: dict[int, _Rank] = {}
         """The rank in each slot, until it has ended."""
         self._slots = list(range(start.count))
@@ -120,7 +124,8 @@ class HostRanks:
         self._spares_left = SPARES
         self.all_ended = threading.Event()
         """An event that is set while no rank runs."""
-        self._begin(self._slots)
+        if not start.joins:
+            self._begin(self._slots)
         if self.members is not None:
             threading.Thread(target=self._tell_progress, args=(self.members,), daemon=True).start()
 
@@ -176,6 +181,16 @@ class HostRanks:
             with suppress(ApportionError):  # no process is left to be had: the run does without
                 environment = self._start.environment_of_spare(os.environ)
                 self._spare = Spare(self._task(SPARE_PROGRAM, self._payload, environment))
+
+    def _stand_by(self, waits: threading.Event) -> None:
+        """Tells the driver once the spare can fork ranks at once, or there will be none that can."""
+        self._look_after_spare()
+        end = time.monotonic() + STAND_BY_SECONDS
+        while self._spare is not None and not self._spare.ready and time.monotonic() < end:
+            waits.wait(PROGRESS_SECONDS)
+            if self._spare.gone:
+                self._look_after_spare()
+        self._tell({"kind": "ready"})
 
     # What the driver orders
 
@@ -258,6 +273,8 @@ class HostRanks:
     def _tell_progress(self, members: HostMembers) -> None:
         """Tells the driver how far the ranks are, and whose processes are stopped; it is a sign of life as well."""
         waits, stepped = threading.Event(), 0.0  # never set
+        if self._start.joins:
+            self._stand_by(waits)
         while True:
             lines = members.progress()
             stepped = stepped or (time.monotonic() if members.stepped else 0.0)

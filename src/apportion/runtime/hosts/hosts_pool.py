@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, final
@@ -66,6 +67,10 @@ class HostsPool:
         self._clock = LookClock()
         self._began_at, self._late_by = time.monotonic(), dict[Slot, float]()
         self._begun = self._stopping = False
+        self._counts = list(counts)
+        self._offers: deque[AgentConnection] = deque()
+        self._joining: set[int] = set()
+        """The hosts that take part from the next table on."""
         self.directory = ""
         """The folder in which the ranks of the first host work."""
         self._notices: list[Notice] = []
@@ -85,6 +90,16 @@ class HostsPool:
         """Sends an order to the first of all ranks, which the others follow."""
         self._stopping = self._stopping or order["kind"] == "stop"
         self._agents[self.leader.table[0].host].send(order)
+
+    def away(self) -> list[int]:
+        """Returns the hosts that take no part, and of which no workers are offered."""
+        offered = {agent.number for agent in list(self._offers)}
+        return [h for h in range(len(self._counts)) if h not in self.leader.hosts and h not in offered]
+
+    def offer(self, agent: AgentConnection) -> None:
+        """Offers the workers of a host that is away, whose agent is ready to fork them."""
+        self._offers.append(agent)
+        self.wake()
 
     # What happens
 
@@ -170,6 +185,7 @@ class HostsPool:
         if host in self.leader.hosts:
             self.leader.drop(host)
             self._liveness.forget(host)
+            self._joining.discard(host)
             self.history.note(HostLost(ranks, self._agents[host].host, why, self._watch.step))
 
     def _think(self, changed: Iterable[Silence]) -> None:
@@ -220,6 +236,33 @@ class HostsPool:
         self.tell(self.leader.open())
         return HostsChange(self, self._watch)
 
+    @property
+    def finishing(self) -> bool:
+        """True once a rank has passed the end, which is there for the others, too."""
+        return self.history.finishing
+
+    def offered(self) -> bool:
+        """Tells whether workers are offered that could take part."""
+        return bool(self._offers) and self._begun and not self.finishing
+
+    def admit(self) -> HostsChange:
+        """Opens a change of the membership in which the workers that are offered are taken in."""
+        while self._offers:
+            agent = self._offers.popleft()
+            host = agent.number
+            self._agents[host] = agent
+            agent.hand_over(self._news)
+            self.leader.take(host)
+            self._liveness.expect(host)
+            self._lines[self._firsts[host] :][: self._counts[host]] = 0
+            self._joining.add(host)
+        self.tell(self.leader.open())
+        return HostsChange(self, self._watch)
+
+    def grow(self) -> None:
+        """Closes the change in which nobody was lost."""
+        self._close(self.leader.table, [], [])
+
     def tell(self, messages: Iterable[Tell]) -> None:
         """Sends messages to agents."""
         for told in messages:
@@ -240,10 +283,19 @@ class HostsPool:
         self._close([slot for slot in self.leader.table if slot not in gone], [], losses)
 
     def _close(self, slots: Sequence[Slot], fresh: Sequence[Slot], losses: Sequence[WorkerLost]) -> None:
+        joined = [
+            Slot(host, n) for host in sorted(self._joining & self.leader.hosts) for n in range(self._counts[host])
+        ]
+        self._joining.clear()
+        slots, fresh = [*slots, *joined], [*fresh, *joined]
         for slot in fresh:
             self._watch.reset(self._line(slot))
             self._late_by[slot] = time.monotonic() - self._began_at
         self.tell(self.leader.close(slots, fresh))
+        for host in sorted({slot.host for slot in joined}):
+            ranks = tuple(rank for rank, slot in enumerate(self.leader.table) if slot.host == host)
+            cause = f"host {self._agents[host].host} takes part again, with {ranks_text(ranks)}"
+            self._notices.append(Notice(ranks[0], cause, f"goes on with {self.ranks} workers"))
         self.history.note_change(losses, self.ranks)
         self._watch.sit([self._line(slot) for slot in self.leader.table])
         if self._stopping:

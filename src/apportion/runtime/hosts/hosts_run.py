@@ -13,9 +13,11 @@ from typing import Any
 from apportion.core.event import Event, event_after
 from apportion.errors import ApportionError, CheckpointError
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
+from apportion.runtime.hosts.agent_connection import AgentConnection
 from apportion.runtime.hosts.frames import FrameError
 from apportion.runtime.hosts.host_failures import at_host
 from apportion.runtime.hosts.hosts_pool import HostsPool
+from apportion.runtime.hosts.recruiting import Recruiter
 from apportion.runtime.hosts.run_copy import RunCopy, mark_of
 from apportion.runtime.hosts.started_hosts import LOOK_SECONDS, WORDS_SECONDS, Shipment, StartedHosts
 from apportion.runtime.supervisor.decisions import Finish, Stop, failure
@@ -44,6 +46,7 @@ class HostsRun(StartedHosts):
         self._began = time.monotonic()
         self._pool: HostsPool | None = None
         self._recovery: RecoveryLoop | None = None
+        self._recruiter: Recruiter | None = None
         self._last: Event | None = None
         self._finished: Event | None = None
         """The ``end`` event that rank 0 has sent."""
@@ -101,6 +104,8 @@ class HostsRun(StartedHosts):
         """Yields events until every rank has finished."""
         self._pool = self._make_pool(self._job.policy)
         self._recovery = RecoveryLoop(self._pool, spares=False)
+        if self._replaceable and len(self._hosts) > 1:
+            self._recruiter = Recruiter(self._launcher, self._hosts, self._pool, self._begin_again)
         while True:
             news = self._next_news(LOOK_SECONDS)
             event = self._told(news)
@@ -112,6 +117,11 @@ class HostsRun(StartedHosts):
                 yield from self._fail(news)
             if isinstance(news, Exception):
                 raise news
+
+    def _begin_again(self, agent: AgentConnection) -> None:
+        """Tells an agent what the one before it was told, of a run that is under way."""
+        self._send_prepare(agent, self._addresses)
+        self._send_start(agent, self._addresses[0], 0, joins=True)
 
     def _next_news(self, seconds: float) -> PoolNews | None:
         """Returns the next news of the ranks, or None where none comes within this time; notes whether it is the
@@ -273,4 +283,8 @@ class HostsRun(StartedHosts):
     def _close(self) -> None:
         if self._recovery is not None:
             self._recovery.close()
+        if self._recruiter is not None:
+            self._recruiter.close()
+            self._agents += self._recruiter.agents
+            self._recruiter.agents = []
         super()._close()

@@ -63,6 +63,11 @@ class StartedHosts:
         self._agents: list[AgentConnection] = []
         self._counts: list[int] = []
         """The number of ranks of each host."""
+        self._addresses: list[str] = []
+        """The address of each host, as the others reach it."""
+        self._threads: list[int] = []
+        """The number of threads of each rank, by host."""
+        self._secret, self._run = secrets.token_hex(32).encode(), secrets.token_hex(8)
         self._failed = False
 
     # The beginning
@@ -85,21 +90,30 @@ class StartedHosts:
             if (said := overload(name, fact, count, each + self._launcher.loaders)) is not None:
                 warnings.warn(said, stacklevel=2)
         for agent in self._agents:
-            others = [str(fact["address"]) for number, fact in enumerate(facts) if number != agent.number]
-            agent.send({"kind": "prepare", "first": agent.number == 0, "others": others})
+            self._send_prepare(agent, [str(fact["address"]) for fact in facts])
         (place,) = self._answers("place", READY_SECONDS, "has not said where the ranks meet", self._agents[:1])
         self._try_to_meet(place)
-        secret, run = secrets.token_hex(32).encode(), secrets.token_hex(8)
-        for agent, count, each in zip(self._agents, self._counts, threads, strict=True):
-            agent.send({
-                "kind": "start", "first": sum(self._counts[: agent.number]), "count": count, "size": sum(self._counts),
-                "address": place["address"], "port": place["port"], "threads": each, "run": run,
-                "environment": {name: os.environ[name] for name in TRAVELS if name in os.environ},
-                "path": list(self._shipment.path), "directory": os.getcwd(),
-                "replaceable": self._replaceable, "several": len(self._agents) > 1,
-            })  # fmt: skip
-            for data in (secret, self._shipment.code, self._shipment.payload):
-                agent.send(data)
+        self._addresses, self._threads = [str(fact["address"]) for fact in facts], threads
+        for agent in self._agents:
+            self._send_start(agent, place["address"], place["port"])
+
+    def _send_prepare(self, agent: AgentConnection, addresses: Sequence[str]) -> None:
+        others = [address for number, address in enumerate(addresses) if number != agent.number]
+        agent.send({"kind": "prepare", "first": agent.number == 0, "others": others})
+
+    def _send_start(self, agent: AgentConnection, address: str, port: int, *, joins: bool = False) -> None:
+        """Has the ranks of a host started. ``joins``: they begin when they are taken into the run, which is under
+        way."""
+        number = agent.number
+        agent.send({
+            "kind": "start", "first": sum(self._counts[:number]), "count": self._counts[number],
+            "size": sum(self._counts), "address": address, "port": port, "threads": self._threads[number],
+            "run": self._run, "environment": {name: os.environ[name] for name in TRAVELS if name in os.environ},
+            "path": list(self._shipment.path), "directory": os.getcwd(),
+            "replaceable": self._replaceable, "several": len(self._counts) > 1, "joins": joins,
+        })  # fmt: skip
+        for data in (self._secret, self._shipment.code, self._shipment.payload):
+            agent.send(data)
 
     def _try_to_meet(self, place: Message) -> None:
         """Has the other hosts try whether they reach the first. Raises ApportionError where one does not: its ranks

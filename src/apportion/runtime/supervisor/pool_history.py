@@ -9,7 +9,14 @@ from typing import final
 
 from apportion.core.policy import Policy
 from apportion.runtime.supervisor.decisions import Action, next_action
-from apportion.runtime.supervisor.failures import WorkerEvent, WorkerExited, WorkerLost, WorkersChanged, WorkerStalled
+from apportion.runtime.supervisor.failures import (
+    WorkerEvent,
+    WorkerExited,
+    WorkerFinished,
+    WorkerLost,
+    WorkersChanged,
+    WorkerStalled,
+)
 from apportion.runtime.supervisor.watchdog import memory_kills
 
 
@@ -49,6 +56,11 @@ class PoolHistory:
         """Adds that the pool has so many ranks from now on."""
         self.note(WorkersChanged(tuple(losses), ranks, restarted))
         self._kills = memory_kills()
+
+    @property
+    def finishing(self) -> bool:
+        """True once a worker has told that it is done, in the world as it is now."""
+        return any(isinstance(h, WorkerFinished) for h in self._since_change())
 
     def _since_change(self) -> list[WorkerEvent]:
         since = max((at for at, h in enumerate(self._happened, 1) if isinstance(h, WorkersChanged)), default=0)

@@ -78,8 +78,21 @@ class RecoverablePool(Protocol):
     def action(self) -> Action:
         """Decides what to do about all that has happened so far."""
 
+    @property
+    def finishing(self) -> bool:
+        """True once a rank has passed the end, which is there for the others, too."""
+
+    def offered(self) -> bool:
+        """Tells whether workers are offered that could take part."""
+
     def open_change(self, lost: Collection[int]) -> OpenChange:
         """Opens a change of the membership: these ranks are lost and killed."""
+
+    def admit(self) -> OpenChange:
+        """Opens a change of the membership in which the workers that are offered are taken in."""
+
+    def grow(self) -> None:
+        """Closes the change in which nobody was lost."""
 
     def replace(self, losses: Sequence[WorkerLost]) -> Sequence[WorkerLost]:
         """Closes the change with others in the places of the lost; returns those in whose places there are none."""
@@ -157,6 +170,8 @@ class RecoveryLoop:
                 self._news.put(notice)
             if isinstance(action, Replace | Shrink | Restart):
                 action = self._change(action)
+            elif isinstance(action, GoOn) and self._pool.offered():
+                action = self._grow()
             if isinstance(action, Finish):
                 self._say(self._pool.part())
             if isinstance(action, Stop) and action.lost:
@@ -184,7 +199,23 @@ class RecoveryLoop:
             self._pool.restart(action.losses)
             self._tell(action.losses, "all workers are started again")
             return GoOn()
-        decided = self._settled(action)
+        lost = [loss.rank for loss in action.losses]
+        decided = self._settled(self._pool.open_change(lost), lost)
+        self._close_change(decided, began)
+        return decided
+
+    def _grow(self) -> Action:
+        """Takes in the workers that are offered, between two steps. Returns what was decided in the end, and done."""
+        self._tell_mended(told=True)
+        began = time.monotonic()
+        decided = self._settled(self._pool.admit(), [])
+        if isinstance(decided, GoOn) and not self._closing:
+            self._pool.grow()
+        self._close_change(decided, began)
+        return decided
+
+    def _close_change(self, decided: Action, began: float) -> None:
+        """Closes a change that has settled, with others in the places of the lost, or without them."""
         if isinstance(decided, Replace):
             step = self._pool.step
             away = self._pool.replace(decided.losses)
@@ -194,24 +225,22 @@ class RecoveryLoop:
         elif isinstance(decided, Shrink):
             self._pool.shrink(decided.losses)
             self._tell_smaller(decided.losses)
-        return decided
 
     def _tell_smaller(self, losses: Sequence[WorkerLost]) -> None:
         left = self._pool.ranks
         self._tell(losses, f"goes on with {left} worker{'s' * (left > 1)}")
 
-    def _settled(self, action: Action) -> Action:
+    def _settled(self, change: OpenChange, lost: list[int]) -> Action:
         """Waits until all lost workers have ended and all others have left the old world, and returns what is decided
-        then."""
-        assert isinstance(action, Replace | Shrink)
-        lost = [loss.rank for loss in action.losses]
-        change = self._pool.open_change(lost)
+        then. ``lost``: the ranks that are lost so far."""
         while not self._closing:
             settled = change.settled(lost)
             decided = self._pool.action()
             if isinstance(decided, Finish | Stop | Restart):
                 return decided
-            if isinstance(decided, GoOn) and settled:  # some have passed the end: it is there for the others, too
+            if isinstance(decided, GoOn) and settled:
+                if not lost and not self._pool.finishing:
+                    return decided
                 self._pool.dismiss()
                 self._say(self._pool.part())
                 return Finish()

@@ -164,6 +164,24 @@ class WorkerPool:
         self._channels.kill(lost)  # one may only be stopped, and write again one day
         return MembershipChange(self._channels, self._shared.members, self._shared.watch, self.history)
 
+    @property
+    def finishing(self) -> bool:
+        """True once a rank has passed the end, which is there for the others, too."""
+        return self.history.finishing
+
+    def offered(self) -> bool:
+        """Tells that no workers are offered: on one host all that can take part do."""
+        return False
+
+    def admit(self) -> MembershipChange:
+        """Opens a change in which nobody is lost."""
+        return self.open_change([])
+
+    def grow(self) -> None:
+        """Closes a change in which nobody was lost."""
+        self._changed([])
+        self._close_change()
+
     def notices(self) -> list[Notice]:
         """Returns nothing: of the workers of this host there is nothing to tell besides."""
         return []
