@@ -224,6 +224,10 @@ class HostsPool:
             return Stop(first.rank, f"{first.cause}, and there is no state to go on from without it")
         return action
 
+    def agent_of(self, rank: int) -> AgentConnection:
+        """Returns the connection to the agent of the host that a rank runs on."""
+        return self._agents[self.leader.table[rank].host]
+
     def host_of(self, rank: int) -> str:
         """Returns the name of the host that a rank runs on."""
         return self._agents[self.leader.table[min(rank, self.ranks - 1)].host].host
@@ -283,16 +287,15 @@ class HostsPool:
         self._close([slot for slot in self.leader.table if slot not in gone], [], losses)
 
     def _close(self, slots: Sequence[Slot], fresh: Sequence[Slot], losses: Sequence[WorkerLost]) -> None:
-        joined = [
-            Slot(host, n) for host in sorted(self._joining & self.leader.hosts) for n in range(self._counts[host])
-        ]
+        hosts = sorted(self._joining & self.leader.hosts)
+        joined = [Slot(host, number) for host in hosts for number in range(self._counts[host])]
         self._joining.clear()
         slots, fresh = [*slots, *joined], [*fresh, *joined]
         for slot in fresh:
             self._watch.reset(self._line(slot))
             self._late_by[slot] = time.monotonic() - self._began_at
         self.tell(self.leader.close(slots, fresh))
-        for host in sorted({slot.host for slot in joined}):
+        for host in hosts:
             ranks = tuple(rank for rank, slot in enumerate(self.leader.table) if slot.host == host)
             cause = f"host {self._agents[host].host} takes part again, with {ranks_text(ranks)}"
             self._notices.append(Notice(ranks[0], cause, f"goes on with {self.ranks} workers"))

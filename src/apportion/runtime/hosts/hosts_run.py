@@ -176,14 +176,13 @@ class HostsRun(StartedHosts):
         """Copies the run directory from rank 0's host, unless both hosts see the same one."""
         assert self._job.run_dir is not None
         assert self._pool is not None
-        first = self._pool.leader.table[0].host
-        local, agent = Path(self._job.run_dir), self._agents[first]
+        local, agent = Path(self._job.run_dir), self._pool.agent_of(0)
         agent.send({"kind": "fetch", "run_dir": self._job.run_dir, "known": mark_of(local)})
         copy, allowed = RunCopy(local), Allowance(COPY_SECONDS)
         try:
             while allowed.left > 0:
                 news = self._next(LOOK_SECONDS)
-                if news is None or news[0] != first:
+                if news is None or news[0] != agent.number:
                     continue
                 self._refuse_ended(*news)
                 message = news[1]
