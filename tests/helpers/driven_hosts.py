@@ -15,13 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from ssh_hosts import SshHosts
+
+import apportion
+from apportion.comm.world import World
+from apportion.core.address import load_workload
 
 WORK = """
 import os
@@ -40,13 +44,13 @@ def examples():
 
 
 def slow(outputs, targets):
-    time.sleep(0.01)
+    time.sleep(PAUSE)
     return nn.functional.cross_entropy(outputs, targets)
 
 
 def network():
     print("process", os.environ.get("RANK"), os.getpid(), flush=True)
-    layers = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 2)
+    layers = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(DROPOUT), nn.Linear(32, 2)
     return nn.Sequential(*layers)
 
 
@@ -161,11 +165,15 @@ def driven(  # noqa: PLR0913 (what a run is of)
     strategy: str = "data_parallel",
     resume: bool = False,
     host: str = "a",
+    pause: float = 0.01,
+    dropout: float = 0.3,
     **policy: Any,
 ) -> Iterator[DrivenRun]:
-    """A run on these hosts (``a:2``), whose driver runs on ``host``, in a folder of its own."""
-    for name, text in {"work.py": WORK.replace("STEPS", str(steps)), "driver.py": DRIVER}.items():
-        (project / name).write_text(text)
+    """A run on these hosts (``a:2``), whose driver runs on ``host``, in a folder of its own. ``pause``: the seconds
+    that a step takes longer."""
+    work = WORK.replace("STEPS", str(steps)).replace("PAUSE", str(pause)).replace("DROPOUT", str(dropout))
+    (project / "work.py").write_text(work)
+    (project / "driver.py").write_text(DRIVER)
     launcher = str(hosts.launcher(*names, threads=1))
     words = [launcher, json.dumps(policy), run_dir, strategy, "resume" if resume else "begin"]
     command = hosts.command([sys.executable, "driver.py", *words], host)
@@ -201,3 +209,14 @@ def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
         for name, tensor in one.items()
         if not torch.equal(tensor, other[name])
     }
+
+
+def one_device(project: Path, steps: int) -> dict[str, torch.Tensor]:
+    """The weights that one process has after so many steps of the workload in a folder."""
+    text = re.sub(r"time.sleep\(.*\)", "pass", (project / "work.py").read_text())
+    (project / "alone.py").write_text(text)
+    workload = load_workload(f"{project / 'alone.py'}:workload")
+    step = apportion.single_device().build(replace(workload, steps=steps), World())
+    for batch in apportion.batches(step):
+        step(batch)
+    return dict(step.state_dict().model)

@@ -210,7 +210,8 @@ def _written_by_the_first(
         def take_place(rank: int) -> None:
             nonlocal writes
             if rank == 0 and not writes:
-                stack.enter_context(single_writer(run_dir))
+                # Where hosts share a disk, rank 0 of a host that is lost may take a moment to end.
+                stack.enter_context(single_writer(run_dir, seconds=TAKE_OVER_SECONDS if world.members else 0.0))
                 writes = True
 
         def take_place_again(changed: World) -> None:
@@ -254,6 +255,8 @@ def _chosen_together(
     return parse(told["strategy"], "apportion.strategies"), told
 
 
+TAKE_OVER_SECONDS = 10.0
+"""The seconds for which another rank that becomes rank 0 waits until nobody writes the run directory any more."""
 PROCESSES = 16
 """The number of processes that rank 0 starts at most to prove a run of ranks that others have started: more would not
 fit a host."""

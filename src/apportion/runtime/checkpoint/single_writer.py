@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,13 +16,17 @@ LOCK = ".training"
 """The file in the run directory that is locked. It holds the process's number, for a process that finds it locked."""
 
 
+_LOOK_SECONDS = 0.05
+
+
 @contextmanager
-def single_writer(run_dir: str | Path) -> Iterator[None]:
+def single_writer(run_dir: str | Path, *, seconds: float = 0.0) -> Iterator[None]:
     """Lets this process alone write a run directory; the folder is made, and goes again where nothing was written.
-    Raises ValueError where another training writes it, CheckpointError where it cannot be made."""
+    Raises ValueError where another training writes it, and goes on doing so for so many seconds; CheckpointError where
+    it cannot be made."""
     folder = Path(run_dir).absolute()
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    descriptor = _locked(folder)
+    descriptor = _locked(folder, time.monotonic() + seconds)
     try:
         with suppress(OSError):  # a full disk
             os.ftruncate(descriptor, 0)
@@ -34,7 +39,7 @@ def single_writer(run_dir: str | Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _locked(folder: Path) -> int:
+def _locked(folder: Path, end: float) -> int:
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +51,8 @@ def _locked(folder: Path) -> int:
                 f"{folder} cannot be written: {reason(error)}; make it writable, or use another --run-dir"
             ) from error
         try:
-            _lock(descriptor, folder)
+            while not _lock(descriptor, folder, wait=time.monotonic() < end):
+                time.sleep(_LOOK_SECONDS)
             if os.fstat(descriptor).st_nlink:
                 return descriptor
         except BaseException:
@@ -55,10 +61,13 @@ def _locked(folder: Path) -> int:
         os.close(descriptor)  # of a file that its holder has cleared away: this lock keeps nobody out
 
 
-def _lock(descriptor: int, folder: Path) -> None:
+def _lock(descriptor: int, folder: Path, *, wait: bool) -> bool:
+    """Locks a file, and returns whether that was possible. Raises ValueError where it was not and nobody waits."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        if wait:
+            return False
         holder = os.pread(descriptor, 20, 0).decode(errors="replace")
         who = f"process {holder}" if holder.isdecimal() else "another process"
         raise ValueError(
@@ -67,6 +76,7 @@ def _lock(descriptor: int, folder: Path) -> None:
         ) from None
     except OSError:
         pass  # a file system without locks: nothing to hold on to
+    return True
 
 
 def _clear(folder: Path, made: Sequence[Path]) -> None:
