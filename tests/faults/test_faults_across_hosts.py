@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
 import pytest
 import ssh_hosts
@@ -76,6 +77,21 @@ def lost(run: DrivenRun, name: str) -> dict[str, object]:
     return told()[0]
 
 
+def test_a_worker_on_another_host_that_is_killed_is_replaced_and_the_network_is_that_of_one_device(
+    hosts: SshHosts, tmp_path: Path
+) -> None:
+    with driven(hosts, tmp_path, "a:1", "b:1", steps=60, dropout=0.0) as run:
+        run.until_step(5)
+        run.kill("b", 1)
+        assert run.end()["step"] == 60
+        (fault,) = run.faults()
+        assert fault["cause"].startswith("rank 1 on host b was killed by SIGKILL")
+        assert fault["action"].startswith("replaced in ")
+    found, exact = weights(tmp_path), one_device(tmp_path, 60)
+    assert max(float((found[name] - exact[name]).abs().max()) for name in exact) < 1e-10
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [2, 0], ids=["on another host", "rank 0"])
 def test_a_worker_that_is_killed_is_replaced_and_the_bits_are_those_of_the_run_that_nothing_happened_to(
     hosts: SshHosts, calm: Path, tmp_path: Path, rank: int
@@ -91,6 +107,27 @@ def test_a_worker_that_is_killed_is_replaced_and_the_bits_are_those_of_the_run_t
             assert fault["cause"].startswith(f"rank {rank} on host {host} was killed by SIGKILL")
             assert fault["action"].startswith("replaced in ")
     assert differences(weights(calm), weights(tmp_path)) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fifty_workers_that_are_killed_leave_the_bits_of_the_run_that_nothing_happened_to(
+    hosts: SshHosts, tmp_path: Path
+) -> None:
+    projects = tmp_path / "calm", tmp_path / "killed"
+    for project in projects:
+        project.mkdir()
+    with driven(hosts, projects[0], *TWO, steps=2000, pause=0.0) as run:
+        assert run.end()["step"] == 2000
+    seconds = []
+    with driven(hosts, projects[1], *TWO, steps=2000, pause=0.0, max_restarts=50) as run:
+        begun(run)
+        for number in range(50):
+            seconds.append(run.kill("b", 2 + number % 2))
+        assert run.end()["step"] == 2000
+        assert len(run.faults()) == 50
+    assert differences(weights(projects[0]), weights(projects[1])) == {}
+    print(f"seconds until the next step: median {median(seconds):.2f}, worst {max(seconds):.2f}")
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def _train(channel: Channel, job: HostJob, control: Any) -> None:
     asked: running.RunRequest = replace(job.asked, workload=_here(job.asked.workload))
     supervised = channel if job.replaceable else None
     for event in running.joined(asked, job.strategy, job.launcher, job.planning, control, channel=supervised):
-        if event.kind != "end" or os.environ["RANK"] == "0":
+        if event.kind != "end" or supervised is not None or os.environ["RANK"] == "0":  # else each rank is told
             channel.send({"kind": "event", "event": asdict(event)})
 
 
