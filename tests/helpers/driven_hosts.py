@@ -56,7 +56,7 @@ def network():
 
 workload = apportion.Workload(
     model=network, data=examples, loss=slow, batch_size=16, epochs=None, steps=STEPS,
-    optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.003), precision="float64",
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9), precision="float64",
 )
 """
 DRIVER = """
