@@ -7,7 +7,7 @@ from typing import Any
 
 from simulated_runs import Parts
 
-from apportion.runtime.checkpoint.terms import RunTerm, RunWriter, is_refused, may_write
+from apportion.runtime.checkpoint.terms import RunTerm, RunWriter, is_refused
 from apportion.runtime.hosts.follower import Follower, TakenTable
 from apportion.runtime.hosts.leader import Leader, Slot, Tell
 

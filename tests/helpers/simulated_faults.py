@@ -1,5 +1,5 @@
-"""What goes wrong in a simulated run. Each is given the simulation, a number from 0 to 1 that picks whom it befalls, and
-for how many seconds."""
+"""What goes wrong in a simulated run. Each is given the simulation, a number from 0 to 1 that picks whom it befalls,
+and for how many seconds."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """A run on several hosts without any: drivers, agents and workers as they act on messages and on time, over a network
 and a clock that a seed decides. The state machines are those of the package; what must hold is checked all the time.
 
-Here are the hosts: an agent does with ``Follower`` what ``HostRanks`` and ``HostMembers`` do, a worker what the training
-loop does: it steps in lockstep with the ranks of its table, leaves when the generation changes, agrees on the furthest
-state, and goes on. A state is the tuple of the exchanges that it was made by, so that two contents of one step are two
-different tuples. ``simulated_runs.py`` has the drivers, the network, the clock and the faults.
+Here are the hosts: an agent does with ``Follower`` what ``HostRanks`` and ``HostMembers`` do, a worker what the loop of
+a training does: it steps in lockstep with the ranks of its table, leaves when the generation changes, agrees on the
+furthest state, and goes on. A state is the tuple of the exchanges that it was made by, so that two contents of one step
+are two different tuples. ``simulated_runs.py`` has the drivers, the network, the clock and the faults.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def next_term(known: Iterable[RunTerm | None], start: str) -> RunTerm:
 
 
 def is_refused(asked: RunTerm, known: RunTerm | None) -> bool:
-    """Returns whether someone who knows of a term refuses what a start of another one asks for: a lower one is over, and
-    of two with the same number the one that came first counts."""
+    """Returns whether who knows of a term refuses what a start of another one asks for: a lower one is over, and of two
+    with the same number the one that came first counts."""
     return known is not None and asked != known and asked.number <= known.number
 
 
@@ -47,9 +47,14 @@ def may_write(asked: RunWriter, known: RunWriter | None) -> bool:
     return asked.term != known.term or asked.generation >= known.generation
 
 
-def refusal(asked: RunTerm, known: RunTerm) -> str:
-    """Returns why a start is refused, in words."""
+def refusal(asked: RunWriter, known: RunWriter) -> str:
+    """Returns why someone may write no more, in words."""
+    if asked.term == known.term:
+        return (
+            f"the others go on without this rank (they are in generation {known.generation}, and it is in "
+            f"{asked.generation}): it ends, and writes nothing more"
+        )
     return (
-        f"the run was started again meanwhile (term {known.number}, and this start has term {asked.number}): this one "
-        "ends, and writes nothing more; go on with the other one, or end that and --resume"
+        f"the run was started again elsewhere (that start has term {known.term.number}, and this one "
+        f"{asked.term.number}): this one ends, and writes nothing more; go on with the other, or end that and --resume"
     )
