@@ -62,6 +62,9 @@ class Driver(Process):
         sim.table(self)
         sim.after(TICK, self.tick, None)
 
+    def __repr__(self) -> str:
+        return f"driver of term {self.term.number} on machine {self.machine}"
+
     def _connect(self, counts: Sequence[int]) -> None:
         sim, first = self.sim, 0
         for number, (host, count) in enumerate(zip(self.hosts, counts, strict=True)):
@@ -81,7 +84,8 @@ class Driver(Process):
             self.inbox.append((self.hear, said))
         elif self.alive and said[0] in self.leader.hosts:
             self.take(*said)
-            self.think()
+            if self.action is None or self.lost is not None or self.leaving:
+                self.think()
 
     def take(self, host: int, message: Any) -> None:
         if message is None:

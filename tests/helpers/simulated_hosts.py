@@ -79,6 +79,9 @@ class Link:
         self.held: list[Any] = []
         self.last, self.closed, self.repeats = 0.0, False, 0.0
 
+    def __repr__(self) -> str:
+        return f"link of machines {self.pair}"
+
     def send(self, message: Any) -> None:
         if not self.closed:
             sim = self.sim
@@ -115,6 +118,10 @@ class Exchange:
         self.states: dict[int, State | None] = {}
         self.rows = 0
         self.outcome: State | None = None
+
+    def __repr__(self) -> str:
+        what = "agreement" if self.step == AGREEMENT else f"step {self.step}"
+        return f"{what} in generation {self.table.generation} of term {self.table.term.number}"
 
     def add(self, worker: Worker) -> None:
         """A rank gives what it has, and gets the outcome once all have given theirs."""
@@ -210,6 +217,9 @@ class Worker(Process):
         self.table: Table | None = None
         self.sim.running(self)
         self.wake()
+
+    def __repr__(self) -> str:
+        return f"worker {self.slot} of host {self.agent.host.number}, rank {self.rank},"
 
     def wake(self) -> None:
         self.sim.after(LOOK * self.sim.random(), self.look, None)
@@ -313,6 +323,9 @@ class Agent(Process):
         self.follower = host.sim.parts.follower(len(table["slots"]))
         self.workers = {slot: Worker(self, slot) for slot in table["slots"]}
 
+    def __repr__(self) -> str:
+        return f"agent of host {self.host.number} in term {self.term.number}"
+
     def tell(self, message: Any) -> None:
         if self.stopped:
             self.inbox.append((self.tell, message))
@@ -387,6 +400,9 @@ class Host:
         self.sim, self.number, self.alive = sim, number, True
         self.known: RunTerm | None = None
         self.agent: Agent | None = None
+
+    def __repr__(self) -> str:
+        return f"host {self.number}"
 
     def hear(self, order: Any) -> None:
         """Starts an agent, or refuses. What comes for one that was refused is lost."""

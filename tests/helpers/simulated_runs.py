@@ -98,6 +98,9 @@ class Simulation:
         self.serial += 1
         heapq.heappush(self.queue, (self.now + seconds, self.serial, call, about))
 
+    def __repr__(self) -> str:
+        return "simulation"
+
     def run(self) -> None:
         """Runs the schedule to its end."""
         self.start(self.hosts)
@@ -108,7 +111,7 @@ class Simulation:
             if self.now > limit:
                 raise Violation(f"the run makes no more steps, {LIMIT_SECONDS:.0f} s after the last fault")
             if self.log is not None:
-                self.log.append(f"{self.now:6.2f} {_named(call)} {about if about is not None else ''}")
+                self.log.append(f"{self.now:6.2f} {_told(call, about)}")
             call(about)
 
     # What starts, and where
@@ -240,9 +243,13 @@ class Simulation:
         call((self, draw, seconds))
 
 
-def _named(call: Callable[[Any], None]) -> str:
-    owner = getattr(call, "__self__", None)
-    return f"{'' if owner is None else type(owner).__name__ + '.'}{getattr(call, '__name__', call)}"
+def _told(call: Callable[[Any], None], about: Any) -> str:
+    """Returns what happens, in words."""
+    name = getattr(call, "__name__", "")
+    if isinstance(about, tuple) and about and callable(about[0]):
+        return f"FAULT: {about[0].__name__}, {about[1]:.3f}, for {about[2]:.1f} s"
+    owner = getattr(call, "__self__", "")
+    return f"{owner} {name} {'' if about is None else about}"
 
 
 def explore(seeds: Iterable[int], parts: Parts = Parts()) -> int | None:  # noqa: B008 (immutable)
