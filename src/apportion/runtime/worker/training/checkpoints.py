@@ -14,7 +14,6 @@ from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.nonfinite_loss import LossGuard
 from apportion.runtime.worker.training.best_metric import BestMetric
-from apportion.runtime.worker.training.restore import open_directory
 
 
 class RunCheckpoints:
@@ -29,13 +28,14 @@ class RunCheckpoints:
         """The best value of the metric so far, which a checkpoint holds."""
 
     def _open(self, directory: RunDirectory | None) -> None:
-        self._directory = directory
+        self.directory = directory
+        """The run directory on rank 0, None elsewhere."""
         self.saver = Saver(directory, self._job.policy.keep, str(self._job.strategy))
         """The writer of the states, which writes nothing on other ranks than rank 0."""
 
-    def take_over(self, world: World) -> None:
-        """Opens the run directory where this rank is rank 0 since the one before it has died."""
-        if self._directory is None and (directory := open_directory(self._job, world)) is not None:
+    def take_over(self, directory: RunDirectory | None) -> None:
+        """Writes the run directory from now on, where this rank is rank 0 since the one before it has died."""
+        if directory is not None:
             self._open(directory)
             self.best.value = directory.best()
 
@@ -50,7 +50,7 @@ class RunCheckpoints:
         check_replicated(step.replicated(), rank=world.rank, step=step.done, device=world.device)
         state = step.state_dict()
         state.settings["best"] = self.best.value
-        if self._directory is None:
+        if self.directory is None:
             return
         if (spoilt := self._guard.may_keep(state)) is not None:
             self._guard.not_kept(state, spoilt)
@@ -61,7 +61,7 @@ class RunCheckpoints:
     def save_committed(self) -> int:
         """Writes the state after the last update, and returns the step it is of. Called from another thread than the
         loop's."""
-        if self._directory is None:
+        if self.directory is None:
             raise CheckpointError("the run has no run_dir")
         state = self._step.committed()
         if state is None:

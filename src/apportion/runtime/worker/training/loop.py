@@ -87,7 +87,7 @@ class _TrainingLoop:
         control.built(self.workload, self.step)
         self.source = self.step.source
         self.proof = self._settled()
-        directory = open_directory(job, world)
+        directory = open_directory(job, world, self.workload, self.step, self.proof)
         best = None
         if world.generation == 0:
             best = restore(job, directory, self.workload, self.step, world, self.proof)
@@ -154,7 +154,8 @@ class _TrainingLoop:
         """Goes on from the last update that is whole, after the membership has changed."""
         self.world = self.world.rejoin()
         self.control.rejoined(self.world)
-        self.checkpoints.take_over(self.world)
+        if self.checkpoints.directory is None:
+            self.checkpoints.take_over(open_directory(self.job, self.world, self.workload, self.step, self.proof))
         self._rejoin_step()
         self._regroup()
         self.coordinator.again(self.group, self.done)

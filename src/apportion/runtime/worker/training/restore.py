@@ -17,13 +17,18 @@ from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.worker.job import Job
 
 
-def open_directory(job: Job, world: World) -> RunDirectory | None:
+def open_directory(
+    job: Job, world: World, workload: Workload, step: Step, proof: Mapping[str, Any] | None
+) -> RunDirectory | None:
     """Opens the run directory on rank 0, which keeps it; returns None on the other ranks, and where there is none.
-    After a change of the membership nobody else writes it from then on."""
+    After a change of the membership nobody else writes it from then on; where rank 0 is on another host by then, which
+    does not see it, it is begun there."""
     if job.run_dir is None or world.rank != 0:
         return None
     directory = RunDirectory(job.run_dir)
     if world.generation:
+        if world.meeting is not None and not (directory.path / "run.json").exists():
+            directory.start(_description(job, workload, step.fingerprint(workload), proof))
         _claim(directory, world)
     return directory
 
