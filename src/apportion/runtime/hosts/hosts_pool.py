@@ -17,6 +17,7 @@ from apportion.runtime.hosts.frames import Message
 from apportion.runtime.hosts.host_failures import raised_event
 from apportion.runtime.hosts.membership.leader import Leader, Slot, Tell
 from apportion.runtime.hosts.membership.liveness import Liveness, Silence
+from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.supervisor.decisions import Action, Restart, Stop
 from apportion.runtime.supervisor.failures import (
     HostLost,
@@ -41,8 +42,8 @@ class HostsPool:
     """The ranks of a run on several hosts. ``agents``: the connection to each host's; ``counts``: its number of ranks;
     ``news``: what the agents say. ``pids`` of a pool are those of this host, and here there are none."""
 
-    spare = None
-    """The spare of each host is its agent's."""
+    spare: Spare | None = None
+    """No spare: that of each host is its agent's."""
 
     def __init__(
         self,

@@ -160,7 +160,8 @@ class _Evidence:
         late = [h for h in now if isinstance(h, WorkerStalled)]
         self.late = next((h for h in late if not (h.stopped or h.silent)), None)
         hosts = [h for h in now if isinstance(h, HostLost)]
-        self.gone = tuple(sorted(told | {h.rank for h in ended} | {rank for h in (*late, *hosts) for rank in h.ranks}))
+        together = {rank for h in late for rank in h.ranks} | {rank for h in hosts for rank in h.ranks}
+        self.gone = tuple(sorted(told | {h.rank for h in ended} | together))
         """The ranks that take part in nothing more."""
         self.cure = ""
         """The advice to resume, where it was not the run's fault that the first of the ranks was lost; else empty."""
