@@ -233,8 +233,7 @@ class Strategy(Value, ABC):
     splits: ClassVar[bool] = False
     """Does the strategy divide one network among its workers, so that ``of=`` can have replicas of them?"""
     survives: ClassVar[bool] = False
-    """Can a run go on after the loss of a worker, since the steps are ``Recoverable``? False: the run ends, and resumes
-    from the last checkpoint."""
+    """Can a run go on after the loss of a worker, since the steps are ``Recoverable``? False: it ends, and resumes."""
 
     def __init_subclass__(cls) -> None:
         inherit_collectives(cls)
@@ -242,25 +241,21 @@ class Strategy(Value, ABC):
     @property
     @abstractmethod
     def exact(self) -> bool:
-        """Does one step of the strategy equal the one-device step? Where no field decides that, a class attribute says
-        so: ``exact = True``."""
+        """Does one step equal the one-device step? Where no field decides that, a class attribute ``exact = True``."""
 
     @property
     def referenced_across_hosts(self) -> bool:
-        """True where ``reference`` says what ranks on several hosts compute, too; False where what hosts send each
-        other is changed on its way."""
+        """True where ``reference`` says what ranks on several hosts compute, too, since what they send is whole."""
         return True
 
     @property
     def recovers_across_hosts(self) -> bool:
-        """True where a run on several hosts goes on after the loss of a worker, or of a host, too; False where what
-        survives a worker lies in memory that all of them share."""
+        """True where a run on several hosts goes on after the loss of a worker or of a host."""
         return False
 
     @property
     def deals_parts(self) -> bool:
-        """Does each rank open its own parts alone of a data set in parts, so that they may lie on several hosts? False:
-        every rank opens all of them, which is possible on one host."""
+        """Does each rank open its own parts alone of a data set in parts, so that they may lie on several hosts?"""
         return False
 
     def replays(self, workers: int) -> bool:

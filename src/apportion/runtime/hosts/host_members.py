@@ -18,6 +18,7 @@ from apportion.runtime.worker.progress import Progress
 LOOK_SECONDS = 0.001
 """The seconds between two looks at which workers have answered a change."""
 Tell = Callable[[Mapping[str, Any]], None]
+Begin = Callable[[Sequence[int]], None]
 
 
 @final
@@ -85,7 +86,7 @@ class HostMembers:
         with self._lock:
             return self.follower.asked if self.follower.generation == generation else []
 
-    def close(self, order: Mapping[str, Any], living: Collection[int], begin: Callable[[Sequence[int]], None]) -> Sequence[int]:
+    def close(self, order: Mapping[str, Any], living: Collection[int], begin: Begin) -> Sequence[int]:
         """Ends the open change by its table; returns the slots whose processes it leaves out, which are to end.
         ``begin``: starts new processes in these slots. A table of another change is left alone."""
         with self._lock:
