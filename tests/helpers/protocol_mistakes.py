@@ -8,8 +8,8 @@ from typing import Any
 from simulated_runs import Parts
 
 from apportion.runtime.checkpoint.terms import RunTerm, RunWriter, is_refused
-from apportion.runtime.hosts.membership.follower import Follower, TakenTable
-from apportion.runtime.hosts.membership.leader import Leader, Slot, Tell
+from apportion.runtime.hosts.protocol.follower import Follower, TakenTable
+from apportion.runtime.hosts.protocol.leader import Leader, Slot, Tell
 
 
 class _WaitsForNobody(Leader):  # type: ignore[misc]

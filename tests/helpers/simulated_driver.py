@@ -10,7 +10,7 @@ from simulated_hosts import Host, Link, Process, Violation
 
 from apportion.errors import ApportionError
 from apportion.runtime.checkpoint.terms import RunTerm
-from apportion.runtime.hosts.membership.leader import Slot, Tell
+from apportion.runtime.hosts.protocol.leader import Slot, Tell
 from apportion.runtime.supervisor.decisions import Action, Finish, Replace, Restart, Shrink, Stop, next_action
 from apportion.runtime.supervisor.failures import (
     HostLost,

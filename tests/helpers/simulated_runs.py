@@ -18,9 +18,9 @@ from simulated_hosts import Directory, Exchange, Host, Link, Violation, Worker
 from apportion.core.policy import Policy
 from apportion.parallel.replica.resync import furthest
 from apportion.runtime.checkpoint.terms import RunTerm, RunWriter, is_refused, may_write, next_term
-from apportion.runtime.hosts.membership.follower import Follower
-from apportion.runtime.hosts.membership.leader import Leader, Slot
-from apportion.runtime.hosts.membership.liveness import Liveness
+from apportion.runtime.hosts.protocol.follower import Follower
+from apportion.runtime.hosts.protocol.leader import Leader, Slot
+from apportion.runtime.hosts.protocol.liveness import Liveness
 
 FAULT_SECONDS = 5.0
 """The seconds in which faults begin."""

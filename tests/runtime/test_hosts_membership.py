@@ -9,9 +9,9 @@ import pytest
 from apportion.errors import ApportionError
 from apportion.parallel.replica.resync import furthest
 from apportion.runtime.checkpoint.terms import RunTerm, RunWriter, is_refused, may_write, next_term
-from apportion.runtime.hosts.membership.follower import Follower, TakenTable
-from apportion.runtime.hosts.membership.leader import Leader, Slot
-from apportion.runtime.hosts.membership.liveness import LATE_FACTOR, SUSPECT_SECONDS, SUSPECT_STEPS, Liveness
+from apportion.runtime.hosts.protocol.follower import Follower, TakenTable
+from apportion.runtime.hosts.protocol.leader import Leader, Slot
+from apportion.runtime.hosts.protocol.liveness import LATE_FACTOR, SUSPECT_SECONDS, SUSPECT_STEPS, Liveness
 
 A0, A1, B0, B1 = Slot(0, 0), Slot(0, 1), Slot(1, 0), Slot(1, 1)
 

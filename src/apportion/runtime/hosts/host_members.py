@@ -11,7 +11,7 @@ from typing import Any, final
 
 from apportion.comm.channel import Message, SharedMemoryOwner
 from apportion.comm.membership import HostShare, Membership
-from apportion.runtime.hosts.membership.follower import Follower
+from apportion.runtime.hosts.protocol.follower import Follower
 from apportion.runtime.worker import progress
 from apportion.runtime.worker.progress import Progress
 

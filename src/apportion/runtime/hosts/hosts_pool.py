@@ -15,8 +15,8 @@ from apportion.errors import WorkerFailed
 from apportion.runtime.hosts.agent_connection import AgentConnection, News
 from apportion.runtime.hosts.frames import Message
 from apportion.runtime.hosts.host_failures import raised_event
-from apportion.runtime.hosts.membership.leader import Leader, Slot, Tell
-from apportion.runtime.hosts.membership.liveness import Liveness, Silence
+from apportion.runtime.hosts.protocol.leader import Leader, Slot, Tell
+from apportion.runtime.hosts.protocol.liveness import Liveness, Silence
 from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.supervisor.decisions import Action, Restart, Stop
 from apportion.runtime.supervisor.failures import (
