@@ -6,6 +6,7 @@ at c + 1, where some had left the sum of the gradients and others had not, and a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,12 @@ from apportion.errors import StateLost
 from apportion.parallel.replica.replica import Replica
 
 
+def furthest(steps: Sequence[int]) -> int | None:
+    """Returns the first of the ranks that have made the most updates, given the number that each has made; None where
+    nobody has made any."""
+    return steps.index(max(steps)) if max(steps) else None
+
+
 @collective
 def agree(replica: Replica, world: World) -> None:
     """Give every rank the state of the replica that is furthest ahead. Called by all ranks of the world, each with a
@@ -27,11 +34,11 @@ def agree(replica: Replica, world: World) -> None:
     steps = group.all_gather(torch.tensor([replica.step], device=world.device)).flatten().tolist()
     if replica.carry is not None:
         raise StateLost("the recurrent state of a rank's rows died with it")
-    if not max(steps):  # all that are left are replacements, or nothing had been done
+    source = furthest(steps)
+    if source is None:  # all that are left are replacements, or nothing had been done
         raise StateLost("the state died with the last rank that had it")
     if min(steps) == max(steps):
         return
-    source = steps.index(max(steps))
     state = replica.state() if world.rank == source else None
     found = broadcast_state(state, group, source=source, device=world.device)
     assert found is not None, "the source has a state"

@@ -11,6 +11,7 @@ from typing import Any, final
 
 from apportion.comm.channel import Message, SharedMemoryOwner
 from apportion.comm.membership import HostShare, Membership
+from apportion.runtime.hosts.protocol.follower import Follower
 from apportion.runtime.worker import progress
 from apportion.runtime.worker.progress import Progress
 
@@ -30,6 +31,8 @@ class HostMembers:
         page = memoryview(self._memory.map("members", Membership.nbytes(slots)))
         self.page = Membership(page, slots)
         self.page.begin(share)
+        self.follower = Follower(slots)
+        """What this host makes of the driver's orders."""
         self._held: socket.socket | None = None
         self._lock = threading.Lock()
 
@@ -55,36 +58,46 @@ class HostMembers:
 
     # A change
 
-    def open(self, generation: int, listened: Collection[int]) -> None:
-        """Begins a change, and has the driver told who answers it. ``listened``: the slots whose processes may still
-        live. What is older than the newest change is not begun."""
-        if generation <= self.page.generation:
-            return
-        self.page.open_change(generation)
-        host, port = self._hold()
-        self._tell({"kind": "reserved", "generation": generation, "address": host, "port": port})
-        threading.Thread(target=self._hear_answers, args=(generation, set(listened)), daemon=True).start()
+    def open(self, generation: int, living: Collection[int]) -> None:
+        """Begins a change, where the driver's order is one to obey, and has the driver told who answers it. ``living``:
+        the slots whose processes may still live."""
+        with self._lock:
+            begins = self.follower.open(generation, living)
+        if begins:
+            self.page.open_change(generation)
+            host, port = self._hold()
+            self._tell({"kind": "reserved", "generation": generation, "address": host, "port": port})
+            threading.Thread(target=self._hear_answers, args=(generation,), daemon=True).start()
 
-    def _hear_answers(self, generation: int, left: set[int]) -> None:
+    def _hear_answers(self, generation: int) -> None:
         waits = threading.Event()  # never set
-        while left and self.page.generation == generation:
-            for slot in sorted(left):
-                if self.page.acknowledged(slot):
-                    left.discard(slot)
+        while asked := self._asked(generation):
+            for slot in filter(self.page.acknowledged, asked):
+                with self._lock:
+                    tells = self.follower.answered(slot, generation)
+                if tells:
                     self._tell({"kind": "answered", "slot": slot, "generation": generation})
             waits.wait(LOOK_SECONDS)
 
-    def close(self, order: Message, begin: Callable[[Sequence[int]], None]) -> None:
-        """Ends the change that is under way by a table of the driver's. ``begin``: starts new processes in these slots.
-        A table of another generation is left alone."""
-        if order["generation"] != self.page.generation + 1:
-            return
-        for slot in order["fresh"]:
+    def _asked(self, generation: int) -> list[int]:
+        """Returns the slots whose workers have not answered this change yet; none where it is over."""
+        with self._lock:
+            return self.follower.asked if self.follower.generation == generation else []
+
+    def close(self, order: Message, living: Collection[int], begin: Callable[[Sequence[int]], None]) -> Sequence[int]:
+        """Ends the open change by its table; returns the slots whose processes it leaves out, which are to end.
+        ``begin``: starts new processes in these slots. A table of another change is left alone."""
+        with self._lock:
+            taken = self.follower.close(order, living)
+        if taken is None:
+            return ()
+        for slot in taken.fresh:
             self._lines[slot, [Progress.waiting.index, Progress.begun.index]] = 0
         self._release()
         share = HostShare(order["first"], order["size"], order["address"], order["port"])
-        begin(order["fresh"])
+        begin(taken.fresh)
         self.page.close_change(order["slots"], ending=order["ending"], share=share)
+        return taken.left_out
 
     def _hold(self) -> tuple[str, int]:
         """Keeps a free port until the next table, and returns the address and it."""

@@ -113,14 +113,12 @@ class HostRanks:
             self.members = HostMembers(start.count, share, start.own_address, tell)
         self._ranks: dict[int, _Rank] = {}
         """The rank in each slot, until it has ended."""
-        self._slots = list(range(start.count))
-        """The slots of this host's ranks, in the order of the ranks."""
         self._lock = threading.Lock()
         self._spare: Spare | None = None
         self._spares_left = SPARES
         self.all_ended = threading.Event()
         """An event that is set while no rank runs."""
-        self._begin(self._slots)
+        self._begin(range(start.count))
         if self.members is not None:
             threading.Thread(target=self._tell_progress, args=(self.members,), daemon=True).start()
 
@@ -185,18 +183,21 @@ class HostRanks:
         if kind == "kill":
             self._kill(message["slots"])
         elif kind == "open" and members is not None:
-            with self._lock:
-                listened = list(self._ranks)
-            members.open(message["generation"], listened)
+            members.open(message["generation"], self._living())
         elif kind == "table" and members is not None:
-            self._slots = list(message["slots"])
-            members.close(message, self._begin)
+            self._kill(members.close(message, self._living(), self._begin))
         else:
+            slots = range(self._start.count) if members is None else members.follower.slots
             with self._lock:
-                rank = self._ranks.get(self._slots[0])
+                rank = self._ranks.get(slots[0]) if slots else None
             if rank is not None:
                 with suppress(OSError):  # it has ended, and the driver is told so
                     rank.lines.send(message)
+
+    def _living(self) -> list[int]:
+        """Returns the slots whose processes have not ended, as far as the driver was told."""
+        with self._lock:
+            return list(self._ranks)
 
     def _kill(self, slots: Collection[int]) -> None:
         with self._lock:

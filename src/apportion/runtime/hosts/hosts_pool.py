@@ -14,8 +14,8 @@ from apportion.errors import WorkerFailed
 from apportion.runtime.hosts.agent_connection import AgentConnection, News
 from apportion.runtime.hosts.frames import Message
 from apportion.runtime.hosts.host_failures import raised_event
-from apportion.runtime.hosts.leader import Leader, Slot, Tell
-from apportion.runtime.hosts.liveness import Liveness, Silence
+from apportion.runtime.hosts.protocol.leader import Leader, Slot, Tell
+from apportion.runtime.hosts.protocol.liveness import Liveness, Silence
 from apportion.runtime.supervisor.decisions import Action, Restart, Stop
 from apportion.runtime.supervisor.failures import (
     HostLost,
@@ -180,10 +180,10 @@ class HostsPool:
             if silence.thought == "given up":
                 self._lose(silence.host, f"it has said nothing for {silence.seconds:.1f} s: it was stopped, or cut off")
                 self._agents[silence.host].abandon()
-            elif silence.thought == "suspected":
-                self._notices.append(Notice(ranks[0], cause, f"is waited for, {self._grace:g} s at most"))
-            else:
-                self._notices.append(Notice(ranks[0], cause, "it is back"))
+            elif ranks:  # a host whose workers are all gone keeps nobody waiting
+                suspected = silence.thought == "suspected"
+                action = f"is waited for, {self._grace:g} s at most" if suspected else "it is back"
+                self._notices.append(Notice(ranks[0], cause, action))
 
     def notices(self) -> list[Notice]:
         """Returns what is to be told since the last call."""

@@ -1,4 +1,5 @@
-"""Who is in a run on several hosts, as the driver decides it: a state machine that reads no clock and sends nothing.
+"""The membership of a run on several hosts, as the driver decides it: a state machine that reads no clock and sends
+nothing. ``follower.py`` is the agents' side.
 
 ::
 
@@ -9,31 +10,28 @@
     driver   table    who is in from now on, with which rank, and where they meet        -> every agent
 
 As on one host the generation is odd from ``open`` to ``table`` and even otherwise, and it only grows. A table is sent
-once every worker that was in has answered the newest ``open`` or has ended: then nothing of an older generation writes
-any more, on any host.
+once every worker that was in has answered the newest ``open`` or has ended, and everyone who was killed has ended: then
+nothing of an older generation writes any more, on any host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from apportion.errors import ApportionError
 
 Message = dict[str, Any]
 
 
-@dataclass(frozen=True, order=True)
-class Slot:
+class Slot(NamedTuple):
     """The place of one worker: its host, and the number of its line in what the workers of that host share."""
 
     host: int
     number: int
 
 
-@dataclass(frozen=True)
-class Tell:
+class Tell(NamedTuple):
     """A message to the agent of a host."""
 
     host: int
@@ -114,8 +112,10 @@ class Leader:
 
     @property
     def can_close(self) -> bool:
-        """True where a table can be sent: every worker has answered or ended, and each host has said its place."""
-        return self.generation % 2 == 1 and not self.asked() and self.hosts <= self._places.keys()
+        """True where a table can be sent: every worker has answered or ended, those that were killed have ended, also
+        who had answered before, and each host has said its place."""
+        settled = self._killed <= self._ended and not self.asked()
+        return self.generation % 2 == 1 and settled and self.hosts <= self._places.keys()
 
     def close(self, slots: Iterable[Slot], fresh: Collection[Slot] = (), *, ending: bool = False) -> list[Tell]:
         """Ends the change: rank i has the i-th of these slots. ``fresh``: those in which a new process begins;

@@ -1,0 +1,60 @@
+"""Which start of a run counts, and who may write its run directory.
+
+Each start takes a higher term than all before it, and who has seen a higher one obeys, and writes, nothing of a lower
+one. So a run may be gone on with elsewhere while its old driver is only cut off: whatever of the old start is reached
+later finds the higher term, and ends without writing. Within a term the generations of the membership count: rank 0 of
+an older one may still run, on a host that was given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class RunTerm(NamedTuple):
+    """The term of one start of a run."""
+
+    number: int
+    """The number of the term, 1 for the first start of a run."""
+    start: str
+    """A name that no other start has: two that have taken the same number, since neither knew of the other, are told
+    apart by it."""
+
+
+class RunWriter(NamedTuple):
+    """The right to write a run directory: that of rank 0 in a generation of a term."""
+
+    term: RunTerm
+    generation: int
+
+
+def next_term(known: Iterable[RunTerm | None], start: str) -> RunTerm:
+    """Returns the term of a new start, given the terms that the run directory and the hosts know of."""
+    return RunTerm(max((term.number for term in known if term is not None), default=0) + 1, start)
+
+
+def is_refused(asked: RunTerm, known: RunTerm | None) -> bool:
+    """Returns whether who knows of a term refuses what a start of another one asks for: a lower one is over, and of two
+    with the same number the one that came first counts."""
+    return known is not None and asked != known and asked.number <= known.number
+
+
+def may_write(asked: RunWriter, known: RunWriter | None) -> bool:
+    """Returns whether a writer may still write what another one was the last to write."""
+    if known is None or is_refused(asked.term, known.term):
+        return known is None
+    return asked.term != known.term or asked.generation >= known.generation
+
+
+def refusal(asked: RunWriter, known: RunWriter) -> str:
+    """Returns why someone may write no more, in words."""
+    if asked.term == known.term:
+        return (
+            f"the others go on without this rank (they are in generation {known.generation}, and it is in "
+            f"{asked.generation}): it ends, and writes nothing more"
+        )
+    return (
+        f"the run was started again elsewhere (that start has term {known.term.number}, and this one "
+        f"{asked.term.number}): this one ends, and writes nothing more; go on with the other, or end that and --resume"
+    )
