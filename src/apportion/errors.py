@@ -72,3 +72,8 @@ class RanksDiffer(ApportionError):
 
 class CheckpointError(ApportionError):
     """A checkpoint or a run directory could not be written, or cannot be trusted."""
+
+
+class Superseded(CheckpointError):
+    """The run was started again elsewhere, or another rank writes its run directory now: this one writes nothing
+    more."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from apportion.core.strategy import State
-from apportion.errors import CheckpointError
+from apportion.errors import CheckpointError, Superseded
 from apportion.runtime.checkpoint.run_directory import RunDirectory, Saved
 
 BEAT_SECONDS = 0.2
@@ -39,9 +39,12 @@ class Saver:
         there."""
 
     def submit(self, state: State, epoch: float, *, best: bool, seconds: float) -> None:
-        """Has this state written. ``seconds``: the time that the snapshot took."""
+        """Has this state written. ``seconds``: the time that the snapshot took. Raises Superseded where another one
+        writes the run directory by now."""
         if self._directory is None:
             return
+        if isinstance(self._failed, Superseded):  # another one goes on with the run
+            raise self._failed
         with self._condition:
             self._waiting[best] = _Waiting(state, epoch, best)
             self._snapshot = seconds

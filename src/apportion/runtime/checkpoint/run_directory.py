@@ -2,7 +2,7 @@
 
 A run directory::
 
-    run.json                       the address, strategy, launcher, versions, fingerprint of the workload
+    run.json                       the address, strategy, launcher, versions, fingerprint of the workload; who may write
     checkpoints/step-00000120/     model.safetensors, optimizer.safetensors, carry.safetensors (recurrent runs only),
                                    buffers.safetensors (buffers beside the model's state, where training changes them),
                                    state.json (the rest, with size and sha256 of the files beside it)
@@ -42,7 +42,9 @@ from apportion.core.strategy import PARTS, State
 from apportion.errors import CheckpointError
 from apportion.runtime.checkpoint.append_only_file import open_own
 from apportion.runtime.checkpoint.code_ownership import source_of
+from apportion.runtime.checkpoint.run_writer import claimed, publish, refuse_superseded, told, writer_of
 from apportion.runtime.checkpoint.tensor_file import read_tensors, storable
+from apportion.runtime.checkpoint.terms import RunWriter
 from apportion.runtime.checkpoint.validation import (
     REPLACED,
     check_manifest,
@@ -75,6 +77,18 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
         self.checkpoints = self.path / "checkpoints"
+        self._writer: RunWriter | None = None
+
+    def claim(self, start: str, generation: int) -> None:
+        """Writes from now on as rank 0 in a generation of a start of the run (``start``: a name that no other has), and
+        keeps out who has begun before. Raises Superseded where another start has begun since."""
+        try:
+            with self._locked():
+                run = self.read_run()
+                self._writer = claimed(writer_of(run), start, generation)
+                publish(self.path, {**run, **told(self._writer)}, _write_json)
+        except OSError as error:
+            raise _unwritten(self.path, error) from error
 
     def start(self, run: Mapping[str, Any]) -> None:
         """Make the folder and write ``run.json``: ``run`` (plain JSON: ``address``, ``strategy``, ``launcher``,
@@ -92,8 +106,7 @@ class RunDirectory:
         about["source"] = source_of(about.get("address"), about["cwd"])
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            _write_json(self.path / ".run.json", about)
-            os.replace(self.path / ".run.json", self.path / "run.json")
+            publish(self.path, about, _write_json)
             for folder in (self.path, self.path.resolve().parent):
                 _sync(folder)
         except OSError as error:
@@ -143,6 +156,8 @@ class RunDirectory:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             with self._locked():
+                if self._writer is not None:
+                    refuse_superseded(self.path, self._writer)
                 self._tidy()
                 manifest["files"] = self._write(
                     {f"{k}.safetensors": v for k, v in parts.items() if v[0] or k not in ("carry", "buffers")}

@@ -87,6 +87,14 @@ def _is_source(value: Any) -> bool:
     return value is None or (isinstance(value, dict) and all(_is_text(value.get(k)) for k in ("file", "sha256")))
 
 
+def _is_term(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and all(_is_number(value.get(name)) for name in ("number", "generation"))
+        and _is_text(value.get("start"))
+    )
+
+
 def _are_files(value: Any) -> bool:
     return (
         isinstance(value, dict)
@@ -108,6 +116,7 @@ _OF_A_RUN: dict[str, _Rule] = {
     "strategy": (_is_text, "text"),
     "launcher": (_is_text, "text"),
     "fingerprint": (_is_fingerprint, "an object, with a whole number as its seed"),
+    "term": (_is_term, "an object with number, start and generation"),
     "source": (_is_source, "an object with file and sha256, or null"),
     "factory": (
         lambda value: _is_source(value) and (value is None or _is_text(value.get("name"))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,8 +18,20 @@ from apportion.runtime.worker.job import Job
 
 
 def open_directory(job: Job, world: World) -> RunDirectory | None:
-    """Opens the run directory on rank 0, which keeps it; returns None on the other ranks, and where there is none."""
-    return RunDirectory(job.run_dir) if job.run_dir is not None and world.rank == 0 else None
+    """Opens the run directory on rank 0, which keeps it; returns None on the other ranks, and where there is none.
+    After a change of the membership nobody else writes it from then on."""
+    if job.run_dir is None or world.rank != 0:
+        return None
+    directory = RunDirectory(job.run_dir)
+    if world.generation:
+        _claim(directory, world)
+    return directory
+
+
+def _claim(directory: RunDirectory, world: World) -> None:
+    """Keeps out other starts of a run on several hosts, and who was rank 0 before; where the run has begun here."""
+    if world.meeting is not None and (directory.path / "run.json").exists():
+        directory.claim(os.environ["TORCHELASTIC_RUN_ID"], world.generation)
 
 
 @collective
@@ -37,10 +50,13 @@ def restore(
     state = None
     if directory is not None:
         mark = step.fingerprint(workload)
-        if job.resume and (directory.steps() or not _started(directory, mark)):
-            state = directory.resume(mark)
-        elif not job.resume:
+        if job.resume:
+            check_fingerprint(directory.read_run().get("fingerprint", {}), mark)
+        else:
             directory.start(_description(job, workload, mark, proof))
+        _claim(directory, world)
+        if job.resume and directory.steps():  # else it was cut off before its first checkpoint, and begins again
+            state = directory.resume(mark)
     if not job.resume:
         return None
     state = broadcast_state(state, world.group(), device=world.device)
@@ -49,12 +65,6 @@ def restore(
     step.load_state_dict(state)
     best: float | None = state.settings.get("best")
     return best
-
-
-def _started(directory: RunDirectory, mark: Mapping[str, Any]) -> bool:
-    """Tells whether there is a run that was cut off before its first checkpoint, which begins again."""
-    check_fingerprint(directory.read_run().get("fingerprint", {}), mark)
-    return True
 
 
 def _description(
