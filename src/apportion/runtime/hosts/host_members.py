@@ -84,7 +84,9 @@ class HostMembers:
         with self._lock:
             return self.follower.asked if self.follower.generation == generation else []
 
-    def close(self, order: Message, living: Collection[int], begin: Callable[[Sequence[int]], None]) -> Sequence[int]:
+    def close(
+        self, order: Mapping[str, Any], living: Collection[int], begin: Callable[[Sequence[int]], None]
+    ) -> Sequence[int]:
         """Ends the open change by its table; returns the slots whose processes it leaves out, which are to end.
         ``begin``: starts new processes in these slots. A table of another change is left alone."""
         with self._lock:
