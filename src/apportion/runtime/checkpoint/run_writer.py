@@ -1,4 +1,4 @@
-"""Who may write the run directory of a run on several hosts: ``run.json`` names the last one who has begun to."""
+"""The right to write the run directory of a run on several hosts: ``run.json`` names the last one who has taken it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@
     agent    reached: whether it does                                                  ->
              <-  start, then the secret, the code and the job as bytes
     agent    started; event, output, raised, finished, exited of each rank; progress    ->
-             <-  stop, save; open, kill, table (leader.py); fetch, more; the end of the stream
+             <-  stop, save; open, kill, table (protocol/leader.py); fetch, more; the end of the stream
     agent    reserved, answered                                                         ->
     both     alive, now and then
 

@@ -1,1 +1,1 @@
-"""Who is in a run on several hosts: state machines of the driver and of the agents, which read no clock."""
+"""The protocol between the driver of several hosts and their agents, as state machines without clock or network."""

@@ -1,5 +1,5 @@
-"""Who is in a run on several hosts, as the driver decides it: a state machine that reads no clock and sends nothing.
-``follower.py`` is the agents' side.
+"""The membership of a run on several hosts, as the driver decides it: a state machine that reads no clock and sends
+nothing. ``follower.py`` is the agents' side.
 
 ::
 
