@@ -92,7 +92,7 @@ def test_what_cannot_be_proved_there_is_refused_with_the_words_of_the_ranks(host
     assert killed.raised.startswith("WorkerFailed: rank 1 on host b was killed by SIGKILL")
     assert "--resume" not in killed.raised
     assert unbuilt.raised.startswith("WorkerFailed: rank 1 on host b: RuntimeError: not here")
-    assert max(told.seconds for told in (shared, alone, raises, killed, unbuilt)) < 30
+    assert max(told.seconds for told in (shared, alone, raises, killed, unbuilt)) < 90, "nobody waits for whom is gone"
 
 
 @pytest.mark.slow
