@@ -20,9 +20,7 @@ from apportion.core.torch_private import import_compiler_late
 from apportion.core.value import parse
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError, Disproved, NotProved
-from apportion.planner.auto import Decision, Planning, next_best
-from apportion.planner.performance_monitor import PerformanceMonitor
-from apportion.planner.trials.trial import candidate
+from apportion.planner.decision import Decision, Planning, next_best
 from apportion.reporting.journal import Journal
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.checkpoint.single_writer import single_writer
@@ -30,8 +28,6 @@ from apportion.runtime.checkpoint.validation import refuse_started, saved_steps
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
 from apportion.runtime.launch.ssh import Ssh
-from apportion.runtime.proof.budget import STARTED_SECONDS
-from apportion.runtime.supervisor.run import RunSupervisor
 from apportion.runtime.worker.agreement import RunAgreement
 from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job
@@ -39,6 +35,7 @@ from apportion.runtime.worker.training.loop import work
 
 if TYPE_CHECKING:  # a run that is not proved needs none of this
     from apportion.api.run_proof import SelfProof
+    from apportion.planner.performance_monitor import PerformanceMonitor
     from apportion.runtime.proof.proof import Settled
 
 Launcher = Local | Env | Ssh
@@ -87,6 +84,8 @@ def _run_here(
 
         decision = decide(asked.workload, asked.changes, launcher, planning)
     else:
+        from apportion.planner.trials.trial import candidate
+
         decision = Decision(chosen=candidate(strategy, launcher), told=None, expected=None)
     refused = set[str]()
     before = list[Event]()
@@ -116,6 +115,10 @@ def _on_processes(
     asked: RunRequest, decision: Decision, before: list[Event], plain: tuple[str, ...]
 ) -> Generator[Event, None, None]:
     """Runs under one strategy. Raises NotProved before the first step, where the run must not go on."""
+    from apportion.planner.performance_monitor import PerformanceMonitor
+    from apportion.runtime.proof.budget import STARTED_SECONDS
+    from apportion.runtime.supervisor.run import RunSupervisor
+
     chosen = decision.chosen
     warning = chosen.launcher.overload(chosen.ranks)
     if warning is not None:
@@ -234,6 +237,7 @@ def _settled_together(
     from apportion.api.proof_rows import gather_proof_rows
     from apportion.api.proof_workers import cut_at
     from apportion.api.run_proof import SelfProof
+    from apportion.planner.trials.trial import candidate
     from apportion.runtime.launched.driving import connections, driven, ranks_by_host
 
     hosts = ranks_by_host(world) if connections(world) is not None else []
