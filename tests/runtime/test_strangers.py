@@ -21,7 +21,10 @@ from served import save_net, serving
 from ssh_hosts import SshHosts
 from strangers import Told, strangers
 
-pytestmark = [pytest.mark.processes, pytest.mark.serial, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.processes, pytest.mark.serial, pytest.mark.slow, pytest.mark.timeout(600),
+    pytest.mark.usefixtures("cold_programs"),  # whose ports they are is told by the programs' names
+]  # fmt: skip
 
 CONNECTIONS = 10_000
 SECONDS = 240

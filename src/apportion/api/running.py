@@ -164,6 +164,20 @@ def joined(
         )
     import_compiler_late()  # every rank has been started for this run, and would wait for it
     world = World.from_env(device=launcher.device, insecure=launcher.insecure)
+    try:
+        yield from _joined(asked, strategy, launcher, world, planning, control or RunControl())
+    finally:
+        world.close()  # also where the ranks were refused: who catches that may start another run
+
+
+def _joined(
+    asked: RunRequest,
+    strategy: Strategy | None,
+    launcher: Env | Ssh,
+    world: World,
+    planning: Planning,
+    control: RunControl,
+) -> Generator[Event, None, None]:
     if asked.resume == "auto":
         found = has_checkpoint(asked.run_dir) if world.rank == 0 else None
         asked = replace(asked, resume=broadcast_message(found, world.group(), device=world.device))
@@ -172,13 +186,8 @@ def joined(
         strategy, told = _chosen_together(asked, launcher, world, planning)
         if told is not None and world.rank == 0:
             before.append(Event(kind="plan", step=0, epoch=0.0, seconds=0.0, data=told))
-            try:
-                yield before[0]
-            except GeneratorExit:  # whoever leaves the loop here has the others learn it
-                world.close()
-                raise
+            yield before[0]
     job = asked.job(strategy, launcher, torch.get_num_threads())
-    control = control or RunControl()
     if world.size > 1:
         agreement = RunAgreement(job, world)
         control.opened, control.built = agreement.on_workload, agreement.on_data
