@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ssh_hosts
+from launched_runs import losses
 from served import save_net, serving
 from ssh_hosts import SshHosts
 from strangers import Told, strangers
@@ -131,10 +132,7 @@ def digest(folder: Path) -> str:
     found = hashlib.sha256()
     for path in sorted((folder / "run" / "checkpoints" / "latest").resolve().glob("*.safetensors")):
         found.update(path.read_bytes())
-    for line in (folder / "run" / "events.jsonl").read_text().splitlines():
-        event = json.loads(line)
-        if event.get("kind") == "step":
-            found.update(json.dumps(event["data"]["values"]["loss"]).encode())
+    found.update(json.dumps(losses(folder / "run")).encode())
     return found.hexdigest()
 
 
