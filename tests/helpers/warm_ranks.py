@@ -12,7 +12,6 @@ import socket
 import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -37,13 +36,11 @@ class _Pool(WorkerPool):
 
     def __init__(self, launcher: Local, ranks: int, key: Hashable) -> None:
         self.key = key
-        nothing = SimpleNamespace(threads=1, device=launcher.device, replaceable=False)
-        super().__init__(launcher, "warm_ranks:obey", nothing, ranks)
+        super().__init__(launcher, "warm_ranks:obey", None, ranks)  # type: ignore[arg-type]
 
     def begin(self, target: str, job: Job) -> None:
         """Gives the ranks a job, with memory and a store that no other job has seen."""
         self.history.clear()
-        self._job = job
         port = self.renew()
         data = base64.b64encode(cloudpickle.dumps(job)).decode()
         self.send({"kind": "job", "target": target, "port": port, "data": data})
