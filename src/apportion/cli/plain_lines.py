@@ -12,7 +12,7 @@ LINE_SECONDS = 2.0
 """The seconds between two plain lines of a kind."""
 
 
-class Lines:
+class PlainLines:
     """Shows one plain line now and then."""
 
     def __init__(self) -> None:

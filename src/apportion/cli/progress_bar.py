@@ -7,12 +7,12 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from apportion.cli.plain_lines import Lines, values_text
+from apportion.cli.plain_lines import PlainLines, values_text
 from apportion.cli.tables import FrankConsole
 from apportion.core.event import Event
 
 
-class Bar(Lines):
+class ProgressBar(PlainLines):
     """A bar with the run's numbers, and a line for each worker."""
 
     def __init__(self) -> None:

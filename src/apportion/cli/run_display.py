@@ -6,7 +6,7 @@ import os
 import sys
 from types import TracebackType
 
-from apportion.cli.plain_lines import Lines
+from apportion.cli.plain_lines import PlainLines
 from apportion.core.event import Event
 from apportion.reporting.journal import summary
 
@@ -16,11 +16,11 @@ class Display:
 
     def __init__(self) -> None:
         self._events: list[Event] = []
-        self._lines = Lines()
+        self._lines = PlainLines()
         if _is_terminal():
-            from apportion.cli.progress_bar import Bar  # rich takes a tenth of the time that torch takes
+            from apportion.cli.progress_bar import ProgressBar  # rich takes a tenth of the time that torch takes
 
-            self._lines = Bar()
+            self._lines = ProgressBar()
 
     def __enter__(self) -> Display:
         self._lines.open()
