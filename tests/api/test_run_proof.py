@@ -27,7 +27,7 @@ from apportion.api import proof_workers, prover, run_proof
 from apportion.api.proof_workers import ProofRequest, ProofWorkers
 from apportion.api.prover import likely_causes
 from apportion.core.value import parse
-from apportion.planner.auto import Decision, next_best
+from apportion.planner.decision import Decision, next_best
 from apportion.planner.trials.trial import candidate
 from apportion.reporting.journal import read_events
 from apportion.runtime.checkpoint.run_directory import RunDirectory

@@ -24,7 +24,8 @@ from typer.testing import CliRunner, Result
 from apportion.api.compared_row import ComparedRow
 from apportion.api.train import run
 from apportion.cli.app import app
-from apportion.cli.run_display import plan_line, show_rows
+from apportion.cli.plain_lines import plan_line
+from apportion.cli.tables import show_rows
 from apportion.core.event import Event
 from apportion.reporting.journal import read_events
 

@@ -29,6 +29,8 @@ OTHERS = ("torchrun", "torch.distributed.run", "sshd")
 HELD_SECONDS = 1.0
 """For connections that are held and say little, or nothing."""
 HUGE = 8 << 20
+AT_ONCE = 4
+"""Visitors of each place."""
 _ETH_IPV4 = 0x0800
 _LISTED = re.compile(r"LISTEN\s+\d+\s+\d+\s+(\S+):(\d+)\s+\S+(?:\s+users:\(\((.*)\)\))?")
 
@@ -155,8 +157,8 @@ class Eavesdropper:
 class Visitor:
     """One who connects. ``heard``: what others have said to the same port."""
 
-    def __init__(self, heard: dict[int, list[bytes]]) -> None:
-        self._heard, self._draws = heard, random.Random(0)
+    def __init__(self, heard: dict[int, list[bytes]], number: int) -> None:
+        self._heard, self._draws = heard, random.Random(number)
         self._held: list[tuple[float, socket.socket]] = []
         self.made: Counter[str] = Counter()
         self.kinds: Counter[str] = Counter()
@@ -235,22 +237,33 @@ def main() -> None:
     """Attacks until it is told to stop."""
     count, root, told, stop = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     ear = Eavesdropper()
-    visitor, ports = Visitor(ear.heard), {}
-    enough = told.with_suffix(".enough")
+    visitors = [Visitor(ear.heard, number) for number in range(AT_ONCE)]
+    now: dict[tuple[str, int], str] = {}
+    ports: dict[tuple[str, int], str] = {}
+
+    def visit(visitor: Visitor) -> None:
+        while not stop.exists():
+            for address, port in list(now) * 10:
+                visitor.visit(address, port)
+            time.sleep(0.01 if now else 0.05)
+
+    threads = [threading.Thread(target=visit, args=(visitor,)) for visitor in visitors]
+    for thread in threads:
+        thread.start()
     while not stop.exists():
         now = listening(root)
         ports.update(now)
-        if not now:
-            time.sleep(0.02)
-            continue
-        for _ in range(max(1, 50 // len(now))):
-            for address, port in now:
-                visitor.visit(address, port)
-        if visitor.made.total() >= count:
-            enough.touch()
-            time.sleep(0.05)
-    named = {f"{address}:{port}": words for (address, port), words in ports.items()}
-    found = {"ports": named, "made": visitor.made, "kinds": visitor.kinds, "answered": visitor.answered}
+        if sum(visitor.made.total() for visitor in visitors) >= count:
+            told.with_suffix(".enough").touch()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    found = {
+        "ports": {f"{address}:{port}": words for (address, port), words in ports.items()},
+        "made": sum((visitor.made for visitor in visitors), Counter()),
+        "kinds": sum((visitor.kinds for visitor in visitors), Counter()),
+        "answered": {where: what for visitor in visitors for where, what in visitor.answered.items()},
+    }
     told.write_text(json.dumps(found))
 
 

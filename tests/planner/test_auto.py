@@ -17,7 +17,7 @@ from ranks import by_value
 from torch import nn
 
 from apportion.api.running import journaled
-from apportion.cli.run_display import plan_line
+from apportion.cli.plain_lines import plan_line
 from apportion.core.event import Event
 from apportion.core.workload import Workload
 from apportion.planner import auto, decision_cache

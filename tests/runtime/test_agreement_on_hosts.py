@@ -32,7 +32,7 @@ CASES = {
     "batch size": "batch_size=15",
     "precision": "precision=bfloat16",
     "width": "parameters=189",
-    "loss": "differs in loss)",
+    "loss": "sum of squares after the first update=",
     "policy": "checkpoint_every='5 steps'",
 }
 """What rank 1 is given otherwise, and how that is named."""

@@ -92,7 +92,7 @@ def test_what_cannot_be_proved_there_is_refused_with_the_words_of_the_ranks(host
     assert killed.raised.startswith("WorkerFailed: rank 1 on host b was killed by SIGKILL")
     assert "--resume" not in killed.raised
     assert unbuilt.raised.startswith("WorkerFailed: rank 1 on host b: RuntimeError: not here")
-    assert max(told.seconds for told in (shared, alone, raises, killed, unbuilt)) < 30
+    assert max(told.seconds for told in (shared, alone, raises, killed, unbuilt)) < 90, "nobody waits for whom is gone"
 
 
 @pytest.mark.slow
@@ -100,30 +100,26 @@ def test_a_verb_that_is_interrupted_or_whose_host_is_lost_ends_at_once(
     hosts: SshHosts, tmp_path: Path, within: Within, eventually: Eventually
 ) -> None:
     for victim in ("driver", "sshd"):
-        driver = start_checks(hosts, ("a", "b"), [("data_parallel", "mlp")] * 20, tmp_path, steps=200)
-        eventually(lambda: any("import main" not in w for w in agents(hosts)), within=20, what="an agent runs")
-        if victim == "driver":
-            driver.send_signal(signal.SIGINT)
-        else:
-            eventually(lambda: len(hosts.processes("b")) >= 5, within=20, what="ranks run")
-            for pid, words in hosts.processes("b").items():
-                if words.startswith("sshd: "):
-                    os.kill(pid, signal.SIGKILL)
-        with within(20, "the end"):
-            if victim == "sshd":
-                eventually(lambda: (tmp_path / "told.json").exists(), within=20, what="the verb has ended")
-                driver.send_signal(signal.SIGINT)
-            _, err = driver.communicate(timeout=SECONDS)
+        checks = [("data_parallel", "mlp")] * (20 if victim == "driver" else 1)
+        with start_checks(hosts, ("a", "b"), checks, tmp_path, steps=200) as driver:
+            try:
+                what, least = ("an agent runs", 3) if victim == "driver" else ("ranks run", 5)
+                eventually(lambda: len(hosts.processes("b")) >= least, within=60, what=what)  # noqa: B023
+                if victim == "driver":
+                    driver.send_signal(signal.SIGINT)
+                for pid, words in hosts.processes("b").items():
+                    if victim == "sshd" and words.startswith("sshd: "):
+                        os.kill(pid, signal.SIGKILL)
+                with within(20, "the end"):
+                    _, err = driver.communicate(timeout=SECONDS)
+            finally:
+                driver.kill()
         if victim == "driver":
             assert "KeyboardInterrupt" in err
         else:
             told = json.loads((tmp_path / "told.json").read_text())[0]["raised"]
             assert told.startswith("WorkerFailed: host b: the connection was lost"), told
             assert "--resume" not in told
-
-
-def agents(hosts: SshHosts) -> list[str]:
-    return [words for words in hosts.processes("b").values() if "-m apportion.runtime.hosts.agent" in words]
 
 
 def command(hosts: SshHosts, project: Path, *words: str) -> subprocess.CompletedProcess[str]:

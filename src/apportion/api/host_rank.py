@@ -3,9 +3,11 @@ torchrun does, and tells the driver what happens."""
 
 from __future__ import annotations
 
+import getpass
 import os
 import socket
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,7 +18,7 @@ import cloudpickle
 
 from apportion.comm.channel import Channel
 from apportion.core.strategy import Strategy
-from apportion.errors import PeerLost, WorkerFailed
+from apportion.errors import PeerLost
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
 
 
@@ -111,6 +113,10 @@ def _prepare(channel: Channel) -> Any:
     from apportion.process import keep_what_is_freed
     from apportion.runtime.worker.coordination import RunControl
 
+    # What a rank that is killed has not removed goes with the folder of the run; what was compiled stays for the next.
+    compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
+    tempfile.tempdir = os.path.dirname(os.environ["APPORTION_SECRET_FILE"])
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     keep_what_is_freed()
@@ -130,22 +136,24 @@ def _train(channel: Channel, job: HostJob, control: Any) -> None:
 
 
 def _answer(channel: Channel, verb: HostVerb) -> int:
-    """Carries out a verb, whose value rank 0 tells, and returns the exit status of the process. An error is told whole,
-    so that the driver can raise the same one."""
+    """Carries out a verb, whose value rank 0 tells, and returns the exit status of the process. An error that is one of
+    this package's is told whole, so that the driver can raise the same one."""
     from apportion.api.launched.answers import ANSWERS
     from apportion.runtime.launched.outcome import failed, result
     from apportion.runtime.worker.entry import described
 
-    rank = os.environ["RANK"]
     try:
-        told = result(ANSWERS[verb.name](_here(verb.workload), verb.launcher, **verb.options))
+        value = result(ANSWERS[verb.name](_here(verb.workload), verb.launcher, **verb.options))
     except BaseException as error:
-        # Of a rank that is lost all others tell; the one that has ended is the cause.
-        symptom = isinstance(error, PeerLost) or (isinstance(error, WorkerFailed) and error.traceback is None)
-        channel.send({**described(error), "symptom": symptom, "error": failed(error, by=f"rank {rank}")})
-        return 1
-    if rank == "0":
+        told = described(error)
+        if told["traceback"] is None:
+            told["error"] = failed(error)
+            # Of a rank that is lost all others tell; the one that has ended is the cause.
+            told["symptom"] = isinstance(error, PeerLost) or getattr(error, "traceback", "") is None
         channel.send(told)
+        return 1
+    if os.environ["RANK"] == "0":
+        channel.send(value)
     channel.send({"kind": "finished"})
     return 0
 

@@ -19,7 +19,7 @@ from apportion.core.strategy import Strategy
 from apportion.core.value import parse
 from apportion.core.workload import Workload
 from apportion.errors import ApportionError
-from apportion.planner.auto import Planning
+from apportion.planner.decision import Planning
 from apportion.planner.plan import Plan
 from apportion.planner.plan_data import plan_of
 from apportion.runtime.agents.hosts_launcher import HostsLauncher

@@ -22,9 +22,7 @@ from apportion.core.torch_private import import_compiler_late
 from apportion.core.value import parse
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError, Disproved, NotProved
-from apportion.planner.auto import Decision, Planning, next_best
-from apportion.planner.performance_monitor import PerformanceMonitor
-from apportion.planner.trials.trial import candidate
+from apportion.planner.decision import Decision, Planning, next_best
 from apportion.reporting.journal import Journal
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.checkpoint.run_directory import RunDirectory
@@ -32,8 +30,6 @@ from apportion.runtime.checkpoint.single_writer import single_writer
 from apportion.runtime.checkpoint.validation import refuse_started, saved_steps
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
-from apportion.runtime.proof.budget import STARTED_SECONDS
-from apportion.runtime.supervisor.run import RunSupervisor
 from apportion.runtime.worker.agreement import RunAgreement
 from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.entry import supervise
@@ -42,6 +38,7 @@ from apportion.runtime.worker.training.loop import work
 
 if TYPE_CHECKING:  # a run that is not proved needs none of this
     from apportion.api.run_proof import SelfProof
+    from apportion.planner.performance_monitor import PerformanceMonitor
     from apportion.runtime.proof.proof import Settled
 
 Launcher = Local | Env | HostsLauncher
@@ -90,6 +87,8 @@ def _run_here(
 
         decision = decide(asked.workload, asked.changes, launcher, planning)
     else:
+        from apportion.planner.trials.trial import candidate
+
         decision = Decision(chosen=candidate(strategy, launcher), told=None, expected=None)
     refused = set[str]()
     before = list[Event]()
@@ -119,6 +118,10 @@ def _on_processes(
     asked: RunRequest, decision: Decision, before: list[Event], plain: tuple[str, ...]
 ) -> Generator[Event, None, None]:
     """Runs under one strategy. Raises NotProved before the first step, where the run must not go on."""
+    from apportion.planner.performance_monitor import PerformanceMonitor
+    from apportion.runtime.proof.budget import STARTED_SECONDS
+    from apportion.runtime.supervisor.run import RunSupervisor
+
     chosen = decision.chosen
     warning = chosen.launcher.overload(chosen.ranks)
     if warning is not None:
@@ -171,11 +174,25 @@ def joined(
     if channel is not None:
         world = world.join()
         supervise(control, world)
-    if world.generation:  # in the place of a rank that was lost: everything is decided
-        assert strategy is not None
-        job = asked.job(strategy, launcher, torch.get_num_threads())
-        yield from _written_by_the_first(job, work(job, world, control), [], world, control)
-        return
+    try:
+        if world.generation:  # in the place of a rank that was lost: everything is decided
+            assert strategy is not None
+            job = asked.job(strategy, launcher, torch.get_num_threads())
+            yield from _written_by_the_first(job, work(job, world, control), [], world, control)
+        else:
+            yield from _joined(asked, strategy, launcher, world, planning, control)
+    finally:
+        world.close()  # also where the ranks were refused: who catches that may start another run
+
+
+def _joined(
+    asked: RunRequest,
+    strategy: Strategy | None,
+    launcher: Env | HostsLauncher,
+    world: World,
+    planning: Planning,
+    control: RunControl,
+) -> Generator[Event, None, None]:
     if asked.resume == "auto":
         found = has_checkpoint(asked.run_dir) if world.rank == 0 else None
         asked = replace(asked, resume=broadcast_message(found, world.group(), device=world.device))
@@ -184,11 +201,7 @@ def joined(
         strategy, told = _chosen_together(asked, launcher, world, planning)
         if told is not None and world.rank == 0:
             before.append(Event(kind="plan", step=0, epoch=0.0, seconds=0.0, data=told))
-            try:
-                yield before[0]
-            except GeneratorExit:  # whoever leaves the loop here has the others learn it
-                world.close()
-                raise
+            yield before[0]
     job = asked.job(strategy, launcher, torch.get_num_threads())
     if world.size > 1:
         agreement = RunAgreement(job, world)
@@ -271,6 +284,7 @@ def _settled_together(
     from apportion.api.proof_rows import gather_proof_rows
     from apportion.api.proof_workers import cut_at
     from apportion.api.run_proof import SelfProof
+    from apportion.planner.trials.trial import candidate
     from apportion.runtime.launched.driving import connections, driven, ranks_by_host
 
     hosts = ranks_by_host(world) if connections(world) is not None else []

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from apportion.core.policy import Policy
     from apportion.core.strategy import Strategy
     from apportion.core.workload import Workload
-    from apportion.planner.auto import Planning
+    from apportion.planner.decision import Planning
     from apportion.runtime.agents.hosts_launcher import HostsLauncher
 
     Launcher = Local | Env | HostsLauncher
@@ -78,7 +78,7 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     # What a run needs, who only imports this package does without.
     from apportion.api import running
     from apportion.core.policy import Policy
-    from apportion.planner.auto import Planning
+    from apportion.planner.decision import Planning
 
     if isinstance(launcher, Local):  # elsewhere rank 0 looks, since others may not have the disk
         if resume == "auto":

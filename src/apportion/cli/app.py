@@ -204,7 +204,7 @@ def check(  # noqa: PLR0913 (the flags)
 ) -> None:
     """Prove that a strategy computes what one device does, after every step, tensor by tensor."""
     with _guarded():
-        from apportion.cli.run_display import show_proof
+        from apportion.cli.tables import show_proof
 
         proof = apportion.check(workload, strategy, steps=steps, launcher=launcher_of(launcher, workers, hosts))
         if not is_first(launcher):
@@ -230,7 +230,7 @@ def compare(  # noqa: PLR0913 (the flags)
 ) -> None:
     """Measure strategies against each other, on this machine or on several hosts."""
     with _guarded():
-        from apportion.cli.run_display import show_rows
+        from apportion.cli.tables import show_rows
 
         where = launcher_of(launcher, workers, hosts)
         rows = apportion.compare(workload, strategy, steps=steps, path=out, launcher=where)

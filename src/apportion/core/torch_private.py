@@ -113,7 +113,7 @@ class _LateCompiler(ModuleType):
         @functools.wraps(fn)
         def call(*arguments: Any, **named: Any) -> Any:
             if not disabled and sys.modules.get(_COMPILER) is not self:
-                disabled.append(sys.modules[_COMPILER].disable(fn, recursive, **options))  # type: ignore[attr-defined]
+                disabled.append(sys.modules[_COMPILER].disable(fn, recursive, **options))
             return (disabled[0] if disabled else fn)(*arguments, **named)
 
         return call

@@ -20,11 +20,10 @@ def result(value: Any) -> Message:
     return {"kind": RESULT, "value": value}
 
 
-def failed(error: BaseException, *, by: str = "rank 0") -> Message:
-    """Returns the message that tells an error. ``by``: what the process is called where its error is none of this
-    package's."""
+def failed(error: BaseException) -> Message:
+    """Returns the message that tells an error of rank 0."""
     name = type(error).__name__
-    text = str(error) if name in _KINDS else f"{by} failed: {name}: {error}"
+    text = str(error) if name in _KINDS else f"rank 0 failed: {name}: {error}"
     about = {key: getattr(error, key, None) for key in ("rank", "traceback", "where")}
     return {"kind": FAILED, "name": name if name in _KINDS else "ApportionError", "text": text, **about}
 

@@ -71,7 +71,7 @@ class WorkerPool:
         """Makes memory for the ranks that nothing has used yet, in place of any other, and a store where they need one;
         returns its port."""
         self.release()
-        on_cpu = dataclasses.replace(self._launcher, device=self._job.device).on_cpu()  # as the workers find it out
+        on_cpu = self._launcher.on_cpu()
         self._shared = SharedResources(self.ranks, replaceable=self._replaceable, on_cpu=on_cpu)
         return self._shared.port
 

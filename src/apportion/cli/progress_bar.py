@@ -1,0 +1,73 @@
+"""The bar of a run at a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from apportion.cli.plain_lines import PlainLines, values_text
+from apportion.cli.tables import FrankConsole
+from apportion.core.event import Event
+
+
+class ProgressBar(PlainLines):
+    """A bar with the run's numbers, and a line for each worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        console = self._console = FrankConsole()
+        self._progress = Progress(
+            TextColumn("epoch {task.fields[epoch]:.2f}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total} steps"),
+            TextColumn("{task.fields[values]}"),
+            TextColumn("{task.fields[speed]:,.0f} examples/s"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task: TaskID | None = None
+        self._workers: dict[int, str] = {}
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=True)
+
+    def _render(self) -> Group:
+        workers = [Text(f"worker {rank}: {text}", style="dim") for rank, text in sorted(self._workers.items())]
+        return Group(self._progress, *workers)
+
+    def open(self) -> None:
+        """Draws the bar."""
+        self._live.start()
+
+    def close(self) -> None:
+        """Removes the bar."""
+        self._live.stop()
+
+    def say(self, text: str) -> None:
+        """Prints a line of words above the bar."""
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    def show(self, event: Event) -> None:
+        """Shows one more event."""
+        data = event.data
+        if event.kind == "start":
+            self._task = self._progress.add_task(
+                "train", total=data["steps"], completed=event.step, epoch=event.epoch, values="", speed=0.0
+            )
+        if event.kind == "step" and self._task is not None:
+            self._progress.update(
+                self._task,
+                completed=event.step,
+                epoch=event.epoch,
+                values=values_text(event),
+                speed=data["examples_per_second"],
+            )
+        elif event.kind == "speed":
+            total = sum(data[part] for part in ("loading", "computing", "waiting", "updating")) or 1.0
+            self._workers[data["rank"]] = (
+                f"{data['examples_per_second']:,.0f} examples/s, waiting {data['waiting'] / total:.0%} of the time"
+            )
+        else:
+            if event.kind == "fault":
+                self._workers.clear()  # there may be fewer from now on
+            super().show(event)
