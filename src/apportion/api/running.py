@@ -32,7 +32,6 @@ from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
 from apportion.runtime.worker.agreement import RunAgreement
 from apportion.runtime.worker.coordination import RunControl
-from apportion.runtime.worker.entry import supervise
 from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.training.loop import work
 
@@ -172,6 +171,8 @@ def joined(
     world = World.from_env(device=launcher.device, insecure=launcher.insecure, channel=channel)
     control = control or RunControl()
     if channel is not None:
+        from apportion.runtime.worker.entry import supervise  # what only supervised ranks need
+
         world = world.join()
         supervise(control, world)
     try:
