@@ -63,8 +63,7 @@ class HostsPool:
         self._lines = progress.lines(bytearray(progress.NBYTES * sum(counts)))
         self._watch = Watchdog(self._lines)
         self._stopped: set[Slot] = set()
-        self._grace = policy.grace_seconds()
-        self._liveness = Liveness(range(len(counts)), self._grace)
+        self._liveness = Liveness(range(len(counts)), policy.grace_seconds())
         self._clock = LookClock()
         self._began_at, self._late_by = time.monotonic(), dict[Slot, float]()
         self._begun = self._stopping = False
@@ -199,7 +198,7 @@ class HostsPool:
                 self._agents[silence.host].abandon()
             elif ranks:  # a host whose workers are all gone keeps nobody waiting
                 suspected = silence.thought == "suspected"
-                action = f"is waited for, {self._grace:g} s at most" if suspected else "it is back"
+                action = f"is waited for, {self._liveness.grace:g} s at most" if suspected else "it is back"
                 self._notices.append(Notice(ranks[0], cause, action))
 
     def notices(self) -> list[Notice]:

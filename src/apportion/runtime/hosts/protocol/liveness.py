@@ -44,7 +44,8 @@ class Liveness:
     """What is thought of each host. ``grace``: the seconds from the suspicion of a host until it is given up."""
 
     def __init__(self, hosts: Iterable[int], grace: float) -> None:
-        self._grace = grace
+        self.grace = grace
+        """The seconds from the suspicion of a host until it is given up."""
         self._hosts = {host: _Heard() for host in hosts}
 
     def heard(self, host: int) -> list[Silence]:
@@ -69,7 +70,7 @@ class Liveness:
             if not of.suspected and of.silent > limit:
                 of.suspected = True
                 changed.append(Silence(host, "suspected", of.silent))
-            if of.suspected and of.silent > limit + self._grace:
+            if of.suspected and of.silent > limit + self.grace:
                 of.given_up = True
                 changed.append(Silence(host, "given up", of.silent))
         return changed
