@@ -31,7 +31,7 @@ from apportion.runtime.launch.local import Local
 from apportion.runtime.launch.ssh import Ssh
 from apportion.runtime.proof.budget import STARTED_SECONDS
 from apportion.runtime.supervisor.run import RunSupervisor
-from apportion.runtime.worker.agreement import RunAgreement
+from apportion.runtime.worker.agreement import RunAgreement, introduce
 from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.training.loop import work
@@ -158,7 +158,8 @@ def joined(
             "allow_approximate needs a pilot with processes of its own, and the ranks of env() are running already: "
             "leave it out, or give strategy=local_sgd()"
         )
-    world = World.from_env(device=launcher.device, insecure=launcher.insecure)
+    meets = strategy is None or not strategy.comes_and_goes
+    world = World.from_env(device=launcher.device, insecure=launcher.insecure, meets=meets)
     if asked.resume == "auto":
         found = has_checkpoint(asked.run_dir) if world.rank == 0 else None
         asked = replace(asked, resume=broadcast_message(found, world.group(), device=world.device))
@@ -178,6 +179,13 @@ def joined(
         agreement = RunAgreement(job, world)
         control.opened, control.built = agreement.on_workload, agreement.on_data
         control.settle = lambda told: _settled_together(job, world, told, agreement, required=asked.require_proof)
+    elif world.unmet is not None:
+        if asked.require_proof:
+            raise ValueError(
+                f"require_proof=True: the ranks of {strategy} come and go, and do not wait for each other to be "
+                "proved: prove it before with apportion.check, and leave require_proof out"
+            )
+        control.built = lambda workload, step: introduce(job, workload, step, world)
     events = work(job, world, control)
     if world.rank != 0:
         yield from events

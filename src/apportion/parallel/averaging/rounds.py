@@ -37,10 +37,18 @@ class AveragingRound:
     ahead: int = 0
     """The number of batches handed out since that average, which are in none yet: those of the round before, where an
     average comes a round late."""
+    given: tuple[int, ...] | None = None
+    """The numbers of the replica's batches, where they do not follow from the first and the stride."""
+    fresh: bool = False
+    """True where the replica begins anew: it goes on with the average's optimizer slots, and keeps none of its own."""
+    ended: bool = False
+    """True where no round follows, though batches may be left."""
+    unpushed: tuple[int, ...] = ()
+    """The batches before the last one handed out that are in no average."""
 
     def batch(self, number: int) -> int:
         """Return the number of one of the replica's batches."""
-        return self.first + number * self.stride
+        return self.first + number * self.stride if self.given is None else self.given[number]
 
     def place(self, made: int) -> int:
         """Return how many batches all replicas together have behind them when this one has made so many: the
@@ -75,8 +83,9 @@ class Exchange(ABC):
 
     @abstractmethod
     @collective
-    def begin(self, first: Contribution, done: int) -> None:
-        """Set the average before the first round: the same on every rank. Called by all."""
+    def begin(self, first: Contribution, done: int, unpushed: Sequence[int] = ()) -> None:
+        """Set the average before the first round: the same on every rank, or rank 0's where it hands it out.
+        ``unpushed``: the batches that it lacks, before its last one. Called by all."""
 
     @abstractmethod
     def take(self, into: Contribution) -> AveragingRound:
@@ -87,6 +96,10 @@ class Exchange(ABC):
     @abstractmethod
     def meet(self, write: Write) -> None:
         """Give a contribution, and wait until it is in an average. Called again after an interruption."""
+
+    def is_over(self, made: int) -> bool:
+        """Return whether this replica's round was closed without it, when it has made so many of its batches."""
+        return False
 
     @property
     @abstractmethod
