@@ -141,11 +141,13 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
 
     def _go_on(self) -> None:
         """Begins a new round, from the last average."""
-        joins = self._round is None
+        joins, before = self._round is None, self._round
         with self._turning:
             round = self._round = self._exchange.take(self._average)
-            if round.fresh and not joins:
-                self._begin_anew()
+            if round.fresh and not joins:  # it counts as one that has just come
+                self._go_back(self._first, 0, {})
+            elif before is not None and round.given is not None and self._scheduled > round.done:
+                self._go_back(self._settings[before.done], before.done)
             self._advance(round.place(0))
             self._settings = {n: kept for n, kept in self._settings.items() if n >= round.done}
             self._settings[round.done + round.ahead] = self._replica.optimizers.settings()
@@ -160,12 +162,13 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
         self._replica.keep_buffers()
         self._made, self._examples, self._met = 0, 0, False
 
-    def _begin_anew(self) -> None:
-        """Forget what this replica's optimizers have kept, and where their schedules are: it counts as one that has
-        just come."""
+    def _go_back(self, settings: dict[str, Any], scheduled: int, slots: dict[str, Tensor] | None = None) -> None:
+        """Set the schedules back to where they were after so many batches: not all that were dealt have come into the
+        average. ``slots``: those that the optimizers go on with; None: their own."""
         self._replica.keep_buffers()
-        self._replica.load(replace(self._replica.state(), optimizer={}, settings=self._first), slice(0, 0))
-        self._scheduled = 0
+        state = replace(self._replica.state(), settings=settings)
+        self._replica.load(state if slots is None else replace(state, optimizer=slots), slice(0, 0))
+        self._scheduled = scheduled
 
     def _take_late(self) -> None:
         """Go on from the average, which lacks what this replica has learnt since, and from that. The buffers are those

@@ -45,6 +45,8 @@ class AveragingRound:
     """True where no round follows, though batches may be left."""
     unpushed: tuple[int, ...] = ()
     """The batches before the last one handed out that are in no average."""
+    limit: int | None = None
+    """The number of batches of the training, which no schedule passes, where replicas make what others were dealt."""
 
     def batch(self, number: int) -> int:
         """Return the number of one of the replica's batches."""
@@ -53,7 +55,8 @@ class AveragingRound:
     def place(self, made: int) -> int:
         """Return how many batches all replicas together have behind them when this one has made so many: the
         learning-rate schedules are there. The schedules of a replica that is late are where its own batches are."""
-        return (self.first if self.stride == 1 else min(self.done + self.ahead, self.first)) + made * self.stride
+        place = (self.first if self.stride == 1 else min(self.done + self.ahead, self.first)) + made * self.stride
+        return place if self.limit is None else min(place, self.limit - (self.many - made))
 
 
 def dealt(done: int, index: int, of: int, every: int, total: int) -> AveragingRound:

@@ -222,10 +222,18 @@ class RoundCoordinator:
         if not admitted.life:
             raise ConnectionError(f"{admitted.connection.name} has not said hello")
         number, made = int(message.told["round"]), int(message.told["made"])
-        batches = self._book.seats[admitted.rank].batches[:made]
+        dealt = self._book.seats[admitted.rank].batches
+        batches = dealt[:made]
         examples = float(message.told.get("examples", 0.0))
         counts = self._book.come_back(admitted.rank, number, made, time.monotonic())
-        part = LoggedPart(admitted.rank, admitted.life, number, batches, examples if counts else 0.0)
+        part = LoggedPart(
+            rank=admitted.rank,
+            life=admitted.life,
+            begun=number,
+            batches=batches,
+            dealt=len(dealt),
+            examples=examples if counts else 0.0,
+        )
         if not counts:
             self._since.late.append(part)
             return

@@ -161,6 +161,7 @@ class OpenExchange(Exchange):
             fresh=fresh,
             ended=self._ended,
             unpushed=tuple(told.get("unpushed", ())),
+            limit=self._rounds.total,
         )
 
     def _note(self, message: RoundMessage) -> None:

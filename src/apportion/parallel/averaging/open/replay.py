@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ def replayed(
                 life = lives[part.life] = _ReplayedReplica.begin(workload, part.rank, average)
             else:
                 life.go_on(average, averaged_slots=averaged_slots)
-            ended[part.life] = life.make(part.batches, each)
+            ended[part.life] = life.make(part, each)
         counted = [part for part in each.parts if part.examples]
         if counted:
             _add(average, counted, ended, begun, averaged_slots)
@@ -70,14 +71,17 @@ class _ReplayedReplica:
     """A replica from when it came to when it went."""
 
     step: OneDeviceStep
+    first: dict[str, Any]
+    """The settings of its optimizers before any step."""
     scheduled: int = 0
     """The number of batches that its schedules have behind them."""
 
     @classmethod
     def begin(cls, workload: Workload, rank: int, average: SimulatedAverage) -> _ReplayedReplica:
         """Begin from an average, with the optimizer slots that this has."""
-        self = cls(OneDeviceStep(workload, torch.device("cpu"), rank=rank))
-        state, found = self.step.state_dict(), average.state
+        step = OneDeviceStep(workload, torch.device("cpu"), rank=rank)
+        state, found = step.state_dict(), average.state
+        self = cls(step, state.settings)
         self.step.load_state_dict(replace(state, model=found.model, optimizer=average.slots, buffers=found.buffers))
         return self
 
@@ -87,17 +91,22 @@ class _ReplayedReplica:
         slots = average.slots if averaged_slots else state.optimizer
         self.step.load_state_dict(replace(state, model=found.model, optimizer=slots, buffers=found.buffers))
 
-    def make(self, batches: Sequence[int], of: LoggedRound) -> State:
-        """Make the steps of a round, and return the state after them."""
+    def make(self, part: LoggedPart, of: LoggedRound) -> State:
+        """Make the steps of a part of a round, and return the state after them. The schedules begin where the average
+        is, and go on by as many batches at each step as there are replicas, but never past the end."""
         self._advance(of.done)
-        for number, batch in enumerate(batches, 1):
+        for number, batch in enumerate(part.batches, 1):
             self.step(self.step.source.at(batch))
             self.scheduled += 1
-            self._advance(of.done + number * of.present)
+            left = part.dealt - number
+            self._advance(min(of.done + number * of.present, self.step.source.total - left))
         return self.step.state_dict()
 
     def _advance(self, batches: int) -> None:
-        while self.scheduled < min(batches, self.step.source.total):
+        if batches < self.scheduled:  # from the beginning: no schedule goes back
+            self.step.load_state_dict(replace(self.step.state_dict(), settings=self.first))
+            self.scheduled = 0
+        while self.scheduled < batches:
             self.step.replica.optimizers.advance(1)
             self.scheduled += 1
 

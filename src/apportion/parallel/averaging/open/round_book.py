@@ -8,8 +8,9 @@ It holds no tensor and reads no clock: every decision follows from what it was t
     late      that round was closed without it; nobody waits for it, and it is dealt nothing until it says something
 
 A round opens as soon as one is over, for all that are idle. It is over when everyone who works has come, or at its
-deadline; where nobody has come by then, and nobody new waits, with the first who comes. The batches of whoever was late, or is gone, are dealt
-again, in the next round: so each batch is in an average once, and every epoch sees each example once.
+deadline; where nobody has come by then, and nobody new waits, with the first who comes. The batches of whoever was
+late, or is gone, are dealt again, in the next round: so each batch is in an average once, and every epoch sees each
+example once.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ class LoggedPart:
     """The round whose average it began from."""
     batches: tuple[int, ...]
     """The batches that it made, in this order."""
+    dealt: int
+    """The number of batches that it was dealt."""
     examples: float
     """Its weight in the average: the examples of these batches; 0: it came too late, and is in none."""
 
