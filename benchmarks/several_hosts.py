@@ -257,9 +257,9 @@ KNOWN = (
     | {
         "hosts_open_rounds": ComingAndGoing(
             "loss after as many rounds, 4 hosts of which two come and go, against the two steady ones",
-            'local_sgd(every=48, deadline="1500 ms")',
-            deadline=1.5,
-            rounds=240,
+            'local_sgd(every=16, deadline="1 s")',
+            deadline=1.0,
+            rounds=400,
             rate=RATES["1g"],
         )
     }

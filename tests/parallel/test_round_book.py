@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apportion.parallel.averaging.open.deadline import seconds_of
-from apportion.parallel.averaging.open.round_book import GATHER_SECONDS, OpenedRound, RoundBook, Standing
+from apportion.parallel.averaging.open.round_book import GATHER_SECONDS, GRACE_SECONDS, OpenedRound, RoundBook, Standing
 
 EVERY, DEADLINE = 3, 2.0
 
@@ -51,7 +51,11 @@ def test_the_batches_of_who_is_late_are_dealt_again_and_it_is_not_waited_for_unt
     give(rounds, 0, 0.5)
     give(rounds, 2, 0.5)
     assert not rounds.is_over(DEADLINE - 0.01)
-    assert rounds.due(1.5) == pytest.approx(0.5)
+    assert rounds.due(1.5) == pytest.approx(0.5 - GRACE_SECONDS)
+    assert rounds.ask(1.5) == []
+    assert rounds.ask(1.9) == [1]
+    assert rounds.ask(1.95) == [], "once"
+    assert rounds.due(1.95) == pytest.approx(0.05)
     assert rounds.is_over(DEADLINE)
     assert rounds.close(DEADLINE) == ([0, 2], [1], DEADLINE)
     rounds.add(6)
@@ -71,9 +75,23 @@ def test_a_round_that_nobody_ends_by_the_deadline_is_over_with_the_first_who_doe
     rounds = book(2)
     opened(rounds, 0.0)
     assert not rounds.is_over(10.0)
+    assert rounds.ask(10.0) == [0, 1]
     assert rounds.due(10.0) is None
     give(rounds, 1, 11.0)
     assert rounds.is_over(11.0)
+
+
+def test_what_a_replica_has_made_by_the_deadline_counts_and_the_rest_is_dealt_again() -> None:
+    rounds = book(2)
+    opened(rounds, 0.0)
+    give(rounds, 0, 0.5)
+    assert rounds.ask(1.9) == [1]
+    assert rounds.come_back(1, 0, 2, 1.95)
+    assert rounds.close(1.95) == ([0, 1], [], 1.95)
+    rounds.add(5)
+    second = opened(rounds, 1.95)
+    assert second.unpushed == (5,)
+    assert batches(second) == {0: (5, 7, 8), 1: (6,)}, "rank 1 is dealt no more than it makes"
 
 
 def test_a_slow_replica_is_dealt_what_it_makes_by_the_deadline() -> None:

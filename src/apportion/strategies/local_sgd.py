@@ -75,9 +75,9 @@ class LocalSgd(Strategy):
     overlap: bool = False
     """True: the average of a round travels while the next round is computed, and is taken at the end of that one."""
     deadline: str | None = None
-    """The time that a round takes at most, as "2 s" or "500 ms": then the average is made of the replicas that are
-    there, and ranks that others have started may come and go. None: everyone is waited for, but for late ones on one
-    host."""
+    """The time that a round takes at most, as "2 s" or "500 ms", where others have started the ranks: then the average
+    is made of the replicas that are there, which may come and go. None: everyone is waited for, but for late ones on
+    one host."""
 
     def __post_init__(self) -> None:
         self._must_be_whole("every", unit="step")
@@ -132,9 +132,6 @@ class LocalSgd(Strategy):
             deadline=None if self.deadline is None else seconds_of(self.deadline),
         )
         return LocalSgdStep(workload, world, averaging)
-
-    def replays(self, workers: int) -> bool:
-        return self.deadline is not None
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         averaged = self.slots == "averaged"

@@ -60,13 +60,6 @@ class NetworkGroup(HostsGroup):
         """The groups that were made through this one."""
         self._named: Counter[str] = Counter()
 
-    @property
-    def host_of_rank_0(self) -> str | None:
-        """The address of this host at which rank 0 of the meeting listens, as others reach it; None where the ranks
-        have met on sockets of one host."""
-        address = self._meeting.addresses[0]
-        return address.host if address.port else None
-
     # Collectives
 
     def all_reduce(self, tensor: Tensor) -> Work:

@@ -41,7 +41,8 @@ class Averaging:
     late: bool
     """True where an average comes a round late."""
     deadline: float | None
-    """The seconds that a round takes at most; None: everyone is waited for, but for late ones on one host."""
+    """The seconds that a round takes at most among ranks that have not met; None, and among those that have: everyone
+    is waited for, but for late ones on one host."""
 
 
 @final
@@ -80,8 +81,8 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
 
     def _make_exchange(self, world: World, averaging: Averaging) -> Exchange:
         every, total, averages = averaging.every, self.source.total, self._averages_slots
-        if averaging.deadline is not None:
-            size, deadline = (world.unmet or world).size, averaging.deadline
+        if averaging.deadline is not None and world.unmet is not None:
+            size, deadline = world.unmet.size, averaging.deadline
             rounds = OpenRounds(every=every, total=total, deadline=deadline, averages_slots=averages, size=size)
             return OpenExchange(self._frame, world, rounds)
         if can_share(world) and not self._late:
@@ -108,7 +109,7 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
                 self._begin({})
             self._go_on()
         while True:
-            if self._met or self._exchange.is_over(self._made):
+            if self._met or self._exchange.is_over(self._made, self._write):
                 self._go_on()
             assert self._round is not None
             if self._made < self._round.many:
@@ -294,8 +295,8 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
         exchange = self._exchange
         if not isinstance(exchange, SharedAverage):
             raise StateLost(
-                "a worker was lost, and with overlap=True or deadline= no memory outlives it that holds the average: "
-                "go back to the last checkpoint, or use overlap=False"
+                "a worker was lost, and with overlap=True no memory outlives it that holds the average: go back to the "
+                "last checkpoint, or use overlap=False"
             )
         if not exchange.begun:
             raise StateLost("a worker was lost before the first round: there is nothing to go on from")

@@ -100,8 +100,9 @@ class Exchange(ABC):
     def meet(self, write: Write) -> None:
         """Give a contribution, and wait until it is in an average. Called again after an interruption."""
 
-    def is_over(self, made: int) -> bool:
-        """Return whether this replica's round was closed without it, when it has made so many of its batches."""
+    def is_over(self, made: int, write: Write) -> bool:
+        """Return whether this replica is to go on to the next round, though it has made no more than so many of its
+        batches: since it was asked for what it has by now, and has given that, or was closed out."""
         return False
 
     @property

@@ -173,6 +173,7 @@ class RoundCoordinator:
         for admitted in list(self._admitted):
             self._attend(admitted)
         now = time.monotonic()
+        self._tell(self._book.ask(now), Kind.ASKED)
         if self._book.is_over(now):
             self._close_round(now)
         self._open_round()
@@ -315,6 +316,14 @@ class RoundCoordinator:
         admitted.fresh = False
         self._push(admitted)
 
+    def _tell(self, ranks: Sequence[int], kind: Kind) -> None:
+        """Send a message of the round that is open, or was until now, to some ranks."""
+        for admitted in self._admitted:
+            if admitted.rank in ranks and admitted.life == self._book.seats[admitted.rank].life:
+                assert self._opened is not None, "a round that is told of was opened"
+                send_message(admitted.connection, kind, {"round": self._opened.number})
+                self._push(admitted)
+
     def _push(self, admitted: _Admitted) -> None:
         """Send what goes out without waiting; the rest goes when the socket has room."""
         try:
@@ -327,10 +336,7 @@ class RoundCoordinator:
         opened, book = self._opened, self._book
         assert opened is not None, "a round that is over was opened"
         came, late, waited = book.close(now)
-        for admitted in self._admitted:
-            if admitted.rank in late and admitted.life == book.seats[admitted.rank].life:
-                send_message(admitted.connection, Kind.CLOSED, {"round": opened.number})
-                self._push(admitted)
+        self._tell(late, Kind.CLOSED)
         given = [self._given.pop(rank) for rank in came]
         self._given.clear()
         old, new = self._averages

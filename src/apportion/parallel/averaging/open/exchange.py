@@ -9,8 +9,7 @@ has learnt, and may go and come again.
     rank 2   replica       step (frozen) ..... x   0 and 1     (wakes) leave, take
     rank 3   (killed)               (comes again) hello        \\ step step step
 
-Where ranks have met already (a proof, a trial), rank 0 tells them over their group where it listens. Else they find it
-where ranks that others have started meet, and wait for nobody but rank 0.
+The ranks have not met: each finds rank 0 where ranks that others have started meet, and waits for nobody else.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from apportion.comm.group import collective
 from apportion.comm.network.rank_connection import RankConnection, move_until
-from apportion.comm.network.rank_listener import RankListener
-from apportion.comm.network.service.rank_service import RankService, service_of_group, service_of_run
+from apportion.comm.network.service.rank_service import RankService
 from apportion.comm.world import World
 from apportion.errors import ApportionError, PeerLost
 from apportion.parallel.averaging.contribution import Contribution, ReplicaTensors
@@ -39,22 +36,16 @@ FIRST_SECONDS, RETURN_SECONDS = 300.0, 60.0
 """The seconds that a replica waits for rank 0 to be there at first, and to be there again after it was lost."""
 
 
-@collective
-def service_of(world: World) -> tuple[RankService, RankListener | None]:
-    """Returns the way to rank 0, and on rank 0 what listens there. Called by all ranks that have met."""
-    if (whole := world.unmet) is None:
-        return service_of_group(world.group(), world.device, insecure=world.insecure)
-    service = service_of_run(one_host=whole.local_size == whole.size, insecure=whole.insecure)
-    return service, service.listen() if world.rank == 0 else None
-
-
 @final
 class OpenExchange(Exchange):
     """An exchange that nobody can hold up, and that replicas may leave and join."""
 
     def __init__(self, frame: ReplicaTensors, world: World, rounds: OpenRounds) -> None:
         self._frame, self._world, self._rounds = frame, world, rounds
-        self._service, self._listener = service_of(world)
+        whole = world.unmet
+        assert whole is not None, "ranks that come and go have not met"
+        self._service = RankService(one_host=whole.local_size == whole.size, insecure=whole.insecure)
+        self._listener = self._service.listen() if world.rank == 0 else None
         self._own = frame.new()
         """This replica's contribution."""
         self._full = ContributionBytes(self._own, slots=True)
@@ -108,7 +99,7 @@ class OpenExchange(Exchange):
 
     def _greet(self, sock: socket.socket) -> None:
         self._connection = RankConnection(sock, "rank 0")
-        most = {Kind.REFUSED: 0, Kind.ROUND: self._whole.nbytes, Kind.CLOSED: 0, Kind.ENDED: 0}
+        most = {Kind.REFUSED: 0, Kind.ROUND: self._whole.nbytes, Kind.ASKED: 0, Kind.CLOSED: 0, Kind.ENDED: 0}
         self._reader = MessageReader(self._connection, most)
         given = {} if self._introduction is None else self._introduction[0]
         told = {"process": self._process, "nbytes": self._full.nbytes, "given": given}
@@ -173,14 +164,18 @@ class OpenExchange(Exchange):
             self._ended = True
 
     def meet(self, write: Write) -> None:
+        self._give(self._many, write)
+
+    def _give(self, made: int, write: Write) -> None:
+        """Give what this replica has learnt from so many of its batches."""
         if self._gave or self._connection is None:
             return
         examples = write(self._own)
         self._gave = True
-        told = {"round": self._round, "made": self._many, "examples": examples}
+        told = {"round": self._round, "made": made, "examples": examples}
         send_message(self._connection, Kind.PART, told, self._wire.write(self._own))
 
-    def is_over(self, made: int) -> bool:
+    def is_over(self, made: int, write: Write) -> bool:
         if self._ended:
             return False
         if self._connection is None or self._reader is None or self._gave:
@@ -191,11 +186,13 @@ class OpenExchange(Exchange):
         except PeerLost as error:
             self._lose(error)
             return True
-        closed = any(m.kind is Kind.CLOSED and m.told["round"] == self._round for m in self._came)
-        if closed:
+        said = {message.kind for message in self._came if message.told.get("round", self._round) == self._round}
+        if Kind.CLOSED in said:
             self._gave = True
             send_message(self._connection, Kind.LEFT, {"round": self._round, "made": made})
-        return closed or any(m.kind is Kind.ENDED for m in self._came)
+        elif Kind.ASKED in said and made:
+            self._give(made, write)
+        return self._gave or Kind.ENDED in said
 
     def _next_message(self) -> RoundMessage:
         """Wait for the next message."""

@@ -32,6 +32,8 @@ class Kind(IntEnum):
     """To a replica: its batches, and the average that it begins with."""
     PART = 4
     """From a replica: what it has learnt from its batches."""
+    ASKED = 8
+    """To a replica: give what it has by now."""
     CLOSED = 5
     """To a replica: its round is over without it."""
     LEFT = 6

@@ -7,10 +7,10 @@ It holds no tensor and reads no clock: every decision follows from what it was t
     working   has batches of the round that is open
     late      that round was closed without it; nobody waits for it, and it is dealt nothing until it says something
 
-A round opens as soon as one is over, for all that are idle. It is over when everyone who works has come, or at its
-deadline; where nobody has come by then, and nobody new waits, with the first who comes. The batches of whoever was
-late, or is gone, are dealt again, in the next round: so each batch is in an average once, and every epoch sees each
-example once.
+A round opens as soon as one is over, for all that are idle. A moment before its deadline whoever works is asked for
+what it has by then. It is over when everyone who works has come, or at its deadline; where nobody has come by then, and
+nobody new waits, with the first who comes. The batches that were not made, and those of whoever was late or is gone,
+are dealt again, in the next round: so each batch is in an average once, and every epoch sees each example once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import final
 
 GATHER_SECONDS = 20.0
 """The seconds for which the first round waits for all ranks; it opens as soon as they are there."""
+GRACE_SECONDS, GRACE_PART = 0.2, 0.2
+"""The seconds before the deadline at which replicas are asked for what they have, but no more than this part of it."""
 MARGIN = 0.8
 """The part of the deadline that a slow replica's batches are to take."""
 
@@ -87,6 +89,8 @@ class RoundBook:
         self.number = 0
         """The number of the round that is open, or opens next."""
         self._opened: float | None = None
+        self._ask_at: float | None = None
+        """The time at which those who work are asked for what they have; None where they have been."""
         self._gathers_until: float | None = None
         self._came: list[int] = []
         """The ranks whose parts of the open round have come, in this order."""
@@ -123,8 +127,8 @@ class RoundBook:
         if seat is not None and seat.standing is Standing.WORKING:
             self._give_back(seat)
 
-    def _give_back(self, seat: Seat) -> None:
-        for batch in seat.batches:
+    def _give_back(self, seat: Seat, made: int = 0) -> None:
+        for batch in seat.batches[made:]:
             heapq.heappush(self._free, batch)
 
     # Rounds
@@ -143,7 +147,15 @@ class RoundBook:
             seat.standing, seat.batches = Standing.WORKING, tuple(batches)
             opened.deals[rank] = Deal(seat.life, seat.batches)
         self._opened, self._came = now, []
+        self._ask_at = now + self._deadline - min(GRACE_SECONDS, GRACE_PART * self._deadline)
         return opened
+
+    def ask(self, now: float) -> list[int]:
+        """Return the ranks that are to be asked, now and once, for what they have of the open round."""
+        if self._opened is None or self._ask_at is None or now < self._ask_at:
+            return []
+        self._ask_at = None
+        return [rank for rank, seat in self.seats.items() if seat.standing is Standing.WORKING]
 
     def _dealt(self, idle: list[int]) -> dict[int, list[int]]:
         """Deal the next batches to the ranks in turn, those first that are dealt again."""
@@ -164,10 +176,11 @@ class RoundBook:
         """Note that a replica has ended its part of a round, of which it has made so many batches; returns whether that
         counts. It is idle from here on."""
         seat = self.seats[rank]
-        counts = seat.standing is Standing.WORKING and number == self.number and made == len(seat.batches)
+        counts = seat.standing is Standing.WORKING and number == self.number and 0 < made <= len(seat.batches)
         if counts:
             self._came.append(rank)
             self._measure(seat, made, now)
+            self._give_back(seat, made)
         elif seat.standing is Standing.WORKING:
             self._give_back(seat)
         elif made:  # late: as many as it made by the deadline, or would have made
@@ -195,7 +208,9 @@ class RoundBook:
     def due(self, now: float) -> float | None:
         """Return the seconds until something is to be decided that nobody says; None where there is nothing."""
         if self._opened is not None:
-            return max(0.0, self._opened + self._deadline - now) if self._is_waited_for else None
+            ends = self._opened + self._deadline if self._is_waited_for else None
+            times = [time for time in (self._ask_at, ends) if time is not None]
+            return max(0.0, min(times) - now) if times else None
         if self._gathers_until and self.seats:
             return max(0.0, self._gathers_until - now)
         return None
