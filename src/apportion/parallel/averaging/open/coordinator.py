@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -215,6 +216,13 @@ class RoundCoordinator:
         seat = self._book.seats.get(admitted.rank)
         if seat is not None and seat.life == admitted.life:
             self._book.leave(admitted.rank)
+            self._say(f"rank {admitted.rank} is gone: what it was dealt in round {self._book.number} is dealt again")
+
+    def _say(self, what: str) -> None:
+        """Tell the user who comes and goes; the end of the run is told otherwise."""
+        if self._ending is None and not self._book.is_finished:
+            sys.stderr.write(f"{what}\n")
+            sys.stderr.flush()
 
     def _take(self, admitted: _Admitted, message: RoundMessage) -> None:
         if message.kind is Kind.HELLO:
@@ -255,6 +263,8 @@ class RoundCoordinator:
             self._let_go(other)
         admitted.process, admitted.life = str(told["process"]), self._book.come(admitted.rank)
         self._since.came.append((admitted.rank, admitted.life))
+        if self._book.number:
+            self._say(f"rank {admitted.rank} has come during round {self._book.number}, and is in the next one")
 
     def _refusal(self, admitted: _Admitted, told: Mapping[str, Any]) -> str | None:
         if told["process"] in self._displaced:
