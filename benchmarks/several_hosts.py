@@ -257,8 +257,8 @@ KNOWN = (
     | {
         "hosts_open_rounds": ComingAndGoing(
             "loss after as many rounds, 4 hosts of which two come and go, against the two steady ones",
-            'local_sgd(every=16, deadline="1 s")',
-            deadline=1.0,
+            'local_sgd(every=16, deadline="3 s")',
+            deadline=3.0,
             rounds=400,
             rate=RATES["1g"],
         )

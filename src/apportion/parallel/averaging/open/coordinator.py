@@ -22,7 +22,7 @@ from apportion.comm.network.rank_connection import RankConnection
 from apportion.comm.network.rank_listener import RankListener
 from apportion.errors import PeerLost
 from apportion.parallel.averaging.contribution import Contribution, ReplicaTensors, average, copy_parts
-from apportion.parallel.averaging.open.messages import Kind, MessageReader, RoundMessage, send_message
+from apportion.parallel.averaging.open.messages import MessageKind, MessageReader, RoundMessage, send_message
 from apportion.parallel.averaging.open.round_book import OpenedRound, RoundBook
 from apportion.parallel.averaging.open.round_log import LoggedPart, LoggedRound, RoundLog
 from apportion.parallel.averaging.open.wire import ContributionBytes
@@ -174,7 +174,7 @@ class RoundCoordinator:
         for admitted in list(self._admitted):
             self._attend(admitted)
         now = time.monotonic()
-        self._tell(self._book.ask(now), Kind.ASKED)
+        self._tell(self._book.ask(now), MessageKind.ASKED)
         if self._book.is_over(now):
             self._close_round(now)
         self._open_round()
@@ -196,7 +196,7 @@ class RoundCoordinator:
     def _let_in(self, rank: int, sock: socket.socket) -> None:
         most = self._full if rank == 0 else self._bare
         connection = RankConnection(sock, f"rank {rank}")
-        kinds = {Kind.HELLO: 0, Kind.PART: most.nbytes, Kind.LEFT: 0}
+        kinds = {MessageKind.HELLO: 0, MessageKind.PART: most.nbytes, MessageKind.LEFT: 0}
         self._admitted.append(_Admitted(rank, connection, MessageReader(connection, kinds)))
 
     def _attend(self, admitted: _Admitted) -> None:
@@ -225,7 +225,7 @@ class RoundCoordinator:
             sys.stderr.flush()
 
     def _take(self, admitted: _Admitted, message: RoundMessage) -> None:
-        if message.kind is Kind.HELLO:
+        if message.kind is MessageKind.HELLO:
             self._greet(admitted, message.told)
             return
         if not admitted.life:
@@ -255,7 +255,7 @@ class RoundCoordinator:
         """Let a replica take part, or tell it why not."""
         why = self._refusal(admitted, told)
         if why is not None:
-            send_message(admitted.connection, Kind.REFUSED, {"why": why})
+            send_message(admitted.connection, MessageKind.REFUSED, {"why": why})
             return  # it goes by itself
         for other in [o for o in self._admitted if o is not admitted and o.rank == admitted.rank and o.life]:
             if other.process != told["process"]:
@@ -322,11 +322,11 @@ class RoundCoordinator:
         }
         if admitted.rank == 0:  # which saves
             told["unpushed"] = opened.unpushed
-        send_message(admitted.connection, Kind.ROUND, told, memory)
+        send_message(admitted.connection, MessageKind.ROUND, told, memory)
         admitted.fresh = False
         self._push(admitted)
 
-    def _tell(self, ranks: Sequence[int], kind: Kind) -> None:
+    def _tell(self, ranks: Sequence[int], kind: MessageKind) -> None:
         """Send a message of the round that is open, or was until now, to some ranks."""
         for admitted in self._admitted:
             if admitted.rank in ranks and admitted.life == self._book.seats[admitted.rank].life:
@@ -346,7 +346,7 @@ class RoundCoordinator:
         opened, book = self._opened, self._book
         assert opened is not None, "a round that is over was opened"
         came, late, waited = book.close(now)
-        self._tell(late, Kind.CLOSED)
+        self._tell(late, MessageKind.CLOSED)
         given = [self._given.pop(rank) for rank in came]
         self._given.clear()
         old, new = self._averages
@@ -374,7 +374,7 @@ class RoundCoordinator:
         """Tell everyone that it has ended, and give them until the end to read it."""
         assert self._ending is not None
         for admitted in self._admitted:
-            send_message(admitted.connection, Kind.ENDED, {})
+            send_message(admitted.connection, MessageKind.ENDED, {})
         while self._admitted and (left := self._ending - time.monotonic()) > 0:
             for admitted in list(self._admitted):
                 try:

@@ -27,7 +27,7 @@ from apportion.comm.world import World
 from apportion.errors import ApportionError, PeerLost
 from apportion.parallel.averaging.contribution import Contribution, ReplicaTensors
 from apportion.parallel.averaging.open.coordinator import OpenRounds, Refuse, RoundCoordinator
-from apportion.parallel.averaging.open.messages import Kind, MessageReader, RoundMessage, send_message
+from apportion.parallel.averaging.open.messages import MessageKind, MessageReader, RoundMessage, send_message
 from apportion.parallel.averaging.open.round_log import RoundLog
 from apportion.parallel.averaging.open.wire import ContributionBytes
 from apportion.parallel.averaging.rounds import AveragingRound, Exchange, Write
@@ -99,11 +99,17 @@ class OpenExchange(Exchange):
 
     def _greet(self, sock: socket.socket) -> None:
         self._connection = RankConnection(sock, "rank 0")
-        most = {Kind.REFUSED: 0, Kind.ROUND: self._whole.nbytes, Kind.ASKED: 0, Kind.CLOSED: 0, Kind.ENDED: 0}
+        most = {
+            MessageKind.REFUSED: 0,
+            MessageKind.ROUND: self._whole.nbytes,
+            MessageKind.ASKED: 0,
+            MessageKind.CLOSED: 0,
+            MessageKind.ENDED: 0,
+        }
         self._reader = MessageReader(self._connection, most)
         given = {} if self._introduction is None else self._introduction[0]
         told = {"process": self._process, "nbytes": self._full.nbytes, "given": given}
-        send_message(self._connection, Kind.HELLO, told)
+        send_message(self._connection, MessageKind.HELLO, told)
 
     def _lose(self, error: PeerLost) -> None:
         """Let go of a connection that has ended; what was not given is made anew, by whoever it is dealt to."""
@@ -128,7 +134,7 @@ class OpenExchange(Exchange):
             except PeerLost as error:
                 self._lose(error)
                 continue
-            if message.kind is Kind.ROUND:
+            if message.kind is MessageKind.ROUND:
                 return self._begin_round(message, into)
             self._note(message)
         return AveragingRound(self._done, self._done, 1, 0, ended=True)
@@ -158,9 +164,9 @@ class OpenExchange(Exchange):
     def _note(self, message: RoundMessage) -> None:
         """Take note of a message that begins no round. What is said of a round that this replica has ended is of no
         account."""
-        if message.kind is Kind.REFUSED:
+        if message.kind is MessageKind.REFUSED:
             raise ValueError(str(message.told["why"]))
-        if message.kind is Kind.ENDED:
+        if message.kind is MessageKind.ENDED:
             self._ended = True
 
     def meet(self, write: Write) -> None:
@@ -173,7 +179,7 @@ class OpenExchange(Exchange):
         examples = write(self._own)
         self._gave = True
         told = {"round": self._round, "made": made, "examples": examples}
-        send_message(self._connection, Kind.PART, told, self._wire.write(self._own))
+        send_message(self._connection, MessageKind.PART, told, self._wire.write(self._own))
 
     def is_over(self, made: int, write: Write) -> bool:
         if self._ended:
@@ -187,12 +193,12 @@ class OpenExchange(Exchange):
             self._lose(error)
             return True
         said = {message.kind for message in self._came if message.told.get("round", self._round) == self._round}
-        if Kind.CLOSED in said:
+        if MessageKind.CLOSED in said:
             self._gave = True
-            send_message(self._connection, Kind.LEFT, {"round": self._round, "made": made})
-        elif Kind.ASKED in said and made:
+            send_message(self._connection, MessageKind.LEFT, {"round": self._round, "made": made})
+        elif MessageKind.ASKED in said and made:
             self._give(made, write)
-        return self._gave or Kind.ENDED in said
+        return self._gave or MessageKind.ENDED in said
 
     def _next_message(self) -> RoundMessage:
         """Wait for the next message."""

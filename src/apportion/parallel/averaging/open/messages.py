@@ -21,38 +21,38 @@ MOST_JSON = 4 << 20
 """The most bytes of the JSON of a message."""
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """The kinds of messages."""
 
     HELLO = 1
-    """From a replica: who it is, and what it was given to train."""
+    """A replica says who it is, and what it was given to train."""
     REFUSED = 2
-    """To a replica: why it may not take part."""
+    """A replica is told why it may not take part."""
     ROUND = 3
-    """To a replica: its batches, and the average that it begins with."""
+    """A replica is given its batches, and the average that it begins with."""
     PART = 4
-    """From a replica: what it has learnt from its batches."""
+    """A replica gives what it has learnt from its batches."""
     ASKED = 8
-    """To a replica: give what it has by now."""
+    """A replica is asked to give what it has by now."""
     CLOSED = 5
-    """To a replica: its round is over without it."""
+    """A replica is told that its round is over without it."""
     LEFT = 6
-    """From a replica: it has left the batches of a round that was closed, having made so many of them."""
+    """A replica says that it has left a round that was closed, and how many batches it had made of it."""
     ENDED = 7
-    """To a replica: the run has ended."""
+    """A replica is told that the run has ended."""
 
 
 @dataclass(frozen=True)
 class RoundMessage:
     """A message that has come."""
 
-    kind: Kind
+    kind: MessageKind
     told: Mapping[str, Any]
     data: bytearray
 
 
 def send_message(
-    connection: RankConnection, kind: Kind, told: Mapping[str, Any], data: bytearray | None = None
+    connection: RankConnection, kind: MessageKind, told: Mapping[str, Any], data: bytearray | None = None
 ) -> None:
     """Begin to send a message; ``data`` must stay as it is until it is through."""
     text = json.dumps(told).encode()
@@ -70,10 +70,10 @@ class MessageReader:
     """Receives the messages of a connection as far as they have come. ``most``: the most bytes that a message of a kind
     may have besides its JSON; kinds that are not in it are refused."""
 
-    def __init__(self, connection: RankConnection, most: Mapping[Kind, int]) -> None:
+    def __init__(self, connection: RankConnection, most: Mapping[MessageKind, int]) -> None:
         self._connection, self._most = connection, dict(most)
         self._head, self._text, self._data = bytearray(_HEAD.size), bytearray(), bytearray()
-        self._kind: Kind | None = None
+        self._kind: MessageKind | None = None
         self._until = connection.receive(memoryview(self._head))
 
     def next(self) -> RoundMessage | None:
@@ -95,12 +95,12 @@ class MessageReader:
     def _begin(self) -> None:
         """Make room for the message whose head has come."""
         number, text, data = _HEAD.unpack(self._head)
-        if number not in set(self._most) or text > MOST_JSON or data > self._most[Kind(number)]:
+        if number not in set(self._most) or text > MOST_JSON or data > self._most[MessageKind(number)]:
             raise ConnectionError(
                 f"{self._connection.name} sent a message of kind {number} with {text} + {data} bytes, which is none of "
                 "this run"
             )
-        self._kind, self._text, self._data = Kind(number), bytearray(text), bytearray(data)
+        self._kind, self._text, self._data = MessageKind(number), bytearray(text), bytearray(data)
         self._until = self._connection.receive(memoryview(self._text))
         if data:
             self._until = self._connection.receive(memoryview(self._data))

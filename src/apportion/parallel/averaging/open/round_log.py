@@ -29,7 +29,7 @@ class LoggedPart:
 
 @dataclass(frozen=True)
 class LoggedRound:
-    """One round."""
+    """A round that is over, and who was in its average."""
 
     number: int
     done: int
