@@ -14,6 +14,10 @@ hosts_target_25m      the CIFAR-10 network to an accuracy of 0.60 on two hosts o
                       seconds a step, measured in turn. Needs CIFAR-10.
 hosts_startup         seconds from the command to the first finished step of the digits on two hosts of one rank, under
                       torchrun: `apportion train --launcher env`, whose proof is remembered, against the same in DDP.
+hosts_open_rounds     local_sgd with a deadline on MNIST over four hosts, two of which come and go every 20 s (one
+                      process killed, and started again after 6 s; one frozen for as long), against the same number of
+                      rounds on the two steady hosts: the loss on the test set. The JSON has the longest round, and how
+                      many of those that returned were in the next round. Needs MNIST.
 bytes_HxR             what a host sends in a step of data_parallel, over what a ring of hosts must send of the gradient
                       (W for two hosts, 4/3 W for three, 1.5 W for four), at 1 Gb/s: the cable's own count, headers and
                       all.
@@ -35,6 +39,7 @@ from statistics import mean, median
 
 from first_step import FOLDER
 from hosts import cannot, several_hosts
+from open_rounds import ComingAndGoing
 from parked import DEADLINE, Side, SideFailed, environment
 from table import main, measured
 
@@ -248,6 +253,15 @@ KNOWN = (
             TRAIN,
             [str(HERE / "peers" / "ddp_first_step.py")],
         ),
+    }
+    | {
+        "hosts_open_rounds": ComingAndGoing(
+            "loss after as many rounds, 4 hosts of which two come and go, against the two steady ones",
+            'local_sgd(every=16, deadline="3 s")',
+            deadline=3.0,
+            rounds=400,
+            rate=RATES["1g"],
+        )
     }
     | {
         f"bytes_{name}": Bytes(f"bytes that a host sends in a step, {name}", hosts, ours(), most)

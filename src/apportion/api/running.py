@@ -30,7 +30,7 @@ from apportion.runtime.checkpoint.single_writer import single_writer
 from apportion.runtime.checkpoint.validation import refuse_started, saved_steps
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
-from apportion.runtime.worker.agreement import RunAgreement
+from apportion.runtime.worker.agreement import RunAgreement, introduce
 from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.training.loop import work
@@ -168,7 +168,8 @@ def joined(
             "leave it out, or give strategy=local_sgd()"
         )
     import_compiler_late()  # every rank has been started for this run, and would wait for it
-    world = World.from_env(device=launcher.device, insecure=launcher.insecure, channel=channel)
+    meets = strategy is None or not strategy.comes_and_goes
+    world = World.from_env(device=launcher.device, insecure=launcher.insecure, channel=channel, meets=meets)
     control = control or RunControl()
     if channel is not None:
         from apportion.runtime.worker.entry import supervise  # what only supervised ranks need
@@ -208,6 +209,13 @@ def _joined(
         agreement = RunAgreement(job, world)
         control.opened, control.built = agreement.on_workload, agreement.on_data
         control.settle = lambda told: _settled_together(job, world, told, agreement, required=asked.require_proof)
+    elif world.unmet is not None:
+        if asked.require_proof:
+            raise ValueError(
+                f"require_proof=True: the ranks of {strategy} come and go, and do not wait for each other to be "
+                "proved: prove it before with apportion.check, and leave require_proof out"
+            )
+        control.built = lambda workload, step: introduce(job, workload, step, world)
     yield from _written_by_the_first(job, work(job, world, control), before, world, control)
 
 

@@ -25,6 +25,8 @@ from apportion.comm.shared_memory_group import SharedMemoryGroup, nbytes
 from apportion.errors import ApportionError, PeerLost
 from apportion.process import usable_cores
 
+_UNMET = "unmet"
+"""The name of the world of a rank that meets no other."""
 REJOIN_SECONDS = 120.0
 """The seconds that a supervisor has to seat a replacement."""
 LOOK_SECONDS = 1.0
@@ -65,12 +67,20 @@ class World:
     _known_hosts: list[int] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
-    def from_env(cls, *, device: str | None = None, channel: Channel | None = None, insecure: bool = False) -> World:
+    def from_env(
+        cls,
+        *,
+        device: str | None = None,
+        channel: Channel | None = None,
+        insecure: bool = False,
+        meets: bool = True,
+    ) -> World:
         """The world that torchrun, Slurm or a launcher describes in the environment; a world of one without it. Where
         nobody says how many ranks each host has, they meet here and find it out.
 
         ``device``: "cpu" or "cuda"; None takes the GPUs where there are any, shared
         in turn where there are fewer than ranks. ``insecure``: ranks on several hosts need no APPORTION_SECRET_FILE.
+        ``meets=False``: each rank is a world by itself, which meets none: for strategies whose ranks come and go.
         Sets MASTER_ADDR and MASTER_PORT where they follow from what Slurm says: torch reads them too.
         """
         launched_ranks.refuse_unstarted(os.environ)
@@ -101,7 +111,18 @@ class World:
             seats=local_size,
             insecure=insecure,
         )
+        if not meets and size > 1:
+            return world._by_itself()
         return world if local_size else world._found_out()
+
+    def _by_itself(self) -> World:
+        whole = replace(self, local_size=max(1, self.local_size), seats=max(1, self.seats))
+        return replace(whole, size=1, local_size=1, seat=0, seats=1, outer=whole, name=_UNMET)
+
+    @property
+    def unmet(self) -> World | None:
+        """The world whose other ranks this one meets not: they come and go. None where all meet."""
+        return self.outer if self.name == _UNMET else None
 
     def _found_out(self) -> World:
         """Meet the other ranks, and return this world with the number of ranks that this host has."""

@@ -258,6 +258,12 @@ class Strategy(Value, ABC):
         """Does each rank open its own parts alone of a data set in parts, so that they may lie on several hosts?"""
         return False
 
+    @property
+    def comes_and_goes(self) -> bool:
+        """May ranks that others have started come and go while the training goes on? Then they do not meet before it,
+        rank 0 alone saves and evaluates, and a rank that begins is told by it where the training is."""
+        return False
+
     def replays(self, workers: int) -> bool:
         """Is what the strategy computes known only from what its steps write down (``Step.log``)?"""
         return False

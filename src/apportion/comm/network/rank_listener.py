@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 from apportion.comm.network.address import Address, is_own_user, listen, prepare
@@ -56,8 +56,18 @@ class RankListener:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self.refused = 0
         """The number of connections that claimed to know the secret and did not."""
+        self.on_ready: Callable[[], None] = lambda: None
+        """A function that is called, in another thread, when a rank has been let in."""
         self._thread = threading.Thread(target=self._run, name="listener", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def at_first(cls, addresses: Sequence[Address], secret: bytes) -> RankListener:
+        """Listens at the first address that can be had. Raises OSError where there is none."""
+        for address in addresses[:-1]:
+            with contextlib.suppress(OSError):
+                return cls(address, secret)
+        return cls(addresses[-1], secret)
 
     def take(self, name: str, rank: int, seconds: float, stopped: Callable[[], bool] = lambda: False) -> socket.socket:
         """Waits until this rank has connected for the group of this name, and returns the connection. Raises PeerLost
@@ -76,6 +86,12 @@ class RankListener:
         with self._changed:
             self._changed.wait_for(lambda: key in self._ready, seconds)
             return self._ready.pop(key, None)
+
+    def ready(self, name: str) -> list[int]:
+        """Returns the ranks that have connected for the group of this name, and whose connections nobody has taken."""
+        own = named(name)
+        with self._changed:
+            return sorted(rank for group, rank in self._ready if group == own)
 
     def wake(self) -> None:
         """Has those that wait for a rank ask whether they are to stop. May be called from any thread."""
@@ -173,6 +189,7 @@ class RankListener:
             self._changed.notify_all()
         if before is not None:  # the rank has dialled again
             before.close()
+        self.on_ready()
 
     def _tell_refused(self, pending: _Unproved) -> None:
         with contextlib.suppress(OSError):

@@ -99,13 +99,7 @@ def meet(rank: int, size: int, *, one_host: bool, insecure: bool) -> Meeting:
     secret, and whoever reaches the port may take one's place.
     """
     name = "/".join((*run_name(os.environ), str(next(_numbers))))
-    secret = _OPEN if insecure or one_host else secret_of_run(os.environ)
-    if secret is None:
-        raise ValueError(
-            f"the ranks run on several hosts, and {NAME} is not set: whoever reaches a port could take a rank. Make a "
-            f"secret with {MAKE}, copy it to every host, and set {NAME}=~/apportion-secret there; or say "
-            "env(insecure=True) where nobody else reaches these hosts"
-        )
+    secret = secret_for(one_host=one_host, insecure=insecure)
     waits = threading.Timer(PATIENCE_SECONDS, _say_waiting, [rank, size])
     waits.daemon = True
     waits.start()
@@ -138,9 +132,21 @@ def meet_again(rank: int, size: int, address: Address, generation: int, *, calle
         raise PeerLost(f"rank {rank} of {size} could not meet the others at {address}: {error}") from error
 
 
+def secret_for(*, one_host: bool, insecure: bool) -> bytes:
+    """Returns what the ranks of a run prove to know. Raises ValueError where several hosts have no secret."""
+    secret = _OPEN if insecure or one_host else secret_of_run(os.environ)
+    if secret is None:
+        raise ValueError(
+            f"the ranks run on several hosts, and {NAME} is not set: whoever reaches a port could take a rank. Make a "
+            f"secret with {MAKE}, copy it to every host, and set {NAME}=~/apportion-secret there; or say "
+            "env(insecure=True) where nobody else reaches these hosts"
+        )
+    return secret
+
+
 def _gather(place: _Place, size: int, secret: bytes, name: str, called_off: Stopped = _never) -> Meeting:
     """Learns, as rank 0, where every rank listens, and tells all of them."""
-    meeting = Meeting(0, _first_free(place.of_rank_0(), secret), secret, name)
+    meeting = Meeting(0, RankListener.at_first(place.of_rank_0(), secret), secret, name)
     try:
         place.tell(meeting._listener.address)
         told, waiting = [_own(meeting)], []
@@ -170,14 +176,6 @@ def _taken(meeting: Meeting, rank: int, end: float, called_off: Stopped) -> sock
         if sock is not None:
             return sock
     raise PeerLost(f"rank {rank} is not there: the meeting was called off, or took over {DEADLINE_SECONDS:.0f} s")
-
-
-def _first_free(addresses: Sequence[Address], secret: bytes) -> RankListener:
-    """Listens at the first address that can be had. Raises OSError where there is none."""
-    for address in addresses[:-1]:
-        with contextlib.suppress(OSError):
-            return RankListener(address, secret)
-    return RankListener(addresses[-1], secret)
 
 
 def _report(place: _Place, rank: int, secret: bytes, name: str, called_off: Stopped = _never) -> Meeting:

@@ -28,14 +28,16 @@ class AveragingKind:
     """Does a replica go on with averaged slots too?"""
     overlap: bool = False
     """Does the average travel while the next round is computed?"""
+    open: bool = False
+    """Does one rank make the averages, of those that have come by a deadline?"""
 
 
 def cost(profile: Profile, layout: Placement, kind: AveragingKind, *, every: int) -> Cost:
     """The cost of a batch on every replica, with its part of a round of ``every`` batches."""
     n = layout.ranks
     found = computed(profile, layout, [profile.batch_size] * n, between=every)
-    in_memory = len(layout.hosts) == 1 and not kind.overlap
-    exchange = _in_memory if in_memory else _by_collectives
+    in_memory = len(layout.hosts) == 1 and not kind.overlap and not kind.open
+    exchange = _by_one_rank if kind.open else _in_memory if in_memory else _by_collectives
     step = found.both + updating(profile, layout)
     between = exchange(profile, layout, kind, every * step) / every if n > 1 else 0.0
     return Cost(
@@ -76,6 +78,17 @@ def _by_collectives(profile: Profile, layout: Placement, kind: AveragingKind, co
     return sent + notes + copied / memory_rate(layout) + _python(profile, layout)
 
 
+def _by_one_rank(profile: Profile, layout: Placement, kind: AveragingKind, computing: float) -> float:
+    """Seconds of a round in which one rank takes the contributions of all others, adds them up, and sends each of them
+    the average: all over its own link."""
+    n, weights, slots = layout.ranks, profile.parameter_bytes, profile.parameter_bytes * profile.slots
+    each = weights + (slots if kind.slots else 0)
+    link = layout.cluster.joining(layout.devices)
+    sent = 2 * (n - 1) * each / link.bandwidth + 2 * link.latency
+    copied = 7 * weights + 3 * slots + (4 + 5 * n) * each + (9 * weights if kind.outer else 0)
+    return sent + copied / memory_rate(layout) + _python(profile, layout)
+
+
 def _tensors(profile: Profile) -> int:
     return sum(1 for layer in profile.layers if layer.parameter_bytes) * (1 + profile.slots)
 
@@ -95,4 +108,6 @@ def _held(profile: Profile, layout: Placement, kind: AveragingKind, in_memory: b
         shared = copies(profile, weights=2 * weights, slots=2, buffers=2)
         return MemoryUse(own=own, shared=shared).a_worker(layout.ranks)
     own.update(copies(profile, weights=2 * weights + 1 + kind.overlap, slots=3, buffers=3))
+    if kind.open:  # the rank that averages has two more versions, and what all others have sent
+        own.update(copies(profile, weights=2 * weights + layout.ranks, slots=3, buffers=2))
     return MemoryUse(own=own).a_worker(1)

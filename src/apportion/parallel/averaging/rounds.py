@@ -37,15 +37,26 @@ class AveragingRound:
     ahead: int = 0
     """The number of batches handed out since that average, which are in none yet: those of the round before, where an
     average comes a round late."""
+    given: tuple[int, ...] | None = None
+    """The numbers of the replica's batches, where they do not follow from the first and the stride."""
+    fresh: bool = False
+    """True where the replica begins anew: it goes on with the average's optimizer slots, and keeps none of its own."""
+    ended: bool = False
+    """True where no round follows, though batches may be left."""
+    unpushed: tuple[int, ...] = ()
+    """The batches before the last one handed out that are in no average."""
+    limit: int | None = None
+    """The number of batches of the training, which no schedule passes, where replicas make what others were dealt."""
 
     def batch(self, number: int) -> int:
         """Return the number of one of the replica's batches."""
-        return self.first + number * self.stride
+        return self.first + number * self.stride if self.given is None else self.given[number]
 
     def place(self, made: int) -> int:
         """Return how many batches all replicas together have behind them when this one has made so many: the
         learning-rate schedules are there. The schedules of a replica that is late are where its own batches are."""
-        return (self.first if self.stride == 1 else min(self.done + self.ahead, self.first)) + made * self.stride
+        place = (self.first if self.stride == 1 else min(self.done + self.ahead, self.first)) + made * self.stride
+        return place if self.limit is None else min(place, self.limit - (self.many - made))
 
 
 def dealt(done: int, index: int, of: int, every: int, total: int) -> AveragingRound:
@@ -75,8 +86,9 @@ class Exchange(ABC):
 
     @abstractmethod
     @collective
-    def begin(self, first: Contribution, done: int) -> None:
-        """Set the average before the first round: the same on every rank. Called by all."""
+    def begin(self, first: Contribution, done: int, unpushed: Sequence[int] = ()) -> None:
+        """Set the average before the first round: the same on every rank, or rank 0's where it hands it out.
+        ``unpushed``: the batches that it lacks, before its last one. Called by all."""
 
     @abstractmethod
     def take(self, into: Contribution) -> AveragingRound:
@@ -87,6 +99,11 @@ class Exchange(ABC):
     @abstractmethod
     def meet(self, write: Write) -> None:
         """Give a contribution, and wait until it is in an average. Called again after an interruption."""
+
+    def is_over(self, made: int, write: Write) -> bool:
+        """Return whether this replica is to go on to the next round, though it has made no more than so many of its
+        batches: since it was asked for what it has by now, and has given that, or was closed out."""
+        return False
 
     @property
     @abstractmethod

@@ -22,7 +22,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
 
@@ -109,7 +109,7 @@ class SharedAverage(Exchange):
 
     # Beginning
 
-    def begin(self, first: Contribution, done: int) -> None:
+    def begin(self, first: Contribution, done: int, unpushed: Sequence[int] = ()) -> None:
         self._group.barrier()
         if self._world.rank == 0:
             if not self._ready.read():

@@ -84,7 +84,7 @@ class Together(Exchange):
         """The examples that each rank's part of the last average is from."""
         self._under_way: _SumUnderWay | None = None
 
-    def begin(self, first: Contribution, done: int) -> None:
+    def begin(self, first: Contribution, done: int, unpushed: Sequence[int] = ()) -> None:
         self._await()
         copy_parts(first, self._latest)
         self._done = self._handed_out = done

@@ -12,7 +12,7 @@ import platform
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -99,6 +99,40 @@ class RunAgreement:
             if "raised" in of:
                 raise WorkerFailed(f"rank {rank} on host {of['host']}: {of['raised']}", rank=rank)
         return told
+
+
+@runtime_checkable
+class Introduced(Protocol):
+    """A step whose ranks come and go: each says what it was given when it comes."""
+
+    def introduce(self, given: Description, refuse: Callable[[Description, Description, int], str | None]) -> None:
+        """Say what this rank was given; on rank 0 ``refuse`` says why another rank may not take part."""
+
+
+def introduce(job: Job, workload: Workload, step: Step, world: World) -> None:
+    """Has a step whose ranks come and go say what this rank was given, so that rank 0 refuses one that was given
+    something else. Where a run goes on, and what rank 0 saves, is no other rank's affair. Raises ValueError where the
+    data are in parts that several hosts have."""
+    assert isinstance(step, Introduced), f"{job.strategy} lets ranks come and go"
+    whole = world.unmet
+    if workload.parts is not None and whole is not None and whole.local_size != whole.size:
+        raise ValueError(
+            f"{job.strategy} gives every rank rows of all of the {workload.parts} parts of the data set: leave parts "
+            "out where every host can open all of the data, or use data_parallel or map_reduce"
+        )
+    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, threads={torch.get_num_threads()}"
+    own: dict[str, Any] = {"host": socket.gethostname(), "processor": processor, **describe_run(job, workload)}
+    own["settings"] = {k: v for k, v in own["settings"].items() if k not in ("resume", "policy")}
+    step.introduce({**own, **describe_data(job, workload, step), "code": describe_code(workload)}, _refused)
+
+
+def _refused(own: Description, other: Description, rank: int) -> str | None:
+    """Returns why a rank may not take part in rank 0's run; None where it may."""
+    try:
+        refuse_differences([own] * rank + [other])
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @collective

@@ -175,7 +175,7 @@ class _TrainingLoop:
             self._prepare_evaluation()
         if self.world.rank == 0 and not self.control.progress.started:
             self.control.progress.started = 1
-            yield self.reporter.start(self.world.size, self.proof)
+            yield self.reporter.start((self.world.unmet or self.world).size, self.proof)
             self.reporter.look_at_schedule()
             yield from self.reporter.warnings(self.world.rank)
         while True:
@@ -232,7 +232,11 @@ class _TrainingLoop:
             # With the last batch the ranks need not be at one point any more: some may have none of the last round.
             if self.coordinator.next <= self.done < self.source.total and (yield from self._agree()):
                 return "stopped"
-        return "finished"
+        return self._why_no_batch_is_left()
+
+    def _why_no_batch_is_left(self) -> str:
+        """Returns why the run ends here. Where ranks come and go, rank 0 may have ended it."""
+        return "stopped" if self.world.unmet is not None and self.done < self.source.total else "finished"
 
     def _agree(self) -> Generator[Event, None, bool]:
         """Saves where the ranks agree to; returns whether they agree to stop."""

@@ -1,0 +1,1 @@
+"""Rounds that close at their deadline, among replicas that come and go."""
