@@ -86,13 +86,13 @@ import apportion
 from apportion.core.value import parse
 
 launcher, address, options = parse(sys.argv[1], "apportion.runtime.launch"), sys.argv[2], json.loads(sys.argv[3])
-until, rest = options.pop("until", None), options.pop("rest", 0)
+until, rest, strategy = options.pop("until", None), options.pop("rest", 0), options.pop("strategy", "data_parallel")
 if options.pop("imported", False):
     import work
     address = getattr(work, address.partition(":")[2])
 losses, last = [], None
 if __name__ == "__main__":
-    for event in apportion.run(address, "data_parallel", launcher=launcher, check=False, **options):
+    for event in apportion.run(address, strategy, launcher=launcher, check=False, **options):
         last = event
         if event.kind == "step":
             losses += event.data["values"]["loss"]
@@ -345,14 +345,14 @@ def agents_on(hosts: SshHosts, name: str) -> list[int]:
     ("victim", "told"),
     [
         ("rank", "rank 1 on host b was killed by SIGKILL"),
-        ("agent", "host b: its agent was ended by SIGKILL"),
-        ("sshd", "host b: the connection was lost"),
+        ("agent", "host b is lost with rank 1: its agent was ended by SIGKILL"),
+        ("sshd", "host b is lost with rank 1: the connection was lost"),
     ],
 )
-def test_what_is_killed_on_a_host_ends_the_run_and_leaves_nothing(
+def test_what_is_killed_on_a_host_ends_a_run_that_cannot_go_on_without_it_and_leaves_nothing(
     hosts: SshHosts, drive: Drive, project: Path, within: Within, victim: str, told: str
 ) -> None:
-    process = drive(hosts.launcher("a", "b", workers=1), "endless")
+    process = drive(hosts.launcher("a", "b", workers=1), "endless", strategy="local_sgd(every=2)")
     stepping(process)
     if victim == "sshd":
         pids = [pid for pid, words in hosts.processes("b").items() if words.startswith("sshd: ")]
@@ -434,7 +434,7 @@ def test_a_host_that_does_not_answer_is_named(hosts: SshHosts, drive: Drive, pro
 
 @pytest.mark.slow
 def test_an_agent_that_is_stopped_is_named(hosts: SshHosts, drive: Drive, project: Path, within: Within) -> None:
-    process = drive(hosts.launcher("a", "b", workers=1), "endless")
+    process = drive(hosts.launcher("a", "b", workers=1), "endless", strategy="local_sgd(every=2)")
     stepping(process)
     (agent,) = agents_on(hosts, "b")
     os.kill(agent, signal.SIGSTOP)
@@ -443,7 +443,7 @@ def test_an_agent_that_is_stopped_is_named(hosts: SshHosts, drive: Drive, projec
             _, err = ended(process, 1)
     finally:
         os.kill(agent, signal.SIGCONT)
-    assert "host b: its agent has said nothing for 30 s: it was stopped, or the host" in err
+    assert "host b is lost with rank 1: it has said nothing for 30." in err
 
 
 @pytest.mark.slow

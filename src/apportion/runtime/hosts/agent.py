@@ -87,7 +87,9 @@ class Agent:
         kind = order["kind"]
         if kind == "prepare":
             template()  # it imports torch while the driver and this process go on
-            self._address = meeting_address(order["others"], own_address(os.environ))
+            self._address = own_address(os.environ)
+            with suppress(ApportionError):  # it does not reach the others, which is found out next
+                self._address = meeting_address(order["others"], self._address)
             if order["first"]:
                 self._tell({"kind": "place", **self._place()})
         elif kind == "reach":

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, final
 
 from apportion.core.policy import Policy
-from apportion.errors import WorkerFailed
+from apportion.errors import ApportionError, WorkerFailed
 from apportion.runtime.hosts.agent_connection import AgentConnection, News
 from apportion.runtime.hosts.frames import Message
 from apportion.runtime.hosts.host_failures import raised_event
@@ -142,7 +142,10 @@ class HostsPool:
         elif kind == "started" and host == 0:
             self.directory = message["directory"]
         elif kind == "refused":
-            self._lose(host, f"host {self._agents[host].host}: {message['why']}")
+            why = f"host {self._agents[host].host}: {message['why']}"
+            if not self._begun:  # it cannot take part
+                raise ApportionError(why)
+            self._lose(host, why)
         elif "slot" in message:
             slot = Slot(host, message.pop("slot"))
             if kind == "exited":
