@@ -92,7 +92,7 @@ class Slurm(HostsLauncher):
             told = [line for line in text.splitlines() if not _NO_REASON.search(line)]
             return f"host {host}: Slurm does not start its agent ({told[-1]}); {_CURE}" if told else None
         if (cancelled := _CANCELLED.search(text)) is not None:
-            why = (cancelled[1] or "").lower() or "by hand or by the system"
+            why = (cancelled[1] or "").strip().lower() or "by hand or by the system"
             return f"host {host}: Slurm has cancelled the step that held its agent, {why}; --resume goes on"
         if _LOST.search(text):
             why = text.splitlines()[-1]
