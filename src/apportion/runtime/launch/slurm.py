@@ -100,14 +100,14 @@ class Slurm(HostsLauncher):
         return None
 
     def release(self, hosts: Sequence[RunHost]) -> None:
-        """Cancels what is left of the steps: one whose srun was killed goes on without it."""
+        """Ends what is left of the steps: one whose srun was killed goes on without it."""
         job = os.environ.get("SLURM_JOB_ID", "")
         listing = ["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i %j"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):  # they end with the job
             told = subprocess.run(listing, capture_output=True, text=True, timeout=_END_SECONDS).stdout
             steps = [line.split()[0] for line in told.splitlines() if line.split()[1:] == [_step_name()]]
             if steps:
-                subprocess.run(["scancel", "--signal=KILL", *steps], capture_output=True, timeout=_END_SECONDS)
+                subprocess.run(["scancel", "--signal=TERM", *steps], capture_output=True, timeout=_END_SECONDS)
 
 
 def _step_name() -> str:
