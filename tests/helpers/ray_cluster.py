@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launched_drivers import TALKING
 from slurm_cluster import hosts_module
 
 import apportion
@@ -41,6 +42,13 @@ def cannot() -> str | None:
         return f"needs Ray in {RAY}: scripts/test slow installs it there"
     why: str | None = hosts_module().cannot()
     return why
+
+
+def write_project(folder: Path) -> None:
+    """Writes a user's files, and an interpreter that has apportion and torch, and not Ray."""
+    (folder / "mine.py").write_text(TALKING)
+    (folder / "python").write_text(f'#!/bin/sh\nPYTHONPATH={SOURCE} exec {sys.executable} "$@"\n')
+    (folder / "python").chmod(0o755)
 
 
 @dataclass
@@ -79,6 +87,12 @@ class RayCluster:
         return subprocess.Popen(
             self.command(0, command), cwd=folder, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
+
+    def train(self, project: Path, workload: str, fields: str = "workers=1", **given: str) -> subprocess.Popen[str]:
+        """Starts a training on the cluster, by the interpreter of a folder that ``write_project`` has made."""
+        launcher = f"ray({fields}, python='{project}/python')"
+        words = [workload, "data_parallel", "--launcher", launcher, "--run-dir", "run", "--no-check"]
+        return self.start([sys.executable, "-m", "apportion", "train", *words], project, **given)
 
     def command(self, node: int, command: Sequence[str]) -> list[str]:
         """The same, on a node."""

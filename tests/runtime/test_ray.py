@@ -9,21 +9,17 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray_cluster
 from commands import SECONDS
 from conftest import Eventually, Within
-from launched_drivers import TALKING, await_steps, ended, forked_ranks, own_lines
+from launched_drivers import await_steps, ended, forked_ranks, own_lines
 from launched_runs import assert_losses_of_one_device
 from ray_cluster import RayCluster
-
-import apportion
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.serial, pytest.mark.timeout(400)]
 
@@ -45,30 +41,6 @@ if __name__ == "__main__":
     print(json.dumps({**told, "joined": ray.is_initialized(), "environment": ray.get_runtime_context().runtime_env}))
 """
 """A program that is a driver of Ray's itself, and says what was taken of the cluster while it trained."""
-TRAINER = """
-import os
-import ray
-from ray.train import RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
-
-def loop():
-    import torch.distributed
-    import apportion
-    group = torch.distributed.group.WORLD
-    assert torch.distributed.get_world_size() == 2
-    os.chdir(os.environ["PROJECT"])
-    apportion.train(
-        "mine.py:workload", "data_parallel", launcher=apportion.env(device="cpu"), run_dir="run", check=False,
-    )
-    assert torch.distributed.group.WORLD is group, "the group of Ray Train is still there"
-    total = torch.ones(1)
-    torch.distributed.all_reduce(total)
-    print("the group has", int(total), "ranks", flush=True)
-
-ray.init(address="auto", runtime_env={"env_vars": {"PROJECT": os.getcwd()}})
-spread = ScalingConfig(num_workers=2, placement_strategy="STRICT_SPREAD")
-TorchTrainer(loop, scaling_config=spread, run_config=RunConfig(storage_path=os.getcwd() + "/ray")).fit()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -82,33 +54,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's folder, with an interpreter that has apportion and torch, and not Ray."""
-    (tmp_path / "mine.py").write_text(TALKING)
-    path = Path(apportion.__file__).parents[1]
-    (tmp_path / "python").write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} "$@"\n')
-    (tmp_path / "python").chmod(0o755)
+    """The user's folder."""
+    ray_cluster.write_project(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-Started = Callable[..., subprocess.Popen[str]]
-
-
-@pytest.fixture
-def started(project: Path) -> Iterator[Started]:
-    """``started(cluster, "mine.py:workload")`` trains on a cluster; none goes on after its test."""
-    with ExitStack() as stack:
-
-        def start(cluster: RayCluster, workload: str, fields: str = "workers=1", **given: str) -> subprocess.Popen[str]:
-            launcher = f"ray({fields}, python='{project}/python')"
-            command = [*TRAIN, workload, "data_parallel", "--launcher", launcher, "--run-dir", "run", "--no-check"]
-            process = cluster.start(command, project, **given)
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            return process
-
-        yield start
 
 
 def assert_nothing_is_left(cluster: RayCluster, eventually: Eventually) -> None:
@@ -145,9 +95,9 @@ VICTIMS = {
 
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_what_is_killed_on_a_node_is_one_clear_message(
-    cluster: RayCluster, project: Path, started: Started, within: Within, eventually: Eventually, victim: str
+    cluster: RayCluster, project: Path, within: Within, eventually: Eventually, victim: str
 ) -> None:
-    process = started(cluster, "mine.py:endless")
+    process = cluster.train(project, "mine.py:endless")
     await_steps(project / "run", process, eventually)
     pids = {
         "rank": lambda: forked_ranks(list(cluster.processes(1))),
@@ -184,9 +134,9 @@ def assert_the_secret_is_nowhere_else(cluster: RayCluster) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_ctrl_c_saves_and_a_driver_that_is_ended_leaves_nothing(
-    cluster: RayCluster, project: Path, started: Started, eventually: Eventually, number: signal.Signals
+    cluster: RayCluster, project: Path, eventually: Eventually, number: signal.Signals
 ) -> None:
-    process = started(cluster, "mine.py:endless")
+    process = cluster.train(project, "mine.py:endless")
     await_steps(project / "run", process, eventually)
     assert_the_secret_is_nowhere_else(cluster)
     (driver,) = found(cluster, 0, "-m apportion train")
@@ -200,57 +150,13 @@ def test_ctrl_c_saves_and_a_driver_that_is_ended_leaves_nothing(
 
 
 def test_cores_that_are_not_free_are_named_and_given_back(
-    cluster: RayCluster, project: Path, started: Started, eventually: Eventually
+    cluster: RayCluster, project: Path, eventually: Eventually
 ) -> None:
-    _, err = ended(started(cluster, "mine.py:workload", "workers=3"), 3)
+    _, err = ended(cluster.train(project, "mine.py:workload", "workers=3"), 3)
     assert re.search(r"^error: Ray has not found 3 CPU on 2 nodes for 20 s: free are 4 CPU on all nodes together", err)
-    _, err = ended(started(cluster, "mine.py:workload", "nodes=3"), 3)
+    _, err = ended(cluster.train(project, "mine.py:workload", "nodes=3"), 3)
     assert err.startswith("error: the Ray cluster has 2 nodes with cores, and nodes=3 are wanted")
     assert not (project / "run").exists()
-    ended(started(cluster, "mine.py:workload", "nodes=1"))
+    ended(cluster.train(project, "mine.py:workload", "nodes=1"))
     assert_losses_of_one_device(project / "run", project / "mine.py")
     assert_nothing_is_left(cluster, eventually)
-
-
-def test_a_cluster_with_a_token_is_joined_with_it_alone_and_a_node_that_is_lost_is_named(
-    tmp_path: Path, project: Path, started: Started, within: Within, eventually: Eventually
-) -> None:
-    why = ray_cluster.cannot()
-    if why is not None:
-        pytest.skip(why)
-    token = project / "token"
-    token.touch(mode=0o600)
-    token.write_text("0123456789abcdef" * 2)
-    (project / "cluster").mkdir()
-    given = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    with ray_cluster.ray_cluster(project / "cluster", **given) as cluster:
-        other = project / "other"
-        other.touch(mode=0o600)
-        other.write_text("fedcba9876543210" * 2)
-        for settings in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN_PATH": str(other)}):
-            _, err = ended(started(cluster, "mine.py:workload", **settings), 3)
-            assert err.startswith("error: the Ray cluster at address='auto' does not let this process in (Invalid"), err
-            assert "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the cluster's token" in err
-            assert len(err.splitlines()) == 1, err
-        process = started(cluster, "mine.py:endless")
-        await_steps(project / "run", process, eventually)
-        for pid in cluster.all_processes(1):
-            if "raylet" in Path(f"/proc/{pid}/cmdline").read_text().partition("\0")[0]:
-                os.kill(pid, signal.SIGKILL)
-        with within(40, "the end"):
-            _, err = ended(process, 3)
-        (error,) = own_lines(err)
-        assert error.startswith("error: host node2: Ray has lost the actor that held its agent"), err
-        eventually(lambda: cluster.left() == [], within=10, what=f"nothing is left, not {cluster.left()}")
-
-
-def test_inside_ray_train_env_takes_the_group_that_is_there(project: Path) -> None:
-    why = ray_cluster.cannot()
-    if why is not None:
-        pytest.skip(why)
-    (project / "cluster").mkdir()
-    (project / "trainer.py").write_text(TRAINER)
-    with ray_cluster.ray_cluster(project / "cluster", with_torch=True) as cluster:
-        out, err = ended(cluster.start([sys.executable, "trainer.py"], project))
-        assert (out + err).count("the group has 2 ranks") == 2, out + err
-    assert_losses_of_one_device(project / "run", project / "mine.py")
