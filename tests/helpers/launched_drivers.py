@@ -13,10 +13,10 @@ TALKING = MINE.replace("    return nn.Sequential", '    print("made", flush=True
 """mine.py, whose ranks say that they make the network."""
 
 
-def ended(process: subprocess.Popen[str], status: int = 0) -> tuple[str, str]:
+def ended(process: subprocess.Popen[str], status: int = 0, *, seconds: float = SECONDS) -> tuple[str, str]:
     """The output and the error output of a command that has ended with this status."""
     try:
-        out, err = process.communicate(timeout=SECONDS)
+        out, err = process.communicate(timeout=seconds)
     finally:
         process.kill()
         process.wait()
