@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -174,3 +174,5 @@ def _end(found: RayCluster) -> None:
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait()
+    with suppress(OSError):  # it was there before, and is not empty
+        SESSIONS.rmdir()
