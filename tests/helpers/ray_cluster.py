@@ -11,20 +11,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launched_drivers import TALKING
 from slurm_cluster import hosts_module
 
 import apportion
 
 RAY = Path(sys.prefix) / "ray"
+SOURCE = Path(apportion.__file__).parents[1]
 SESSIONS = Path("/tmp/ray")
 PORT = 6379
 START_SECONDS, END_SECONDS = 60.0, 20.0
-OWN = ("ray/core/src/ray", "ray/_private", "ray/dashboard", "ray.scripts", "ray::IDLE", "/gcs_server", "/raylet")
+OWN = (
+    *("ray.scripts.scripts", "/gcs_server", "/raylet", "autoscaler/_private/monitor.py", "log_monitor.py"),
+    *("dashboard/dashboard.py", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::IDLE", "default_worker.py"),
+    *("dashboard/agent.py", "runtime_env/agent", "setup_worker.py"),
+)
 """What the commands of Ray's own processes hold."""
 _HOSTS = "127.0.0.1 localhost\n{nodes}"
 _ON_NODE = 'hostname {name} && mount --bind {table} /etc/hosts && mount --bind {sessions} {there} && exec "$@"'
@@ -38,6 +44,13 @@ def cannot() -> str | None:
     return why
 
 
+def write_project(folder: Path) -> None:
+    """Writes a user's files, and an interpreter that has apportion and torch, and not Ray."""
+    (folder / "mine.py").write_text(TALKING)
+    (folder / "python").write_text(f'#!/bin/sh\nPYTHONPATH={SOURCE} exec {sys.executable} "$@"\n')
+    (folder / "python").chmod(0o755)
+
+
 @dataclass
 class RayCluster:
     """Two nodes of two cores each, whose files are the same but for /tmp/ray."""
@@ -48,7 +61,14 @@ class RayCluster:
     """Where the logs and the sessions of the nodes are."""
     settings: dict[str, str]
     """What the environment of every process of Ray's says besides, its drivers' too."""
+    python: str
+    """The interpreter of Ray's own processes."""
     daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def folders(self) -> Path:
+        """Where both nodes keep the folders of runs."""
+        return self.folder / "folders"
 
     @property
     def address(self) -> str:
@@ -57,15 +77,22 @@ class RayCluster:
     def environment(self, *path: Path) -> dict[str, str]:
         """What a user's shell has set, with Ray and these folders on the path of Python."""
         own = {name: text for name, text in os.environ.items() if not name.startswith(("RAY_", "SLURM_", "SSH_"))}
-        quiet = {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
-        return {**own, **quiet, **self.settings, "PYTHONPATH": os.pathsep.join(map(str, (RAY, *path)))}
+        quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+        places = {"TMPDIR": str(self.folders), "RAY_TMPDIR": str(SESSIONS.parent)}
+        return {**own, **quiet, **places, **self.settings, "PYTHONPATH": os.pathsep.join(map(str, (RAY, *path)))}
 
     def start(self, command: Sequence[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
         """Starts what a user types on node1, in a folder, with apportion and Ray on its path."""
-        given = {**self.environment(Path(apportion.__file__).parents[1]), **environment}
+        given = {**self.environment(SOURCE), **environment}
         return subprocess.Popen(
             self.command(0, command), cwd=folder, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
+
+    def train(self, project: Path, workload: str, fields: str = "workers=1", **given: str) -> subprocess.Popen[str]:
+        """Starts a training on the cluster, by the interpreter of a folder that ``write_project`` has made."""
+        launcher = f"ray({fields}, python='{project}/python')"
+        words = [workload, "data_parallel", "--launcher", launcher, "--run-dir", "run", "--no-check"]
+        return self.start([sys.executable, "-m", "apportion", "train", *words], project, **given)
 
     def command(self, node: int, command: Sequence[str]) -> list[str]:
         """The same, on a node."""
@@ -73,8 +100,8 @@ class RayCluster:
         text = _ON_NODE.format(name=f"node{node + 1}", table=self.folder / "hosts", sessions=sessions, there=SESSIONS)
         return ["ip", "netns", "exec", self.made.names[node], "unshare", "--uts", "sh", "-c", text, "sh", *command]
 
-    def processes(self, node: int) -> dict[int, str]:
-        """The command of every process on a node (0 or 1) that is none of Ray's own."""
+    def all_processes(self, node: int) -> dict[int, str]:
+        """The command of every process on a node (0 or 1)."""
         told = subprocess.run(["ip", "netns", "pids", self.made.names[node]], capture_output=True, text=True).stdout
         found = {}
         for pid in map(int, told.split()):
@@ -83,9 +110,14 @@ class RayCluster:
                 zombie = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
             except OSError:
                 continue
-            if not zombie and not any(own in words for own in OWN):
+            if not zombie:
                 found[pid] = words
         return found
+
+    def processes(self, node: int) -> dict[int, str]:
+        """The same, of those that are none of Ray's own."""
+        found = self.all_processes(node)
+        return {pid: words for pid, words in found.items() if not any(own in words for own in OWN)}
 
     def left(self) -> list[str]:
         """What is left of any run on any node."""
@@ -97,14 +129,17 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster(folder: Path, **settings: str) -> Iterator[RayCluster]:
-    """A cluster whose two nodes are there; all of it is gone afterwards. ``settings``: variables of its processes."""
+def ray_cluster(folder: Path, *, with_torch: bool = False, **settings: str) -> Iterator[RayCluster]:
+    """A cluster whose two nodes are there; all of it is gone afterwards. ``with_torch``: Ray's own processes find what
+    the tests find; ``settings``: variables of its processes."""
     with ExitStack() as stack:
         made = stack.enter_context(hosts_module().several_hosts((2, 2)))
-        found = RayCluster(made, folder, settings)
+        python = sys.executable if with_torch else os.path.realpath(sys.executable)
+        found = RayCluster(made, folder, settings, python)
         nodes = "".join(f"{address} node{number + 1}\n" for number, address in enumerate(made.addresses))
         (folder / "hosts").write_text(_HOSTS.format(nodes=nodes))
         SESSIONS.mkdir(exist_ok=True)
+        found.folders.mkdir()
         stack.callback(_end, found)
         for node in (0, 1):
             (folder / f"node{node + 1}").mkdir()
@@ -112,34 +147,22 @@ def ray_cluster(folder: Path, **settings: str) -> Iterator[RayCluster]:
             where = head if node == 0 else [f"--address={found.address}"]
             own = [f"--node-ip-address={made.addresses[node]}", "--num-cpus=2", "--block"]
             memory = ["--object-store-memory=100000000", "--memory=4000000000"]
-            command = [sys.executable, "-m", "ray.scripts.scripts", "start", *where, *own, *memory]
+            command = [python, "-m", "ray.scripts.scripts", "start", *where, *own, *memory]
             with open(folder / f"node{node + 1}.log", "wb") as log:
-                # What starts workers has no apportion and no torch on its path; -S leaves out what .venv holds.
-                given = found.environment()
+                given = found.environment(*([SOURCE] if with_torch else []))
                 daemon = subprocess.Popen(found.command(node, command), env=given, stdout=log, stderr=log)
             found.daemons.append(daemon)
-            _await(found, node + 1)
+            _await(found, node)
         yield found
 
 
-_COUNT = """
-import sys, ray
-ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
-print(sum(node["Alive"] for node in ray.nodes()))
-"""
-
-
-def _await(found: RayCluster, nodes: int) -> None:
-    """Waits until so many nodes are there."""
-    end = time.monotonic() + START_SECONDS
-    while True:
-        asked = found.command(0, [sys.executable, "-c", _COUNT, found.address])
-        done = subprocess.run(asked, env=found.environment(), capture_output=True, text=True, timeout=START_SECONDS)
-        if done.stdout.strip() == str(nodes):
-            return
-        if time.monotonic() > end:
-            raise AssertionError(f"there are no {nodes} nodes but {done.stdout!r}:\n{done.stderr}\n{found.logs()}")
-        time.sleep(0.1)
+def _await(found: RayCluster, node: int) -> None:
+    """Waits until a node says that it is there."""
+    log, end = found.folder / f"node{node + 1}.log", time.monotonic() + START_SECONDS
+    while "Ray runtime started" not in log.read_text():
+        if time.monotonic() > end or found.daemons[-1].poll() is not None:
+            raise AssertionError(f"Ray does not start:\n{found.logs()}")
+        time.sleep(0.05)
 
 
 def _end(found: RayCluster) -> None:
@@ -151,3 +174,5 @@ def _end(found: RayCluster) -> None:
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait()
+    with suppress(OSError):  # it was there before, and is not empty
+        SESSIONS.rmdir()

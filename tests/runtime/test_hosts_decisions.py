@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shlex
 import struct
 import sys
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 import apportion
 from apportion.comm.membership import HostShare
 from apportion.core.value import parse
+from apportion.errors import ApportionError
 from apportion.process import usable_cores
 from apportion.runtime.agents.hosts_launcher import RunHost
 from apportion.runtime.hosts.agent import meeting_address
@@ -29,6 +31,7 @@ from apportion.runtime.hosts.host_failures import at_host
 from apportion.runtime.hosts.host_ranks import RanksStart
 from apportion.runtime.hosts.run_copy import RunCopy, inside, mark_of, neighbour, send_run
 from apportion.runtime.hosts.run_folder import hold, sweep
+from apportion.runtime.launch.ray import why_not_joined
 from apportion.runtime.launch.ssh import Ssh, parse_host
 from apportion.runtime.supervisor.decisions import Stop
 
@@ -372,6 +375,75 @@ def test_the_end_of_an_agent_is_told_with_the_cure(status: int, said: str, is_up
     text = ending_text(apportion.ssh("b"), "b", status, ["Warning: x", said, ""], is_up=is_up)
     assert "host b" in text
     assert told in text
+
+
+CANCELLED = "slurmstepd-node2: error: *** STEP 14.0 ON b CANCELLED AT 2026-11-25T18:59:15"
+STEP_LOST = "srun: error: step_launch_notify_io_failure: aborting, io error with slurmstepd on node 0"
+BUSY = "srun: error: Unable to create step for job 16: More processors requested than permitted"
+ENDED = "srun: error: b: task 0: Exited with exit code 96"
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "said", "is_up", "told"),
+    [
+        (
+            "slurm",
+            137,
+            [f"{CANCELLED} ***", "srun: error: b: task 0: Killed"],
+            True,
+            "cancelled the step .*by hand or by",
+        ),
+        ("slurm", 137, [f"{CANCELLED} DUE TO TIME LIMIT ***"], True, "agent, due to time limit; --resume goes on"),
+        ("slurm", 0, [STEP_LOST], True, "lost the step that held its agent .*io error.*--resume goes on"),
+        ("slurm", -9, [], True, "its srun was ended by SIGKILL; --resume goes on"),
+        ("slurm", 137, ["srun: error: b: task 0: Killed"], True, "its agent was ended by SIGKILL"),
+        ("slurm", 1, [BUSY], False, "Slurm does not start its agent .*More processors requested than permitted"),
+        ("slurm", 96, ["/opt/python", ENDED], False, "host b has no Python /opt/python: install it there"),
+        ("slurm", 1, ["No module named apportion", ENDED], False, "host b has no apportion, or an older one"),
+        ("ray", 255, ["The actor is dead because its node has died"], True, "lost the actor .*its node has died"),
+        ("ray", 255, ["OSError: no sh"], False, "could not start the actor that holds its agent .OSError: no sh"),
+        ("ray", 96, ["/opt/python"], False, "host b has no Python /opt/python: install it there"),
+        ("ray", 137, ["Killed"], True, "its agent was ended by SIGKILL"),
+    ],
+)
+def test_the_end_of_a_step_or_of_an_actor_is_told_from_that_of_its_agent(
+    text: str, status: int, said: list[str], is_up: bool, told: str
+) -> None:
+    assert re.search(told, ending_text(parse(text, LAUNCHERS), "b", status, said, is_up=is_up))
+
+
+def test_without_ray_it_is_said_how_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ApportionError, match=r"pip install 'apportion\[ray\]', at the cluster's version"):
+        apportion.ray().parsed()
+
+
+REFUSED = "gcs_client.cc:210: Failed: Unauthenticated: RPC error: InvalidAuthToken: Authentication token is missing"
+
+
+@pytest.mark.parametrize(
+    ("error", "heard", "told"),
+    [
+        (ConnectionError("Could not find any running Ray instance."), [], "ray start --head on the first"),
+        (ConnectionError("Failed to connect."), [REFUSED], "does not let this process in .InvalidAuthToken: Authentic"),
+        (RuntimeError("Token authentication is enabled but no token was found"), [], "set RAY_AUTH_MODE=token"),
+        (RuntimeError("Version mismatch: ray 2.59"), [], "cannot be joined: Version mismatch: ray 2.59"),
+    ],
+)
+def test_a_cluster_that_cannot_be_joined_is_told_with_the_cure(error: Exception, heard: list[str], told: str) -> None:
+    assert re.search(told, why_not_joined("auto", error, heard))
+
+
+def test_ray_is_asked_for_the_cores_of_a_run_on_each_node() -> None:
+    nodes = [{"CPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 1.0}]
+    assert apportion.ray()._bundles(nodes) == [{"CPU": 8}, {"CPU": 4}, {"CPU": 2}], "a node without a GPU has none"
+    assert apportion.ray(nodes=2)._bundles(nodes) == [{"CPU": 8, "GPU": 2}, {"CPU": 4, "GPU": 1}]
+    assert apportion.ray(nodes=2, workers=3, device="cpu")._bundles(nodes) == [{"CPU": 3}, {"CPU": 3}]
+    assert apportion.ray(nodes=1, workers=2, threads=3, loaders=1)._bundles(nodes) == [{"CPU": 8, "GPU": 2}]
+    with pytest.raises(ApportionError, match="has 3 nodes with cores, and nodes=4 are wanted"):
+        apportion.ray(nodes=4)._bundles(nodes)
+    with pytest.raises(ApportionError, match="has 0 nodes with cores"):
+        apportion.ray()._bundles([])
 
 
 @pytest.mark.parametrize("path", ["", "/etc/passwd", "../x", "a/../../x", "a\0b"])

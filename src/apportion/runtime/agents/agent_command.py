@@ -22,7 +22,9 @@ _ON_HOST = (
     f'command -v "${{p:-python3}}" >/dev/null 2>&1 || {{ echo "${{p:-python3}}" >&2; exit {NO_PYTHON}; }}; '
     't=${TMPDIR:-/tmp}; [ -d "$t" ] || t=/tmp; '  # a job may have one on its first node alone
     f'd=$(mktemp -d "$t/apportion-hosts-XXXXXXXXXX") || exit {NO_FOLDER}; '
-    f'trap : HUP INT TERM; PYTHONSAFEPATH=1 "${{p:-python3}}" -m {AGENT} "$d"; s=$?; rm -rf "$d"; exit $s'
+    # A shell says of a program that was killed that it was, and the driver says it too: this one says it to nobody.
+    "trap : HUP INT TERM; exec 3>&2 2>/dev/null; "
+    f'(exec 2>&3 3>&-; PYTHONSAFEPATH=1 exec "${{p:-python3}}" -m {AGENT} "$d"); s=$?; rm -rf "$d"; exit $s'
 )
 
 

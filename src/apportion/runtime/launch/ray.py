@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, final
+from typing import IO, Any, ClassVar, final
 
 from apportion.errors import ApportionError
 from apportion.runtime.agents.agent_command import HOST_CORES, REACHED_FROM, agent_command
@@ -35,6 +37,10 @@ POLL_SECONDS = 10.0
 LOST = 255
 """The exit status of a connection that Ray has lost."""
 _JOIN_SECONDS = 2.0
+_SAYS = "ray: "
+"""What the line begins with that says why an actor was lost."""
+_REFUSED = re.compile(r"InvalidAuthToken|[Uu]nauthenticated|[Aa]uthentication (token|is)|auth token")
+"""What Ray says where a token is missing, or is another one."""
 
 
 @final
@@ -48,6 +54,8 @@ class Ray(HostsLauncher):
     address: str = "auto"
     """The address of the cluster, as ``ray.init`` takes it; "auto": RAY_ADDRESS, or the cluster that this machine is
     in."""
+
+    own_words: ClassVar[tuple[str, ...]] = (_SAYS,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,7 +100,7 @@ class Ray(HostsLauncher):
         """Returns why Ray has lost the actor that held the agent; None where the agent itself has ended."""
         if status != LOST:
             return None
-        last = said[-1] if said else "it does not say why"
+        last = said[-1].removeprefix(_SAYS) if said else "it does not say why"
         if is_up:
             return f"host {host}: Ray has lost the actor that held its agent ({last}); --resume goes on"
         return f"host {host}: Ray could not start the actor that holds its agent ({last})"
@@ -132,10 +140,12 @@ class _Cluster:
         self._ray, self._joined = ray, not ray.is_initialized()
         self._group: Any = None
         if self._joined:
+            heard: list[str] = []
             try:
-                ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace="apportion")
+                with _hearing(heard):
+                    ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace="apportion")
             except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-                raise ApportionError(why_not_joined(address, error)) from error
+                raise ApportionError(why_not_joined(address, error, heard)) from error
 
     def nodes(self) -> list[dict[str, float]]:
         """Returns what each node has that is there and has cores."""
@@ -293,7 +303,7 @@ class _CarriedAgent:
         except Exception as error:
             self._status = LOST
             with contextlib.suppress(OSError):
-                _write_all(err, f"{why_lost_actor(error)}\n".encode())
+                _write_all(err, f"{_SAYS}{why_lost_actor(error)}\n".encode())
         finally:
             os.close(out)
             os.close(err)
@@ -323,18 +333,38 @@ def _write_all(descriptor: int, data: bytes) -> None:
         left = left[os.write(descriptor, left) :]
 
 
-def why_not_joined(address: str, error: BaseException) -> str:
-    """Returns why a cluster cannot be joined, with the cure."""
-    said = " ".join(str(error).split())
-    if isinstance(error, ConnectionError) or "Could not find" in said:
+@contextlib.contextmanager
+def _hearing(lines: list[str]) -> Iterator[None]:
+    """Keeps what is printed to standard error meanwhile: why a cluster does not let a process in, Ray says there alone,
+    again and again."""
+    sys.stderr.flush()
+    own = os.dup(2)
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(own, 2)
+            os.close(own)
+            kept.seek(0)
+            lines += kept.read().decode(errors="replace").splitlines()
+
+
+def why_not_joined(address: str, error: BaseException, heard: Sequence[str]) -> str:
+    """Returns why a cluster cannot be joined, with the cure. ``heard``: what Ray has printed meanwhile."""
+    said = " ".join(str(error).split()).removesuffix(".")
+    refused = [text for text in (*heard, said) if _REFUSED.search(text)]
+    if refused:
+        why = refused[-1].rpartition("RPC error: ")[2]
+        return (
+            f"the Ray cluster at address={address!r} does not let this process in ({why}): set RAY_AUTH_MODE=token, "
+            "and RAY_AUTH_TOKEN_PATH to a file with the cluster's token, which ~/.ray/auth_token may hold as well"
+        )
+    if isinstance(error, ConnectionError):
         return (
             f"no Ray cluster is found at address={address!r} ({said}): run this on a node of one (ray start --head on "
             "the first, ray start --address=FIRST:6379 on the others), or set RAY_ADDRESS"
-        )
-    if "authentication" in said.lower() or "token" in said.lower():
-        return (
-            f"the Ray cluster does not let this process in ({said}): set RAY_AUTH_MODE=token here, and give the "
-            "cluster's token as RAY_AUTH_TOKEN_PATH or in ~/.ray/auth_token"
         )
     return f"the Ray cluster at address={address!r} cannot be joined: {said}"
 
@@ -343,7 +373,8 @@ def why_lost_actor(error: BaseException) -> str:
     """Returns the reason that Ray gives for an actor's end, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if "reason" in line.lower() or "error" in line.lower()]
-    return (reasons or lines or [type(error).__name__])[-1].removesuffix(".")
+    last = (reasons or lines or [type(error).__name__])[-1]
+    return last.partition(" Some common causes")[0].removesuffix(".")  # of all ends alike
 
 
 def _described(resources: Sequence[Mapping[str, float]]) -> str:

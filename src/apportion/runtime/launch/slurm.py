@@ -92,7 +92,7 @@ class Slurm(HostsLauncher):
             told = [line for line in text.splitlines() if not _NO_REASON.search(line)]
             return f"host {host}: Slurm does not start its agent ({told[-1]}); {_CURE}" if told else None
         if (cancelled := _CANCELLED.search(text)) is not None:
-            why = (cancelled[1] or "").lower() or "by hand or by the system"
+            why = (cancelled[1] or "").strip().lower() or "by hand or by the system"
             return f"host {host}: Slurm has cancelled the step that held its agent, {why}; --resume goes on"
         if _LOST.search(text):
             why = text.splitlines()[-1]
@@ -100,14 +100,14 @@ class Slurm(HostsLauncher):
         return None
 
     def release(self, hosts: Sequence[RunHost]) -> None:
-        """Cancels what is left of the steps: one whose srun was killed goes on without it."""
+        """Ends what is left of the steps: one whose srun was killed goes on without it."""
         job = os.environ.get("SLURM_JOB_ID", "")
         listing = ["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i %j"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):  # they end with the job
             told = subprocess.run(listing, capture_output=True, text=True, timeout=_END_SECONDS).stdout
             steps = [line.split()[0] for line in told.splitlines() if line.split()[1:] == [_step_name()]]
             if steps:
-                subprocess.run(["scancel", "--signal=KILL", *steps], capture_output=True, timeout=_END_SECONDS)
+                subprocess.run(["scancel", "--signal=TERM", *steps], capture_output=True, timeout=_END_SECONDS)
 
 
 def _step_name() -> str:

@@ -1,0 +1,162 @@
+"""One command trains on the nodes of a Ray cluster: two real raylets, real failures, real kills.
+
+Ray's own processes have neither torch nor apportion; the ranks have another interpreter, which ``python=`` names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray_cluster
+from commands import SECONDS
+from conftest import Eventually, Within
+from launched_drivers import await_steps, ended, forked_ranks, own_lines
+from launched_runs import assert_losses_of_one_device
+from ray_cluster import RayCluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.serial, pytest.mark.timeout(400)]
+
+TRAIN = (sys.executable, "-m", "apportion", "train")
+OWN = """
+import json, sys
+import apportion, ray
+
+ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+free = ray.available_resources()
+if __name__ == "__main__":
+    for event in apportion.run(
+        "mine.py:workload", "data_parallel", launcher=apportion.ray(workers=1, python=sys.argv[1]), run_dir="run",
+        check=False,
+    ):
+        if event.kind == "step" and event.step > 10:
+            during = ray.available_resources()
+    told = {name: [having.get(name, 0) for having in (free, during)] for name in ("CPU", "object_store_memory")}
+    print(json.dumps({**told, "joined": ray.is_initialized(), "environment": ray.get_runtime_context().runtime_env}))
+"""
+"""A program that is a driver of Ray's itself, and says what was taken of the cluster while it trained."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    why = ray_cluster.cannot()
+    if why is not None:
+        pytest.skip(why)
+    with ray_cluster.ray_cluster(tmp_path_factory.mktemp("ray")) as made:
+        yield made
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's folder."""
+    ray_cluster.write_project(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def assert_nothing_is_left(cluster: RayCluster, eventually: Eventually) -> None:
+    """No process of a run stays on any node, and no file of its."""
+    eventually(lambda: cluster.left() == [], within=10, what=f"nothing is left on the nodes, not {cluster.left()}")
+    eventually(lambda: not list(cluster.folders.glob("apportion-hosts-*")), within=5, what="no folder of a run is left")
+
+
+def found(cluster: RayCluster, node: int, words: str) -> list[int]:
+    return [pid for pid, told in cluster.processes(node).items() if words in told]
+
+
+def test_a_program_of_rays_own_trains_on_the_nodes_and_nothing_comes_into_the_object_store(
+    cluster: RayCluster, project: Path, eventually: Eventually
+) -> None:
+    (project / "own.py").write_text(OWN)
+    out, err = ended(cluster.start([sys.executable, "own.py", f"{project}/python"], project))
+    assert_losses_of_one_device(project / "run", project / "mine.py")
+    assert {"node1, rank 0: made", "node2, rank 1: made"} <= set(err.splitlines())
+    told = json.loads(out.splitlines()[-1])
+    assert told["CPU"] == [4, 2]
+    assert told["object_store_memory"][0] == told["object_store_memory"][1]
+    assert told["joined"], "what the program has joined, it is still in"
+    assert not told["environment"]
+    assert_nothing_is_left(cluster, eventually)
+
+
+VICTIMS = {
+    "rank": "rank 1 on host node2 was killed by SIGKILL",
+    "agent": "host node2: its agent was ended by SIGKILL, by hand or by the system, and its ranks ended with it",
+    "actor": "host node2: Ray has lost the actor that held its agent",
+}
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_what_is_killed_on_a_node_is_one_clear_message(
+    cluster: RayCluster, project: Path, within: Within, eventually: Eventually, victim: str
+) -> None:
+    process = cluster.train(project, "mine.py:endless")
+    await_steps(project / "run", process, eventually)
+    pids = {
+        "rank": lambda: forked_ranks(list(cluster.processes(1))),
+        "agent": lambda: [
+            pid for pid in found(cluster, 1, "-m apportion.runtime.hosts.agent") if pid not in found(cluster, 1, " -c ")
+        ],
+        "actor": lambda: found(cluster, 1, "ray::_Carrier"),
+    }[victim]()
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    with within(15, "the end"):
+        _, err = ended(process, 3)
+    (error,) = own_lines(err)
+    assert error.startswith(f"error: {VICTIMS[victim]}"), err
+    assert error.endswith("--resume goes on"), err
+    assert_nothing_is_left(cluster, eventually)
+
+
+def assert_the_secret_is_nowhere_else(cluster: RayCluster) -> None:
+    """The secret of a run lies in a file of its owner's, and in no argument, no variable and no file of Ray's."""
+    files = list(cluster.folders.glob("apportion-hosts-*/secret"))
+    assert len(files) == 2
+    for file in files:
+        assert file.stat().st_mode & 0o777 == 0o600
+        secret = file.read_bytes()
+        for node in (0, 1):
+            for pid in cluster.all_processes(node):
+                told = [Path(f"/proc/{pid}/{what}").read_bytes() for what in ("cmdline", "environ")]
+                assert all(secret not in text for text in told)
+        for log in (path for node in (1, 2) for path in (cluster.folder / f"node{node}").rglob("*")):
+            assert not log.is_file() or secret not in log.read_bytes(), log
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ctrl_c_saves_and_a_driver_that_is_ended_leaves_nothing(
+    cluster: RayCluster, project: Path, eventually: Eventually, number: signal.Signals
+) -> None:
+    process = cluster.train(project, "mine.py:endless")
+    await_steps(project / "run", process, eventually)
+    assert_the_secret_is_nowhere_else(cluster)
+    (driver,) = found(cluster, 0, "-m apportion train")
+    os.kill(driver, number)
+    _, err = process.communicate(timeout=SECONDS)
+    if number == signal.SIGINT:
+        assert process.returncode == 130
+        assert "is saved" in err
+        assert err.endswith(f"it is on host node1, in {project}/run\n")
+    assert_nothing_is_left(cluster, eventually)
+
+
+def test_cores_that_are_not_free_are_named_and_given_back(
+    cluster: RayCluster, project: Path, eventually: Eventually
+) -> None:
+    _, err = ended(cluster.train(project, "mine.py:workload", "workers=3"), 3)
+    assert re.search(r"^error: Ray has not found 3 CPU on 2 nodes for 20 s: free are 4 CPU on all nodes together", err)
+    _, err = ended(cluster.train(project, "mine.py:workload", "nodes=3"), 3)
+    assert err.startswith("error: the Ray cluster has 2 nodes with cores, and nodes=3 are wanted")
+    assert not (project / "run").exists()
+    ended(cluster.train(project, "mine.py:workload", "nodes=1"))
+    assert_losses_of_one_device(project / "run", project / "mine.py")
+    assert_nothing_is_left(cluster, eventually)
