@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 
 from apportion.comm.group import collective, inherit_collectives
 from apportion.comm.world import World
+from apportion.core.across_hosts import AcrossHosts
 from apportion.core.data.batch import Batch
+from apportion.core.data.sampler import DataShard
 from apportion.core.data.source import BatchSource
 from apportion.core.fingerprint import fingerprint
 from apportion.core.replica_digest import Replicated
-from apportion.core.sampler import DataShard
 from apportion.core.value import Value
 from apportion.core.workload import Workload
 
@@ -224,7 +225,7 @@ class Recoverable(ABC):
         before after ``MembershipChanged``, by a replacement right after ``build``."""
 
 
-class Strategy(Value, ABC):
+class Strategy(Value, AcrossHosts, ABC):
     """The way in which the work of a step is divided. Concrete ones are ``@final @dataclass(frozen=True)``, one file
     each in ``strategies/``; the fields are their parameters, and the file's name is how they are written."""
 
@@ -242,27 +243,6 @@ class Strategy(Value, ABC):
     @abstractmethod
     def exact(self) -> bool:
         """Does one step equal the one-device step? Where no field decides that, a class attribute ``exact = True``."""
-
-    @property
-    def referenced_across_hosts(self) -> bool:
-        """True where ``reference`` says what ranks on several hosts compute, too, since what they send is whole."""
-        return True
-
-    @property
-    def recovers_across_hosts(self) -> bool:
-        """True where a run on several hosts goes on after the loss of a worker or of a host."""
-        return False
-
-    @property
-    def deals_parts(self) -> bool:
-        """Does each rank open its own parts alone of a data set in parts, so that they may lie on several hosts?"""
-        return False
-
-    @property
-    def comes_and_goes(self) -> bool:
-        """May ranks that others have started come and go while the training goes on? Then they do not meet before it,
-        rank 0 alone saves and evaluates, and a rank that begins is told by it where the training is."""
-        return False
 
     def replays(self, workers: int) -> bool:
         """Is what the strategy computes known only from what its steps write down (``Step.log``)?"""

@@ -116,7 +116,7 @@ class RoundCoordinator:
         self._opened: OpenedRound | None = None
         self._displaced: set[str] = set()
         """The processes whose rank another one has taken since."""
-        self._woken, self._wake = socket.socketpair()
+        self._bell = socket.socketpair()
         self._ending: float | None = None
         """The time by which it ends; None while it goes on."""
         self.failed: BaseException | None = None
@@ -140,7 +140,7 @@ class RoundCoordinator:
     def wake(self) -> None:
         """Have the thread look at what has come. May be called from any thread."""
         with contextlib.suppress(OSError):
-            self._wake.send(b"\0")
+            self._bell[1].send(b"\0")
 
     def close(self) -> None:
         """End the rounds: tell the replicas that are there, and leave."""
@@ -149,7 +149,7 @@ class RoundCoordinator:
         if self._thread.is_alive():
             self._thread.join()
         self._listener.close()
-        for sock in (self._woken, self._wake):
+        for sock in self._bell:
             sock.close()
 
     # In the thread
@@ -182,13 +182,13 @@ class RoundCoordinator:
 
     def _sleep(self, seconds: float | None) -> None:
         poller = select.poll()
-        poller.register(self._woken, select.POLLIN)
+        poller.register(self._bell[0], select.POLLIN)
         for admitted in self._admitted:
             poller.register(admitted.connection, admitted.connection.events)
         poller.poll(None if seconds is None else seconds * 1000 + 1)
-        self._woken.setblocking(False)
+        self._bell[0].setblocking(False)
         with contextlib.suppress(BlockingIOError):
-            while self._woken.recv(4096):
+            while self._bell[0].recv(4096):
                 pass
 
     # Who comes and goes

@@ -53,8 +53,8 @@ class OpenExchange(Exchange):
         slots = rounds.averages_slots or world.rank == 0
         self._wire = self._full if slots else ContributionBytes(self._own, slots=False)
         self._coordinator: RoundCoordinator | None = None
-        self._connection: RankConnection | None = None
         self._reader: MessageReader | None = None
+        """The reader of the connection to rank 0, where there is one."""
         self._came: deque[RoundMessage] = deque()
         """The messages that have come and were not yet looked at."""
         self._process = secrets.token_hex(16)
@@ -98,7 +98,7 @@ class OpenExchange(Exchange):
             ) from error
 
     def _greet(self, sock: socket.socket) -> None:
-        self._connection = RankConnection(sock, "rank 0")
+        connection = RankConnection(sock, "rank 0")
         most = {
             MessageKind.REFUSED: 0,
             MessageKind.ROUND: self._whole.nbytes,
@@ -106,16 +106,16 @@ class OpenExchange(Exchange):
             MessageKind.CLOSED: 0,
             MessageKind.ENDED: 0,
         }
-        self._reader = MessageReader(self._connection, most)
+        self._reader = MessageReader(connection, most)
         given = {} if self._introduction is None else self._introduction[0]
         told = {"process": self._process, "nbytes": self._full.nbytes, "given": given}
-        send_message(self._connection, MessageKind.HELLO, told)
+        send_message(connection, MessageKind.HELLO, told)
 
     def _lose(self, error: PeerLost) -> None:
         """Let go of a connection that has ended; what was not given is made anew, by whoever it is dealt to."""
-        if self._connection is not None:
-            self._connection.release()
-        self._connection = self._reader = None
+        if self._reader is not None:
+            self._reader.connection.release()
+        self._reader = None
         self._came.clear()
         if self._closed:
             raise error
@@ -127,7 +127,7 @@ class OpenExchange(Exchange):
     def take(self, into: Contribution) -> AveragingRound:
         seconds = FIRST_SECONDS if self._round < 0 else RETURN_SECONDS
         while not self._ended:
-            if self._connection is None:
+            if self._reader is None:
                 self._connect(seconds)
             try:
                 message = self._next_message()
@@ -174,17 +174,17 @@ class OpenExchange(Exchange):
 
     def _give(self, made: int, write: Write) -> None:
         """Give what this replica has learnt from so many of its batches."""
-        if self._gave or self._connection is None:
+        if self._gave or self._reader is None:
             return
         examples = write(self._own)
         self._gave = True
         told = {"round": self._round, "made": made, "examples": examples}
-        send_message(self._connection, MessageKind.PART, told, self._wire.write(self._own))
+        send_message(self._reader.connection, MessageKind.PART, told, self._wire.write(self._own))
 
     def is_over(self, made: int, write: Write) -> bool:
         if self._ended:
             return False
-        if self._connection is None or self._reader is None or self._gave:
+        if self._reader is None or self._gave:
             return True
         try:
             while (message := self._reader.next()) is not None:
@@ -195,14 +195,15 @@ class OpenExchange(Exchange):
         said = {message.kind for message in self._came if message.told.get("round", self._round) == self._round}
         if MessageKind.CLOSED in said:
             self._gave = True
-            send_message(self._connection, MessageKind.LEFT, {"round": self._round, "made": made})
+            send_message(self._reader.connection, MessageKind.LEFT, {"round": self._round, "made": made})
         elif MessageKind.ASKED in said and made:
             self._give(made, write)
         return self._gave or MessageKind.ENDED in said
 
     def _next_message(self) -> RoundMessage:
         """Wait for the next message."""
-        connection, reader = self._connection, self._reader
+        reader = self._reader
+        connection = None if reader is None else reader.connection
         assert connection is not None
         assert reader is not None
 
@@ -228,9 +229,9 @@ class OpenExchange(Exchange):
 
     def close(self) -> None:
         self._closed = True
-        if self._connection is not None:
-            self._connection.release()
-            self._connection = self._reader = None
+        if self._reader is not None:
+            self._reader.connection.release()
+            self._reader = None
         if self._coordinator is not None:
             self._coordinator.close()
             if self._coordinator.failed is not None and not self._ended:

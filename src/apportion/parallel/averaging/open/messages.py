@@ -71,7 +71,7 @@ class MessageReader:
     may have besides its JSON; kinds that are not in it are refused."""
 
     def __init__(self, connection: RankConnection, most: Mapping[MessageKind, int]) -> None:
-        self._connection, self._most = connection, dict(most)
+        self.connection, self._most = connection, dict(most)
         self._head, self._text, self._data = bytearray(_HEAD.size), bytearray(), bytearray()
         self._kind: MessageKind | None = None
         self._until = connection.receive(memoryview(self._head))
@@ -79,7 +79,7 @@ class MessageReader:
     def next(self) -> RoundMessage | None:
         """Return the next message that is whole; None where none is. Raises PeerLost where the connection has ended,
         and ConnectionError where something else comes than a message."""
-        connection = self._connection
+        connection = self.connection
         while True:
             connection.move()
             if connection.through[1] < self._until:
@@ -97,19 +97,19 @@ class MessageReader:
         number, text, data = _HEAD.unpack(self._head)
         if number not in set(self._most) or text > MOST_JSON or data > self._most[MessageKind(number)]:
             raise ConnectionError(
-                f"{self._connection.name} sent a message of kind {number} with {text} + {data} bytes, which is none of "
+                f"{self.connection.name} sent a message of kind {number} with {text} + {data} bytes, which is none of "
                 "this run"
             )
         self._kind, self._text, self._data = MessageKind(number), bytearray(text), bytearray(data)
-        self._until = self._connection.receive(memoryview(self._text))
+        self._until = self.connection.receive(memoryview(self._text))
         if data:
-            self._until = self._connection.receive(memoryview(self._data))
+            self._until = self.connection.receive(memoryview(self._data))
 
     def _parsed(self) -> Mapping[str, Any]:
         try:
             told = json.loads(self._text)
         except ValueError as error:
-            raise ConnectionError(f"{self._connection.name} sent {self._text[:40]!r}, which is no JSON") from error
+            raise ConnectionError(f"{self.connection.name} sent {self._text[:40]!r}, which is no JSON") from error
         if not isinstance(told, dict):
-            raise ConnectionError(f"{self._connection.name} sent {type(told).__name__}, where a message has names")
+            raise ConnectionError(f"{self.connection.name} sent {type(told).__name__}, where a message has names")
         return told
