@@ -50,11 +50,17 @@ from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies.parameter_store import PushPrice, push
 from apportion.parallel.optim.hyperparameters import named
 from apportion.parallel.parameter_store.grouped_step import GroupsStep
+from apportion.parallel.parameter_store.network.network_step import (
+    NetworkDownpourStep,
+    NetworkPlaces,
+    NetworkServerStep,
+)
+from apportion.parallel.parameter_store.network.ordered_network_step import OrderedNetworkStep
+from apportion.parallel.parameter_store.network.placement import must_have_servers
 from apportion.parallel.parameter_store.ordered_step import OrderedStep
 from apportion.parallel.parameter_store.push_pull import Mode, PushPullSchedule
 from apportion.parallel.parameter_store.replay import ordered_reference, replay
 from apportion.parallel.parameter_store.server_step import ServerStep
-from apportion.parallel.parameter_store.worker_model import must_be_one_host
 from apportion.parallel.parameter_store.worker_step import DownpourStep
 from apportion.parallel.partition.replica_costs import slowest_group
 from apportion.parallel.partition.replica_groups import check_of, check_replicas, how_many
@@ -87,6 +93,8 @@ class ParameterServer(Strategy):
     """The number of batches between two pulls; meanwhile the worker takes plain steps of its own (n_fetch)."""
     servers: int = 0
     """The number of processes that hold the shards; 0: they lie in memory that the workers share."""
+    copies: int = 0
+    """1: a push is acknowledged when a server on another host has it too, which goes on where the first is lost."""
     mode: Mode = "sharded"
     """The way in which the store is locked. "sharded": a lock a shard. "hogwild": none. "ordered": in rank order, round
     by round."""
@@ -108,8 +116,14 @@ class ParameterServer(Strategy):
             raise ValueError(f"mode={self.mode!r} must be one of {', '.join(map(repr, get_args(Mode)))}")
         if self.mode == "ordered" and (self.push_every, self.pull_every, self.max_staleness) != (1, 1, None):
             raise ValueError('mode="ordered" pushes every batch and pulls every round: leave the other settings out')
-        if self.servers and self.mode != "sharded":
-            raise ValueError(f'servers={self.servers} go with mode="sharded": leave mode={self.mode!r} out')
+        if self.servers and self.mode == "hogwild":
+            raise ValueError(f'servers={self.servers} take locks: leave mode="hogwild" out')
+        self._must_be_whole("copies", least=0)
+        if self.copies > 1 or (self.copies and not self.servers):
+            raise ValueError(
+                f"copies={self.copies} must be 0 or 1, and copies go with servers: give servers=2 or more, on several "
+                "hosts, or leave copies out"
+            )
         if self.rule is not None:
             object.__setattr__(self, "rule", str(named(self.rule)))
 
@@ -208,13 +222,27 @@ class ParameterServer(Strategy):
         ruled = self._ruled(workload)
         if self.of is not None:
             return GroupsStep(ruled, world, self._rhythm, self.of, self.replicas)
-        must_be_one_host(self, world)
+        if world.channel is None and world.local_size < world.size:
+            return self._build_across_hosts(ruled, world)
+        if self.servers and self.mode != "sharded":
+            raise ValueError(f'servers={self.servers} go with mode="sharded" on one host: leave mode={self.mode!r} out')
+        if self.copies:
+            raise ValueError("copies=1 keeps a copy of each shard on another host, and there is one: leave copies out")
         if self.servers >= world.seats:
             raise ValueError(f"servers={self.servers} leaves no worker among {world.seats} processes: start more")
         if world.seat >= world.seats - self.servers:
             return ServerStep(ruled, world, servers=self.servers)
         kind = OrderedStep if self.mode == "ordered" else DownpourStep
         return kind(ruled, world, self._rhythm, servers=self.servers)
+
+    def _build_across_hosts(self, workload: Workload, world: World) -> Step:
+        must_have_servers(self, self.servers, world.size)
+        places = NetworkPlaces.of(world.hosts(), servers=self.servers, copies=self.copies)
+        if self.mode == "ordered":
+            return OrderedNetworkStep(workload, world, self._rhythm, places)
+        if world.rank in places.servers:
+            return NetworkServerStep(workload, world, places)
+        return NetworkDownpourStep(workload, world, self._rhythm, places)
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         ruled = self._ruled(workload)

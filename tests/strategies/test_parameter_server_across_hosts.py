@@ -1,0 +1,78 @@
+"""parameter_server where no memory holds the shards: servers and workers that are joined by connections alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import networks
+import pytest
+import torch
+from ranks import apart, by_value, on_ranks
+
+from apportion import Workload
+from apportion.comm.world import World
+from apportion.core.strategy import State, batches
+from apportion.parallel.parameter_store.push_log import PushLog
+from apportion.strategies.parameter_server import ParameterServer
+
+pytestmark = pytest.mark.processes
+
+EXACT = 1e-10
+
+
+def trained(world: World, strategy: ParameterServer, workload: Workload) -> tuple[list[State], PushLog | None, float]:
+    """What rank 0 has at the end, with the log; in ordered mode what every rank has after each update."""
+    own = apart()
+    step = strategy.build(workload, own)
+    states: list[State] = []
+    log, stale = None, 0.0
+    try:
+        if step.data_shard is None:
+            step.serve()
+            return states, None, 0.0
+        for batch in batches(step):
+            values = step(batch)
+            stale = max(stale, float(values["staleness"]))
+            if step.lockstep:
+                states.append(step.state_dict())
+        if own.rank == 0 and not step.lockstep:
+            states.append(step.state_dict())
+            (log,) = step.log()
+    finally:
+        if step.lockstep:
+            own.group().barrier()
+        step.close()
+        own.close()
+    return states, log, stale
+
+
+def assert_same(found: State, expected: State, bound: float = EXACT) -> None:
+    left, right = dict(found.tensors()), dict(expected.tensors())
+    assert left.keys() == right.keys()
+    assert found.step == expected.step
+    for name, tensor in right.items():
+        assert (left[name].double() - tensor.double()).abs().max() <= bound, name
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "options"),
+    [
+        ("adam", 2, {"servers": 1}),
+        ("batch_norm_2d", 2, {"servers": 2, "push_every": 2}),
+        ("mlp", 3, {"servers": 2, "copies": 1}),
+        ("one_cycle", 2, {"servers": 2, "max_staleness": 1, "pull_every": 3}),
+        ("frozen_and_unused_parameters", 2, {"servers": 2, "rule": "adagrad(lr=0.01)"}),
+    ],
+)
+def test_a_run_is_done_again_from_its_log_to_the_bit(name: str, workers: int, options: dict[str, Any]) -> None:
+    strategy = ParameterServer(**options)
+    workload = replace(networks.cases[name](61), steps=24, epochs=None)
+    with by_value(networks):
+        (states, log, _), *_ = on_ranks(trained, workers + strategy.servers, strategy, workload)
+    (found,) = states
+    assert found.step == 24
+    assert log is not None
+    assert sorted(batch for pushed in log.pushes() for batch, _ in pushed.batches) == list(range(24))
+    (expected,) = strategy.reference(workload, workers, (log,))
+    assert_same(found, expected, 0.0)
