@@ -7,7 +7,6 @@ from typing import Any
 
 import networks
 import pytest
-import torch
 from ranks import apart, by_value, on_ranks
 
 from apportion import Workload
@@ -76,3 +75,34 @@ def test_a_run_is_done_again_from_its_log_to_the_bit(name: str, workers: int, op
     assert sorted(batch for pushed in log.pushes() for batch, _ in pushed.batches) == list(range(24))
     (expected,) = strategy.reference(workload, workers, (log,))
     assert_same(found, expected, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "options"),
+    [("adam", 2, {"servers": 1}), ("batch_norm_2d", 3, {"servers": 2}), ("one_cycle", 2, {"servers": 2, "copies": 1})],
+)
+def test_pushes_in_rank_order_give_what_is_defined(name: str, workers: int, options: dict[str, Any]) -> None:
+    strategy = ParameterServer(mode="ordered", **options)
+    workload = replace(networks.cases[name](61), steps=10, epochs=None)
+    expected = list(strategy.reference(workload, workers))
+    with by_value(networks):
+        for states, _, _ in on_ranks(trained, workers + strategy.servers, strategy, workload):
+            assert len(states) == len(expected) == 10
+            for found, wanted in zip(states, expected, strict=True):
+                assert_same(found, wanted)
+
+
+def test_without_servers_it_is_refused_with_the_cure() -> None:
+    def build(world: World, strategy: ParameterServer, workload: Workload) -> str:
+        own = apart()
+        try:
+            strategy.build(workload, own)
+        except ValueError as error:
+            return str(error)
+        finally:
+            own.close()
+        return ""
+
+    with by_value(networks):
+        for said in on_ranks(build, 2, ParameterServer(), networks.cases["mlp"](61)):
+            assert "2 ranks run on several hosts: give parameter_server(servers=1)" in said

@@ -287,5 +287,5 @@ def serve(servers: ShardServers) -> None:
     while not servers.closed.wait(LOOK_SECONDS):
         if servers.error is not None:
             raise servers.error
-        if servers.is_over:
+        if servers.is_over():
             return

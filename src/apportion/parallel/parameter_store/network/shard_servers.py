@@ -65,6 +65,8 @@ class ShardServers:
         self.error: BaseException | None = None
         """The exception that a thread has died of."""
         self._following: dict[int, RangeState] = {}
+        self._followers: set[int] = set()
+        """The ranges of others that a thread keeps a copy of, or tries to."""
         self._epochs: dict[int, int] = {}
         self._links: set[ShardLink] = set()
         self._talks: dict[tuple[int, int], tuple[ShardLink, threading.Thread]] = {}
@@ -82,10 +84,10 @@ class ShardServers:
         if view.primary == self.rank:
             self._serve(own, self._state(own), view)
         else:
-            self._start(self._follow, own)
+            self._begin_to_follow(own)
         for number, rank in enumerate(self._copies):
             if rank == self.rank:
-                self._start(self._follow, number)
+                self._begin_to_follow(number)
 
     def _start(self, run: Callable[..., None], *given: object) -> threading.Thread:
         thread = threading.Thread(target=self._guarded, args=(run, *given), name=run.__name__, daemon=True)
@@ -122,7 +124,7 @@ class ShardServers:
         if server is not None:
             for link in list(server.links.values()):
                 link.close()
-            self._start(self._follow, number)
+            self._begin_to_follow(number)
 
     # Conversations
 
@@ -182,14 +184,14 @@ class ShardServers:
         with server.order:
             server.lose_copy()
             epoch = self._epochs[number]
+            link.say_blob(Say.BLOB, server.state.dump(), epoch + 1)
+            link.expect(Say.ACK, REPLY_SECONDS)  # it has everything, and may be counted on
             view = self.views.ask(Say.ADD, number, self.rank, epoch, rank, seconds=REPLY_SECONDS)
             if view.primary != self.rank:
                 self._depose(number)
             if view.copy != rank:
                 raise PeerLost(f"rank {rank} is not to have a copy of range {number}")
             self._epochs[number] = view.epoch
-            link.say_blob(Say.BLOB, server.state.dump(), view.epoch)
-            link.expect(Say.ACK, REPLY_SECONDS)
             server.copy = RangeCopy(rank, number, link, self._doors)
             server.unguarded = True
             server.order.notify_all()
@@ -203,8 +205,20 @@ class ShardServers:
             receive_stage(link, state, seat, numbers, None)
             link.say(Say.STAGED, numbers[0])
 
+    def _begin_to_follow(self, number: int) -> None:
+        with self._lock:
+            self._followers.add(number)
+        self._start(self._follow, number)
+
     def _follow(self, number: int) -> None:
         """Keep a copy of a range, and answer for it where its server is lost."""
+        try:
+            self._follow_until_over(number)
+        finally:
+            with self._lock:
+                self._followers.discard(number)
+
+    def _follow_until_over(self, number: int) -> None:
         while not self.closed.is_set():
             view = self.views.ask(Say.ASK, number, seconds=ASK_SECONDS)
             if view.lost:
@@ -252,17 +266,21 @@ class ShardServers:
 
     # The end
 
-    @property
     def is_over(self) -> bool:
-        """Tells whether every worker has ended, as far as this process would know."""
-        return all(server.is_over for server in list(self.ranges.values()))
+        """Tell whether every worker has ended, as far as this process answers them, and whoever it keeps copies for
+        has said so too. The copies of its own ranges are told."""
+        over = True
+        for server in list(self.ranges.values()):
+            with server.order:
+                over &= server.is_over
+                if server.is_over and server.copy is not None:
+                    server.copy.end()
+                    server.copy = None
+        return over and not self._followers
 
     def close(self) -> None:
         """Answer nobody any more."""
         self.closed.set()
-        for server in list(self.ranges.values()):
-            if server.copy is not None:
-                server.copy.end()
         self._doors.close()
         self.views.close()
         with self._lock:

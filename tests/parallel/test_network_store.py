@@ -1,0 +1,217 @@
+"""Servers on other hosts: no push is lost and none counts twice, whichever process dies, and whoever takes its place."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from apportion.comm.network.address import Address
+from apportion.comm.network.rank_listener import RankListener
+from apportion.comm.network.rendezvous import RankDoors
+from apportion.parallel.parameter_store.memory.shard_layout import StoreLayout
+from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
+from apportion.parallel.parameter_store.network.messages import Say
+from apportion.parallel.parameter_store.network.network_step import NetworkPlaces, serve, served
+from apportion.parallel.parameter_store.network.network_store import NetworkStore
+from apportion.parallel.parameter_store.network.placement import server_ranks
+from apportion.parallel.parameter_store.network.queue_state import QueueState  # noqa: F401
+from apportion.parallel.parameter_store.network.range_session import LifeOver
+from apportion.parallel.parameter_store.network.shard_servers import copy_ranks
+from apportion.parallel.parameter_store.network.views import Arbiter, RangeView, ViewSource
+from apportion.parallel.parameter_store.store import Contents
+from apportion.process import die_with_parent
+
+SHARDS, WIDTH, SECRET = 4, 64, b"of these tests alone"
+
+
+def forked(work: Callable[[], None]) -> int:
+    """A process that does this and ends; its number."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        die_with_parent(parent)
+        work()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+class Ranks:
+    """Processes with fixed places, so that one that is killed can be started again: workers first, then servers."""
+
+    def __init__(self, workers: int, servers: int, total: int) -> None:
+        model = nn.Linear(WIDTH, SHARDS, bias=False, dtype=torch.float64)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        self.layout = StoreLayout({p: n for n, p in model.named_parameters()}, self.optimizer, shards=SHARDS)
+        ranks = range(workers + servers)
+        self.spec = StoreSpec(layout=self.layout, seats=workers, buffers=1, batches=total, servers=servers)
+        self.places = NetworkPlaces.of([*ranks], servers=servers, copies=1)
+        self.total = total
+        name = secrets.token_hex(8)
+        self._addresses = {rank: Address(f"{name}-{rank}", 0) for rank in ranks}
+        self._pids: dict[int, int] = {}
+        self.kills = 0
+        asked, orders = os.pipe()
+        answers, told = os.pipe()
+        self._starter = forked(lambda: self._fork(asked, told))
+        os.close(asked)
+        os.close(told)
+        self._orders, self._answers = open(orders, "w", 1), open(answers)  # noqa: SIM115 (closed by stop)
+
+    def doors(self, rank: int) -> RankDoors:
+        return RankDoors(rank, RankListener(self._addresses[rank], SECRET), self._addresses, SECRET, "store")
+
+    def store(self, rank: int) -> NetworkStore:
+        doors = self.doors(rank)
+        self.arbiter = Arbiter(doors, self.places.servers) if rank == 0 else None
+        views = ViewSource(doors, self.arbiter)
+        seat = self.places.workers.index(rank)
+        return NetworkStore(self.spec, torch.zeros(self.layout.total, dtype=torch.float64), doors, views, seat)
+
+    def start(self, rank: int) -> None:
+        self._pids[rank] = self._ask("start", rank)
+
+    def kill(self, rank: int) -> None:
+        """Kill a process, and start another in its place."""
+        os.kill(self._pids[rank], signal.SIGKILL)
+        assert self._ask("wait", self._pids[rank]) == -signal.SIGKILL
+        self.kills += 1
+        self.start(rank)
+
+    def _ask(self, *words: object) -> int:
+        self._orders.write(f"{' '.join(map(str, words))}\n")
+        return int(self._answers.readline())
+
+    def _fork(self, orders: int, answers: int) -> None:
+        """Of a process without threads, which starts the others for those that have some."""
+        with open(orders) as asked, open(answers, "w", 1) as told:
+            for line in asked:
+                word, number = line.split()
+                if word == "wait":
+                    told.write(f"{os.waitstatus_to_exitcode(os.waitpid(int(number), 0)[1])}\n")
+                    continue
+                run = self._serve if int(number) in self.places.servers else self._work
+                told.write(f"{forked(lambda run=run, number=number: run(int(number)))}\n")
+
+    def all_copied(self) -> bool:
+        """Whether every range has a copy: no server may be lost before."""
+        assert self.arbiter is not None
+        views = [self.arbiter.answer(Say.ASK, (number, 0, 0, 0)) for number in range(self.spec.servers)]
+        return all(view.copy >= 0 for view in views)
+
+    def end(self) -> None:
+        """Wait until all of them have ended as they should."""
+        for rank, pid in self._pids.items():
+            assert self._ask("wait", pid) == 0, rank
+
+    def stop(self) -> None:
+        """End the process that starts them, and with it all of them."""
+        self._orders.close()
+        self._answers.close()
+        os.kill(self._starter, signal.SIGKILL)
+        os.waitpid(self._starter, 0)
+
+    def zeros(self) -> Contents:
+        counts = [torch.zeros(len(pieces)).double().numpy() for pieces in self.layout.pieces]
+        touched = torch.zeros(1, dtype=torch.bool).numpy()
+        flat = torch.zeros(self.layout.total, dtype=torch.float64)
+        return Contents([flat], counts, touched, torch.zeros(1, dtype=torch.float64))
+
+    def _serve(self, rank: int) -> None:
+        torch.set_num_threads(1)
+        servers = served(self.doors(rank), self.spec, self.places, self.zeros)
+        servers.start()
+        serve(servers)
+        servers.close()
+
+    def _work(self, rank: int) -> None:
+        torch.set_num_threads(1)
+        store = self.store(rank)
+        self.push_all(store)
+        store.close()
+
+    def push_all(self, store: NetworkStore, each: Callable[[int], None] = lambda batch: None) -> None:
+        """Push 2^-(batch mod 8) for every batch that this worker gets: sums that have no rounding."""
+        hyper = [self.layout.rule.hyper_of(group) for group in self.optimizer.param_groups]
+        store.begin()
+        while True:
+            try:
+                batch = store.take(self.total, waits=True, most=None)
+                if batch is None:
+                    return
+                store.note(store.pulled)
+                store.gradient.fill_(-(2.0 ** -(batch % 8)))
+                store.change.fill_(1.0)
+                store.push(hyper)
+                each(batch)
+            except LifeOver:
+                store.begin()
+
+    def assert_whole(self, store: NetworkStore) -> None:
+        """Each batch is in the log once, and in the weights and the buffers once."""
+        found, log = store.snapshot(), store.log()
+        pushes = [*log.pushes()]
+        assert sorted(batch for pushed in pushes for batch, _ in pushed.batches) == list(range(self.total))
+        for shard in range(self.spec.shards):
+            assert sorted(pushed.made[shard] for pushed in pushes) == list(range(1, self.total + 1))
+        assert found.done == self.total
+        assert found.contents.buffers.item() == self.total
+        expected = sum(2.0 ** -(batch % 8) for batch in range(self.total))
+        assert (found.contents.data[0] == expected).all()
+        assert found.queue.unpushed() == []
+
+
+def killed_at_times(total: int, seconds: float) -> int:
+    """Rank 0 pushes here; a worker and a server are killed in turn, and started again. How many were killed."""
+    ranks = Ranks(3, 3, total)
+    over = threading.Event()
+
+    def kill() -> None:
+        doomed = [1, 3, 2, 4, 1, 5]
+        turn = 0
+        while not over.wait(seconds):
+            if ranks.all_copied():
+                ranks.kill(doomed[turn % len(doomed)])
+                turn += 1
+
+    for rank in range(1, 6):
+        ranks.start(rank)
+    store = ranks.store(0)
+    killer = threading.Thread(target=kill)
+    try:
+        began = False
+
+        def begin(batch: int) -> None:
+            nonlocal began
+            if not began:
+                killer.start()
+                began = True
+
+        ranks.push_all(store, begin)
+        over.set()
+        killer.join()
+        ranks.assert_whole(store)
+        store.close()
+        ranks.end()
+    finally:
+        over.set()
+        ranks.stop()
+    return ranks.kills
+
+
+@pytest.mark.processes
+def test_no_push_is_lost_or_counts_twice_where_workers_and_servers_are_killed() -> None:
+    assert killed_at_times(1500, 0.3) >= 3
