@@ -281,10 +281,14 @@ class NetworkGroup(HostsGroup):
     def abandon(self) -> None:
         self._abandoned = True
         self.interrupt()
-        for found in (*self._made, *self._opened):
+        for found in self._made:
             group = found()
             if group is not None:
                 group.abandon()
+        for opened in self._opened:
+            doors = opened()
+            if doors is not None:
+                doors.abandon()
 
     @collective
     def links(self) -> list[socket.socket]:

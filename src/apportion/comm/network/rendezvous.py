@@ -30,7 +30,6 @@ from apportion.comm.network.dialling import Stopped, dial_first, dial_rank, read
 from apportion.comm.network.handshake import Purpose, key_of_meeting
 from apportion.comm.network.launched_ranks import run_name
 from apportion.comm.network.meeting_place import OneHost, SeveralHosts, where
-from apportion.comm.network.rank_connection import RankConnection
 from apportion.comm.network.rank_listener import RankListener
 from apportion.comm.network.secret import MAKE, NAME, secret_of_run
 from apportion.errors import ApportionError, PeerLost
@@ -78,21 +77,16 @@ class RankDoors:
         """Notes that a rank listens at this address from now on."""
         self._addresses[rank] = address
 
-    def open(self, taker: Callable[[int, RankConnection], None]) -> None:
+    def open(self, taker: Callable[[int, socket.socket], None]) -> None:
         """Gives the connections that other ranks make to a function, as they come. It is called in the listener's
         thread, and must not wait."""
-
-        def take(rank: int, sock: socket.socket) -> None:
-            taker(rank, RankConnection(sock, self.describe(rank)))
-
         assert self._listener is not None, "this rank only dials"
-        self._listener.hand_over(self._name, take)
+        self._listener.hand_over(self._name, taker)
 
-    def dial(self, rank: int, seconds: float) -> RankConnection:
+    def dial(self, rank: int, seconds: float) -> socket.socket:
         """Connects to a rank. Raises PeerLost where it does not answer within so many seconds, or after ``close``."""
         purpose = Purpose(self._name, self.rank)
-        sock = dial_rank(self._addresses[rank], self._secret, purpose, seconds, lambda: self._closed)
-        return RankConnection(sock, self.describe(rank))
+        return dial_rank(self._addresses[rank], self._secret, purpose, seconds, lambda: self._closed)
 
     def close(self) -> None:
         """Lets nobody in any more, and dials no more. May be called from any thread."""

@@ -15,6 +15,7 @@ hosts are in ``network/``.
 from __future__ import annotations
 
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,6 @@ from contextlib import contextmanager
 from typing import final
 
 from apportion.comm.network.address import Address
-from apportion.comm.network.rank_connection import RankConnection
 from apportion.comm.network.rank_listener import RankListener
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.comm.world import World
@@ -67,7 +67,7 @@ class Sessions:
             self._deal.wait(lambda: self._listens(server, seat), lambda: f"parameter server {number} to listen")
             doors = RankDoors(own, None, {seat: _address(server.place)}, _OPEN, _NAME)
             try:
-                return ShardLink(doors.dial(seat, DIAL_SECONDS))
+                return ShardLink(doors.dial(seat, DIAL_SECONDS), f"parameter server {number}")
             except PeerLost:
                 if time.monotonic() > deadline:
                     raise
@@ -119,16 +119,16 @@ class StoreServer:
         self.place = secrets.randbits(62)
         """The number that workers find this server by."""
         self._listener = RankListener(_address(self.place), _OPEN)
-        self._doors = RankDoors(number, self._listener, {}, _OPEN, _NAME, lambda seat: f"the worker on seat {seat}")
+        self._doors = RankDoors(number, self._listener, {}, _OPEN, _NAME)
         self._stores: dict[int, Store] = {}
         self._threads: dict[int, threading.Thread] = {}
         self.error: BaseException | None = None
         """The exception that a thread has died of."""
         self._doors.open(self._begin)
 
-    def _begin(self, seat: int, connection: RankConnection) -> None:
+    def _begin(self, seat: int, sock: socket.socket) -> None:
         before = self._threads.get(seat)
-        given = (seat, ShardLink(connection), before)
+        given = (seat, ShardLink(sock, f"the worker on seat {seat}"), before)
         self._threads[seat] = threading.Thread(target=self._talk, args=given, name=f"worker {seat}", daemon=True)
         self._threads[seat].start()
 

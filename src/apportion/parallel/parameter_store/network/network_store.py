@@ -117,7 +117,7 @@ class NetworkStore:
 
     def leave(self, *, stops: bool) -> None:
         """Take no more batches for now; ``stops``: nobody is given any."""
-        self._sessions[0].again(lambda link: (link.say(Say.LEAVE, int(stops)), link.expect(Say.DONE, 30.0)))
+        self._sessions[0].leave(stops=stops)
 
     # Pushes and pulls
 
@@ -164,7 +164,7 @@ class NetworkStore:
             last = ask(own)
         except (PeerLost, LifeOver) as error:
             raised.append(error)
-        raised += [error for future in asked if (error := future.exception()) is not None]
+        raised += [found for found in (future.exception() for future in asked) if found is not None]
         if raised:
             raise next((error for error in raised if isinstance(error, LifeOver)), raised[0])
         return [*(future.result() for future in asked), last]

@@ -45,7 +45,7 @@ class RangeCopy:
         with self._lock:
             link = self._stages.get(seat)
         if link is None:
-            link = ShardLink(self._doors.dial(self.rank, DIAL_SECONDS))
+            link = ShardLink(self._doors.dial(self.rank, DIAL_SECONDS), self._doors.describe(self.rank))
             link.say(Say.COPY_STAGE, self._number, seat)
             with self._lock:
                 self._stages[seat] = link

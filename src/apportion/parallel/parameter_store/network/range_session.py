@@ -81,7 +81,7 @@ class RangeSession:
 
     def _meet(self, rank: int, life: int) -> bool:
         self.disconnect()
-        link = ShardLink(self._doors.dial(rank, DIAL_SECONDS))
+        link = ShardLink(self._doors.dial(rank, DIAL_SECONDS), self._doors.describe(rank))
         try:
             link.say(Say.HELLO, self.number, self._seat, life)
             kind, *numbers = link.hear(WELCOME_SECONDS)
@@ -178,6 +178,15 @@ class RangeSession:
             return None if batch < 0 else batch
 
         return self.again(do)
+
+    def leave(self, *, stops: bool) -> None:
+        """Take no more batches for now; ``stops``: nobody is given any."""
+
+        def do(link: ShardLink) -> None:
+            link.say(Say.LEAVE, int(stops))
+            link.expect(Say.DONE, REPLY_SECONDS)
+
+        self.again(do)
 
     def freeze(self, seats: int) -> list[int]:
         """Have nothing of the range change until ``thaw``; returns the number of each worker's last push in it. Asked

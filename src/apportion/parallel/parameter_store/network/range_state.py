@@ -254,9 +254,9 @@ class RangeState:
         for seat, state in self.seats.items():
             if f"staged/{seat}/0" in given:
                 room = self.room(seat)
-                *others, gradient = [given[f"staged/{seat}/{at}"] for at in range(5)]
+                entries, hyper, used, change, gradient = (given[f"staged/{seat}/{at}"] for at in range(5))
                 room.copy_(gradient)
-                state.staged = StagedGradient(state.applied + 1, *others, room)
+                state.staged = StagedGradient(state.applied + 1, entries, hyper, used, change, room)
         self.log = []
         if "log" in given:
             entries = given["entries"].split([int(row[3]) for row in given["log"]]) if len(given["log"]) else ()

@@ -1,67 +1,100 @@
 """A conversation of a worker and a server: short messages of whole numbers, and tensors whose sizes both ends know.
 
 Nothing is stored on the word of the other end: who receives a tensor says beforehand where it goes and how long it is.
-Any thread may close a conversation; one thread at a time speaks and listens.
+It is received by one call of the system, straight into its place. What is sent leaves as far as there is room for it,
+so that a server goes on while a worker is slow. Any thread may close a conversation; one thread at a time speaks and
+listens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import select
+import socket
 import struct
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 
-from apportion.comm.group import WaitClock
-from apportion.comm.network.rank_connection import RankConnection, memory_of, move_until
+from apportion.comm.network.address import prepare_bulk
+from apportion.comm.network.rank_connection import BUFFER_BYTES, memory_of
 from apportion.errors import PeerLost
 
 _MESSAGE = struct.Struct("!8q")
+_SECONDS = struct.Struct("@ll")
 NUMBERS = 7
 """The most numbers of a message beside its kind."""
 Message = tuple[int, ...]
 """A message: its kind, and NUMBERS numbers."""
+_LONGEST = 1 << 30
+"""The most seconds of a deadline that the system is told of."""
 
 
 @final
 class ShardLink:
-    """One end of a conversation."""
+    """One end of a conversation. ``name``: what the other end is called in messages of errors."""
 
-    def __init__(self, connection: RankConnection, *, clock: WaitClock | None = None) -> None:
-        self._connection = connection
-        self._clock = clock if clock is not None else WaitClock()
+    def __init__(self, sock: socket.socket, name: str) -> None:
+        self.name, self._sock = name, sock
+        sock.settimeout(None)
+        if sock.family != socket.AF_UNIX:
+            prepare_bulk(sock)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         self._message = bytearray(_MESSAGE.size)
+        self._sends: deque[memoryview] = deque()
+        self._seconds = math.inf
+        self._closed = False
 
-    @property
-    def name(self) -> str:
-        """What the other end is called in messages of errors."""
-        return self._connection.name
+    # What is sent
 
     def say(self, kind: int, *numbers: int, tensors: Sequence[Tensor] = ()) -> None:
-        """Begins to send a message, and tensors after it, which must stay as they are until ``flush`` returns."""
+        """Begins to send a message, and tensors after it, which must stay as they are until ``flush`` returns, or an
+        answer has come."""
         padded = (*numbers, *(0 for _ in range(NUMBERS - len(numbers))))
-        self._connection.send(memoryview(_MESSAGE.pack(kind, *padded)))
+        self._sends.append(memoryview(_MESSAGE.pack(kind, *padded)))
         self.send(*tensors)
 
     def send(self, *tensors: Tensor) -> None:
         """Begins to send tensors, which are contiguous, and sends what there is room for."""
-        for tensor in tensors:
-            if tensor.numel():
-                self._connection.send(memory_of(tensor))
-        self._connection.move()
+        self._sends.extend(memory_of(tensor) for tensor in tensors if tensor.numel())
+        self._push(socket.MSG_DONTWAIT)
 
     def flush(self, seconds: float = math.inf) -> None:
-        """Waits until everything has been sent. Raises PeerLost where nothing moves for so many seconds."""
-        last = self._connection.started[0]
-        self._wait(lambda: self._connection.through[0] >= last, seconds)
+        """Waits until everything has been sent. Raises PeerLost where there is no room for so many seconds."""
+        if self._sends:
+            self._wait_at_most(seconds)
+            self._push(0)
+
+    def _push(self, flags: int) -> None:
+        try:
+            while self._sends:
+                gone = self._sock.sendmsg([*self._sends][:2], [], flags)
+                while gone:
+                    first = self._sends[0]
+                    if gone < len(first):
+                        self._sends[0] = first[gone:]
+                        break
+                    gone -= len(self._sends.popleft())
+        except BlockingIOError as error:
+            if not flags:
+                raise self._lost(f"nothing could be sent for {self._seconds:.0f} s") from error
+        except OSError as error:
+            raise self._lost(error.strerror or type(error).__name__) from error
+
+    # What is received
 
     def hear(self, seconds: float = math.inf) -> Message:
-        """Waits for the next message. Raises PeerLost where nothing moves for so many seconds."""
-        number = self._connection.receive(memoryview(self._message))
-        self._wait(lambda: self._connection.through[1] >= number, seconds)
+        """Waits for the next message, once everything has been sent. Raises PeerLost where nothing comes for so many
+        seconds."""
+        self.flush(seconds)
+        self._wait_at_most(seconds)
+        self._fill(memoryview(self._message))
         return _MESSAGE.unpack(self._message)
 
     def expect(self, kind: int, seconds: float) -> Message:
@@ -75,24 +108,41 @@ class ShardLink:
         self, tensors: Sequence[Tensor], seconds: float = math.inf, *, arrived: Callable[[int], None] | None = None
     ) -> None:
         """Receives into these tensors, which are contiguous. ``arrived``: called with the number of each as soon as it
-        is there. Raises PeerLost where nothing moves for so many seconds."""
-        numbers = [self._connection.receive(memory_of(t)) if t.numel() else 0 for t in tensors]
-        last, told = max(numbers, default=0), 0
+        is there. Raises PeerLost where nothing comes for so many seconds."""
+        self._wait_at_most(seconds)
+        for number, tensor in enumerate(tensors):
+            if tensor.numel():
+                self._fill(memory_of(tensor))
+            if arrived is not None:
+                arrived(number)
 
-        def tell() -> None:
-            nonlocal told
-            while arrived is not None and told < len(numbers) and numbers[told] <= self._connection.through[1]:
-                arrived(told)
-                told += 1
+    def _fill(self, into: memoryview) -> None:
+        while len(into):
+            began = time.monotonic()
+            try:
+                came = self._sock.recv_into(into, len(into), socket.MSG_WAITALL)
+            except BlockingIOError as error:
+                raise self._lost(f"nothing has come for {self._seconds:.0f} s") from error
+            except OSError as error:
+                raise self._lost(error.strerror or type(error).__name__) from error
+            if not came:
+                raise self._lost("it ended")
+            if came < len(into) and time.monotonic() - began > self._seconds:
+                raise self._lost(f"not all has come within {self._seconds:.0f} s")
+            into = into[came:]
 
-        self._wait(lambda: self._connection.through[1] >= last, seconds, tell)
-
-    def _wait(self, holds: Callable[[], bool], seconds: float, moved: Callable[[], None] | None = None) -> None:
-        move_until([self._connection], holds, clock=self._clock, seconds=seconds, moved=moved)
+    def _wait_at_most(self, seconds: float) -> None:
+        if seconds != self._seconds:
+            self._seconds = seconds
+            whole = 0 if seconds > _LONGEST else max(seconds, 1e-3)
+            limit = _SECONDS.pack(int(whole), int(whole % 1 * 1e6))
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                with contextlib.suppress(OSError):  # where the connection has ended, it is found out at once
+                    self._sock.setsockopt(socket.SOL_SOCKET, option, limit)
 
     def has_ended(self) -> bool:
         """Tell whether the other end is gone, while it has nothing to say: it waits for an answer."""
-        return bool(select.select([self._connection], [], [], 0.0)[0])
+        return bool(select.select([self._sock], [], [], 0.0)[0])
 
     # Whole objects
 
@@ -109,10 +159,18 @@ class ShardLink:
         self.take([blob])
         return blob
 
+    # The end
+
+    def _lost(self, why: str) -> PeerLost:
+        return PeerLost(f"the connection to {self.name} was lost: {'it was closed here' if self._closed else why}")
+
     def close(self) -> None:
         """Ends the conversation: whoever waits in it stops waiting. May be called from any thread."""
-        self._connection.close()
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
         """Gives the descriptor back, once nobody waits any more."""
-        self._connection.release()
+        self.close()
+        self._sock.close()

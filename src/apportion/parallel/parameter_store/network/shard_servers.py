@@ -6,11 +6,11 @@ lost, the copy asks to answer in its place; where the process comes back, it ask
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import final
 
-from apportion.comm.network.rank_connection import RankConnection
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost, StateLost
 from apportion.parallel.parameter_store.network.messages import CONTROL, NOBODY, REPLY_SECONDS, Say
@@ -128,8 +128,8 @@ class ShardServers:
 
     # Conversations
 
-    def _taken(self, rank: int, connection: RankConnection) -> None:
-        link = ShardLink(connection)
+    def _taken(self, rank: int, sock: socket.socket) -> None:
+        link = ShardLink(sock, self._doors.describe(rank))
         with self._lock:
             self._links.add(link)
         self._start(self._talk, link)
@@ -226,7 +226,7 @@ class ShardServers:
             state = self._state(number)
             epoch = NOBODY
             try:
-                link = ShardLink(self._doors.dial(view.primary, DIAL_SECONDS))
+                link = ShardLink(self._doors.dial(view.primary, DIAL_SECONDS), self._doors.describe(view.primary))
                 with self._lock:
                     self._links.add(link)
                 link.say(Say.JOIN, number, self.rank)

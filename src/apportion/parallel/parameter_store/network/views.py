@@ -7,13 +7,13 @@ older one is told what holds now.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
-from apportion.comm.network.rank_connection import RankConnection
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.network.messages import NOBODY, Say
@@ -79,6 +79,7 @@ class Arbiter:
         self._views = {number: RangeView(1, rank) for number, rank in enumerate(servers)}
         self._seen: set[int] = set()
         self._lock = threading.Lock()
+        self._describe = doors.describe
         doors.open(self._take)
 
     def answer(self, kind: int, numbers: Sequence[int]) -> RangeView:
@@ -101,8 +102,10 @@ class Arbiter:
             self._views[number] = view
             return view
 
-    def _take(self, rank: int, connection: RankConnection) -> None:
-        threading.Thread(target=self._talk, args=(ShardLink(connection),), name="views", daemon=True).start()
+    def _take(self, rank: int, sock: socket.socket) -> None:
+        threading.Thread(
+            target=self._talk, args=(ShardLink(sock, self._describe(rank)),), name="views", daemon=True
+        ).start()
 
     def _talk(self, link: ShardLink) -> None:
         try:
@@ -143,7 +146,7 @@ class ViewSource:
         with self._lock:
             try:
                 if self._link is None:
-                    self._link = ShardLink(self._doors.dial(0, DIAL_SECONDS))
+                    self._link = ShardLink(self._doors.dial(0, DIAL_SECONDS), self._doors.describe(0))
                 self._link.say(*message)
                 return self._link.expect(Say.VIEW, ASK_SECONDS)
             except PeerLost:
