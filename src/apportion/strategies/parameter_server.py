@@ -16,19 +16,22 @@ Every push is applied whole, exactly once, and written down, so the run can be d
 the last bit. ``mode="ordered"``: of each round of as many batches as there are workers, every gradient is that of the
 weights the round begins with, and they are applied in rank order; worker i's is i updates old, always. ``mode=
 "hogwild"``: no locks. With one worker each of them is the one-device step. ``servers=n``: so many processes more, which
-take no batches, hold the shards and answer each worker by a group of two. ``of=tensor_parallel()``: each of so many
-``replicas`` is a group of processes that hold the network in parts, with a store for each place
-(``parallel/parameter_store/grouped_step.py``).
+take no batches, hold the shards and answer each worker by itself. On several hosts there must be one at least, and with
+``copies=1`` a server on another host has each push before it counts (``parallel/parameter_store/network/``).
+``of=tensor_parallel()``: each of so many ``replicas`` is a group of processes that hold the network in parts, with a
+store for each place (``parallel/parameter_store/grouped_step.py``).
 
 Price: ``t = max(t_compute(B) / n, t_push)`` a batch, ``t_push = (5 + 3 slots) bytes(weights) / bandwidth(memory)``;
-with servers ``t_push = 2 bytes(weights) / bandwidth(link) + 4 latencies``.
+with servers on other hosts ``t_push = 2 bytes(weights) / bandwidth(link) + 4 latencies`` alone, and where all push
+``n bytes(weights) / (bandwidth(link) servers)`` a batch of each.
 
 Wins when workers differ in speed, or batches in length: nobody waits. Loses where the weights move much between a pull
 and a push (many workers, large learning rates), and in memory: the weights, two copies of the slots, and for each
 worker a gradient and the weights that it has pulled.
 
 A worker's death loses the gradients that it had not pushed; its batches are dealt again, and the others do not stop. A
-server's loses nothing: the shards are in memory that outlives it. With ``of`` the run goes back to its last checkpoint.
+server's loses nothing: the shards are in memory that outlives it, or, on several hosts, with its copy. With ``of`` the
+run goes back to its last checkpoint.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ from apportion.cost_model.cost import Cost
 from apportion.cost_model.memory import MemoryUse, copies, of_replica
 from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
-from apportion.cost_model.strategies.parameter_store import PushPrice, push
+from apportion.cost_model.strategies.parameter_store import PushPrice, across_hosts, push
 from apportion.parallel.optim.hyperparameters import named
 from apportion.parallel.parameter_store.grouped_step import GroupsStep
 from apportion.parallel.parameter_store.network.network_step import (
@@ -160,8 +163,13 @@ class ParameterServer(Strategy):
         alone = workers == 1 and (self.push_every, self.pull_every) == (1, 1)
         return self.mode == "sharded" and not alone
 
+    @classmethod
+    def candidates(cls, profile: Profile, layout: Placement) -> Iterator[ParameterServer]:
+        if layout.ranks > 1:
+            yield cls(servers=1) if len(layout.hosts) > 1 else cls()
+
     def cost(self, profile: Profile, layout: Placement) -> Cost:
-        must_have_store(profile, layout)
+        must_have_store(profile, layout, servers=self.servers)
         if self.of is not None:
             return self._cost_of_groups(self.of, profile, layout)
         workers = layout.ranks - self.servers
@@ -173,6 +181,8 @@ class ParameterServer(Strategy):
             profile, layout.part(range(workers)), [profile.batch_size] * workers, between=1.0 if in_turns else math.inf
         )
         terms = _in_order(found, once, workers) if in_turns else self._apart(found, once, workers)
+        if len(layout.hosts) > 1:
+            terms = self._over_cables(terms, profile, layout, workers)
         many, ranks = (1 if in_turns else workers), layout.ranks
         store = copies(profile, weights=1, slots=1 if self.mode == "hogwild" else 2, buffers=2)
         own = of_replica(profile, profile.batch_size)
@@ -200,6 +210,16 @@ class ParameterServer(Strategy):
             "waiting": max(0.0, busy - alone),
             "loading": found.loading,
         }
+
+    def _over_cables(
+        self, terms: dict[str, float], profile: Profile, layout: Placement, workers: int
+    ) -> dict[str, float]:
+        """Returns the times with what travels between hosts, where pushes wait for each other on a server's cable."""
+        price = across_hosts(profile, layout, workers=workers, servers=self.servers, copies=self.copies)
+        turns = 1 if self.mode == "ordered" else self.push_every
+        found = {**terms, "communicating": terms["communicating"] + price.alone / turns}
+        short = price.busy / turns - sum(found.values())
+        return {**found, "waiting": found["waiting"] + max(0.0, 0.0 if self.mode == "ordered" else short)}
 
     def _cost_of_groups(self, of: Strategy, profile: Profile, layout: Placement) -> Cost:
         """Returns the cost of a round, of one batch for each group."""
