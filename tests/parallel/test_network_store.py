@@ -21,9 +21,11 @@ from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
 from apportion.parallel.parameter_store.network.messages import Say
 from apportion.parallel.parameter_store.network.network_step import NetworkPlaces, serve, served
 from apportion.parallel.parameter_store.network.network_store import NetworkStore
-from apportion.parallel.parameter_store.network.queue_state import QueueState  # noqa: F401
+from apportion.parallel.parameter_store.network.placement import server_ranks
+from apportion.parallel.parameter_store.network.queue_state import QueueState
 from apportion.parallel.parameter_store.network.range_session import LifeOver
-from apportion.parallel.parameter_store.network.views import Arbiter, ViewSource
+from apportion.parallel.parameter_store.network.shard_servers import copy_ranks
+from apportion.parallel.parameter_store.network.views import Arbiter, RangeView, ViewSource
 from apportion.parallel.parameter_store.store import Contents
 from apportion.process import die_with_parent
 
@@ -209,3 +211,56 @@ def test_no_push_is_lost_or_counts_twice_where_workers_and_servers_are_killed() 
 @pytest.mark.timeout(1800)
 def test_none_of_100_000_pushes_is_lost_or_counts_twice_where_workers_and_servers_are_killed() -> None:
     assert killed_at_times(100_000, 500) >= 20
+
+
+def test_servers_are_the_last_ranks_of_the_hosts_in_turn() -> None:
+    assert server_ranks([0, 1, 2], 1) == [2]
+    assert server_ranks([0, 1, 2], 2) == [1, 2]
+    assert server_ranks([0, 0, 1, 1], 1) == [3]
+    assert server_ranks([0, 0, 1, 1], 2) == [1, 3]
+    assert server_ranks([0, 0, 1, 1], 3) == [1, 2, 3]
+    assert server_ranks([0, 1, 1], 2) == [1, 2], "rank 0 always works"
+    with pytest.raises(ValueError, match="servers=3 leaves no worker among 3 processes: start more"):
+        server_ranks([0, 1, 2], 3)
+
+
+def test_a_copy_is_on_another_host() -> None:
+    assert copy_ranks([1, 3, 5], [0, 0, 1, 1, 2, 2]) == [3, 5, 1]
+    assert copy_ranks([1, 2, 3], [0, 1, 1, 2]) == [3, 3, 1]
+    with pytest.raises(ValueError, match="all of the 2 servers are on one"):
+        copy_ranks([2, 3], [0, 0, 1, 1])
+
+
+def test_one_alone_answers_for_a_range_whoever_asks_first() -> None:
+    both = RangeView(1, 3).added(3, 1, 4)
+    assert both == RangeView(2, 3, 4)
+    taken = both.taken_over(4, 2)
+    assert taken == RangeView(3, 4)
+    assert taken.dropped(3, 2) == taken, "who was cut off meanwhile does not go on"
+    alone = both.dropped(3, 2)
+    assert alone == RangeView(3, 3)
+    assert alone.taken_over(4, 2) == alone, "a copy that lacks pushes does not take over"
+    assert both.entered(3) == RangeView(3, 4), "the process that had the shards is gone: its copy goes on"
+    assert both.entered(4) == RangeView(3, 3)
+    assert alone.entered(3).lost
+    assert not alone.entered(3).added(3, 4, 4).copy >= 0
+
+
+def test_a_batch_is_handed_out_until_it_is_pushed() -> None:
+    queue = QueueState()
+    for seat in (0, 1, 0):
+        batch = queue.next_batch(4)
+        assert batch is not None
+        queue.hand_out(seat, batch)
+    queue.pushed(0, [0])
+    queue.give_back(0)
+    assert queue.unpushed() == [1, 2]
+    assert queue.next_batch(4) == 2
+    queue.hand_out(1, 2)
+    assert queue.next_batch(4) == 3
+    queue.hand_out(1, 3)
+    assert queue.next_batch(4) is None
+    assert not queue.is_through(4)
+    assert QueueState.of_plain(queue.plain()) == queue
+    queue.pushed(1, [1, 2, 3])
+    assert queue.is_through(4)

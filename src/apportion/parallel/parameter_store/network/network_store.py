@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +42,9 @@ class NetworkStore:
     def __init__(self, extent: StoreSpec, weights: Tensor, doors: RankDoors, views: ViewSource, seat: int) -> None:
         self.extent, self.seat, self._views = extent, seat, views
         ranges = [Range(extent, number, chunk_bytes=RUN_BYTES) for number in range(extent.servers)]
-        self._sessions = [RangeSession(of, number, doors, views, seat) for number, of in enumerate(ranges)]
+        self._sessions = [
+            RangeSession(of, number, doors, views, seat, self._said_since) for number, of in enumerate(ranges)
+        ]
         self._threads = ThreadPoolExecutor(max(1, len(ranges) - 1), "servers")
         self.weights = weights
         """The weights that were pulled, as a flat vector."""
@@ -56,6 +59,8 @@ class NetworkStore:
         """The queue: what is written down of each batch goes to the servers with the push that it is in."""
         self.waited = 0.0
         """The seconds spent waiting for the queue and for servers that were lost."""
+        self._saved: int | None = None
+        """The number of updates behind the state that was read, or put in, last; None: neither was done here."""
         self._number = 0
         self._entries: list[tuple[int, Sequence[int] | None]] = []
 
@@ -63,6 +68,11 @@ class NetworkStore:
     def done(self) -> int:
         """The number of batches in the weights, as the servers have said last."""
         return max(session.done for session in self._sessions)
+
+    def _said_since(self) -> str:
+        if self._saved is None:
+            return "the updates since the last checkpoint are lost"
+        return f"{self.done - self._saved} updates are lost, those after update {self._saved}, whose state was the last"
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +183,9 @@ class NetworkStore:
 
     def snapshot(self) -> Collected:
         """Read the store as it is at one moment: every batch is in the weights whole, or listed as unpushed."""
-        return self._at_once(lambda: collect(self.extent, self._fetch(Say.READ)))
+        found = self._at_once(lambda: collect(self.extent, self._fetch(Say.READ)))
+        self._saved = found.done
+        return found
 
     def log(self) -> PushLog:
         """Read the log of all pushes. ValueError where its beginning was overwritten."""
@@ -233,8 +245,6 @@ class NetworkStore:
 
     def put(self, contents: Contents, *, done: int, unpushed: Sequence[int]) -> None:
         """Have all servers begin with these contents, while nobody pushes."""
-        import json
-
         found = {f"data/{at}": flat for at, flat in enumerate(contents.data)}
         counts = [torch.from_numpy(of.astype("float64")) for of in contents.counts]
         found["counts"] = torch.cat(counts) if counts else torch.zeros(0, dtype=torch.float64)
@@ -245,6 +255,7 @@ class NetworkStore:
         blob = packed(found)
         for session in self._sessions:
             session.put(blob, done)
+        self._saved = done
 
     def close(self) -> None:
         """End the conversations: this worker takes no part any more."""

@@ -34,9 +34,19 @@ class LifeOver(Exception):
 
 @final
 class RangeSession:
-    """The conversation. ``seat``: the worker's, or CONTROL. It is connected when it is first needed."""
+    """The conversation. ``seat``: the worker's, or CONTROL. It is connected when it is first needed. ``said_since()``:
+    what is known of the updates that are lost with a server."""
 
-    def __init__(self, of: Range, number: int, doors: RankDoors, views: ViewSource, seat: int) -> None:
+    def __init__(
+        self,
+        of: Range,
+        number: int,
+        doors: RankDoors,
+        views: ViewSource,
+        seat: int,
+        said_since: Callable[[], str] = lambda: "the updates since the last checkpoint are lost",
+    ) -> None:
+        self._said_since = said_since
         self.range, self.number = of, number
         self._doors, self._views, self._seat = doors, views, seat
         self._link: ShardLink | None = None
@@ -75,8 +85,8 @@ class RangeSession:
     def _said_lost(self, view: RangeView) -> str:
         return (
             f"{self._doors.describe(view.primary)}, the parameter server of shards {self.range.first} to "
-            f"{self.range.last - 1}, is lost, and no other host has a copy of them: go on from the last checkpoint "
-            "(resume), and give parameter_server(copies=1), which needs servers on two hosts"
+            f"{self.range.last - 1}, is lost, and no other host has a copy of them: {self._said_since()}. Go on "
+            "from the last checkpoint (resume), and give parameter_server(copies=1), which needs servers on two hosts"
         )
 
     def _meet(self, rank: int, life: int) -> bool:
