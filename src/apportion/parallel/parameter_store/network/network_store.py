@@ -30,6 +30,7 @@ from apportion.parallel.parameter_store.push_log import PushLog
 from apportion.parallel.parameter_store.shard_range import Range
 from apportion.parallel.parameter_store.store import Contents
 
+BEGIN_SECONDS = 120.0
 TRIES = 20
 """The number of times that the store is asked for as a whole where servers are lost meanwhile."""
 _Found = TypeVar("_Found")
@@ -80,19 +81,27 @@ class NetworkStore:
         return self.weights.nbytes + self.gradient.nbytes + self.buffers.nbytes
 
     def begin(self) -> None:
-        """Take the seat: whatever another process of it had begun is ended before this returns."""
+        """Take the seat: whatever another process of it had begun is ended before this returns. Where this one is given
+        up meanwhile, or a server is lost, it begins again. Raises PeerLost where that takes too long."""
+        end = time.monotonic() + BEGIN_SECONDS
+        while not self._begin():
+            if time.monotonic() > end:
+                raise PeerLost(f"worker {self.seat} could not begin within {BEGIN_SECONDS:.0f} s: servers are lost")
+
+    def _begin(self) -> bool:
+        """Try to take the seat, and return whether all servers agree on how far it is."""
         first, *others = self._sessions
         for session in self._sessions:
             session.disconnect()
         self._entries.clear()
-        first.connect(0)
-        self._number = first.applied
-        for other in others:
-            other.connect(first.life)
-            if other.applied != self._number:
-                raise PeerLost(
-                    f"the servers do not agree on how far worker {self.seat} is: a server was lost meanwhile"
-                )
+        try:
+            first.connect(0)
+            self._number = first.applied
+            for other in others:
+                other.connect(first.life)
+        except LifeOver:
+            return False
+        return all(other.applied == self._number for other in others)
 
     def restart(self) -> None:
         """Begin to count pushes anew, after the servers were given other contents."""
