@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import networks
 import pytest
+from commands import finish, places, start
+from launched_runs import MINE
 from ranks import apart, by_value, on_ranks
 
 from apportion import Workload
@@ -106,3 +111,23 @@ def test_without_servers_it_is_refused_with_the_cure() -> None:
     with by_value(networks):
         for said in on_ranks(build, 2, ParameterServer(), networks.cases["mlp"](61)):
             assert "2 ranks run on several hosts: give parameter_server(servers=1)" in said
+
+
+def test_a_run_on_several_hosts_saves_and_outlives_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(MINE.replace("loss=slow, steps=100_000", "loss=slow, steps=300"))
+    command = [sys.executable, "-m", "apportion", "train", "mine.py:endless", "--launcher", "env", "--no-check"]
+    command += ["--strategy", "parameter_server(servers=1)", "--run-dir", "run"]
+    started = [start(command, **place) for place in places(1, 1, 1, 1)]
+    events = Path("run", "events.jsonl")
+    eventually(lambda: events.exists() and "staleness" in events.read_text(), within=100, what="the first step")
+    started[1].kill()  # a worker: the last rank is the server
+    started[1].communicate()
+    said = finish([started[0], *started[2:]])
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    assert (told[-1]["kind"], told[-1]["data"]["reason"]) == ("end", "finished"), said[0]
+    state = json.loads(Path("run", "checkpoints", "latest", "state.json").read_text())
+    assert state["step"] == 300
+    assert state["settings"]["unpushed"] == []

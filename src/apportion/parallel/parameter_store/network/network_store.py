@@ -31,6 +31,7 @@ from apportion.parallel.parameter_store.shard_range import Range
 from apportion.parallel.parameter_store.store import Contents
 
 BEGIN_SECONDS = 120.0
+"""The seconds that a worker may take to begin while servers are lost."""
 TRIES = 20
 """The number of times that the store is asked for as a whole where servers are lost meanwhile."""
 _Found = TypeVar("_Found")

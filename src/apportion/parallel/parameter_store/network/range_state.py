@@ -259,9 +259,10 @@ class RangeState:
                 state.staged = StagedGradient(state.applied + 1, entries, hyper, used, change, room)
         self.log = []
         if "log" in given:
-            entries = given["entries"].split([int(row[3]) for row in given["log"]]) if len(given["log"]) else ()
-            for (seat, number, made, _), of in zip(given["log"].tolist(), entries, strict=True):
-                self.log.append(LoggedPush(seat, number, made, of))
+            rows = given["log"].tolist()
+            parts = given["entries"].split([row[3] for row in rows]) if rows else ()
+            for (seat, number, made, _), part in zip(rows, parts, strict=True):
+                self.log.append(LoggedPush(seat, number, made, part))
 
     @property
     def most_bytes(self) -> int:

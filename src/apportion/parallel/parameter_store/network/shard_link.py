@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from apportion.comm.network.address import prepare_bulk
-from apportion.comm.network.rank_connection import BUFFER_BYTES, memory_of
+from apportion.comm.network.rank_connection import BUFFER_BYTES, WAKE_BYTES, memory_of
 from apportion.errors import PeerLost
 
 _MESSAGE = struct.Struct("!8q")
@@ -117,6 +117,21 @@ class ShardLink:
                 arrived(number)
 
     def _fill(self, into: memoryview) -> None:
+        most = len(into) - WAKE_BYTES
+        if most > WAKE_BYTES and self._sock.family != socket.AF_UNIX:  # the system wakes this thread less often
+            self._wake_from(WAKE_BYTES)
+            try:
+                self._fill_all(into[:most])
+            finally:
+                self._wake_from(1)
+            into = into[most:]
+        self._fill_all(into)
+
+    def _wake_from(self, nbytes: int) -> None:
+        with contextlib.suppress(OSError):  # where the connection has ended, it is found out at once
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+
+    def _fill_all(self, into: memoryview) -> None:
         while len(into):
             began = time.monotonic()
             try:
