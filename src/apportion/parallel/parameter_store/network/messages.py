@@ -1,4 +1,4 @@
-"""The kinds of messages between workers and servers, and between servers. Their numbers follow each name.
+"""The kinds of messages between workers and servers, and between servers, with what their numbers say.
 
 ::
 
@@ -24,80 +24,94 @@ class Say(IntEnum):
     """The kind of a message."""
 
     HELLO = 1
-    """range, seat (CONTROL: no worker's), life (0: a new one is asked for)"""
+    """Asks to be answered: the range, the seat (CONTROL: no worker's), the life (0: a new one is wanted)."""
     WELCOME = 2
-    """life, number of the last push that is applied, number of the one that is staged, batches in the weights"""
+    """Tells the life, the numbers of the last push that is applied and of the one that is staged, and the batches in
+    the weights."""
     NOT_HERE = 3
+    """Says that this process does not answer for the range."""
     LIFE_OVER = 4
+    """Says that another process has the seat, or that this one was given up."""
     STAGE = 5
-    """number, batches; then the tensors of a gradient"""
+    """Brings a push: its number, and how many batches it is of; its tensors follow."""
     STAGED = 6
-    """number"""
+    """Says that the push of this number is there whole."""
     APPLY = 7
-    """number, whether weights are wanted"""
+    """Asks to apply the push of this number; and whether the weights are wanted."""
     APPLIED = 8
-    """how many pushes the range has had, batches in the weights; then weights, buffers and versions"""
+    """Tells how many pushes the range has had, and the batches in the weights; where they are wanted weights, buffers
+    and versions follow."""
     PULL = 9
+    """Asks for the weights."""
     PULLED = 10
-    """batches in the weights; then weights, buffers and versions"""
+    """Tells the batches in the weights; weights, buffers and versions follow."""
     TAKE = 11
-    """batches in all, whether to wait for those that others have, pushes by which to be ahead (-1: any)"""
+    """Asks for a batch: of how many in all, whether to wait for those that others have, and the pushes by which the
+    worker may be ahead (-1: any)."""
     TICKET = 12
-    """batch (-1: none), batches in the weights"""
+    """Tells the batch (-1: none), and the batches in the weights."""
     FREEZE = 13
+    """Asks that nothing changes until THAW, or the end of the conversation."""
     FROZEN = 14
-    """then, for each seat, the number of its last push that is applied"""
+    """Says that nothing changes; the number of each seat's last push that is applied follows."""
     CATCH_UP = 15
-    """seat, number"""
+    """Asks to apply what a seat has staged, up to this number."""
     DONE = 16
+    """Says that what was asked is done."""
     READ = 17
+    """Asks for the contents of the range."""
     BLOB = 18
-    """bytes; then those"""
+    """Tells how many bytes follow."""
     LOG = 19
+    """Asks for the log of the range."""
     PUT = 20
-    """bytes, batches in the weights; then the bytes"""
+    """Brings other contents: how many bytes follow, and the batches in the weights."""
     THAW = 21
+    """Asks that the range may change again."""
     FENCE = 22
-    """seat, the first life that may speak, whether its process is given up"""
+    """Names a seat, the first life that may speak for it, and whether its process is given up."""
     FENCED = 23
-    """number of the last push that is applied, number of the one that is staged"""
+    """Tells the numbers of the last push that is applied, and of the one that is staged."""
     DISCARD = 24
-    """seat"""
+    """Asks to drop what a seat has staged."""
     BYE = 25
+    """Says that the worker has ended."""
     LEAVE = 26
-    """whether nobody is to be given a batch any more"""
+    """Says that the worker takes no batches for now; and whether nobody is to be given any."""
     JOIN = 30
-    """range, rank"""
+    """Asks to become the copy of a range: the range, and the rank."""
     COPY_STAGE = 31
-    """range, seat"""
+    """Opens the conversation in which the gradients of a range's seat are handed on."""
     ACK = 32
+    """Says that the copy knows of the order."""
     ORDER_APPLY = 33
-    """seat, number"""
+    """Has the copy apply a push: the seat, and the number."""
     ORDER_LIFE = 34
-    """seat, life"""
+    """Has the copy note the life of a seat."""
     ORDER_OPEN = 35
-    """seat, batch"""
+    """Has the copy note that a seat has a batch."""
     ORDER_BACK = 36
-    """seat: its batches are to be handed out again"""
+    """Has the copy hand the batches of a seat out again."""
     ORDER_ENDED = 37
-    """seat"""
+    """Has the copy note that a seat takes no more batches."""
     ORDER_DISCARD = 38
-    """seat"""
+    """Has the copy drop what a seat has staged."""
     ORDER_PUT = 39
-    """bytes, batches in the weights; then the bytes"""
+    """Has the copy begin with everything that the server has: how many bytes follow."""
     ORDER_END = 40
+    """Tells the copy that the run is over."""
     ASK = 50
-    """range"""
+    """Asks rank 0 who answers for a range."""
     ENTER = 51
-    """rank: a server's process has begun"""
+    """Tells rank 0 that the process of a server has begun: its range, and its rank."""
     TAKE_OVER = 52
-    """range, rank, epoch"""
+    """Asks rank 0 to answer in the place of a lost server: the range, the rank, the epoch."""
     DROP = 53
-    """range, rank, epoch"""
+    """Asks rank 0 to go on without the copy: the range, the rank, the epoch."""
     ADD = 54
-    """range, rank, epoch, rank of the copy"""
+    """Asks rank 0 to have a copy: the range, the rank, the epoch, the rank of the copy."""
     VIEW = 55
-    """epoch, rank that answers, rank of its copy (NOBODY: none), whether the range is lost"""
+    """Tells the epoch, the rank that answers, the rank of its copy (NOBODY: none), and whether the range is lost."""
 
 
 CONTROL = -1

@@ -44,7 +44,7 @@ class NetworkPlaces:
 
     @classmethod
     def of(cls, hosts: list[int], *, servers: int, copies: int) -> NetworkPlaces:
-        """Choose them."""
+        """Choose the ranks that are servers, and those that keep copies."""
         ranks = server_ranks(hosts, servers)
         return cls(tuple(hosts), tuple(ranks), tuple(copy_ranks(ranks, hosts)) if copies else ())
 

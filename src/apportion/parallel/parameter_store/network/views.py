@@ -1,4 +1,4 @@
-"""Who answers for each range of shards: decided in one place, so that no two servers do.
+"""The decision who answers for each range of shards: it is made in one place, so that no two servers do.
 
 The place is rank 0, which also writes the run down: of a network that is cut in two, only the side with rank 0 goes on.
 A range has a server that answers, and perhaps a copy. Each change has a number, the epoch; who asks for a change of an
@@ -27,7 +27,7 @@ _PAUSE_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class RangeView:
-    """Who answers for a range. ``lost``: its server is gone, and there was no copy."""
+    """A range, and who answers for it. ``lost``: its server is gone, and there was no copy."""
 
     epoch: int
     primary: int
