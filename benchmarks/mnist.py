@@ -45,12 +45,14 @@ def network():
 
 
 class Uneven(nn.Module):
-    """The same on a core that is four times slower, where it is rank 1's: for three times the processor time that a
-    step has taken it sleeps, and takes no core from the others."""
+    """The same on a core that is four times slower, where it is local rank 1's, or the rank's that SLOW_RANK says: for
+    three times the processor time that a step has taken it sleeps, and takes no core from the others."""
 
     def __init__(self):
         super().__init__()
-        self.network, self.slow = network(), os.environ.get("LOCAL_RANK") == "1"
+        self.network = network()
+        named, own = ("SLOW_RANK", "RANK") if "SLOW_RANK" in os.environ else ("", "LOCAL_RANK")
+        self.slow = os.environ.get(own) == os.environ.get(named, "1")
         self.used = time.process_time()
 
     def forward(self, x):

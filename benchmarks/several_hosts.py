@@ -24,6 +24,12 @@ bytes_HxR             what a host sends in a step of data_parallel, over what a 
 bytes_local_sgd_HxR   the same of a round of local_sgd, over one sum of the weights; `overlap`: beside the next round.
 bytes_fully_sharded_HxR  the same of a step of fully_sharded, over 1.5 W: two gatherings of the weights and one sum of
                       the gradient, each half of W for two hosts.
+server_rpc_RATE       push of a gradient of 100 MiB to a parameter server on another host and pull of the new weights,
+                      against torch.distributed.rpc by the better of its channels for TCP (peers/store_rpc.py): MB/s,
+                      both ways counted; with a rate, also as a share of the cable's.
+hosts_straggler       seconds until MNIST's test accuracy is 0.97 on three hosts, of which one is four times slower:
+                      parameter_server(servers=1), whose server is beside the worker of the third host, against
+                      data_parallel, which waits for the slowest; Adagrad, batch 32 (mnist.py), at 1 Gb/s.
 
 Every rank has one thread; the hosts share two cores in turn. Both sides of a row are warmed up and then run in turn,
 A B A B, the other one parked on a pipe. Figures are medians over the rounds; a ratio above 1 is better than the peer.
@@ -33,6 +39,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -52,6 +59,11 @@ TWIN = f"{HERE / 'digits_first_step.py'}:workload"
 TRAIN = ["--no-python", str(Path(sys.executable).parent / "apportion"), "train", TWIN, "--launcher", "env"]
 TRAIN += ["--strategy", "data_parallel", "--run-dir", "{folder}/run"]
 SCORE = str(HERE / "score_side.py")
+SERVER, RPC, CHANNELS = str(HERE / "server_side.py"), str(HERE / "peers" / "store_rpc.py"), ("basic", "mpt_uv")
+STRAGGLER, STRAGGLER_ACCURACY = str(HERE / "straggler_side.py"), 0.97
+STRAGGLER_ROUNDS, STRAGGLER_SECONDS = 3, 540
+NBYTES = 100 << 20
+PUSH_ROUNDS, PUSH_STEPS, PUSH_WARM_UP = 15, 5, 3
 ROUNDS, ROUND_SECONDS, WARM_UP_STEPS = 15, 1.0, 4
 STARTS = 5
 SEEDS, TARGET, EVERY, MOST_STEPS, SCORE_ROUNDS = (0, 1, 2), 0.60, 25, 1950, 7
@@ -158,6 +170,84 @@ class ToScore:
 
 
 @dataclass(frozen=True)
+class PushPull:
+    """MB/s of a push and a pull, of ours and of rpc."""
+
+    what: str
+    rate: float | None
+    unit: str = "MB/s"
+
+    def measure(self):
+        """What `table.result` takes: ours, peer and ratio, what each channel of the peer gave, and of the cable."""
+        if (why := cannot()) is not None:
+            raise SideFailed(why)
+        given = {"ours": [SERVER, str(NBYTES)]} | {name: [RPC, str(NBYTES), name] for name in CHANNELS}
+        more = {"TP_SOCKET_IFNAME": "cable"}
+        seconds = {name: [] for name in given}
+        with several_hosts((1, 1), self.rate) as hosts, ExitStack() as stack:
+            sides = {
+                name: stack.enter_context(Side(command, ranks=2, hosts=hosts, more=more))
+                for name, command in given.items()
+            }
+            for side in sides.values():
+                side.wait_until_ready()
+                side.go(PUSH_WARM_UP)
+            steps = 1 if self.rate is not None else PUSH_STEPS
+            for _ in range(PUSH_ROUNDS):
+                for name, side in sides.items():
+                    seconds[name].append(side.go(steps) / steps)
+        best = min(CHANNELS, key=lambda name: median(seconds[name]))
+        ratio = median(b / a for a, b in zip(seconds["ours"], seconds[best], strict=True))
+        figures = {name: 2 * NBYTES / 1e6 / median(of) for name, of in seconds.items()}
+        row = {"ours": figures["ours"], "peer": figures[best], "ratio": ratio, "channels": figures}
+        return row if self.rate is None else row | {"of the cable": figures["ours"] * 8e6 / self.rate}
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """Seconds to an accuracy on three hosts, of which the second is slow."""
+
+    what: str
+    unit: str = "s"
+
+    def measure(self):
+        """(ours, peer, ratio)."""
+        if (why := cannot()) is not None:
+            raise SideFailed(why)
+        sides = ("parameter_server(servers=1)", (1, 1, 2)), ("data_parallel", (1, 1, 1))
+        rounds = [[self._seconds(*side) for side in sides] for _ in range(STRAGGLER_ROUNDS)]
+        ours, peer = (median(seconds) for seconds in zip(*rounds, strict=True))
+        return ours, peer, peer / ours
+
+    def _seconds(self, strategy, ranks):
+        many = sum(ranks)
+        with several_hosts(ranks, RATES["1g"]) as hosts:
+            port = hosts.port()
+            started = [
+                subprocess.Popen(
+                    hosts.command(rank, [sys.executable, STRAGGLER, strategy, str(STRAGGLER_ACCURACY)]),
+                    env=environment() | hosts.environment(rank, many, port) | {"SLOW_RANK": "1"},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                for rank in range(many)
+            ]
+            try:
+                told, wrong = started[0].communicate(timeout=STRAGGLER_SECONDS)
+            except subprocess.TimeoutExpired as error:
+                raise SideFailed(str(error)) from error
+            finally:
+                for process in started:
+                    process.kill()
+                for process in started[1:]:
+                    process.communicate()
+        if not told.strip():
+            raise SideFailed(f"{strategy} did not come to {STRAGGLER_ACCURACY}: {wrong.strip().splitlines()[-1:]}")
+        return float(told.split()[-1])
+
+
+@dataclass(frozen=True)
 class Startup:
     """Seconds to the first finished step of two commands under torchrun, on two hosts."""
 
@@ -248,6 +338,9 @@ KNOWN = (
         "hosts_target_25m": ToScore(
             "CIFAR-10 network to 0.60, 2 hosts of 1 rank, 25 Mb/s, against DDP", TO_SCORE, RATES["25m"]
         ),
+        "hosts_straggler": Straggler("MNIST to 0.97, 3 hosts, one 4x slower, parameter_server against data_parallel"),
+        "server_rpc_1g": PushPull("push + pull of 100 MiB, a server on another host, 1 Gb/s, against rpc", RATES["1g"]),
+        "server_rpc_unlimited": PushPull("push + pull of 100 MiB, a server on another host, against rpc", None),
         "hosts_startup": Startup(
             "command to first finished step, digits, 2 hosts of 1 rank, apportion train against DDP",
             TRAIN,

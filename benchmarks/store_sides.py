@@ -59,10 +59,10 @@ def server(nbytes, world):
             return found
 
         answers = StoreServer(extent, 0, of_seat)
-        store.memory.servers[0].port = answers.port
+        store.memory.servers[0].place = answers.place
         store.memory.servers[0].word("pid").publish(os.getpid())
         return lambda steps: answers and None
-    store.servers = Sessions(store, world, [1], near=True)
+    store.servers = Sessions(store, world, [1])
     gradient = torch.full_like(store.weights, 1e-3)
 
     def run(steps):

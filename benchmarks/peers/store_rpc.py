@@ -1,4 +1,6 @@
-"""A parameter server by torch.distributed.rpc: one process, parked. python store_rpc.py BYTES
+"""A parameter server by torch.distributed.rpc: one process, parked. python store_rpc.py BYTES [CHANNEL]
+
+CHANNEL: what carries tensors between hosts, `basic` or `mpt_uv`; without it tensorpipe chooses, as on one host.
 
 Rank 0 is the worker: it sends its gradient and gets the new weights, in one call. Rank 1 has the weights and takes a
 step of plain SGD under a lock, as in PyTorch's own tutorial of a parameter server by rpc; it answers by the weights
@@ -28,14 +30,16 @@ def push_pull(gradient):
         return weights
 
 
-def main(nbytes):
+def main(nbytes, channel=None):
     import os
 
     global weights
     settle()
     rank = int(os.environ["RANK"])
     weights = torch.zeros(int(nbytes) // 4)
-    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2)
+    options = {} if channel is None else {"_transports": ["uv"], "_channels": list(dict.fromkeys([channel, "basic"]))}
+    how = rpc.TensorPipeRpcBackendOptions(rpc_timeout=180, **options)
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2, rpc_backend_options=how)
     gradient = torch.full_like(weights, 1e-3)
 
     def run(steps):

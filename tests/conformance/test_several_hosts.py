@@ -26,6 +26,8 @@ NETWORKS = {
     "map_reduce": ("mlp", "adam", "cnn"),
     "local_sgd(every=2)": ("mlp", "adam"),
     "local_sgd(every=2, overlap=True)": ("mlp", "adam"),
+    'parameter_server(mode="ordered", servers=1)': ("mlp", "adam", "batch_norm_2d"),
+    "parameter_server(servers=1)": ("mlp", "adam", "batch_norm_2d"),
     "tensor_parallel(min_width=1)": ("mlp", "adam", "cnn", "tied_weights"),
     "layer_placement": ("mlp", "batch_norm_2d", "counted_tokens"),
     "pipeline_parallel(microbatches=3)": ("mlp", "cnn"),
@@ -82,6 +84,7 @@ def test_hosts_with_a_cable_between_them_equal_one_device(tmp_path: Path, monkey
         pytest.skip(why)
     ranks = (2, 1)
     checks = [("data_parallel", "mlp"), ("fully_sharded", "mlp"), ("tensor_parallel(min_width=1)", "mlp")]
+    checks += [('parameter_server(mode="ordered", servers=1)', "mlp"), ("parameter_server(servers=2, copies=1)", "mlp")]
     with module.several_hosts(ranks, 1e9) as made:
         port, many = made.port(), sum(ranks)
         within = [(made.command(rank, []), made.environment(rank, many, port)) for rank in range(many)]

@@ -22,6 +22,7 @@ from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies import data_parallel as exchange
 from apportion.cost_model.strategies import shared_weights
+from apportion.cost_model.strategies.parameter_store import across_hosts
 from apportion.planner.candidate import misfit
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.fully_sharded import FullySharded
@@ -515,6 +516,19 @@ def test_a_store_is_memory_of_one_host(strategy: Strategy) -> None:
         strategy.cost(profile(), on(cpus(2)))
     with pytest.raises(ValueError, match='device="cuda": a parameter store is memory of the host'):
         strategy.cost(profile(), on(gpus(each=2)))
+
+
+def test_servers_on_other_hosts_cost_what_their_cables_carry() -> None:
+    known, layout = profile(), on(cpus(4))
+    link, nbytes = layout.cluster.joining(layout.devices), known.parameter_bytes
+    one, two = (across_hosts(known, layout, workers=2, servers=n, copies=0) for n in (1, 2))
+    assert one.alone == two.alone == pytest.approx(2 * nbytes / link.bandwidth + 4 * link.latency)
+    assert one.busy == pytest.approx(2 * nbytes / link.bandwidth) == 2 * two.busy
+    copied = across_hosts(known, layout, workers=2, servers=2, copies=1)
+    assert copied.busy == pytest.approx(2 * two.busy)
+    terms = ParameterServer(servers=1).cost(known, layout).terms
+    assert terms["communicating"] >= one.alone
+    assert [str(c) for c in ParameterServer.candidates(known, layout)] == ["parameter_server(servers=1)"]
 
 
 def test_rows_are_priced_as_they_are_dealt() -> None:

@@ -340,7 +340,7 @@ def test_a_stopped_holder_of_a_lock_keeps_others_waiting_only_until_it_is_ended(
 # Servers
 
 
-def push_to_a_server(world: World, near: bool, momentum: float) -> list[float]:
+def push_to_a_server(world: World, momentum: float) -> list[float]:
     """Rank 0 is the worker, rank 1 the server: the largest difference from the same pushes without one, of what each
     push has pulled, of a pull, and of the whole."""
     model = nn.Linear(5000, 60, bias=False, dtype=torch.float64)
@@ -361,14 +361,11 @@ def push_to_a_server(world: World, near: bool, momentum: float) -> list[float]:
             return found
 
         server = StoreServer(extent, 0, of_seat)
-        store.memory.servers[0].port, store.memory.servers[0].pid = server.port, os.getpid()
+        store.memory.servers[0].place, store.memory.servers[0].pid = server.place, os.getpid()
         world.group().barrier()
         server.close()
         return []
-    if not near:
-        store.weights = torch.zeros_like(store.weights)
-        store.gradient, store.change = torch.zeros_like(store.weights), torch.zeros_like(store.buffers)
-    store.servers = Sessions(store, world, [1], near=near)
+    store.servers = Sessions(store, world, [1])
     hyper, worst = [layout.rule.hyper_of(g) for g in optimizer.param_groups], []
     for number in range(3):
         store.gradient.copy_(torch.randn(layout.total, generator=torch.Generator().manual_seed(number)))
@@ -389,10 +386,8 @@ def push_to_a_server(world: World, near: bool, momentum: float) -> list[float]:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("near", [True, False])
-def test_a_server_does_what_a_worker_would_do_itself(near: bool, momentum: float) -> None:
-    """Far: what other hosts will use, gradients and weights go by a group of two."""
-    worst = on_ranks(push_to_a_server, 2, near, momentum)[0]
+def test_a_server_does_what_a_worker_would_do_itself(momentum: float) -> None:
+    worst = on_ranks(push_to_a_server, 2, momentum)[0]
     assert len(worst) == 5 + (momentum > 0)
     assert max(worst) == 0.0
 

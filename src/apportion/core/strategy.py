@@ -103,6 +103,9 @@ class Step(ABC):
     lockstep: bool = True
     """Do all ranks make the same steps together? False: each goes its own way, no step waits for another rank, and
     rank 0 alone evaluates and saves (``predict`` and ``state_dict`` are called by it alone)."""
+    ends_together: bool = True
+    """Do all ranks wait for each other at the end of a run? False: the step knows by itself when the last update is
+    made, and a rank that is lost keeps nobody waiting."""
     whole: bool = False
     """Does every rank take whole batches, of which one rank has the outputs? This is the case where the network is
     split."""

@@ -54,8 +54,9 @@ def must_be_whole(profile: Profile, microbatches: int) -> None:
         raise ValueError(f"microbatches={microbatches} {cut}")
 
 
-def must_have_store(profile: Profile, layout: Placement) -> None:
-    """Raise ValueError where workers that share a store cannot run this workload, or not on this layout."""
+def must_have_store(profile: Profile, layout: Placement, *, servers: int = 0) -> None:
+    """Raise ValueError where workers that share a store cannot run this workload, or not on this layout. ``servers``:
+    the ranks that hold the shards for hosts that share no memory."""
     for what, given, cure in (
         ("update=", profile.own_update, "give a loss, or use data_parallel"),
         ("carry=", profile.carries, "a state follows its rows from batch to batch: use data_parallel"),
@@ -69,7 +70,7 @@ def must_have_store(profile: Profile, layout: Placement) -> None:
         )
     if any(layout.device(rank).kind != "cpu" for rank in layout.kinds):
         raise ValueError('device="cuda": a parameter store is memory of the host; use device="cpu"')
-    if len(layout.hosts) > 1:
+    if len(layout.hosts) > 1 and not servers:
         raise ValueError(
             f"workers on {len(layout.hosts)} hosts do not share memory, which a parameter store lies in: "
             "use one host, or data_parallel"

@@ -16,19 +16,22 @@ Every push is applied whole, exactly once, and written down, so the run can be d
 the last bit. ``mode="ordered"``: of each round of as many batches as there are workers, every gradient is that of the
 weights the round begins with, and they are applied in rank order; worker i's is i updates old, always. ``mode=
 "hogwild"``: no locks. With one worker each of them is the one-device step. ``servers=n``: so many processes more, which
-take no batches, hold the shards and answer each worker by a group of two. ``of=tensor_parallel()``: each of so many
-``replicas`` is a group of processes that hold the network in parts, with a store for each place
-(``parallel/parameter_store/grouped_step.py``).
+take no batches, hold the shards and answer each worker by itself. On several hosts there must be one at least, and with
+``copies=1`` a server on another host has each push before it counts (``parallel/parameter_store/network/``).
+``of=tensor_parallel()``: each of so many ``replicas`` is a group of processes that hold the network in parts, with a
+store for each place (``parallel/parameter_store/grouped_step.py``).
 
 Price: ``t = max(t_compute(B) / n, t_push)`` a batch, ``t_push = (5 + 3 slots) bytes(weights) / bandwidth(memory)``;
-with servers ``t_push = 2 bytes(weights) / bandwidth(link) + 4 latencies``.
+with servers on other hosts ``t_push = 2 bytes(weights) / bandwidth(link) + 4 latencies`` alone, and where all push
+``n bytes(weights) / (bandwidth(link) servers)`` a batch of each.
 
 Wins when workers differ in speed, or batches in length: nobody waits. Loses where the weights move much between a pull
 and a push (many workers, large learning rates), and in memory: the weights, two copies of the slots, and for each
 worker a gradient and the weights that it has pulled.
 
 A worker's death loses the gradients that it had not pushed; its batches are dealt again, and the others do not stop. A
-server's loses nothing: the shards are in memory that outlives it. With ``of`` the run goes back to its last checkpoint.
+server's loses nothing: the shards are in memory that outlives it, or, on several hosts, with its copy. With ``of`` the
+run goes back to its last checkpoint.
 """
 
 from __future__ import annotations
@@ -47,14 +50,20 @@ from apportion.cost_model.cost import Cost
 from apportion.cost_model.memory import MemoryUse, copies, of_replica
 from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
-from apportion.cost_model.strategies.parameter_store import PushPrice, push
+from apportion.cost_model.strategies.parameter_store import PushPrice, across_hosts, push
 from apportion.parallel.optim.hyperparameters import named
 from apportion.parallel.parameter_store.grouped_step import GroupsStep
+from apportion.parallel.parameter_store.network.network_step import (
+    NetworkDownpourStep,
+    NetworkPlaces,
+    NetworkServerStep,
+)
+from apportion.parallel.parameter_store.network.ordered_network_step import OrderedNetworkStep
+from apportion.parallel.parameter_store.network.placement import must_have_servers
 from apportion.parallel.parameter_store.ordered_step import OrderedStep
 from apportion.parallel.parameter_store.push_pull import Mode, PushPullSchedule
 from apportion.parallel.parameter_store.replay import ordered_reference, replay
 from apportion.parallel.parameter_store.server_step import ServerStep
-from apportion.parallel.parameter_store.worker_model import must_be_one_host
 from apportion.parallel.parameter_store.worker_step import DownpourStep
 from apportion.parallel.partition.replica_costs import slowest_group
 from apportion.parallel.partition.replica_groups import check_of, check_replicas, how_many
@@ -87,6 +96,8 @@ class ParameterServer(Strategy):
     """The number of batches between two pulls; meanwhile the worker takes plain steps of its own (n_fetch)."""
     servers: int = 0
     """The number of processes that hold the shards; 0: they lie in memory that the workers share."""
+    copies: int = 0
+    """1: a push is acknowledged when a server on another host has it too, which goes on where the first is lost."""
     mode: Mode = "sharded"
     """The way in which the store is locked. "sharded": a lock a shard. "hogwild": none. "ordered": in rank order, round
     by round."""
@@ -108,8 +119,14 @@ class ParameterServer(Strategy):
             raise ValueError(f"mode={self.mode!r} must be one of {', '.join(map(repr, get_args(Mode)))}")
         if self.mode == "ordered" and (self.push_every, self.pull_every, self.max_staleness) != (1, 1, None):
             raise ValueError('mode="ordered" pushes every batch and pulls every round: leave the other settings out')
-        if self.servers and self.mode != "sharded":
-            raise ValueError(f'servers={self.servers} go with mode="sharded": leave mode={self.mode!r} out')
+        if self.servers and self.mode == "hogwild":
+            raise ValueError(f'servers={self.servers} take locks: leave mode="hogwild" out')
+        self._must_be_whole("copies", least=0)
+        if self.copies > 1 or (self.copies and not self.servers):
+            raise ValueError(
+                f"copies={self.copies} must be 0 or 1, and copies go with servers: give servers=2 or more, on several "
+                "hosts, or leave copies out"
+            )
         if self.rule is not None:
             object.__setattr__(self, "rule", str(named(self.rule)))
 
@@ -146,8 +163,13 @@ class ParameterServer(Strategy):
         alone = workers == 1 and (self.push_every, self.pull_every) == (1, 1)
         return self.mode == "sharded" and not alone
 
+    @classmethod
+    def candidates(cls, profile: Profile, layout: Placement) -> Iterator[ParameterServer]:
+        if layout.ranks > 1:
+            yield cls(servers=1) if len(layout.hosts) > 1 else cls()
+
     def cost(self, profile: Profile, layout: Placement) -> Cost:
-        must_have_store(profile, layout)
+        must_have_store(profile, layout, servers=self.servers)
         if self.of is not None:
             return self._cost_of_groups(self.of, profile, layout)
         workers = layout.ranks - self.servers
@@ -159,6 +181,8 @@ class ParameterServer(Strategy):
             profile, layout.part(range(workers)), [profile.batch_size] * workers, between=1.0 if in_turns else math.inf
         )
         terms = _in_order(found, once, workers) if in_turns else self._apart(found, once, workers)
+        if len(layout.hosts) > 1:
+            terms = self._over_cables(terms, profile, layout, workers)
         many, ranks = (1 if in_turns else workers), layout.ranks
         store = copies(profile, weights=1, slots=1 if self.mode == "hogwild" else 2, buffers=2)
         own = of_replica(profile, profile.batch_size)
@@ -187,6 +211,16 @@ class ParameterServer(Strategy):
             "loading": found.loading,
         }
 
+    def _over_cables(
+        self, terms: dict[str, float], profile: Profile, layout: Placement, workers: int
+    ) -> dict[str, float]:
+        """Returns the times with what travels between hosts, where pushes wait for each other on a server's cable."""
+        price = across_hosts(profile, layout, workers=workers, servers=self.servers, copies=self.copies)
+        turns = 1 if self.mode == "ordered" else self.push_every
+        found = {**terms, "communicating": terms["communicating"] + price.alone / turns}
+        short = price.busy / turns - sum(found.values())
+        return {**found, "waiting": found["waiting"] + max(0.0, 0.0 if self.mode == "ordered" else short)}
+
     def _cost_of_groups(self, of: Strategy, profile: Profile, layout: Placement) -> Cost:
         """Returns the cost of a round, of one batch for each group."""
         groups = how_many(of, self.replicas, layout.ranks)
@@ -208,13 +242,27 @@ class ParameterServer(Strategy):
         ruled = self._ruled(workload)
         if self.of is not None:
             return GroupsStep(ruled, world, self._rhythm, self.of, self.replicas)
-        must_be_one_host(self, world)
+        if world.channel is None and world.local_size < world.size:
+            return self._build_across_hosts(ruled, world)
+        if self.servers and self.mode != "sharded":
+            raise ValueError(f'servers={self.servers} go with mode="sharded" on one host: leave mode={self.mode!r} out')
+        if self.copies:
+            raise ValueError("copies=1 keeps a copy of each shard on another host, and there is one: leave copies out")
         if self.servers >= world.seats:
             raise ValueError(f"servers={self.servers} leaves no worker among {world.seats} processes: start more")
         if world.seat >= world.seats - self.servers:
             return ServerStep(ruled, world, servers=self.servers)
         kind = OrderedStep if self.mode == "ordered" else DownpourStep
         return kind(ruled, world, self._rhythm, servers=self.servers)
+
+    def _build_across_hosts(self, workload: Workload, world: World) -> Step:
+        must_have_servers(self, self.servers, world.size)
+        places = NetworkPlaces.of(world.hosts(), servers=self.servers, copies=self.copies)
+        if self.mode == "ordered":
+            return OrderedNetworkStep(workload, world, self._rhythm, places)
+        if world.rank in places.servers:
+            return NetworkServerStep(workload, world, places)
+        return NetworkDownpourStep(workload, world, self._rhythm, places)
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         ruled = self._ruled(workload)

@@ -21,7 +21,7 @@ from apportion.comm.group import DONE, Group, WaitClock, Work, bytes_of, collect
 from apportion.comm.network.collective_thread import CollectiveThread
 from apportion.comm.network.host_exchange import HostsGroup, HostSum, PeerExchange
 from apportion.comm.network.rank_connection import NAP_SECONDS, RankConnection, memory_of, move_until
-from apportion.comm.network.rendezvous import Meeting
+from apportion.comm.network.rendezvous import Meeting, RankDoors
 from apportion.comm.network.ring import RingSum
 
 DEADLINE_SECONDS = 300.0
@@ -59,6 +59,7 @@ class NetworkGroup(HostsGroup):
         self._made: list[weakref.ReferenceType[Group]] = []
         """The groups that were made through this one."""
         self._named: Counter[str] = Counter()
+        self._opened: list[weakref.ReferenceType[RankDoors]] = []
 
     # Collectives
 
@@ -284,6 +285,10 @@ class NetworkGroup(HostsGroup):
             group = found()
             if group is not None:
                 group.abandon()
+        for opened in self._opened:
+            doors = opened()
+            if doors is not None:
+                doors.abandon()
 
     @collective
     def links(self) -> list[socket.socket]:
@@ -298,6 +303,14 @@ class NetworkGroup(HostsGroup):
         for sock in found:
             sock.settimeout(None)
         return found
+
+    @collective
+    def doors(self) -> RankDoors:
+        """Returns the way to the ranks of this group for conversations of two, which go on when another rank is lost.
+        The ranks are numbered as in the meeting: this is the group of all of them. Called by all ranks."""
+        made = self._meeting.doors(f"{self._another(self._ranks)}/doors")
+        self._opened = [*(door for door in self._opened if door() is not None), weakref.ref(made)]
+        return made
 
     def describe(self, rank: int) -> str:
         """Returns what a rank is called in messages of errors."""

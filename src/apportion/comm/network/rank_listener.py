@@ -28,6 +28,10 @@ _REST_SECONDS = 0.05
 """The seconds until the next try where the system has no descriptor left for a connection."""
 
 
+Taker = Callable[[int, socket.socket], None]
+"""A function that takes the connection of a rank."""
+
+
 @final
 class _Unproved:
     """A connection whose other end has not proved itself yet."""
@@ -50,6 +54,7 @@ class RankListener:
         self._selector.register(self._sock, selectors.EVENT_READ)
         self._ready: dict[tuple[bytes, int], socket.socket] = {}
         self._pending: dict[int, _Unproved] = {}
+        self._takers: dict[bytes, Taker] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._woken, self._wake = socket.socketpair()
@@ -92,6 +97,19 @@ class RankListener:
         own = named(name)
         with self._changed:
             return sorted(rank for group, rank in self._ready if group == own)
+
+    def hand_over(self, name: str, taker: Taker | None) -> None:
+        """Gives the connections for the group of this name to a function from now on, as they come, those that wait
+        already among them. It is called in the listener's thread, and must not wait. None: to nobody any more."""
+        key = named(name)
+        with self._changed:
+            if taker is None:
+                self._takers.pop(key, None)
+                return
+            self._takers[key] = taker
+            waiting = [(rank, self._ready.pop((of, rank))) for of, rank in list(self._ready) if of == key]
+        for rank, sock in waiting:
+            taker(rank, sock)
 
     def wake(self) -> None:
         """Has those that wait for a rank ask whether they are to stop. May be called from any thread."""
@@ -184,6 +202,10 @@ class RankListener:
             return
         key = unpack(purpose)
         with self._changed:
+            taker = self._takers.get(key[0])
+            if taker is not None:
+                taker(key[1], pending.sock)
+                return
             before = self._ready.pop(key, None)
             self._ready[key] = pending.sock
             self._changed.notify_all()

@@ -23,7 +23,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from apportion.comm.network.address import Address
@@ -56,6 +56,58 @@ def _never() -> bool:
 
 
 @final
+class RankDoors:
+    """One rank's way to others, and theirs to it, for conversations of two, which nobody else waits for: a rank that
+    dies ends its own alone, and the process that takes its place dials anew. ``addresses``: where each rank listens;
+    ``describe``: what a rank is called in messages of errors; ``listener``: None where this rank only dials."""
+
+    def __init__(
+        self,
+        rank: int,
+        listener: RankListener | None,
+        addresses: Mapping[int, Address],
+        secret: bytes,
+        name: str,
+        describe: Callable[[int], str] = lambda rank: f"rank {rank}",
+    ) -> None:
+        self.rank, self._listener, self._secret, self._name = rank, listener, secret, name
+        self._addresses = dict(addresses)
+        self.describe = describe
+        self._closed = False
+
+    @property
+    def address(self) -> Address:
+        """The address at which this rank listens."""
+        assert self._listener is not None, "this rank only dials"
+        return self._listener.address
+
+    def note(self, rank: int, address: Address) -> None:
+        """Notes that a rank listens at this address from now on."""
+        self._addresses[rank] = address
+
+    def open(self, taker: Callable[[int, socket.socket], None]) -> None:
+        """Gives the connections that other ranks make to a function, as they come. It is called in the listener's
+        thread, and must not wait."""
+        assert self._listener is not None, "this rank only dials"
+        self._listener.hand_over(self._name, taker)
+
+    def dial(self, rank: int, seconds: float) -> socket.socket:
+        """Connects to a rank. Raises PeerLost where it does not answer within so many seconds, or after ``close``."""
+        purpose = Purpose(self._name, self.rank)
+        return dial_rank(self._addresses[rank], self._secret, purpose, seconds, lambda: self._closed)
+
+    def close(self) -> None:
+        """Lets nobody in any more, and dials no more. May be called from any thread."""
+        self._closed = True
+        if self._listener is not None:
+            self._listener.hand_over(self._name, None)
+
+    def abandon(self) -> None:
+        """Does what ``close`` does: the world that this belongs to was given up."""
+        self.close()
+
+
+@final
 class Meeting:
     """Ranks that have met: each can be dialled, and dials."""
 
@@ -78,6 +130,11 @@ class Meeting:
     def poll(self, rank: int, group: str, seconds: float) -> socket.socket | None:
         """Returns a rank's connection, or None where it has not come within so many seconds."""
         return self._listener.poll(f"{self._name}/{group}", rank, seconds)
+
+    def doors(self, group: str) -> RankDoors:
+        """Returns the way to the other ranks for conversations of two, for a group of this name."""
+        everybody = dict(enumerate(self.addresses))
+        return RankDoors(self.rank, self._listener, everybody, self._secret, f"{self._name}/{group}", self.describe)
 
     def wake(self) -> None:
         """Has those that wait for a rank to connect ask whether they are to stop. May be called from any thread."""

@@ -1,5 +1,6 @@
 """The price of pushing a gradient into a store that lies in the memory of a host, and of pulling weights from it
-(``parallel/parameter_store/push.py``)."""
+(``parallel/parameter_store/push.py``); or into one on servers that other hosts reach over a cable
+(``parallel/parameter_store/network/``)."""
 
 from __future__ import annotations
 
@@ -42,3 +43,25 @@ def push(profile: Profile, layout: Placement, *, part: float = 1.0, locks: bool 
     python = (STEP_CALLS + RUN_CALLS * runs + SHARD_CALLS * shards) * call
     gathered = 2 * weights / rate + LAYER_CALLS * len(profile.layers) * part * call
     return PushPrice(gathered, moved / rate + python, 2 * weights / rate + SHARD_CALLS * shards * call, shards)
+
+
+@dataclass(frozen=True)
+class CablePrice:
+    """The seconds of what a push and the pull that follows it send between hosts."""
+
+    alone: float
+    """The seconds of one worker's, where no other pushes: the gradient goes to the servers, and then the weights come
+    back, each after a question and an answer."""
+    busy: float
+    """The seconds for which the fullest cable is taken up each way by a push of every worker: what a store that is a
+    queue can do."""
+
+
+def across_hosts(profile: Profile, layout: Placement, *, workers: int, servers: int, copies: int) -> CablePrice:
+    """The price of the cables, where so many ranks have the shards for the others. With copies a server sends each
+    gradient on, beside the weights that it answers with."""
+    link = layout.cluster.joining(layout.devices)
+    whole = profile.parameter_bytes / link.bandwidth
+    cables = min(servers, len(layout.hosts))
+    trips = 2 + 2 * copies  # the gradient, the order to apply it, and what the copy is told of each
+    return CablePrice(2 * whole + trips * 2 * link.latency, workers * whole * (1 + copies) / cables)

@@ -44,7 +44,7 @@ class ServerStep(Step, Recoverable):
         here = self._store.memory.servers[number]
         pid = here.word("pid")
         pid.withdraw()
-        here.port = self._server.port
+        here.place = self._server.place
         pid.publish(os.getpid())
         self._store.deal.tell()
 

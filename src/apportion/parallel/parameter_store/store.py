@@ -61,15 +61,9 @@ class Snapshot:
 class Servers(Protocol):
     """The processes that hold the shards, as a worker sees them (``parallel/parameter_store/protocol.py``)."""
 
-    def bring(self, gradient: Tensor, change: Tensor) -> None:
-        """Bring the whole gradient, and the buffers' change, into this seat's place at the servers."""
-
-    def apply(self, push: StagedPush, weights: Tensor, buffers: Tensor) -> list[int] | None:
-        """Apply the push to every shard. Where it pulls, the new weights and buffers come into ``weights`` and
-        ``buffers``; returns their versions (None: the ones that this push has made)."""
-
-    def pull(self, weights: Tensor, buffers: Tensor) -> list[int]:
-        """Pull the last versions into ``weights`` and ``buffers``; returns the version of each shard."""
+    def apply(self, push: StagedPush) -> list[int] | None:
+        """Have the push applied to every shard. Where it pulls, the new weights are copied out; returns their versions,
+        None where it does not."""
 
     def close(self) -> None:
         """Close all connections to the servers."""
@@ -97,13 +91,13 @@ class Store:
         """The gradient that the next push brings: flat, filled by the caller."""
         self.change = m.seats.changes[seat]
         """The change of each buffer that the next push brings: flat, filled by the caller."""
-        self.weights = self._own = m.seats.own[seat]
+        self.weights = m.seats.own[seat]
         """The weights that were pulled, as a flat vector."""
         self.buffers = torch.zeros(extent.buffers, dtype=torch.float64)
         self.pulled: Sequence[int] = [0] * extent.shards
         """The version of each shard in ``weights``."""
         self.servers: Servers | None = None
-        """The servers that apply pushes and send weights; None: this process does it itself."""
+        """The servers that apply pushes; None: this process does it itself."""
         self.applying = ShardApplier(m, seat, server, check)
         first = seat * self.layout.shards // extent.seats
         every = list(range(self.layout.shards))
@@ -177,9 +171,6 @@ class Store:
 
     def pull(self) -> None:
         """Copy the last version of every shard into ``weights`` (and of the buffers into ``buffers``)."""
-        if self.servers is not None:
-            self.pulled = self.servers.pull(self.weights, self.buffers)
-            return
         self.pulled = self.copy_out(0, self.extent.shards)
 
     def copy_out(self, first: int, last: int) -> list[int]:
@@ -212,17 +203,11 @@ class Store:
         """Update every shard with ``gradient`` (and the buffers with ``change``), by these hyperparameters of each
         group; ``used``: which parameters have a gradient (None: all). ``pull``: the updated weights are pulled on the
         way. Returns the staleness: pushes of others to a shard since it was pulled, the mean over the shards."""
-        if self.servers is not None:
-            self.servers.bring(self.gradient, self.change)
-        elif self.extent.servers:
-            self.line_up()
         push, found = self._begin(hyper, used, pull), None
         if self.servers is not None:
-            found = self.servers.apply(push, self.weights, self.buffers)
+            found = self.servers.apply(push)
         else:
             self.apply(push, list(self._tour))
-            if pull and self.weights is not self._own:
-                self.weights.copy_(self._own)
         self._end(self.seat)
         shards, row = self.memory.extent.shards, self.memory.log.row(self.seat, push.number)
         made = self.memory.log.made[row : row + shards]
@@ -230,13 +215,6 @@ class Store:
         if pull:
             self.pulled = made if found is None else found
         return stale / shards
-
-    def line_up(self) -> None:
-        """Copy the gradient and the buffers' change into this seat's place in memory, where they were not computed
-        there."""
-        for place, own in ((self.memory.seats.gradients, self.gradient), (self.memory.seats.changes, self.change)):
-            if own.data_ptr() != place[self.seat].data_ptr():
-                place[self.seat].copy_(own)
 
     def _begin(self, hyper: Sequence[Sequence[float]], used: Sequence[bool] | None, pull: bool) -> StagedPush:
         """Write down in memory everything that the push is made of: from here on it gets into all shards, even where a

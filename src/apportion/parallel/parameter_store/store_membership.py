@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
-import torch
-
 from apportion.comm.world import World
 from apportion.parallel.parameter_store.memory.store_spec import StoreRegions
 from apportion.parallel.parameter_store.protocol import Sessions
@@ -23,11 +21,7 @@ class StoreMembership:
         self._worker, self._lockstep = worker, lockstep
         extent = extent_of(worker, world, lock_free=lock_free, servers=servers)
         memory = world.shared(world.another("store"), StoreRegions(extent).nbytes)
-        self.store = store = Store(extent, memory, seat=world.seat, check=self.check)
-        self._near = world.local_size == world.size
-        if not self._near:  # what is sent and received lies in this process's own memory
-            store.weights = worker.weights
-            store.gradient, store.change = torch.zeros_like(store.weights), torch.zeros_like(store.buffers)
+        self.store = Store(extent, memory, seat=world.seat, check=self.check)
         self._servers = range(world.seats - servers, world.seats)
         self.seats: list[int] = []
         """The seats of the workers, in the order of their ranks."""
@@ -71,7 +65,7 @@ class StoreMembership:
         store = self.store
         store.servers = None
         if complete and len(self._servers):
-            store.servers = Sessions(store, self.world, self._servers, near=self._near)
+            store.servers = Sessions(store, self.world, self._servers)
 
     def disconnect(self) -> None:
         """Close the connections to the servers."""

@@ -102,8 +102,8 @@ class ServerRecord(StoreRecord):
     """The place where a server listens."""
 
     words = 2
-    port: int
-    """The port of the server."""
+    place: int
+    """The number by which its socket is found."""
     pid: int
     """The process id of the server, which is written last."""
-    _fields_ = (("port", _I64), ("pid", _I64))
+    _fields_ = (("place", _I64), ("pid", _I64))

@@ -276,7 +276,7 @@ class _TrainingLoop:
         if self.meter.steps:
             yield self.reporter.speed(self.world.rank)
         yield from self.reporter.warnings(self.world.rank)
-        if not self.step.lockstep:  # until everyone's last update has been made
+        if not self.step.lockstep and self.step.ends_together:  # until everyone's last update has been made
             self.world.group().barrier()
         if reason == "finished":
             yield from self._evaluate(final=True)
@@ -293,7 +293,8 @@ class _TrainingLoop:
                 resume=None,
             )
         self.checkpoints.saver.check()
-        self.world.group().barrier()
+        if self.step.ends_together:
+            self.world.group().barrier()
 
     def close(self) -> None:
         self.checkpoints.saver.finish()

@@ -1,0 +1,291 @@
+"""A worker of Downpour SGD, and a server, whose ranks run on several hosts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
+
+from torch import Tensor
+
+from apportion.comm.network.rendezvous import RankDoors
+from apportion.comm.world import World
+from apportion.core.data.batch import Batch
+from apportion.core.strategy import Held, State, Step
+from apportion.core.workload import Workload
+from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
+from apportion.parallel.parameter_store.network.messages import CONTROL
+from apportion.parallel.parameter_store.network.network_store import NetworkStore
+from apportion.parallel.parameter_store.network.placement import server_ranks
+from apportion.parallel.parameter_store.network.range_session import LifeOver, RangeSession
+from apportion.parallel.parameter_store.network.range_state import RangeState
+from apportion.parallel.parameter_store.network.seat_dealer import SeatDealer
+from apportion.parallel.parameter_store.network.shard_servers import ShardServers, copy_ranks
+from apportion.parallel.parameter_store.network.views import Arbiter, ViewSource
+from apportion.parallel.parameter_store.push_log import PushLog
+from apportion.parallel.parameter_store.push_pull import PushPull, PushPullSchedule
+from apportion.parallel.parameter_store.shard_range import Range
+from apportion.parallel.parameter_store.store import Contents
+from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker
+
+_Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True)
+class NetworkPlaces:
+    """Where the servers and workers of a store are. ``hosts``: the host of every rank."""
+
+    hosts: tuple[int, ...]
+    servers: tuple[int, ...]
+    """The ranks of the servers, in the order of their ranges."""
+    copies: tuple[int, ...]
+    """The rank that has the copy of each range; none where there are none."""
+
+    @classmethod
+    def of(cls, hosts: list[int], *, servers: int, copies: int) -> NetworkPlaces:
+        """Choose the ranks that are servers, and those that keep copies."""
+        ranks = server_ranks(hosts, servers)
+        return cls(tuple(hosts), tuple(ranks), tuple(copy_ranks(ranks, hosts)) if copies else ())
+
+    @property
+    def workers(self) -> list[int]:
+        """The ranks of the workers; their places in it are their seats."""
+        return [rank for rank in range(len(self.hosts)) if rank not in self.servers]
+
+
+def spec_of(worker: StoreWorker, places: NetworkPlaces) -> StoreSpec:
+    """Return the specification of the store that these ranks share."""
+    return StoreSpec(
+        layout=worker.layout,
+        seats=len(places.workers),
+        buffers=worker.buffer_numbers,
+        batches=worker.source.total,
+        servers=len(places.servers),
+    )
+
+
+def doors_of(world: World) -> RankDoors:
+    """Return the way to the other ranks of a world. Called by all of them."""
+    group: Any = world.group()
+    doors: RankDoors = (getattr(group, "flat", None) or group).doors()
+    return doors
+
+
+def served(doors: RankDoors, spec: StoreSpec, places: NetworkPlaces, contents: Callable[[], Contents]) -> ShardServers:
+    """Return the servers of this rank, which has not begun to answer yet."""
+
+    def state(number: int) -> RangeState:
+        return RangeState(spec, number, contents())
+
+    def dealer(servers: ShardServers) -> SeatDealer:
+        def others() -> list[RangeSession]:
+            numbers = range(1, len(places.servers))
+            return [RangeSession(Range(spec, n), n, doors, servers.views, CONTROL) for n in numbers]
+
+        return SeatDealer(lambda: servers.ranges.get(0), others, servers.closed)
+
+    return ShardServers(doors, places.servers, places.copies, state, dealer)
+
+
+class NetworkWorkerStep(Step):
+    """What steps of workers have in common whose servers are on other hosts."""
+
+    ends_together = False
+
+    def __init__(self, workload: Workload, world: World, schedule: PushPullSchedule, places: NetworkPlaces) -> None:
+        self._worker = worker = StoreWorker(workload, world.device)
+        self.device, self.rank, self._world = world.device, world.rank, world
+        self.model, self.optimizers = worker.replica.model, worker.replica.optimizers
+        self.source, self.data_shard = worker.source, WHOLE
+        spec, doors = spec_of(worker, places), doors_of(world)
+        arbiter = Arbiter(doors, places.servers) if world.rank == 0 else None
+        self.places = places
+        seat = places.workers.index(world.rank) if world.rank in places.workers else CONTROL
+        self.store = NetworkStore(spec, worker.weights, doors, ViewSource(doors, arbiter), seat)
+        self._doors = doors
+        self._cycle = PushPull(self.store, worker, schedule)
+        self._taken: Batch | None = None
+        self._entered = False
+        self._lock = threading.Lock()
+
+    def _enter(self) -> None:
+        if not self._entered:
+            self.store.begin()
+            self._forget()
+            self._entered = True
+
+    def _forget(self) -> None:
+        """Reset the step: no batch is taken, and no gradient waits to be pushed."""
+        self._taken = None
+        self._cycle.reset()
+
+    def predict(self, batch: Batch) -> Any | None:
+        self._enter()
+        if batch.start:  # one pass over the set is of one state of the weights
+            self._cycle.pull()
+            if self.lockstep:  # others may push before the round is over: the next one pulls for itself
+                self._cycle.fresh = False
+        return self._worker.replica.predict(batch) if len(batch) else None
+
+    def state_dict(self) -> State:
+        self._enter()
+        found = self.store.snapshot()
+        with self._lock:
+            state = self._worker.state(found.done, found.contents)
+        state.settings["unpushed"] = found.queue.unpushed()
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        self._enter()
+        start = self._worker.load(state)
+        group = self._world.group()
+        group.barrier()  # everybody has entered, and nobody pushes
+        if self.rank == 0:
+            unpushed = () if self.lockstep else state.settings.get("unpushed", ())
+            self.store.put(start, done=state.step, unpushed=unpushed)
+        group.barrier()
+        self.store.restart()
+        self._forget()
+
+    def log(self) -> tuple[PushLog]:
+        """Return the log of all pushes."""
+        return (self.store.log(),)
+
+    def held(self) -> Held:
+        return Held(0, self.store.nbytes)
+
+    def spent(self) -> Mapping[str, float]:
+        return {"loading": self.source.seconds, "waiting": self.store.waited, "updating": self._cycle.seconds}
+
+    def close(self) -> None:
+        self.store.close()
+        self._doors.close()
+
+
+@final
+class NetworkDownpourStep(NetworkWorkerStep):
+    """The step of a worker that takes batches as it comes to them, from a queue on another host."""
+
+    lockstep = False
+
+    def __init__(self, workload: Workload, world: World, schedule: PushPullSchedule, places: NetworkPlaces) -> None:
+        super().__init__(workload, world, schedule, places)
+        self._max_staleness = schedule.max_staleness
+
+    @property
+    def done(self) -> int:
+        return self.store.done
+
+    def take(self) -> Batch | None:
+        while True:
+            self._enter()
+            try:
+                if self._taken is None:
+                    self._taken = self._next()
+                return self._taken
+            except LifeOver:
+                self._entered = False
+
+    def _next(self) -> Batch | None:
+        total, most = self.source.total, self._max_staleness
+        batch = self.store.take(total, waits=False, most=most)
+        if batch is None:
+            self._cycle.push_rest()
+            batch = self.store.take(total, waits=True, most=most)  # another worker's may come back until it has pushed
+        return None if batch is None else self.source.at(batch, WHOLE)
+
+    def backward(self, batch: Batch) -> Tensor | None:
+        self._cycle.compute(batch)
+        return self._cycle.loss
+
+    def update(self) -> Mapping[str, Tensor]:
+        batch, cycle = self._taken, self._cycle
+        assert batch is not None, "update() follows backward()"
+        try:
+            if cycle.is_due:
+                cycle.push(batch.step)
+        except LifeOver:  # the batch was handed out again while this worker was cut off: it begins anew
+            loss = cycle.loss
+            self._entered = False
+            self._enter()
+            cycle.loss = loss
+        assert cycle.loss is not None
+        self._taken = None
+        return {"loss": cycle.loss, "staleness": cycle.staleness}
+
+    def leave(self) -> None:
+        if self._entered:
+            self.store.leave(stops=self.rank == 0)
+
+
+@final
+class NetworkServerStep(Step):
+    """A rank without batches: it holds shards of the store, and answers workers from the beginning to the end."""
+
+    lockstep = False
+    ends_together = False
+
+    def __init__(self, workload: Workload, world: World, places: NetworkPlaces) -> None:
+        self._worker = worker = StoreWorker(workload, world.device)
+        self.device, self.rank, self._world = world.device, world.rank, world
+        self.model, self.optimizers = worker.replica.model, worker.replica.optimizers
+        self.source, self.data_shard = worker.source, None
+        self._doors = doors_of(world)
+        contents = worker.initial()
+        self._spec = spec_of(worker, places)
+        self._servers = served(self._doors, self._spec, places, lambda: contents)
+        self._servers.start()
+        self._reader = NetworkStore(self._spec, worker.weights, self._doors, ViewSource(self._doors), CONTROL)
+
+    @property
+    def done(self) -> int:
+        return max((server.state.done for server in list(self._servers.ranges.values())), default=0)
+
+    def serve(self) -> None:
+        serve(self._servers)
+
+    def backward(self, batch: Batch) -> Tensor | None:
+        raise AssertionError("a rank without batches calls step.serve()")
+
+    def update(self) -> Mapping[str, Tensor]:
+        raise AssertionError("a rank without batches calls step.serve()")
+
+    def predict(self, batch: Batch) -> Any | None:
+        return None
+
+    def state_dict(self) -> State:
+        found = self._reader.snapshot()
+        state = self._worker.state(found.done, found.contents)
+        state.settings["unpushed"] = found.queue.unpushed()
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        self._worker.load(state)
+        group = self._world.group()
+        group.barrier()  # everybody has entered
+        group.barrier()  # rank 0 has put it into the servers
+
+    def held(self) -> Held:
+        servers = list(self._servers.ranges.values())
+        return Held(0, sum(flat.nbytes for server in servers for flat in server.state.flats))
+
+    def spent(self) -> Mapping[str, float]:
+        return {"loading": 0.0, "waiting": 0.0, "updating": 0.0}
+
+    def close(self) -> None:
+        self._reader.close()
+        self._servers.close()
+
+
+LOOK_SECONDS = 0.02
+"""The seconds between two looks of a server at whether all workers have ended."""
+
+
+def serve(servers: ShardServers) -> None:
+    """Answer until every worker has ended, or was given up; raise what a thread of the servers has raised."""
+    while not servers.closed.wait(LOOK_SECONDS):
+        if servers.error is not None:
+            raise servers.error
+        if servers.is_over():
+            return

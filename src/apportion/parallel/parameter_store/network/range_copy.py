@@ -1,0 +1,150 @@
+"""The copy of a range on another host: what its server tells it before anybody else learns of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor
+
+from apportion.comm.network.rendezvous import RankDoors
+from apportion.errors import PeerLost
+from apportion.parallel.parameter_store.network.messages import MOST_BATCHES, PIECE_BYTES, REPLY_SECONDS, Say
+from apportion.parallel.parameter_store.network.range_state import RangeState, StagedGradient
+from apportion.parallel.parameter_store.network.shard_link import Message, ShardLink
+
+DIAL_SECONDS = 1.0
+
+
+@final
+class RangeCopy:
+    """A copy, as the server that has it sees it. Orders are given by one thread at a time; each worker's gradients are
+    handed on by the thread that receives them, over a conversation of their own."""
+
+    def __init__(self, rank: int, number: int, orders: ShardLink, doors: RankDoors) -> None:
+        self.rank, self._number, self._orders, self._doors = rank, number, orders, doors
+        self._stages: dict[int, ShardLink] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, kind: int, *numbers: int) -> None:
+        """Begin to tell the copy what is being done."""
+        self._orders.say(kind, *numbers)
+
+    def finish(self) -> None:
+        """Wait until the copy knows it. Raises PeerLost where it is gone."""
+        self._orders.expect(Say.ACK, REPLY_SECONDS)
+
+    def put(self, blob: Tensor, done: int) -> None:
+        """Have the copy begin with these contents."""
+        self._orders.say_blob(Say.ORDER_PUT, blob, done)
+        self.finish()
+
+    def stage(self, seat: int) -> ShardLink:
+        """Return the conversation for a worker's gradients. Raises PeerLost where the copy is gone."""
+        with self._lock:
+            link = self._stages.get(seat)
+        if link is None:
+            link = ShardLink(self._doors.dial(self.rank, DIAL_SECONDS), self._doors.describe(self.rank))
+            link.say(Say.COPY_STAGE, self._number, seat)
+            with self._lock:
+                self._stages[seat] = link
+        return link
+
+    def end(self) -> None:
+        """Tell the copy that the run is over, and that it has nothing to take over."""
+        try:
+            self._orders.say(Say.ORDER_END)
+            self._orders.flush(DIAL_SECONDS)
+        except PeerLost:
+            pass
+
+    def close(self) -> None:
+        """End all conversations with the copy. May be called from any thread."""
+        with self._lock:
+            for link in (self._orders, *self._stages.values()):
+                link.close()
+
+
+def gradient_pieces(gradient: Tensor) -> Sequence[Tensor]:
+    """Return the parts in which a gradient travels."""
+    return gradient.split(max(1, PIECE_BYTES // gradient.element_size())) if gradient.numel() else ()
+
+
+def receive_stage(link: ShardLink, state: RangeState, seat: int, numbers: Sequence[int], on: ShardLink | None) -> None:
+    """Receive a worker's push, and keep it. ``on``: the conversation that it is handed on in, as it arrives. Raises
+    PeerLost where either end is gone, in which case nothing is kept."""
+    staged = receive_gradient(link, state, seat, numbers, on)
+    state.stage(seat, staged)
+
+
+def receive_gradient(
+    link: ShardLink, state: RangeState, seat: int, numbers: Sequence[int], on: ShardLink | None
+) -> StagedGradient:
+    """Receive a worker's push into its place, and hand it on as it arrives."""
+    number, batches = numbers[:2]
+    if not 0 < batches <= MOST_BATCHES or seat not in state.seats:
+        raise PeerLost(f"{link.name} pushes {batches} batches for seat {seat}, which cannot be")
+    state.seats[seat].staged = None  # what is there is about to be written over
+    staged = StagedGradient.blank(state.extent, state.range, number, batches, state.room(seat))
+    *small, gradient = staged.tensors
+    pieces = gradient_pieces(gradient)
+    link.take(small, REPLY_SECONDS)
+    if on is None:
+        link.take(pieces, REPLY_SECONDS)
+        return staged
+    lost: list[PeerLost] = []
+
+    def hand_on(*tensors: Tensor) -> None:
+        try:
+            if not lost:
+                on.send(*tensors)
+        except PeerLost as error:  # the worker's part arrives all the same
+            lost.append(error)
+
+    try:
+        on.say(Say.STAGE, number, batches, tensors=small)
+    except PeerLost as error:
+        lost.append(error)
+    link.take(pieces, REPLY_SECONDS, arrived=lambda at: hand_on(pieces[at]))
+    if lost:
+        raise CopyLost(staged) from lost[0]
+    try:
+        on.expect(Say.STAGED, REPLY_SECONDS)
+    except PeerLost as error:
+        raise CopyLost(staged) from error
+    return staged
+
+
+class CopyLost(Exception):
+    """The copy went away while a gradient was handed on, which has arrived here."""
+
+    def __init__(self, staged: StagedGradient) -> None:
+        super().__init__("the copy of a range is lost")
+        self.staged = staged
+
+
+def follow_order(state: RangeState, link: ShardLink, message: Message) -> None:
+    """Do, as a copy, what the server has done."""
+    kind, seat, number = message[:3]
+    queue = state.queue
+    if kind == Say.ORDER_APPLY:
+        staged = state.seats[seat].staged
+        if state.seats[seat].applied < number:
+            if staged is None or staged.number != number:
+                raise PeerLost(f"{link.name} applies push {number} of seat {seat}, which is not here")
+            state.apply(seat)
+    elif kind == Say.ORDER_LIFE:
+        state.seats[seat].life = number
+    elif kind == Say.ORDER_OPEN:
+        queue.hand_out(seat, number)
+    elif kind == Say.ORDER_BACK:
+        queue.give_back(seat)
+    elif kind == Say.ORDER_ENDED:
+        queue.ended.add(seat)
+    elif kind == Say.ORDER_DISCARD:
+        state.seats[seat].staged = None
+    elif kind == Say.ORDER_PUT:
+        state.restore(link.take_blob(seat, state.most_bytes))
+    else:
+        raise PeerLost(f"{link.name} sent message {kind}, which is no order")

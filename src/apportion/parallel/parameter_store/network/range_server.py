@@ -1,0 +1,440 @@
+"""The server of one range of shards: it answers workers, and has its copy know what it does.
+
+Everything that changes the range happens under one lock, in one order, which the copy is told. Nothing is answered that
+the copy has not been told: what a worker has seen outlives the server. A gradient that arrives, and a pull, take no
+part in that, so that a slow worker keeps nobody waiting.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from apportion.errors import PeerLost
+from apportion.parallel.parameter_store.network.messages import CONTROL, REPLY_SECONDS, Say
+from apportion.parallel.parameter_store.network.range_copy import CopyLost, RangeCopy, gradient_pieces, receive_gradient
+from apportion.parallel.parameter_store.network.range_state import RangeState, packed, told_of, unpacked
+from apportion.parallel.parameter_store.network.shard_link import ShardLink
+from apportion.parallel.parameter_store.store import Contents
+
+LOOK_SECONDS = 0.5
+"""The seconds after which whoever waits in the queue looks again whether it is still there."""
+Handler = Callable[[ShardLink, int, int, Sequence[int]], None]
+"""Answers a message: the conversation, the seat, its life, and the message's numbers."""
+
+
+@final
+class RangeServer:
+    """One range, as its server. ``drop_copy()``: asks that the range goes on without its copy, and raises PeerLost
+    where this is not its server any more."""
+
+    def __init__(self, state: RangeState, drop_copy: Callable[[], None]) -> None:
+        self.state, self._drop_copy = state, drop_copy
+        self.unguarded = True
+        """Tells whether the range may be answered for without a copy: it has none, or has had one."""
+        self.order = threading.Condition()
+        """Held by whoever changes the range."""
+        self.copy: RangeCopy | None = None
+        self.byes: set[int] = set()
+        """The workers that have ended."""
+        self.gone: set[int] = set()
+        """The workers whose processes were given up, until others take their places."""
+        self.links: dict[int, ShardLink] = {}
+        """The conversation that speaks for each worker."""
+        self._frozen: ShardLink | None = None
+        self._outs: dict[ShardLink, tuple[Tensor, Tensor]] = {}
+        self._handlers: dict[int, Handler] = {
+            Say.STAGE: self._stage,
+            Say.APPLY: self._apply,
+            Say.PULL: self._pull,
+            Say.TAKE: self._take,
+            Say.LEAVE: self._leave,
+            Say.FREEZE: self._freeze,
+            Say.THAW: self._thaw,
+            Say.CATCH_UP: self._catch_up,
+            Say.READ: self._read,
+            Say.LOG: self._log,
+            Say.PUT: self._put,
+            Say.FENCE: self._fence,
+            Say.DISCARD: self._discard,
+        }
+
+    # Conversations
+
+    def converse(self, link: ShardLink, seat: int, life: int) -> bool:
+        """Answer a worker, or whoever else asks, until it says that it ends, and return True; or until it is gone."""
+        torch.set_num_threads(1)  # each thread has its own number, and there is one for each worker already
+        try:
+            if not self._welcome(link, seat, life):
+                return True
+            while True:
+                kind, *numbers = link.hear()
+                if kind == Say.BYE:
+                    with self.order:
+                        self.byes.add(seat)
+                        self.order.notify_all()
+                    return True
+                handler = self._handlers.get(kind)
+                if handler is None:
+                    raise PeerLost(f"{link.name} sent message {kind}, which is no question")
+                handler(link, seat, life, numbers)
+        except PeerLost:
+            return False
+        finally:
+            with self.order:
+                if self.links.get(seat) is link:
+                    del self.links[seat]
+                if self._frozen is link:
+                    self._frozen = None
+                self._outs.pop(link, None)
+                self.order.notify_all()
+
+    def _welcome(self, link: ShardLink, seat: int, life: int) -> bool:
+        if seat == CONTROL:
+            link.say(Say.WELCOME)
+            return True
+        with self.order:
+            state = self.state.seats[seat]
+            if life < state.life:
+                link.say(Say.LIFE_OVER)
+                link.flush(REPLY_SECONDS)
+                return False
+            if life > state.life:
+                self._change(Say.ORDER_LIFE, seat, life)
+                state.life = life
+            self.links[seat] = link
+            self.byes.discard(seat)
+            self.gone.discard(seat)
+            staged = state.staged.number if state.staged is not None else 0
+            link.say(Say.WELCOME, life, state.applied, staged, self.state.done)
+            return True
+
+    def _must_live(self, link: ShardLink, seat: int, life: int) -> None:
+        if self.links.get(seat) is not link or self.state.seats[seat].life != life:
+            raise PeerLost(f"another process speaks for seat {seat} now")
+
+    # The copy
+
+    def _change(self, kind: int, *numbers: int) -> None:
+        """Have the copy know of a change that takes no time; whoever calls holds ``order``, and makes it afterwards."""
+        self._begin_change(kind, *numbers)
+        self._finish_change()
+
+    def _begin_change(self, kind: int, *numbers: int) -> None:
+        if self.copy is not None:
+            self._with_copy(lambda copy: copy.begin(kind, *numbers))
+
+    def _finish_change(self) -> None:
+        if self.copy is not None:
+            self._with_copy(lambda copy: copy.finish())
+
+    def _with_copy(self, tell: Callable[[RangeCopy], Any]) -> None:
+        assert self.copy is not None
+        try:
+            tell(self.copy)
+        except PeerLost:
+            self.lose_copy()
+
+    def lose_copy(self) -> None:
+        """Go on without the copy. Whoever calls holds ``order``. PeerLost where the copy answers instead of this."""
+        copy, self.copy = self.copy, None
+        if copy is not None:
+            copy.close()
+            self._drop_copy()
+
+    # Workers
+
+    def _stage(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+        with self.order:
+            self._must_live(link, seat, life)
+        copy = self.copy
+        try:
+            staged = receive_gradient(link, self.state, seat, numbers, self._handing_on(copy, seat))
+        except CopyLost as lost:
+            staged = lost.staged
+            with self.order:
+                if self.copy is copy:
+                    self.lose_copy()
+        with self.order:
+            self._must_live(link, seat, life)
+            if self.copy is not copy and self.copy is not None:  # it came while the gradient did
+                self._with_copy(lambda own: _hand_on_whole(own, seat, staged.number, staged.tensors))
+            self.state.stage(seat, staged)
+        link.say(Say.STAGED, staged.number)
+
+    def _handing_on(self, copy: RangeCopy | None, seat: int) -> ShardLink | None:
+        if copy is None:
+            return None
+        try:
+            return copy.stage(seat)
+        except PeerLost:
+            with self.order:
+                if self.copy is copy:
+                    self.lose_copy()
+            return None
+
+    def _apply(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+        number, pulls = numbers[0], bool(numbers[1])
+        out = self._out(link) if pulls else None
+        versions: Tensor | None = None
+        with self._changing(link, seat, life):
+            state = self.state.seats[seat]
+            if state.applied < number:
+                if state.staged is None or state.staged.number != number:
+                    raise PeerLost(f"{link.name} applies push {number}, which is not here")
+                versions = self._apply_now(link, seat, out)
+            else:
+                made = next(p.made for p in reversed(self.state.log) if (p.seat, p.number) == (seat, number))
+                link.say(Say.APPLIED, made, self.state.done)
+        if pulls and versions is None:
+            assert out is not None
+            versions = self._send_copy(link, out)
+        if versions is not None:
+            link.send(versions)
+        link.flush(REPLY_SECONDS)
+
+    def _apply_now(self, link: ShardLink, seat: int, out: tuple[Tensor, Tensor] | None) -> Tensor | None:
+        """Apply a push. Without a copy the new weights leave run by run, while the next run is updated; with one they
+        leave once the copy knows of the push."""
+        of, staged = self.state, self.state.seats[seat].staged
+        assert staged is not None
+        self._begin_change(Say.ORDER_APPLY, seat, staged.number)
+        at_once = self.copy is None
+        lost: list[PeerLost] = []
+        waiting: list[tuple[int, int]] = []
+
+        def send(first: int, last: int) -> None:
+            assert out is not None
+            try:
+                if not lost:
+                    link.send(self._chunk(first, last, out))
+            except PeerLost as error:  # the push gets into every shard all the same
+                lost.append(error)
+
+        answer = (Say.APPLIED, of.pushes + 1, of.done + len(staged.entries))
+        if at_once:
+            try:
+                link.say(*answer)
+            except PeerLost as error:
+                lost.append(error)
+        copied = None if out is None else send if at_once else lambda first, last: waiting.append((first, last))
+        of.apply(seat, copied, out)
+        self._finish_change()
+        self.order.notify_all()
+        if not at_once:
+            link.say(*answer)
+        for at in waiting:
+            send(*at)
+        if lost:
+            raise lost[0]
+        return of.versions.clone() if out is not None else None
+
+    def _pull(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+        out = self._out(link)
+        link.say(Say.PULLED, self.state.done)
+        link.send(self._send_copy(link, out))
+        link.flush(REPLY_SECONDS)
+
+    def _send_copy(self, link: ShardLink, out: tuple[Tensor, Tensor]) -> Tensor:
+        if self.copy is not None:
+            with self.order:
+                return self.state.copy_out(out, lambda first, last: link.send(self._chunk(first, last, out)))
+        return self.state.copy_out(out, lambda first, last: link.send(self._chunk(first, last, out)))
+
+    def _chunk(self, first: int, last: int, out: tuple[Tensor, Tensor]) -> Tensor:
+        bounds, shards = self.state.extent.layout.bounds, self.state.extent.layout.shards
+        if first >= shards:
+            return out[1]
+        begin = bounds[self.state.range.first]
+        return out[0][bounds[first] - begin : bounds[last] - begin]
+
+    def _out(self, link: ShardLink) -> tuple[Tensor, Tensor]:
+        """Return the memory from which weights are sent in a conversation."""
+        if link not in self._outs:
+            self._outs[link] = torch.zeros_like(self.state.flats[0]), torch.zeros_like(self.state.buffers)
+        return self._outs[link]
+
+    @contextmanager
+    def _changing(self, link: ShardLink, seat: int, life: int) -> Iterator[None]:
+        """Hold the order, once nobody reads the store as a whole."""
+        with self.order:
+            while self._frozen is not None and self._frozen is not link:
+                self.order.wait(LOOK_SECONDS)
+            self._must_live(link, seat, life)
+            yield
+
+    # The queue
+
+    def _take(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+        total, waits, most = numbers[0], bool(numbers[1]), numbers[2]
+        queue = self.state.queue
+        while True:
+            with self._changing(link, seat, life):
+                queue = self.state.queue
+                batch = queue.next_batch(total)
+                if batch is None and not (waits and not queue.is_through(total)):
+                    self._change(Say.ORDER_ENDED, seat)
+                    queue.ended.add(seat)
+                    self.order.notify_all()
+                    break
+                if batch is not None and (most < 0 or self._ahead(seat) <= most):
+                    self._change(Say.ORDER_OPEN, seat, batch)
+                    queue.hand_out(seat, batch)
+                    self.order.notify_all()
+                    break
+                self.order.wait(LOOK_SECONDS)
+            if link.has_ended():
+                raise PeerLost(f"{link.name} is gone")
+        link.say(Say.TICKET, -1 if batch is None else batch, self.state.done)
+
+    def _leave(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+        with self.order:
+            self._must_live(link, seat, life)
+            self._change(Say.ORDER_ENDED, seat)
+            self.state.queue.ended.add(seat)
+            self.state.queue.stopped |= bool(numbers[0])
+            self.order.notify_all()
+        link.say(Say.DONE)
+
+    def _ahead(self, seat: int) -> int:
+        """Return by how many pushes a worker is ahead of the slowest of those that still take batches."""
+        seats, ended = self.state.seats, self.state.queue.ended
+        going = [state.applied for other, state in seats.items() if other not in ended or other == seat]
+        return seats[seat].applied - min(going)
+
+    # The whole
+
+    def _freeze(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+        with self.order:
+            while self._frozen is not None and self._frozen is not link:
+                self.order.wait(LOOK_SECONDS)
+                if link.has_ended():
+                    raise PeerLost(f"{link.name} is gone")
+            self._frozen = link
+            applied = torch.tensor([self.state.seats[at].applied for at in sorted(self.state.seats)])
+        link.say(Say.FROZEN, tensors=[applied])
+        link.flush(REPLY_SECONDS)
+
+    def _thaw(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+        with self.order:
+            if self._frozen is link:
+                self._frozen = None
+            self.order.notify_all()
+        link.say(Say.DONE)
+
+    def _catch_up(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+        whom, number = numbers[:2]
+        with self.order:
+            state = self.state.seats[whom]
+            if state.applied < number:
+                if state.staged is None or state.staged.number != number:
+                    raise PeerLost(f"push {number} of seat {whom} is not here")
+                self._begin_change(Say.ORDER_APPLY, whom, number)
+                self.state.apply(whom)
+                self._finish_change()
+            self.order.notify_all()
+        link.say(Say.DONE)
+
+    def _read(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+        with self.order:
+            blob = packed(self.state.contents())
+        link.say_blob(Say.BLOB, blob)
+
+    def _log(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+        with self.order:
+            try:
+                found = self.state.log_tensors()
+            except ValueError:
+                found = {}
+            blob = packed({"json": self.state.contents()["json"], **found})
+        link.say_blob(Say.BLOB, blob)
+
+    def _put(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+        blob = link.take_blob(numbers[0], self.state.most_bytes * max(2, self.state.extent.servers))
+        with self.order:
+            self.begin_with(unpacked(blob), numbers[1])
+            self.order.notify_all()
+        link.say(Say.DONE)
+
+    def begin_with(self, given: dict[str, Tensor], done: int) -> None:
+        """Begin with contents that a worker has sent; the lives of the workers stay. Whoever calls holds ``order``."""
+        state = self.state
+        sizes = [len(pieces) for pieces in state.extent.layout.pieces]
+        counts = [part.numpy() for part in given["counts"].split(sizes)]
+        data = [given[f"data/{at}"] for at in range(len(state.flats))]
+        lives = {seat: of.life for seat, of in state.seats.items()}
+        contents = Contents(data, counts, given["touched"].numpy(), given["buffers"])
+        state.put(contents, done=done, unpushed=told_of(given)["unpushed"])
+        for seat, life in lives.items():
+            state.seats[seat].life = life
+        if self.copy is not None:
+            self._with_copy(lambda copy: copy.put(state.dump(), done))
+
+    # Workers that are given up
+
+    def _fence(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+        link.say(Say.FENCED, *self.fence(numbers[0], numbers[1], given_up=bool(numbers[2])))
+
+    def fence(self, seat: int, life: int, *, given_up: bool) -> tuple[int, int]:
+        """Listen no more to a worker's process before this life; returns the numbers of its last push that is applied,
+        and of the one that is staged (0: none)."""
+        with self.order:
+            state = self.state.seats[seat]
+            if state.life < life:
+                self._change(Say.ORDER_LIFE, seat, life)
+                state.life = life
+            if (spoke := self.links.pop(seat, None)) is not None:
+                spoke.close()
+            if given_up:
+                self.gone.add(seat)
+            self.order.notify_all()
+            return state.applied, state.staged.number if state.staged is not None else 0
+
+    def _discard(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+        self.discard(numbers[0])
+        link.say(Say.DONE)
+
+    def discard(self, seat: int) -> None:
+        """Drop the push of a worker that is staged and will not be applied."""
+        with self.order:
+            self._change(Say.ORDER_DISCARD, seat)
+            self.state.seats[seat].staged = None
+
+    def catch_up(self, seat: int, number: int) -> None:
+        """Apply the push of a worker that is staged, where the range does not have it."""
+        with self.order:
+            if self.state.seats[seat].applied < number:
+                self._begin_change(Say.ORDER_APPLY, seat, number)
+                self.state.apply(seat)
+                self._finish_change()
+            self.order.notify_all()
+
+    def give_back(self, seat: int) -> None:
+        """Have the batches of a worker that it has not pushed handed out again."""
+        with self.order:
+            self._change(Say.ORDER_BACK, seat)
+            self.state.queue.give_back(seat)
+            self.order.notify_all()
+
+    @property
+    def may_answer(self) -> bool:
+        """Tells whether workers are answered: at the beginning they wait for the copy."""
+        return self.unguarded or self.copy is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Tells whether every worker has ended, or was given up."""
+        return len(self.byes | self.gone) >= len(self.state.seats)
+
+
+def _hand_on_whole(copy: RangeCopy, seat: int, number: int, tensors: Sequence[Tensor]) -> None:
+    """Give the copy a push that arrived before it was there."""
+    *small, gradient = tensors
+    link = copy.stage(seat)
+    link.say(Say.STAGE, number, len(tensors[0]), tensors=[*small, *gradient_pieces(gradient)])
+    link.expect(Say.STAGED, REPLY_SECONDS)

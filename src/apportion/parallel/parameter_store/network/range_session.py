@@ -1,0 +1,248 @@
+"""A worker's conversation with the server of one range, which outlives that server where the range has a copy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar, final
+
+import torch
+from torch import Tensor
+
+from apportion.comm.network.rendezvous import RankDoors
+from apportion.errors import PeerLost, StateLost
+from apportion.parallel.parameter_store.network.messages import CONTROL, NOBODY, REPLY_SECONDS, Say
+from apportion.parallel.parameter_store.network.range_copy import gradient_pieces
+from apportion.parallel.parameter_store.network.range_state import StagedGradient
+from apportion.parallel.parameter_store.network.shard_link import ShardLink
+from apportion.parallel.parameter_store.network.views import RangeView, ViewSource
+from apportion.parallel.parameter_store.shard_range import Range
+
+START_SECONDS = 120.0
+"""The seconds that a server may take to begin."""
+LOST_SECONDS = 10.0
+"""The seconds after which a server that does not answer is given up, where its range has no copy."""
+DIAL_SECONDS = 1.0
+WELCOME_SECONDS = 30.0
+_PAUSE_SECONDS = 0.02, 0.3
+_Found = TypeVar("_Found")
+
+
+class LifeOver(Exception):
+    """The servers listen no more to this process: it was given up, and its batches are handed out again."""
+
+
+@final
+class RangeSession:
+    """The conversation. ``seat``: the worker's, or CONTROL. It is connected when it is first needed. ``said_since()``:
+    what is known of the updates that are lost with a server."""
+
+    def __init__(
+        self,
+        of: Range,
+        number: int,
+        doors: RankDoors,
+        views: ViewSource,
+        seat: int,
+        said_since: Callable[[], str] = lambda: "the updates since the last checkpoint are lost",
+    ) -> None:
+        self._said_since = said_since
+        self.range, self.number = of, number
+        self._doors, self._views, self._seat = doors, views, seat
+        self._link: ShardLink | None = None
+        self._met = self._closed = False
+        self.life = 0
+        self.applied = self.staged = self.done = 0
+        """The numbers of the last push that the range has and of the one that is staged there, when it was last asked;
+        and the batches in the weights."""
+
+    # Connections
+
+    def connect(self, life: int) -> None:
+        """Connect to whoever answers for the range, as the process with this life (0: a new one is asked for). Raises
+        LifeOver where another one has the seat, and StateLost where nobody has the range any more."""
+        began, pause = time.monotonic(), _PAUSE_SECONDS[0]
+        while True:
+            view = self._views.ask(Say.ASK, self.number, seconds=START_SECONDS)
+            if view.lost:
+                raise StateLost(self._said_lost(view))
+            try:
+                if self._meet(view.primary, life):
+                    self._met = True
+                    return
+                patience = START_SECONDS  # it is about to answer, or to hand over
+            except PeerLost as error:
+                if self._closed:
+                    raise
+                patience = LOST_SECONDS if self._met and view.copy == NOBODY else START_SECONDS
+                if time.monotonic() - began > patience:
+                    raise StateLost(self._said_lost(view)) from error
+            if time.monotonic() - began > patience:
+                raise PeerLost(f"{self._doors.describe(view.primary)} has not begun to answer in {patience:.0f} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE_SECONDS[1])
+
+    def _said_lost(self, view: RangeView) -> str:
+        return (
+            f"{self._doors.describe(view.primary)}, the parameter server of shards {self.range.first} to "
+            f"{self.range.last - 1}, is lost, and no other host has a copy of them: {self._said_since()}. Go on "
+            "from the last checkpoint (resume), and give parameter_server(copies=1), which needs servers on two hosts"
+        )
+
+    def _meet(self, rank: int, life: int) -> bool:
+        self.disconnect()
+        link = ShardLink(self._doors.dial(rank, DIAL_SECONDS), self._doors.describe(rank))
+        try:
+            link.say(Say.HELLO, self.number, self._seat, life)
+            kind, *numbers = link.hear(WELCOME_SECONDS)
+        except PeerLost:
+            link.release()
+            raise
+        if kind == Say.WELCOME:
+            self._link = link
+            self.life, self.applied, self.staged, self.done = numbers[:4]
+            return True
+        link.release()
+        if kind == Say.LIFE_OVER:
+            raise LifeOver
+        return False
+
+    def disconnect(self) -> None:
+        """End the conversation; the next question begins another one."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.release()
+
+    def again(self, action: Callable[[ShardLink], _Found]) -> _Found:
+        """Do something that may be done twice, anew after each loss of the connection."""
+        while True:
+            try:
+                if self._link is None:
+                    self.connect(self.life)
+                assert self._link is not None
+                return action(self._link)
+            except PeerLost:
+                self.disconnect()
+                if self._closed:
+                    raise
+
+    # Pushes and pulls
+
+    def stage(self, staged: StagedGradient) -> None:
+        """Bring a push to the range, if it is not there yet."""
+        *small, gradient = staged.tensors
+        pieces = gradient_pieces(gradient)
+
+        def bring(link: ShardLink) -> None:
+            if self.applied >= staged.number or self.staged == staged.number:
+                return
+            link.say(Say.STAGE, staged.number, len(staged.entries), tensors=[*small, *pieces])
+            link.expect(Say.STAGED, REPLY_SECONDS)
+            self.staged = staged.number
+
+        self.again(bring)
+
+    def apply(self, staged: StagedGradient, into: tuple[Tensor, Tensor] | None) -> tuple[int, Tensor | None]:
+        """Have a push applied that every range has; where it pulls, the new weights and buffers come ``into`` the flat
+        vectors. Returns which push of the range it was, and the versions of what was pulled."""
+
+        def do(link: ShardLink) -> tuple[int, Tensor | None]:
+            if self.applied < staged.number and self.staged != staged.number:  # another server, which has lost it
+                *small, gradient = staged.tensors
+                link.say(Say.STAGE, staged.number, len(staged.entries), tensors=[*small, *gradient_pieces(gradient)])
+                link.expect(Say.STAGED, REPLY_SECONDS)
+                self.staged = staged.number
+            link.say(Say.APPLY, staged.number, int(into is not None))
+            made, self.done, *_ = link.expect(Say.APPLIED, REPLY_SECONDS)
+            versions = self._take_weights(link, into) if into is not None else None
+            self.applied, self.staged = staged.number, 0
+            return made, versions
+
+        return self.again(do)
+
+    def pull(self, into: tuple[Tensor, Tensor]) -> Tensor:
+        """Fetch the last weights and buffers of the range into these flat vectors; returns their versions."""
+
+        def do(link: ShardLink) -> Tensor:
+            link.say(Say.PULL)
+            (self.done, *_) = link.expect(Say.PULLED, REPLY_SECONDS)
+            return self._take_weights(link, into)
+
+        return self.again(do)
+
+    def _take_weights(self, link: ShardLink, into: tuple[Tensor, Tensor]) -> Tensor:
+        of = self.range
+        versions = torch.zeros(of.last - of.first, dtype=torch.int64)
+        link.take([*(of.chunk(at, *into) for at in of.chunks()), versions], REPLY_SECONDS)
+        return versions
+
+    # Questions
+
+    def take(self, total: int, *, waits: bool, most: int) -> int | None:
+        """Take the next batch of the queue, which the server of the first range keeps. ``waits``: where others have
+        batches that may come back; ``most``: the pushes by which this worker may be ahead (-1: any)."""
+
+        def do(link: ShardLink) -> int | None:
+            link.say(Say.TAKE, total, int(waits), most)
+            batch, self.done, *_ = link.expect(Say.TICKET, REPLY_SECONDS if not waits else float("inf"))
+            return None if batch < 0 else batch
+
+        return self.again(do)
+
+    def leave(self, *, stops: bool) -> None:
+        """Take no more batches for now; ``stops``: nobody is given any."""
+
+        def do(link: ShardLink) -> None:
+            link.say(Say.LEAVE, int(stops))
+            link.expect(Say.DONE, REPLY_SECONDS)
+
+        self.again(do)
+
+    def freeze(self, seats: int) -> list[int]:
+        """Have nothing of the range change until ``thaw``; returns the number of each worker's last push in it. Asked
+        once: where the connection is lost, the range changes again."""
+        link = self._connected()
+        link.say(Say.FREEZE)
+        link.expect(Say.FROZEN, REPLY_SECONDS)
+        applied = torch.zeros(seats, dtype=torch.int64)
+        link.take([applied], REPLY_SECONDS)
+        found: list[int] = applied.tolist()
+        return found
+
+    def ask(self, kind: int, *numbers: int, answer: int = Say.DONE) -> Sequence[int]:
+        """Ask something once, in the conversation that there is; returns the numbers of the answer."""
+        link = self._connected()
+        link.say(kind, *numbers)
+        return link.expect(answer, REPLY_SECONDS)
+
+    def fetch(self, kind: int, most: int) -> Tensor:
+        """Ask for bytes, of which there are at most so many, in the conversation that there is."""
+        link = self._connected()
+        link.say(kind)
+        nbytes, *_ = link.expect(Say.BLOB, REPLY_SECONDS)
+        return link.take_blob(nbytes, most)
+
+    def put(self, blob: Tensor, done: int) -> None:
+        """Have the range begin with these contents, which have so many updates behind them."""
+        link = self._connected()
+        link.say_blob(Say.PUT, blob, done)
+        link.expect(Say.DONE, REPLY_SECONDS)
+        self.applied = self.staged = 0
+        self.done = done
+
+    def _connected(self) -> ShardLink:
+        if self._link is None:
+            self.connect(self.life if self._seat != CONTROL else 0)
+        assert self._link is not None
+        return self._link
+
+    def close(self, *, says_bye: bool) -> None:
+        """End the conversation for good."""
+        self._closed = True
+        if says_bye and self._link is not None:
+            try:
+                self._link.say(Say.BYE)
+                self._link.flush(DIAL_SECONDS)
+            except PeerLost:
+                pass
+        self.disconnect()

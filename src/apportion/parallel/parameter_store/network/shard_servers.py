@@ -1,0 +1,292 @@
+"""The ranges of shards that one process answers for, and those of which it keeps a copy for another host.
+
+A copy asks the server for everything that it has, and is told from then on what the server does. Where the server is
+lost, the copy asks to answer in its place; where the process comes back, it asks for a copy in turn.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import final
+
+from apportion.comm.network.rendezvous import RankDoors
+from apportion.errors import PeerLost, StateLost
+from apportion.parallel.parameter_store.network.messages import CONTROL, NOBODY, REPLY_SECONDS, Say
+from apportion.parallel.parameter_store.network.range_copy import RangeCopy, follow_order, receive_stage
+from apportion.parallel.parameter_store.network.range_server import RangeServer
+from apportion.parallel.parameter_store.network.range_state import RangeState
+from apportion.parallel.parameter_store.network.seat_dealer import SeatDealer
+from apportion.parallel.parameter_store.network.shard_link import ShardLink
+from apportion.parallel.parameter_store.network.views import RangeView, ViewSource
+
+HELLO_SECONDS = 30.0
+ASK_SECONDS = 120.0
+DIAL_SECONDS = 1.0
+_PAUSE_SECONDS = 0.05
+
+
+def copy_ranks(servers: Sequence[int], hosts: Sequence[int]) -> list[int]:
+    """Return the rank that keeps the copy of each server's range: the next server on another host. ``hosts``: the
+    host of every rank. ValueError where there is none."""
+    found = []
+    for at, rank in enumerate(servers):
+        others = [*servers[at + 1 :], *servers[:at]]
+        elsewhere = [other for other in others if hosts[other] != hosts[rank]]
+        if not elsewhere:
+            raise ValueError(
+                f"copies=1 keeps a copy of each server's shards on another host, and all of the {len(servers)} servers "
+                "are on one: give servers=2 or more on several hosts, or leave copies out"
+            )
+        found.append(elsewhere[0])
+    return found
+
+
+@final
+class ShardServers:
+    """The ranges of one process. ``servers``: the rank of the server of each range; ``copies``: the rank of each
+    copy, none where there are none; ``state(number)``: makes a range as it is at the beginning."""
+
+    def __init__(
+        self,
+        doors: RankDoors,
+        servers: Sequence[int],
+        copies: Sequence[int],
+        state: Callable[[int], RangeState],
+        dealer: Callable[[ShardServers], SeatDealer],
+    ) -> None:
+        self.rank, self._doors, self._servers, self._copies = doors.rank, doors, list(servers), list(copies)
+        self.views = ViewSource(doors)
+        self._state = state
+        self.ranges: dict[int, RangeServer] = {}
+        """The ranges that this process answers for."""
+        self.closed = threading.Event()
+        self.error: BaseException | None = None
+        """The exception that a thread has died of."""
+        self._following: dict[int, RangeState] = {}
+        self._followers: set[int] = set()
+        """The ranges of others that a thread keeps a copy of, or tries to."""
+        self._epochs: dict[int, int] = {}
+        self._links: set[ShardLink] = set()
+        self._talks: dict[tuple[int, int], tuple[ShardLink, threading.Thread]] = {}
+        self._lock = threading.Lock()
+        self._dealer = dealer(self)
+
+    def start(self) -> None:
+        """Begin to answer, or to follow whoever answers. Raises StateLost where the shards of this process are lost:
+        another process of its rank had them, and there was no copy."""
+        self._doors.open(self._taken)
+        own = self._servers.index(self.rank)
+        view = self.views.ask(Say.ENTER, own, self.rank, seconds=ASK_SECONDS)
+        if view.lost:
+            raise StateLost("the shards of this parameter server are lost with the process that had them")
+        if view.primary == self.rank:
+            self._serve(own, self._state(own), view)
+        else:
+            self._begin_to_follow(own)
+        for number, rank in enumerate(self._copies):
+            if rank == self.rank:
+                self._begin_to_follow(number)
+
+    def _start(self, run: Callable[..., None], *given: object) -> threading.Thread:
+        thread = threading.Thread(target=self._guarded, args=(run, *given), name=run.__name__, daemon=True)
+        thread.start()
+        return thread
+
+    def _guarded(self, run: Callable[..., None], *given: object) -> None:
+        try:
+            run(*given)
+        except PeerLost:
+            pass
+        except BaseException as error:
+            self.error = error
+
+    def _serve(self, number: int, state: RangeState, view: RangeView) -> None:
+        self._epochs[number] = view.epoch
+        server = RangeServer(state, lambda: self._drop_copy(number))
+        server.unguarded = not self._copies
+        with self._lock:
+            self.ranges[number] = server
+
+    def _drop_copy(self, number: int) -> None:
+        """Ask that a range goes on without its copy."""
+        view = self.views.ask(Say.DROP, number, self.rank, self._epochs[number], seconds=REPLY_SECONDS)
+        if view.primary != self.rank:
+            self._depose(number)
+            raise PeerLost(f"rank {view.primary} answers for these shards now")
+        self._epochs[number] = view.epoch
+
+    def _depose(self, number: int) -> None:
+        """Answer for a range no more: its copy does."""
+        with self._lock:
+            server = self.ranges.pop(number, None)
+        if server is not None:
+            for link in list(server.links.values()):
+                link.close()
+            self._begin_to_follow(number)
+
+    # Conversations
+
+    def _taken(self, rank: int, sock: socket.socket) -> None:
+        link = ShardLink(sock, self._doors.describe(rank))
+        with self._lock:
+            self._links.add(link)
+        self._start(self._talk, link)
+
+    def _talk(self, link: ShardLink) -> None:
+        keeps = False
+        try:
+            if self.closed.is_set():
+                return
+            kind, *numbers = link.hear(HELLO_SECONDS)
+            if kind == Say.HELLO:
+                self._converse(link, *numbers[:3])
+            elif kind == Say.JOIN:
+                self._admit(link, *numbers[:2])
+                keeps = True
+            elif kind == Say.COPY_STAGE:
+                self._keep_stages(link, *numbers[:2])
+        finally:
+            if not keeps:
+                with self._lock:
+                    self._links.discard(link)
+                link.release()
+
+    def _converse(self, link: ShardLink, number: int, seat: int, life: int) -> None:
+        server = self.ranges.get(number)
+        if server is None or not server.may_answer or (seat != CONTROL and seat not in server.state.seats):
+            link.say(Say.NOT_HERE)
+            link.flush(HELLO_SECONDS)
+            return
+        if seat == CONTROL:
+            server.converse(link, seat, life)
+            return
+        with self._lock:
+            before = self._talks.get((number, seat))
+            self._talks[number, seat] = link, threading.current_thread()
+        if before is not None:  # no other thread writes into that worker's place
+            before[0].close()
+            before[1].join()
+        if number == 0 and life == 0:
+            life = self._dealer.new_life(seat)
+        ended = server.converse(link, seat, life)
+        if not ended and number == 0:
+            self._dealer.lost(seat, life)
+
+    # Copies
+
+    def _admit(self, link: ShardLink, number: int, rank: int) -> None:
+        """Take a copy of a range in, with everything that the range has."""
+        server = self.ranges.get(number)
+        if server is None:
+            raise PeerLost(f"range {number} is not here")
+        with server.order:
+            server.lose_copy()
+            epoch = self._epochs[number]
+            link.say_blob(Say.BLOB, server.state.dump(), epoch + 1)
+            link.expect(Say.ACK, REPLY_SECONDS)  # it has everything, and may be counted on
+            view = self.views.ask(Say.ADD, number, self.rank, epoch, rank, seconds=REPLY_SECONDS)
+            if view.primary != self.rank:
+                self._depose(number)
+            if view.copy != rank:
+                raise PeerLost(f"rank {rank} is not to have a copy of range {number}")
+            self._epochs[number] = view.epoch
+            server.copy = RangeCopy(rank, number, link, self._doors)
+            server.unguarded = True
+            server.order.notify_all()
+
+    def _keep_stages(self, link: ShardLink, number: int, seat: int) -> None:
+        while True:
+            kind, *numbers = link.hear()
+            state = self._following.get(number)
+            if kind != Say.STAGE or state is None:
+                raise PeerLost(f"{link.name} hands on gradients of range {number}, of which there is no copy here")
+            receive_stage(link, state, seat, numbers, None)
+            link.say(Say.STAGED, numbers[0])
+
+    def _begin_to_follow(self, number: int) -> None:
+        with self._lock:
+            self._followers.add(number)
+        self._start(self._follow, number)
+
+    def _follow(self, number: int) -> None:
+        """Keep a copy of a range, and answer for it where its server is lost."""
+        try:
+            self._follow_until_over(number)
+        finally:
+            with self._lock:
+                self._followers.discard(number)
+
+    def _follow_until_over(self, number: int) -> None:
+        while not self.closed.is_set():
+            view = self.views.ask(Say.ASK, number, seconds=ASK_SECONDS)
+            if view.lost:
+                return
+            state = self._state(number)
+            epoch = NOBODY
+            try:
+                link = ShardLink(self._doors.dial(view.primary, DIAL_SECONDS), self._doors.describe(view.primary))
+                with self._lock:
+                    self._links.add(link)
+                link.say(Say.JOIN, number, self.rank)
+                epoch = self._receive_all(link, state)
+                if self._obey(link, number, state):
+                    return
+            except PeerLost:
+                if self.closed.is_set():
+                    return
+            self._following.pop(number, None)
+            if epoch != NOBODY:
+                view = self.views.ask(Say.TAKE_OVER, number, self.rank, epoch, seconds=ASK_SECONDS)
+                if view.primary == self.rank:
+                    self._serve(number, state, view)
+                    self.ranges[number].unguarded = True
+                    if number == 0:
+                        self._dealer.took_over()
+                    return
+            self.closed.wait(_PAUSE_SECONDS)
+
+    def _receive_all(self, link: ShardLink, state: RangeState) -> int:
+        """Take over everything that the range has; returns the epoch in which this is its copy."""
+        nbytes, epoch, *_ = link.expect(Say.BLOB, HELLO_SECONDS)
+        state.restore(link.take_blob(nbytes, state.most_bytes))
+        return epoch
+
+    def _obey(self, link: ShardLink, number: int, state: RangeState) -> bool:
+        """Do what the server does, until it says that the run is over, and return True."""
+        self._following[number] = state
+        link.say(Say.ACK)
+        while True:
+            message = link.hear()
+            if message[0] == Say.ORDER_END:
+                return True
+            follow_order(state, link, message)
+            link.say(Say.ACK)
+
+    # The end
+
+    def is_over(self) -> bool:
+        """Tell whether every worker has ended, as far as this process answers them, and whoever it keeps copies for
+        has said so too. The copies of its own ranges are told."""
+        over = True
+        for server in list(self.ranges.values()):
+            with server.order:
+                over &= server.is_over
+                if server.is_over and server.copy is not None:
+                    server.copy.end()
+                    server.copy = None
+        return over and not self._followers
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        self.closed.set()
+        self._doors.close()
+        self.views.close()
+        with self._lock:
+            links = [*self._links]
+        for server in list(self.ranges.values()):
+            if server.copy is not None:
+                server.copy.close()
+        for link in links:
+            link.close()
