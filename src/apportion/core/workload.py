@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from apportion.core import tree
-from apportion.core.data.sampler import Draws, Order
 from apportion.core.parts.checks import check_parts
 from apportion.core.parts.dataset import PartedDataset
+from apportion.core.sampling.sampler import Draws, Order
 
 if TYPE_CHECKING:
     from apportion.core.data.batch import Batch

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from apportion.core import tree
-from apportion.core.data.sampler import DataShard, Draws, Index, split
+from apportion.core.sampling.sampler import DataShard, Draws, Index, split
 from apportion.core.workload import examples
 
 

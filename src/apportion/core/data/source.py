@@ -13,9 +13,9 @@ from apportion.core import tree
 from apportion.core.data.batch import Batch, Whole
 from apportion.core.data.block import BatchPart, Block
 from apportion.core.data.fetch import RowFetcher
-from apportion.core.data.sampler import DataShard, Sampler
 from apportion.core.parts.dataset import PartedDataset
 from apportion.core.parts.sampler import PartSampler
+from apportion.core.sampling.sampler import DataShard, Sampler
 from apportion.core.workload import Workload, checked
 from apportion.errors import ApportionError
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Self, final
 import numpy as np
 from torch.utils.data import Dataset
 
-from apportion.core.data.sampler import Index, mix
-from apportion.core.rng import seeded_rng
+from apportion.core.sampling.rng import seeded_rng
+from apportion.core.sampling.sampler import Index, mix
 from apportion.errors import ApportionError
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from apportion.comm.group import collective
 from apportion.comm.world import World
-from apportion.core.data.sampler import DataShard
+from apportion.core.sampling.sampler import DataShard
 
 
 def deal_parts(parts: int, hosts: Sequence[int]) -> list[DataShard]:

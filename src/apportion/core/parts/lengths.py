@@ -14,8 +14,8 @@ from apportion.comm.group import collective
 from apportion.comm.objects import gather_messages
 from apportion.comm.sync import CACHE_LINE, CommitWord, Word, sleep_on, wake
 from apportion.comm.world import World
-from apportion.core.data.sampler import DataShard
 from apportion.core.parts.dataset import PartedDataset
+from apportion.core.sampling.sampler import DataShard
 from apportion.errors import ApportionError
 
 LOOK_SECONDS = 0.05

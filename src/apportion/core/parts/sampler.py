@@ -13,7 +13,7 @@ from typing import final
 import numpy as np
 import torch
 
-from apportion.core.data.sampler import DataShard, Index, Order, Sampler, mix
+from apportion.core.sampling.sampler import DataShard, Index, Order, Sampler, mix
 
 
 def rows_of_parts(lengths: Sequence[int], rows: int) -> list[int]:

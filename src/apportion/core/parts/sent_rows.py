@@ -12,9 +12,9 @@ from torch.utils.data import Dataset
 from apportion.comm.group import collective
 from apportion.comm.objects import broadcast_message, gather_messages
 from apportion.comm.world import World
-from apportion.core.data.sampler import DataShard
 from apportion.core.parts.dataset import PartedDataset
 from apportion.core.parts.example_codec import decode, encode
+from apportion.core.sampling.sampler import DataShard
 from apportion.errors import ApportionError
 
 MOST_BYTES = 256 << 20

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.core import tree
-from apportion.core.rng import fork_rng, gpus_in_use
+from apportion.core.sampling.rng import fork_rng, gpus_in_use
 from apportion.core.workload import Workload
 from apportion.parallel.batch_coupling.row_probe import Called, Copied, Part, Ran
 from apportion.parallel.batch_coupling.sync_batch_functions import by_class, own_forwards

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from apportion.comm.group import Alone, Group, collective
 from apportion.core import tree
 from apportion.core.data.batch import Batch
-from apportion.core.data.sampler import mix
-from apportion.core.rng import seed_everything
+from apportion.core.sampling.rng import seed_everything
+from apportion.core.sampling.sampler import mix
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
 from apportion.parallel.optim.replica_optimizers import ReplicaOptimizers

@@ -26,7 +26,7 @@ from apportion.comm.differentiable import gather_from
 from apportion.comm.group import Group, Work
 from apportion.core import tree
 from apportion.core.data.batch import Batch
-from apportion.core.data.sampler import DataShard
+from apportion.core.sampling.sampler import DataShard
 from apportion.core.workload import Workload, examples
 from apportion.parallel.batch_coupling import sync_batch_functions
 from apportion.parallel.ops.channels_last import channels_last

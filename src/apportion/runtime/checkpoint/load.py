@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.core.address import load_workload
-from apportion.core.rng import fork_rng, gpus_in_use, seed_host
+from apportion.core.sampling.rng import fork_rng, gpus_in_use, seed_host
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError
 from apportion.runtime.checkpoint import code_ownership

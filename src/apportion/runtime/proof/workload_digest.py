@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from apportion.core import tree
-from apportion.core.rng import seeded_rng
+from apportion.core.sampling.rng import seeded_rng
 from apportion.core.strategy import Step
 from apportion.core.workload import Workload
 from apportion.runtime.proof.installed_packages import release

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from apportion.core.rng import plain_rng_states, strategy_is_drawing
+from apportion.core.sampling.rng import plain_rng_states, strategy_is_drawing
 from apportion.core.torch_private import DispatchMode
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")

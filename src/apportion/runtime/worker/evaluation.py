@@ -13,8 +13,8 @@ from apportion.comm.group import Group, collective
 from apportion.comm.objects import broadcast_message
 from apportion.core import tree
 from apportion.core.data.batch import Batch
-from apportion.core.data.sampler import DataShard
 from apportion.core.data.source import BatchSource
+from apportion.core.sampling.sampler import DataShard
 from apportion.core.strategy import Step
 from apportion.core.torch_private import pytree
 from apportion.core.workload import Evaluation

@@ -24,8 +24,8 @@ from apportion.comm.channel import Message
 from apportion.comm.group import Alone, bytes_of
 from apportion.comm.world import World
 from apportion.core import tree
-from apportion.core.data.sampler import DataShard
 from apportion.core.data.source import BatchSource
+from apportion.core.sampling.sampler import DataShard
 from apportion.core.strategy import State, Step, batches
 from apportion.core.workload import Evaluation, Workload
 from apportion.parallel.replica.single_process import OneDeviceStep
