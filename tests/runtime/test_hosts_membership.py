@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from apportion.errors import ApportionError
+from apportion.errors import ApportionError, WorkerFailed
 from apportion.parallel.replica.resync import furthest
 from apportion.runtime.checkpoint.terms import RunTerm, RunWriter, is_refused, may_write, next_term
 from apportion.runtime.hosts.protocol.follower import Follower, TakenTable
 from apportion.runtime.hosts.protocol.leader import Leader, Slot
 from apportion.runtime.hosts.protocol.liveness import LATE_FACTOR, SUSPECT_SECONDS, SUSPECT_STEPS, Liveness
+from apportion.runtime.hosts.protocol.torn_links import TornLinks
 
 A0, A1, B0, B1 = Slot(0, 0), Slot(0, 1), Slot(1, 0), Slot(1, 1)
 
@@ -232,3 +233,33 @@ def test_rank_0_of_an_older_generation_writes_no_more() -> None:
     assert may_write(RunWriter(term, 4), RunWriter(term, 2))
     assert not may_write(RunWriter(term, 2), RunWriter(term, 4))
     assert may_write(RunWriter(RunTerm(2, "b"), 0), RunWriter(term, 4))
+
+
+# Connections that are lost though nobody was
+
+
+def test_ranks_that_have_lost_a_connection_meet_again_unless_a_loss_turns_out_to_be_the_cause() -> None:
+    torn = TornLinks()
+    assert not torn.is_old(100.0)
+    torn.note(True, 10.0)
+    torn.note(True, 10.9)  # the first counts
+    assert not torn.is_old(10.9)
+    assert torn.is_old(11.1)
+    torn.forget()
+    assert not torn.is_old(20.0)
+    torn.note(False, 20.0)  # of a generation that is over
+    assert not torn.is_old(30.0)
+
+
+def test_connections_that_are_lost_again_and_again_at_one_step_end_the_run() -> None:
+    torn = TornLinks()
+    for step in (3, 3, 3, 3, 3, 4, 4):
+        torn.note(True, 0.0)
+        torn.mend(step)
+    torn.mend(4)  # nothing was lost: a host is taken in
+    for _ in range(3):
+        torn.note(True, 0.0)
+        torn.mend(4)
+    torn.note(True, 0.0)
+    with pytest.raises(WorkerFailed, match="were lost 5 times at step 4"):
+        torn.mend(4)

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -184,6 +185,12 @@ class World:
         while not self.members.await_change(self.generation, LOOK_SECONDS):
             pass
         self.abandon()
+
+    def tell_torn(self) -> None:
+        """Tell whoever supervises several hosts that a connection to another host was lost."""
+        if self.meeting is not None and self.channel is not None:
+            with suppress(OSError):  # it is gone, and this process ends with it
+                self.channel.send({"kind": "torn", "generation": self.generation})
 
     def is_over(self, seconds: float) -> bool:
         """Wait at most so many seconds until this generation is over, and return whether it is. Where a connection to

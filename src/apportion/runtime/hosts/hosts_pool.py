@@ -17,6 +17,7 @@ from apportion.runtime.hosts.frames import Message
 from apportion.runtime.hosts.host_failures import raised_event
 from apportion.runtime.hosts.protocol.leader import Leader, Slot, Tell
 from apportion.runtime.hosts.protocol.liveness import Liveness, Silence
+from apportion.runtime.hosts.protocol.torn_links import TornLinks
 from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.supervisor.decisions import Action, Restart, Stop
 from apportion.runtime.supervisor.failures import (
@@ -58,8 +59,6 @@ class HostsPool:
         self.leader = Leader(counts)
         self.history = PoolHistory(sum(counts), policy, survives=replaceable)
         """Everything that has happened to the ranks."""
-        self._firsts = [sum(counts[:host]) for host in range(len(counts))]
-        """The line of the first slot of each host."""
         self._lines = progress.lines(bytearray(progress.NBYTES * sum(counts)))
         self._watch = Watchdog(self._lines)
         self._stopped: set[Slot] = set()
@@ -68,6 +67,7 @@ class HostsPool:
         self._began_at, self._late_by = time.monotonic(), dict[Slot, float]()
         self._begun = self._stopping = False
         self._counts = list(counts)
+        self._torn = TornLinks()
         self._offers: deque[AgentConnection] = deque()
         self._joining: set[int] = set()
         """The hosts that take part from the next table on."""
@@ -162,6 +162,8 @@ class HostsPool:
             self.history.note(WorkerExited(rank, status, out_of_memory=lacked, step=step, host=name))
         elif kind == "finished":
             self.history.note(WorkerFinished(rank))
+        elif kind == "torn":
+            self._torn.note(message["generation"] == self.leader.generation, time.monotonic())
         elif kind == "raised":
             self.history.note(raised_event(message, rank, step))
             yield rank, message
@@ -171,13 +173,14 @@ class HostsPool:
             yield rank, {**message, "host": name}
 
     def _note_progress(self, host: int, message: Message) -> None:
-        first, lines = self._firsts[host], message["lines"]
+        first, lines = self._line(Slot(host, 0)), message["lines"]
         self._lines[first : first + len(lines)] = lines
         self._stopped = {slot for slot in self._stopped if slot.host != host}
         self._stopped |= {Slot(host, number) for number in message["stopped"]}
 
     def _line(self, slot: Slot) -> int:
-        return self._firsts[slot.host] + slot.number
+        """Returns the number of the line of a slot, among those of all hosts."""
+        return sum(self._counts[: slot.host]) + slot.number
 
     def _step_of(self, slot: Slot) -> int:
         return self._watch.step_of(self._line(slot))
@@ -250,10 +253,13 @@ class HostsPool:
 
     def offered(self) -> bool:
         """Tells whether workers are offered that could take part."""
-        return bool(self._offers) and self._begun and not self.finishing
+        waiting = bool(self._offers) or self._torn.is_old(time.monotonic())
+        return waiting and self._begun and not self.finishing
 
     def admit(self) -> HostsChange:
-        """Opens a change of the membership in which the workers that are offered are taken in."""
+        """Opens a change of the membership in which the workers that are offered are taken in, and all connect anew.
+        Raises WorkerFailed where connections between hosts are lost again and again."""
+        self._torn.mend(self.step)
         while self._offers:
             agent = self._offers.popleft()
             host = agent.number
@@ -261,7 +267,7 @@ class HostsPool:
             agent.hand_over(self._news)
             self.leader.take(host)
             self._liveness.expect(host)
-            self._lines[self._firsts[host] :][: self._counts[host]] = 0
+            self._lines[self._line(Slot(host, 0)) :][: self._counts[host]] = 0
             self._joining.add(host)
         self.tell(self.leader.open())
         return HostsChange(self, self._watch)
@@ -298,6 +304,7 @@ class HostsPool:
             self._watch.reset(self._line(slot))
             self._late_by[slot] = time.monotonic() - self._began_at
         self.tell(self.leader.close(slots, fresh))
+        self._torn.forget()
         for host in hosts:
             ranks = tuple(rank for rank, slot in enumerate(self.leader.table) if slot.host == host)
             cause = f"host {self._agents[host].host} takes part again, with {ranks_text(ranks)}"

@@ -71,8 +71,10 @@ def _begin(job: Job, world: World, control: RunControl) -> _TrainingLoop:
 def _expected(change: MembershipChanged | PeerLost, world: World) -> None:
     """Returns once the membership has changed, of which the loss of a connection to another host is a sign. Raises
     PeerLost where it does not change."""
-    if isinstance(change, PeerLost) and not world.is_over(CHANGE_SECONDS):
-        raise change
+    if isinstance(change, PeerLost):
+        world.tell_torn()
+        if not world.is_over(CHANGE_SECONDS):
+            raise change
 
 
 class _TrainingLoop:
