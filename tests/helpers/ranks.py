@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import pickle
 import socket
 import sys
@@ -35,8 +36,11 @@ def by_value(module: ModuleType) -> Iterator[None]:
 
 def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
     """``function(world, *arguments)`` on so many ranks; what each returned, by rank."""
+    from commands import free_port  # ranks need nothing of a command line
+
     with by_value(sys.modules[function.__module__]):
-        pool = WorkerPool(Local(workers=ranks, threads=1, device="cpu"), "ranks:run", (function, arguments), ranks)  # type: ignore[arg-type]
+        given: Any = (function, arguments, free_port())
+        pool = WorkerPool(Local(workers=ranks, threads=1, device="cpu"), "ranks:run", given, ranks)
     try:
         return [pickle.loads(base64.b64decode(a["data"])) for a in pool.answers("result", SECONDS)]
     finally:
@@ -62,8 +66,10 @@ def run(sock: socket.socket, payload: bytes) -> int:
 
     channel = Channel(sock)
     try:
-        function, arguments = cloudpickle.loads(payload)
+        function, arguments, port = cloudpickle.loads(payload)
         torch.set_num_threads(1)
+        # Workers of local() need no port: where a test has them meet as ranks of others do, rank 0 holds this one.
+        os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
         world = World.from_env(device="cpu", channel=channel)
         data = pickle.dumps(function(world, *arguments))
         channel.send({"kind": "result", "data": base64.b64encode(data).decode()})

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, final
 
 from torch import Tensor
 
+from apportion.comm.group import collective
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
@@ -65,6 +66,7 @@ def spec_of(worker: StoreWorker, places: NetworkPlaces) -> StoreSpec:
     )
 
 
+@collective
 def doors_of(world: World) -> RankDoors:
     """Return the way to the other ranks of a world. Called by all of them."""
     group: Any = world.group()
