@@ -18,7 +18,7 @@ ByCheck = Callable[[str, str], list[Told]]
 """What each rank was told of a (strategy, network)."""
 REFUSED = {
     "hogwild": "ValueError: hogwild keeps its weights in memory that all of its workers share, and these 3 ranks",
-    "parameter_server(servers=1)": "ValueError: parameter_server(servers=1) keeps its weights in memory",
+    "parameter_server": "ValueError: parameter_server keeps its weights in memory",
     "single_device": "ValueError: single_device runs in one process, and 3 ranks are running",
     "conv_parallel": "ValueError: Sequential has no convolution",
     "data_parallel(compress='int8')": "ValueError: data_parallel(compress=int8) changes what hosts send each other",

@@ -64,7 +64,7 @@ class Membership:
 
     def __init__(self, memory: memoryview, seats: int) -> None:
         self.seats = seats
-        self._address = memory[CACHE_LINE * (seats + 1) :]
+        self._address = memoryview(memory)[CACHE_LINE * (seats + 1) :]
         self._words = (Word * (_WORDS * (seats + 1))).from_buffer(memory)
         self._generation = Word.from_buffer(memory, 4 * _GENERATION)
         self._table = CommitWord(self._generation)
