@@ -379,7 +379,8 @@ def test_it_is_written_as_it_was_made() -> None:
         ({"rule": "adadelta(lr=1)"}, "must be one of sgd"),
         ({"rule": "adagrad(rate=1)"}, "has no 'rate'"),
         ({"max_staleness": -1}, "max_staleness=-1 must be"),
-        ({"servers": 1, "mode": "ordered"}, 'servers=1 go with mode="sharded"'),
+        ({"servers": 1, "mode": "hogwild"}, 'servers=1 take locks: leave mode="hogwild" out'),
+        ({"copies": 1}, "copies=1 must be 0 or 1, and copies go with servers"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
