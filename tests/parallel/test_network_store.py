@@ -201,6 +201,7 @@ def killed_at_times(total: int, between: int) -> int:
     return ranks.kills
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_no_push_is_lost_or_counts_twice_where_workers_and_servers_are_killed() -> None:
     assert killed_at_times(1000, 40) >= 4

@@ -132,6 +132,7 @@ def assert_refused(case: str, told: Sequence[dict[str, Any]], folder: Path) -> f
     return max(ended, also_ended) - max(began, also_began)
 
 
+@pytest.mark.slow
 def test_whatever_two_hosts_were_given_otherwise_is_named_on_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

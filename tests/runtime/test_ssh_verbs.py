@@ -68,6 +68,7 @@ def checked(hosts: SshHosts, folder: Path, *checks: tuple[str, str], names: Sequ
     return checked_by_ssh(hosts, names, checks, folder)
 
 
+@pytest.mark.slow
 def test_a_proof_of_two_hosts_comes_back_and_a_planted_mistake_is_found(hosts: SshHosts, tmp_path: Path) -> None:
     right, wrong = checked(hosts, tmp_path, ("data_parallel", "mlp"), ("planted:a_little_too_much", "mlp"))
     assert not right.raised

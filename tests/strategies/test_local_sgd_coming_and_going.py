@@ -147,6 +147,7 @@ def says(process: subprocess.Popen[str]) -> str:
     return process.communicate(timeout=SECONDS)[0]
 
 
+@pytest.mark.slow
 def test_replicas_that_are_killed_frozen_and_started_again_hold_nobody_up_and_the_log_leads_to_the_same_network(
     folder: Path, eventually: Eventually
 ) -> None:
@@ -213,6 +214,7 @@ def test_a_run_under_env_goes_on_without_a_rank_with_it_again_and_after_rank_0_i
     assert apportion.load("run", trust=True) is not None
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_given_another_run_is_refused_by_name_and_the_others_go_on(folder: Path) -> None:
     with ranks_of([1, 1, 1]) as ranks:
         first, second = (ranks.begin(rank, "training.py", "{'steps': 200}") for rank in range(2))
@@ -227,6 +229,7 @@ def test_a_rank_that_was_given_another_run_is_refused_by_name_and_the_others_go_
             assert "finished 200" in text
 
 
+@pytest.mark.slow
 def test_a_process_whose_rank_another_one_has_taken_ends_when_it_wakes(folder: Path, eventually: Eventually) -> None:
     with ranks_of([1, 1]) as ranks:
         first, old = (ranks.begin(rank, "loop.py") for rank in range(2))

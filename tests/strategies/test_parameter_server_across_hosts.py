@@ -113,6 +113,7 @@ def test_without_servers_it_is_refused_with_the_cure() -> None:
             assert "2 ranks run on several hosts: give parameter_server(servers=1)" in said
 
 
+@pytest.mark.slow
 def test_a_run_on_several_hosts_saves_and_outlives_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
