@@ -59,6 +59,7 @@ print(json.dumps([was_there, before]))
 """
 
 
+@pytest.mark.slow
 def test_optimizers_make_the_same_updates_without_it_and_what_is_compiled_finds_it() -> None:
     told = {}
     for how in ("late", "at once"):

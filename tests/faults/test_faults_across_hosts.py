@@ -77,17 +77,18 @@ def lost(run: DrivenRun, name: str) -> dict[str, object]:
     return told()[0]
 
 
+@pytest.mark.slow
 def test_a_worker_on_another_host_that_is_killed_is_replaced_and_the_network_is_that_of_one_device(
     hosts: SshHosts, tmp_path: Path
 ) -> None:
-    with driven(hosts, tmp_path, "a:1", "b:1", steps=60, dropout=0.0) as run:
-        run.until_step(5)
+    with driven(hosts, tmp_path, "a:1", "b:1", steps=20, dropout=0.0) as run:
+        run.until_step(2)
         run.kill("b", 1)
-        assert run.end()["step"] == 60
+        assert run.end()["step"] == 20
         (fault,) = run.faults()
         assert fault["cause"].startswith("rank 1 on host b was killed by SIGKILL")
         assert fault["action"].startswith("replaced in ")
-    found, exact = weights(tmp_path), one_device(tmp_path, 60)
+    found, exact = weights(tmp_path), one_device(tmp_path, 20)
     assert max(float((found[name] - exact[name]).abs().max()) for name in exact) < 1e-10
 
 

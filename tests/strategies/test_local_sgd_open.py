@@ -101,6 +101,7 @@ def test_where_all_are_in_time_every_average_is_that_of_the_reference(
     assert_same(states[-1], made_again(strategy, workload, log))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [(1, "adam"), (2, "batch_norm_2d"), (3, "adam"), (2, "tied_weights"), (2, "buffers"),
