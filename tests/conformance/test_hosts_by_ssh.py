@@ -21,10 +21,7 @@ RANKS = {"2x1": 2, "2x2": 4, "2+1": 3, "3x1": 3}
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    why = ssh_hosts.cannot()
-    if why is not None:
-        pytest.skip(why)
-    with ssh_hosts.ssh_hosts(tmp_path_factory.mktemp("hosts"), 3) as made:
+    with ssh_hosts.hosts_or_skip(tmp_path_factory.mktemp("hosts"), 3) as made:
         yield made
 
 

@@ -107,10 +107,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    why = ssh_hosts.cannot()
-    if why is not None:
-        pytest.skip(why)
-    with ssh_hosts.ssh_hosts(tmp_path_factory.mktemp("hosts"), 3) as made:
+    with ssh_hosts.hosts_or_skip(tmp_path_factory.mktemp("hosts"), 3) as made:
         yield made
 
 

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.processes
 EXACT = 1e-10
 QUIET = "20 s"
 """A deadline that nobody misses."""
+SOON = 10.0
+"""The seconds within which all have come to a round of such small networks, long before its deadline."""
 
 
 def trained(
@@ -114,6 +116,7 @@ def test_with_slots_that_are_kept_the_log_leads_to_the_same_network(ranks: int, 
     *_, expected = replace(strategy, deadline=None).reference(workload, ranks)
     states, log = on(ranks, strategy, workload)
     assert_same(states[-1], made_again(strategy, workload, log))
+    assert max(logged.seconds for logged in log.rounds) < SOON, "a round is over when all have come"
     for key, tensor in expected.model.items():
         assert (states[-1].model[key].double() - tensor.double()).abs().max() <= EXACT, key
 

@@ -181,6 +181,9 @@ class RoundCoordinator:
         self._sleep(self._book.due(time.monotonic()))
 
     def _sleep(self, seconds: float | None) -> None:
+        """Sleep until something comes, or so many seconds have passed; not at all where something has come already."""
+        if any(admitted.reader.has_come for admitted in self._admitted):
+            return
         poller = select.poll()
         poller.register(self._bell[0], select.POLLIN)
         for admitted in self._admitted:

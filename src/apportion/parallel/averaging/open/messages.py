@@ -76,13 +76,19 @@ class MessageReader:
         self._kind: MessageKind | None = None
         self._until = connection.receive(memoryview(self._head))
 
+    @property
+    def has_come(self) -> bool:
+        """True where a piece has come that ``next`` has not looked at: whoever sends on this connection also moves what
+        comes, and the socket then says nothing more of it."""
+        return self.connection.through[1] >= self._until
+
     def next(self) -> RoundMessage | None:
         """Return the next message that is whole; None where none is. Raises PeerLost where the connection has ended,
         and ConnectionError where something else comes than a message."""
         connection = self.connection
         while True:
             connection.move()
-            if connection.through[1] < self._until:
+            if not self.has_come:
                 return None
             if self._kind is None:
                 self._begin()

@@ -24,7 +24,8 @@ class LoggedPart:
     dealt: int
     """The number of batches that it was dealt."""
     examples: float
-    """Its weight in the average: the examples of these batches; 0: it came too late, and is in none."""
+    """The weight of the part in the average: the number of examples of these batches; 0 where it came too late, so that
+    it is in no average."""
 
 
 @dataclass(frozen=True)
