@@ -25,6 +25,7 @@ from apportion.runtime.supervisor.decisions import (
     next_action,
 )
 from apportion.runtime.supervisor.failures import (
+    HostLost,
     WorkerBegan,
     WorkerEvent,
     WorkerExited,
@@ -254,6 +255,46 @@ def test_an_exception_stops_the_run_whoever_is_lost_beside_it(
 @given(st.permutations([WorkerFinished(0), WorkerExited(1, -9), WorkerFinished(2)]))
 def test_whoever_is_lost_after_another_has_finished_had_nothing_more_to_do(happened: list[WorkerEvent]) -> None:
     assert History(Policy(max_restarts=9)).happens(*happened) == Finish()
+
+
+HOST = HostLost((1, 2), "b", "the connection was lost", 7)
+
+
+def test_a_host_that_is_lost_is_the_loss_of_each_of_its_ranks_for_one_cause() -> None:
+    action = next_action([WorkerBegan(), HOST], WORKERS, 0.0, survives=True)
+    assert isinstance(action, Replace)
+    assert [(loss.rank, loss.step) for loss in action.losses] == [(1, 7), (2, 7)]
+    assert {loss.cause for loss in action.losses} == {"host b is lost with ranks 1, 2: the connection was lost"}
+
+
+def test_ranks_of_a_lost_host_that_had_died_before_are_lost_once() -> None:
+    action = next_action([WorkerBegan(), WorkerExited(2, -9, step=7, host="b"), HOST], WORKERS, 0.0, survives=True)
+    assert isinstance(action, Replace)
+    assert [loss.rank for loss in action.losses] == [2, 1]
+    assert action.losses[0].cause.startswith("rank 2 on host b was killed by SIGKILL")
+
+
+def test_a_run_that_cannot_go_on_without_a_host_stops_and_says_how_to_go_on() -> None:
+    action = next_action([WorkerBegan(), HOST], WORKERS, 0.0)
+    assert isinstance(action, Stop)
+    assert action.cause == "host b is lost with ranks 1, 2: the connection was lost; --resume goes on"
+
+
+def test_whoever_is_left_saves_when_a_host_is_one_loss_too_many() -> None:
+    action = next_action([WorkerBegan(), HOST], WORKERS, 0.0, policy=Policy(max_restarts=1), survives=True)
+    assert isinstance(action, Stop)
+    assert action.lost == (1, 2)
+
+
+@pytest.mark.parametrize(("written", "seconds"), [("4 s", 4.0), ("0.5s", 0.5), (" 12 s ", 12.0)])
+def test_the_time_that_a_silent_host_is_given_is_written_in_seconds(written: str, seconds: float) -> None:
+    assert Policy(host_grace=written).grace_seconds() == seconds
+
+
+@pytest.mark.parametrize("wrong", ["4", "soon", "-1 s", "4 min", ""])
+def test_a_time_for_silent_hosts_that_is_none_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match='must be a number of seconds, like "4 s"'):
+        Policy(host_grace=wrong)
 
 
 def test_a_rank_that_is_lost_again_and_again_at_one_step_is_no_accident() -> None:

@@ -19,7 +19,7 @@ from apportion.runtime.hosts.protocol.leader import Leader, Slot, Tell
 from apportion.runtime.hosts.protocol.liveness import Liveness, Silence
 from apportion.runtime.hosts.protocol.torn_links import TornLinks
 from apportion.runtime.spawn.standby import Spare
-from apportion.runtime.supervisor.decisions import Action, Restart, Stop
+from apportion.runtime.supervisor.decisions import Action, Replace, Restart, Shrink, Stop
 from apportion.runtime.supervisor.failures import (
     HostLost,
     Notice,
@@ -228,6 +228,8 @@ class HostsPool:
         if isinstance(action, Restart):
             first = action.losses[0]
             return Stop(first.rank, f"{first.cause}, and there is no state to go on from without it")
+        if isinstance(action, Replace | Shrink) and not self.leader.hosts:
+            return Stop(action.losses[0].rank, f"{action.losses[0].cause}; no other host is left")
         return action
 
     def agent_of(self, rank: int) -> AgentConnection:

@@ -1,0 +1,54 @@
+"""The page of the membership of one host, alone and among several hosts."""
+
+from __future__ import annotations
+
+import pytest
+
+from apportion.comm.membership import HostShare, MemberPlace, Membership
+from apportion.errors import MembershipChanged, PeerLost
+
+
+def page(seats: int) -> Membership:
+    return Membership(memoryview(bytearray(Membership.nbytes(seats))), seats)
+
+
+def test_on_one_host_ranks_are_seats_and_meet_nowhere() -> None:
+    members = page(3)
+    members.begin()
+    assert [members.place(seat) for seat in range(3)] == [
+        MemberPlace(seat, 3, 0, local_rank=seat, local_size=3, meeting=None) for seat in range(3)
+    ]
+    assert members.seated() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "2001:0db8:85a3:0000:0000:8a2e:0370:7334"])
+def test_a_host_among_several_has_some_of_the_ranks_and_says_where_all_meet(address: str) -> None:
+    members = page(2)
+    members.begin(HostShare(first=3, size=5, address=address, port=5000))
+    assert [members.place(seat) for seat in range(2)] == [
+        MemberPlace(3, 5, 0, local_rank=0, local_size=2, meeting=(address, 5000)),
+        MemberPlace(4, 5, 0, local_rank=1, local_size=2, meeting=(address, 5000)),
+    ]
+    assert members.seated() == [0, 1]
+
+
+def test_a_change_moves_ranks_to_other_seats_and_the_meeting_to_another_place() -> None:
+    members = page(3)
+    members.begin(HostShare(2, 5, "10.0.0.1", 5000))
+    assert members.open_change(7) == 7
+    with pytest.raises(MembershipChanged):
+        members.check(0)
+    members.close_change([2, 1], share=HostShare(0, 2, "10.0.0.22", 6000))
+    assert members.generation == 8
+    assert members.seated() == [2, 1]
+    assert members.place(2) == MemberPlace(0, 2, 8, local_rank=0, local_size=2, meeting=("10.0.0.22", 6000))
+    with pytest.raises(PeerLost, match="goes on without the worker on seat 0"):
+        members.rejoin(0, 0.1)
+
+
+def test_whoever_waits_for_a_change_is_told_whether_it_has_begun() -> None:
+    members = page(1)
+    members.begin()
+    assert not members.await_change(0, 0.01)
+    members.open_change()
+    assert members.await_change(0, 10.0)
