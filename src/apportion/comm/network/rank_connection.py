@@ -35,19 +35,40 @@ LOOK_SECONDS = 1.0
 """The seconds between two looks at the deadline."""
 
 
-@final
-class RankConnection:
-    """One end of a connection. One thread at a time moves its messages; any thread may close it."""
+class PeerSocket:
+    """The socket to another end that has proved itself. Any thread may close it."""
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         self.name = name
         """The name of the other end, for messages of errors."""
-        self._sock = sock
-        sock.setblocking(False)
+        self._sock, self._closed = sock, False
         if sock.family != socket.AF_UNIX:
             prepare_bulk(sock)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+
+    def _lost(self, why: str) -> PeerLost:
+        return PeerLost(f"the connection to {self.name} was lost: {'it was closed here' if self._closed else why}")
+
+    def close(self) -> None:
+        """Ends the connection: a thread that waits for its messages stops waiting."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Gives the descriptor back, once nobody waits any more."""
+        self.close()
+        self._sock.close()
+
+
+@final
+class RankConnection(PeerSocket):
+    """One end of a connection. One thread at a time moves its messages; any thread may close it."""
+
+    def __init__(self, sock: socket.socket, name: str) -> None:
+        super().__init__(sock, name)
+        sock.setblocking(False)
         self._sends: deque[memoryview] = deque()
         self._receives: deque[memoryview] = deque()
         self._head = b""
@@ -63,7 +84,6 @@ class RankConnection:
         """The bytes from which on the system says that there is something to receive."""
         self.gone = 0
         """The bytes of all messages that have gone out."""
-        self._closed = False
 
     def fileno(self) -> int:
         """Returns the descriptor to poll."""
@@ -163,20 +183,6 @@ class RankConnection:
                 f"{expected} bytes was expected: the ranks do not agree on the order of their messages, or on a shape "
                 "or type"
             )
-
-    def _lost(self, why: str) -> PeerLost:
-        return PeerLost(f"the connection to {self.name} was lost: {'it was closed here' if self._closed else why}")
-
-    def close(self) -> None:
-        """Ends the connection: a thread that waits for its messages stops waiting."""
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def release(self) -> None:
-        """Gives the descriptor back, once nobody waits any more."""
-        self.close()
-        self._sock.close()
 
 
 def move_until(

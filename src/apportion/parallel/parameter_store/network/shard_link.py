@@ -21,8 +21,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from apportion.comm.network.address import prepare_bulk
-from apportion.comm.network.rank_connection import BUFFER_BYTES, WAKE_BYTES, memory_of
+from apportion.comm.network.rank_connection import WAKE_BYTES, PeerSocket, memory_of
 from apportion.errors import PeerLost
 
 _MESSAGE = struct.Struct("!8q")
@@ -36,20 +35,15 @@ _LONGEST = 1 << 30
 
 
 @final
-class ShardLink:
+class ShardLink(PeerSocket):
     """One end of a conversation. ``name``: what the other end is called in messages of errors."""
 
     def __init__(self, sock: socket.socket, name: str) -> None:
-        self.name, self._sock = name, sock
+        super().__init__(sock, name)
         sock.settimeout(None)
-        if sock.family != socket.AF_UNIX:
-            prepare_bulk(sock)
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         self._message = bytearray(_MESSAGE.size)
         self._sends: deque[memoryview] = deque()
         self._seconds = math.inf
-        self._closed = False
 
     # What is sent
 
@@ -173,19 +167,3 @@ class ShardLink:
         blob = torch.empty(nbytes, dtype=torch.uint8)
         self.take([blob])
         return blob
-
-    # The end
-
-    def _lost(self, why: str) -> PeerLost:
-        return PeerLost(f"the connection to {self.name} was lost: {'it was closed here' if self._closed else why}")
-
-    def close(self) -> None:
-        """Ends the conversation: whoever waits in it stops waiting. May be called from any thread."""
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def release(self) -> None:
-        """Gives the descriptor back, once nobody waits any more."""
-        self.close()
-        self._sock.close()
