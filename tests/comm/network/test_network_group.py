@@ -344,3 +344,28 @@ def test_whoever_waits_for_a_rank_that_has_gone_learns_it_at_once() -> None:
     assert second == "gone"
     assert "the connection to rank" in first
     assert "was lost" in third
+
+
+def ask_ahead(world: World) -> str:
+    """Rank 0 asks rank 1 for a message that never comes, waits for one of rank 2 while rank 1 leaves, and then for the
+    first after all."""
+    group, large = joined(world), torch.zeros(5_000_000)  # more than a connection holds, so that it is waited for
+    if world.rank == 0:
+        coming = group.receive(torch.empty(1), 1)
+        world.group().barrier()
+        group.receive(large, 2).wait()
+        with pytest.raises(PeerLost, match=f"the connection to {group.describe(1)} was lost: it ended"):
+            coming.wait()
+    elif world.rank == 1:
+        group.send(torch.empty(0), 0)  # makes the connection
+        group.close()
+        world.group().barrier()
+    else:
+        world.group().barrier()
+        group.send(large.add_(1), 0).wait()
+    group.close()
+    return str(large[-1].item())
+
+
+def test_a_message_that_was_asked_for_ahead_is_not_missed_before_somebody_waits_for_it() -> None:
+    assert on_ranks(ask_ahead, 3)[0] == "1.0"

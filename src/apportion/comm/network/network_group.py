@@ -225,7 +225,7 @@ class NetworkGroup(HostsGroup):
         number = way.send(memory_of(tensor))
         if not way.move():
             return DONE
-        self.all_waits.moving[id(way)] = way.move
+        self.all_waits.moving[id(way)] = way.move_aside
         return _Message(self, way, 0, number)
 
     def receive(self, into: Tensor, source: int) -> Work:
@@ -234,7 +234,7 @@ class NetworkGroup(HostsGroup):
         if not into.numel():
             return DONE
         number = way.receive(memory_of(into))
-        self.all_waits.moving[id(way)] = way.move
+        self.all_waits.moving[id(way)] = way.move_aside
         return _Message(self, way, 1, number)
 
     def _way(self, peer: int, *, out: bool) -> RankConnection:

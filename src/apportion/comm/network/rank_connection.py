@@ -122,6 +122,15 @@ class RankConnection(PeerSocket):
             raise self._lost(error.strerror or type(error).__name__) from error
         return bool(self._sends or self._receives)
 
+    def move_aside(self) -> bool:
+        """Moves on what can be moved while something else is waited for, and returns whether that may be gone on with.
+        That the connection has ended is said to whoever waits for its messages: where the other end has sent its last
+        one and has left, the one that was asked for ahead never comes, and nobody misses it."""
+        try:
+            return self.move()
+        except PeerLost:
+            return False
+
     def _push(self) -> bool:
         data = self._sends[0]
         if not self._begun:
