@@ -13,8 +13,12 @@ import pytest
 
 HERE = Path(__file__).parents[1] / "helpers"
 TESTS = """
+import os
 import time
 import pytest
+
+def test_ends_its_process():
+    os._exit(1)
 
 @pytest.mark.parametrize("value", ["a\\tb", "c"])
 def test_passes(value):
@@ -44,11 +48,14 @@ def test_every_test_is_one_line_with_its_phases_and_outcome_the_slowest_first(tm
     kept = tmp_path / "artefacts" / "durations.tsv"
     environment = {**os.environ, durations.VARIABLE: str(kept), "PYTHONPATH": str(HERE)}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "test_some.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*command, "-n", "1"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
     head, *lines = [line.split("\t") for line in kept.read_text().splitlines()]
     assert tuple(head) == durations.COLUMNS
     assert all(len(line) == len(head) for line in lines)
     assert {line[1]: line[-1] for line in lines} == {
+        "test_ends_its_process": "failed",
         "test_fails": "failed",
         "test_has_a_broken_fixture": "error",
         "test_is_skipped": "skipped",
@@ -59,7 +66,7 @@ def test_every_test_is_one_line_with_its_phases_and_outcome_the_slowest_first(tm
     assert totals == sorted(totals, reverse=True)
     assert lines[0][1] == "test_fails"
     assert float(lines[0][3]) >= 0.2
-    assert "5 tests" in done.stdout
+    assert "6 tests" in done.stdout
     assert "test_some.py" in done.stdout.partition("seconds of each file")[2]
 
 
