@@ -4,7 +4,6 @@ network namespaces, real kills."""
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -50,18 +49,6 @@ def begun(run: DrivenRun) -> None:
     """Waits until a run makes steps, and every rank has said its process."""
     run.until_step(5)
     run.until(lambda: sum(map(len, run.pids.values())) == 4)
-
-
-def wipe(hosts: SshHosts, name: str) -> None:
-    """Kills all processes of a host but its sshd, and empties its disk, as a restart of it does."""
-    while left := hosts.processes(name):
-        for pid in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-    for path in (hosts.folder / name).iterdir():
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def lost(run: DrivenRun, name: str) -> dict[str, object]:
@@ -149,7 +136,7 @@ def test_a_host_that_is_lost_and_comes_back_changes_nothing_of_the_network(
     name = "b" if which == "the first" else "c"
     with driven(hosts, tmp_path, "b:2", "c:2", steps=500, pause=0.05, dropout=0.0) as run:
         begun(run)
-        wipe(hosts, name)
+        hosts.wipe(name)
         assert lost(run, name)["action"] == "goes on with 2 workers"
         run.until(lambda: any("takes part again" in fault["cause"] for fault in run.faults()))
         back = run.step

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,15 @@ class SshHosts:
             if pid != self.servers[host].pid and not zombie:
                 found[pid] = words
         return found
+
+    def wipe(self, host: str) -> None:
+        """Kills all processes of a host but its sshd, and removes the folders of its runs, as a restart of it does."""
+        while left := self.processes(host):
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for path in (self.folder / host).iterdir():
+            shutil.rmtree(path, ignore_errors=True)
 
     @contextmanager
     def small_disk(self, host: str) -> Iterator[None]:

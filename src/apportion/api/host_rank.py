@@ -126,10 +126,13 @@ def _prepare(channel: Channel) -> Any:
 
 
 def _train(channel: Channel, job: HostJob, control: Any) -> None:
+    import torch
+
     from apportion.api import running
 
     asked: running.RunRequest = replace(job.asked, workload=_here(job.asked.workload))
-    supervised = channel if job.replaceable else None
+    on_cpu = job.launcher.device == "cpu" or not torch.cuda.is_available()  # GPUs meet over NCCL, once
+    supervised = channel if job.replaceable and on_cpu else None
     for event in running.joined(asked, job.strategy, job.launcher, job.planning, control, channel=supervised):
         if event.kind != "end" or supervised is not None or os.environ["RANK"] == "0":  # else each rank is told
             channel.send({"kind": "event", "event": asdict(event)})

@@ -44,7 +44,7 @@ def started_on_hosts(
     if not asked.resume:
         refuse_started(asked.run_dir)  # the copy of the run would take its place
     shipped = replace(asked, address=_whole(asked.address), workload=_shipped(asked.workload))
-    replaceable = strategy is not None and strategy.recovers_across_hosts
+    replaceable = strategy is not None and not strategy.comes_and_goes
     given = HostJob(asked=shipped, strategy=strategy, launcher=launcher, planning=planning, replaceable=replaceable)
     shipment = _shipment(asked.workload, given)
     job = asked.job(strategy or parse(UNKNOWN, "apportion.strategies"), launcher, 1)

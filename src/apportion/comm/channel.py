@@ -152,8 +152,11 @@ class SharedMemoryOwner:
         """Map the named memory in this process."""
         return mmap.mmap(self.fd(name, nbytes), nbytes)
 
+    def keep(self, *names: str) -> None:
+        """Let go of all other memory: who asks for it again is given new memory, which is zeroed."""
+        for name in self._files.keys() - set(names):
+            os.close(self._files.pop(name))
+
     def close(self) -> None:
         """Let go of all memory; ranks that map it keep it."""
-        for fd in self._files.values():
-            os.close(fd)
-        self._files.clear()
+        self.keep()

@@ -23,7 +23,7 @@ from apportion.errors import MembershipChanged, PeerLost
 
 NOBODY = -1
 _WORDS = CACHE_LINE // 4
-_GENERATION, _SIZE, _ENDING, _TICKS, _FIRST, _HERE, _PORT, _LENGTH = range(8)
+_GENERATION, _SIZE, _ENDING, _TICKS, _FIRST, _HERE, _PORT, _LENGTH, _BEGAN = range(9)
 _RANK, _ACKNOWLEDGED, _PID = 0, 1, 2
 _LOOK_SECONDS = 0.05
 _TICK_SECONDS = 1.0
@@ -44,6 +44,8 @@ class MemberPlace:
     """The number of ranks of its host."""
     meeting: tuple[str, int] | None
     """The address and the port where the ranks of several hosts meet; None: all are on one host."""
+    began: int = 0
+    """The generation in which the training began, or was begun again from its last checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Membership:
             meeting = bytes(self._address[: words[_LENGTH]]).decode("ascii", "replace"), words[_PORT]
         return MemberPlace(
             rank, words[_SIZE], self.generation,
-            local_rank=rank - words[_FIRST], local_size=words[_HERE], meeting=meeting,
+            local_rank=rank - words[_FIRST], local_size=words[_HERE], meeting=meeting, began=words[_BEGAN],
         )  # fmt: skip
 
     def seated(self) -> list[int]:
@@ -129,10 +131,14 @@ class Membership:
         """Has this seat's worker left everything that belongs to an older generation?"""
         return self._words[self._at(seat, _ACKNOWLEDGED)] == self.generation
 
-    def close_change(self, seats: Iterable[int], *, ending: bool = False, share: HostShare | None = None) -> None:
+    def close_change(
+        self, seats: Iterable[int], *, ending: bool = False, share: HostShare | None = None, began: int = 0
+    ) -> None:
         """Write the new table: rank i sits on the i-th of these seats, counted from the first rank of this host.
-        ``ending``: they are to save, and to leave. ``share``: what this host has in a run on several."""
+        ``ending``: they are to save, and to leave. ``share``: what this host has in a run on several. ``began``: the
+        generation in which the training began, or begins now."""
         self._write(seats, share)
+        self._words[_BEGAN] = began
         self._words[_ENDING] = int(ending)
         self._table.publish(self.generation + 1)
         wake(self._generation)

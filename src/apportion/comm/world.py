@@ -106,7 +106,7 @@ class World:
             size=size,
             local_rank=local_rank,
             local_size=local_size,
-            device=_device(device, local_rank),
+            device=launched_ranks.device(device, local_rank),
             channel=channel,
             seat=local_rank,
             seats=local_size,
@@ -138,6 +138,11 @@ class World:
     def generation(self) -> int:
         """The number of the membership, which grows with every change of it; what waits for an older one is told so."""
         return 0 if self.place is None else self.place.generation
+
+    @property
+    def under_way(self) -> bool:
+        """True where the training had begun before this generation, so that there is a state to go on from."""
+        return self.place is not None and self.place.generation > self.place.began
 
     @property
     def meeting(self) -> tuple[str, int] | None:
@@ -437,14 +442,3 @@ def _has_torch_group() -> bool:
     from apportion.comm.network.c10d_backend import is_ours
 
     return not is_ours()
-
-
-def _device(asked: str | None, local_rank: int) -> torch.device:
-    if asked not in (None, "cpu", "cuda"):
-        raise ValueError(f'device={asked!r} must be "cpu" or "cuda"')
-    gpus = torch.cuda.device_count() if asked != "cpu" else 0
-    if asked == "cuda" and gpus == 0:
-        raise ValueError('device="cuda" but torch sees no GPU: use device="cpu", or install a CUDA build of torch')
-    if gpus == 0:
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank % gpus)

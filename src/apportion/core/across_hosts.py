@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class AcrossHosts:
     """The part of the interface of a strategy that is about several hosts."""
+
+    survives: ClassVar[bool] = False
 
     @property
     def referenced_across_hosts(self) -> bool:
@@ -14,9 +18,10 @@ class AcrossHosts:
 
     @property
     def recovers_across_hosts(self) -> bool:
-        """True where a run on several hosts goes on after the loss of a worker, or of a host, too; False where what
-        survives a worker lies in memory that all of them share."""
-        return False
+        """True where those that are left of a run on several hosts go on with what they have after the loss of a
+        worker, too; False where what survives a worker lies in memory that all of them share, so that all begin again
+        from the last checkpoint."""
+        return self.survives
 
     @property
     def deals_parts(self) -> bool:

@@ -24,6 +24,8 @@ class Policy(Value):
     checkpoint."""
     on_loss: Literal["replace", "shrink"] = "replace"
     """The answer to the loss of a worker: seat another worker in its place, or go on with those that are left."""
+    copies: int = 1
+    """The number of hosts that keep the checkpoints: with 2 those of a host that is lost are on another one, too."""
     host_grace: str = "4 s"
     """The time from the suspicion that a host is lost, since nothing is heard of it, until the others go on without it.
     Until then a cable that is cut only makes the run pause."""
@@ -35,6 +37,7 @@ class Policy(Value):
         if self.checkpoint_every is not None:
             self.interval()
         self._must_be_whole("keep", unit="checkpoint")
+        self._must_be_whole("copies", unit="host")
         if not isinstance(self.max_restarts, int) or self.max_restarts < 0:
             raise ValueError(f"max_restarts={self.max_restarts!r} must be a whole number of workers, 0 or more")
         if self.on_loss not in ("replace", "shrink"):

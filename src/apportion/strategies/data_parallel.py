@@ -128,7 +128,7 @@ class DataParallel(Strategy):
 
     @property
     def recovers_across_hosts(self) -> bool:
-        return self.of is None and self.compress is None
+        return self.compress is None
 
     @property
     def deals_parts(self) -> bool:
@@ -218,7 +218,7 @@ class DataParallelStep(ReplicaStep, Recoverable):
         measured: bool = False,
         compress: Compression | None = None,
     ) -> None:
-        self._microbatches, self._again = microbatches, world.generation > 0
+        self._microbatches, self._again = microbatches, world.under_way
         self._attendance = NonEmptyRanks(world.group())
         super().__init__(workload, world)
         if microbatches > 1:

@@ -139,7 +139,7 @@ class HogwildStep(Step, Recoverable):
         store.settle(lambda: store.put(self._worker.initial(), done=0), first=world.rank == 0)
         if not self._was_in:
             self._share()
-        if world.generation:
+        if world.under_way:
             seated = world.members.seated() if world.members is not None else []
             empty = [seat for seat in range(world.seats) if seat not in seated] if world.rank == 0 else []
             for seat in [*empty, *([] if self._was_in else [world.seat])]:

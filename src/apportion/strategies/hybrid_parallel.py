@@ -207,7 +207,7 @@ class HybridParallel(Strategy):
             return few, few
 
         alone = replace(workload, loss=_squares, count=examples)
-        return whole_batch_functions(front, alone, rows, strategy="hybrid_parallel", again=world.generation > 0)
+        return whole_batch_functions(front, alone, rows, strategy="hybrid_parallel", again=world.under_way)
 
     def _sliced_names(self, model: nn.Module, graph: fx.Graph) -> list[str]:
         """Returns names, each of a layer or of what many are under."""

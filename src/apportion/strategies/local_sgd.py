@@ -117,6 +117,10 @@ class LocalSgd(Strategy):
     def _outer(self) -> Outer | None:
         return Outer(self.outer_lr, self.outer_momentum) if self.outer == "nesterov" else None
 
+    @property
+    def recovers_across_hosts(self) -> bool:
+        return False
+
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
         if layout.ranks > 1:

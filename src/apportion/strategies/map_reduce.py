@@ -78,6 +78,10 @@ class MapReduce(Strategy):
     def __post_init__(self) -> None:
         self._must_be_whole("part", unit="example")
 
+    @property
+    def recovers_across_hosts(self) -> bool:
+        return False
+
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
         """Yields the strategy at any batch, since its step is exact: that a small one is better left to data_parallel,
@@ -135,7 +139,7 @@ class MapReduceStep(ReplicaStep, Recoverable):
     repeats = True
 
     def __init__(self, workload: Workload, world: World, part: int) -> None:
-        self._part, self._looks = part, world.generation == 0
+        self._part, self._looks = part, not world.under_way
         super().__init__(workload, world)
         self._replica.forward.begin(first=True)
         sparse: list[Any] = [

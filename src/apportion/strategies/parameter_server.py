@@ -163,6 +163,10 @@ class ParameterServer(Strategy):
         alone = workers == 1 and (self.push_every, self.pull_every) == (1, 1)
         return self.mode == "sharded" and not alone
 
+    @property
+    def recovers_across_hosts(self) -> bool:
+        return False
+
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[ParameterServer]:
         if layout.ranks > 1:
@@ -242,7 +246,7 @@ class ParameterServer(Strategy):
         ruled = self._ruled(workload)
         if self.of is not None:
             return GroupsStep(ruled, world, self._rhythm, self.of, self.replicas)
-        if world.channel is None and world.local_size < world.size:
+        if world.local_size < world.size:
             return self._build_across_hosts(ruled, world)
         if self.servers and self.mode != "sharded":
             raise ValueError(f'servers={self.servers} go with mode="sharded" on one host: leave mode={self.mode!r} out')

@@ -8,6 +8,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from apportion.comm.network.slurm import step
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -138,3 +140,14 @@ def refuse_contradictions(slots: Sequence[Slot]) -> None:
                 f"the ranks there are {there} with LOCAL_RANK={local_ranks}: they must be 0 to LOCAL_WORLD_SIZE-1, "
                 "each once; start the ranks with torchrun, or leave LOCAL_WORLD_SIZE out, and it is found out"
             )
+
+
+def device(asked: str | None, local_rank: int) -> torch.device:
+    """Returns the device of a rank: "cpu", "cuda", or (None) a GPU where there are any, which the ranks of a host share
+    in turn where there are fewer. Raises ValueError where there is no such device."""
+    if asked not in (None, "cpu", "cuda"):
+        raise ValueError(f'device={asked!r} must be "cpu" or "cuda"')
+    gpus = torch.cuda.device_count() if asked != "cpu" else 0
+    if asked == "cuda" and gpus == 0:
+        raise ValueError('device="cuda" but torch sees no GPU: use device="cpu", or install a CUDA build of torch')
+    return torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")

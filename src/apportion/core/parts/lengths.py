@@ -16,7 +16,7 @@ from apportion.comm.sync import CACHE_LINE, CommitWord, Word, sleep_on, wake
 from apportion.comm.world import World
 from apportion.core.parts.dataset import PartedDataset
 from apportion.core.sampling.sampler import DataShard
-from apportion.errors import ApportionError
+from apportion.errors import ApportionError, StateLost
 
 LOOK_SECONDS = 0.05
 """The seconds between two looks at whether the membership has changed, while a rank waits for a length."""
@@ -33,9 +33,26 @@ def learn_lengths(dataset: PartedDataset, shard: DataShard, world: World) -> Non
         dataset.know(_told(dataset, own, world))
         return
     page = _LengthsPage(world.shared("lengths of parts", _LengthsPage.nbytes(dataset.parts)), dataset.parts)
+    if world.local_size < world.size:
+        dataset.know(_told_to_hosts(dataset, own, world, page))
+        return
     for part in own:
         page.write(part, len(dataset.open(part)))  # type: ignore[arg-type]
     dataset.know(page.wait(world))
+
+
+def _told_to_hosts(dataset: PartedDataset, own: range, world: World, page: _LengthsPage) -> list[int]:
+    """The lengths that ranks of several hosts tell each other at the beginning; each host keeps them for those that
+    come later. Raises StateLost on a host that has come later itself: all begin again."""
+    lengths = page.read()
+    if not world.under_way:
+        lengths = _told(dataset, own, world)
+        for part, length in enumerate(lengths):
+            page.write(part, length)
+    elif lengths is None:
+        raise StateLost(f"{dataset.where} was not there when the lengths of the {dataset.parts} parts were told")
+    assert lengths is not None
+    return lengths
 
 
 def _told(dataset: PartedDataset, own: range, world: World) -> list[int]:
@@ -85,13 +102,17 @@ class _LengthsPage:
         self._changes.value = (self._changes.value + 1) & 0x7FFFFFFF
         wake(self._changes)
 
+    def read(self) -> list[int] | None:
+        """Return all lengths; None where some are not there yet."""
+        lengths = [CommitWord(word).read() for word in self._lengths]
+        return lengths if all(lengths) else None
+
     def wait(self, world: World) -> list[int]:
         """Wait until all lengths are there, and return them. Raises MembershipChanged where a rank is lost meanwhile;
         one that hangs is found by the supervisor."""
         while True:
             seen = self._changes.value
-            lengths = [CommitWord(word).read() for word in self._lengths]
-            if all(lengths):
+            if (lengths := self.read()) is not None:
                 return lengths
             world.check()
             sleep_on(self._changes, seen, LOOK_SECONDS)

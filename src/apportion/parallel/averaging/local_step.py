@@ -105,7 +105,7 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
 
     def take(self) -> Batch | None:
         if self._round is None:
-            if self._world.generation == 0:
+            if not self._world.under_way:
                 self._begin({})
             self._go_on()
         while True:

@@ -85,7 +85,7 @@ class SharedAverage(Exchange):
         self._lock: Lock | None = None
         self._waited = 0.0
         self.sit(world)
-        if world.generation:
+        if world.under_way:
             self._words[self._seat, _ARRIVED] = 0  # it was another process's
             self._numbers[self._seat, _SECONDS] = 0.0
 

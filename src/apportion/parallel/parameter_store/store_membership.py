@@ -52,7 +52,7 @@ class StoreMembership:
         store.settle(lambda: store.put(self._worker.initial(), done=0), first=world.rank == 0)
         seated = world.members.seated() if world.members is not None else list(range(world.size))
         self.seats = [seat for seat in seated if seat not in self._servers]
-        if world.generation:
+        if world.under_way:
             self._see_to(set(range(world.seats)) - set(seated) if world.rank == 0 else set(), forget)
         # Not before: what lies there may have been needed to end what the last process on this seat had begun.
         self._worker.move(store.weights)

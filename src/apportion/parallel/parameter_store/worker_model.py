@@ -49,7 +49,7 @@ def refuse(workload: Workload) -> None:
 
 def must_be_one_host(what: object, world: World) -> None:
     """Raise ValueError where the ranks that are to share a store run on several hosts. ``what``: what needs it."""
-    if world.channel is None and world.local_size < world.size:
+    if world.local_size < world.size:
         raise ValueError(
             f"{what} keeps its weights in memory that all of its workers share, and these {world.size} ranks run "
             "on several hosts: use data_parallel, or local_sgd, which sends less"

@@ -10,18 +10,23 @@ writes all of it, since nothing tells what an update has left as it was (torch c
 those of a fused update, of batch statistics, or through ``.data``). An update needs every rank, so no rank writes step
 9 before all have written step 8: whichever rank is lost, some step is whole. All ranks then read all parts, and go on
 with it, however many they are and however they cut it now.
+
+On several hosts each has the parts of its own ranks, and the first of them reads them out to all. Where there are
+replicas the parts of one are the whole state, which may be there though a host is lost.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from apportion.comm.group import collective
+from apportion.comm.objects import gather_messages
 from apportion.comm.sync import CommitWord
 from apportion.comm.world import World
 from apportion.core.strategy import State
@@ -29,42 +34,48 @@ from apportion.errors import StateLost
 from apportion.parallel.replica.committed_state import StateLayout, unpacked
 
 _HEAD_BYTES = 128
-_STEP, _GENERATION, _RANK, _SIZE, _NBYTES, _WORDS = 0, 1, 2, 3, 4, 5
-"""Words of a version: the step it is after, plus one (0: there is none), its generation, its rank, the number of ranks,
-its bytes; and the number of words."""
+_STEP, _GENERATION, _REPLICA, _RANK, _SIZE, _NBYTES, _WORDS = 0, 1, 2, 3, 4, 5, 6
+"""Words of a version: the step it is after, plus one (0: there is none), its generation, its replica, its rank in that,
+the number of ranks of that, its bytes; and the number of words."""
 
 
 @dataclass(frozen=True)
 class Version:
     """A version of one seat's part that is complete in memory."""
 
+    holder: int
+    """The first rank of the host in whose memory it is."""
     seat: int
     slot: int
     step: int
     generation: int
+    replica: int
     rank: int
+    """The rank in the replica that has written it."""
     size: int
     nbytes: int
 
 
 def whole(versions: Sequence[Version]) -> list[Version] | None:
-    """Return the versions of the latest step that all ranks of a generation have written, in rank order; None: there is
-    none."""
-    written: dict[tuple[int, int, int], dict[int, Version]] = {}
+    """Return the versions of the latest step that all ranks of a replica have written in a generation, in rank order;
+    None: there is none."""
+    written: dict[tuple[int, int, int, int], dict[int, Version]] = {}
     for v in versions:
-        written.setdefault((v.step, v.generation, v.size), {})[v.rank] = v
+        written.setdefault((v.step, v.generation, v.replica, v.size), {})[v.rank] = v
     for key in sorted(written, reverse=True):
-        if len(written[key]) == key[2]:
-            return [written[key][rank] for rank in range(key[2])]
+        if len(written[key]) == key[3]:
+            return [written[key][rank] for rank in range(key[3])]
     return None
 
 
 @final
 class CommittedShards:
-    """The shards of the committed state that the workers of a host hold in shared memory."""
+    """The shards of the committed state that the workers of a host hold in shared memory. ``within``: the part of the
+    world that is one replica of the network, and ``replica``, its number; None: there is one."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, within: World | None = None, replica: int = 0) -> None:
+        self._world, self._within, self._replica = world, within or world, replica
+        self._holder = world.rank - world.local_rank
         self._heads = [self._words(seat) for seat in range(world.seats)]
         self._steps = [
             [CommitWord(ctypes.c_int64.from_buffer(head, 8 * (slot * _WORDS + _STEP))) for slot in range(2)]
@@ -82,11 +93,13 @@ class CommittedShards:
 
     def write(self, state: State, pieces: Mapping[str, Any]) -> None:
         """Write this rank's part of the state; the version before it stays."""
-        world, slot = self._world, 1 - self._slot
+        world, within, slot = self._world, self._within, 1 - self._slot
         head, at, step = self._heads[world.seat], slot * _WORDS, self._steps[world.seat][slot]
         step.withdraw()
         nbytes = self._pack(slot, state, pieces)
-        head[at + _GENERATION : at + _WORDS] = [world.generation, world.rank, world.size, nbytes]
+        head[at + _GENERATION : at + _WORDS] = [
+            world.generation, self._replica, within.rank, within.size, nbytes,
+        ]  # fmt: skip
         step.publish(state.step + 1)
         self._slot = slot
 
@@ -104,35 +117,52 @@ class CommittedShards:
         return packed.nbytes
 
     def versions(self) -> list[Version]:
-        """Return the versions that are there, of all seats."""
+        """Return the versions that are there, of all seats of this host."""
         found = []
         for seat, head in enumerate(self._heads):
             for slot in range(2):
                 if step := self._steps[seat][slot].read():
-                    generation, rank, size, nbytes = head[slot * _WORDS + _GENERATION : (slot + 1) * _WORDS]
-                    found.append(Version(seat, slot, step - 1, generation, rank, size, nbytes))
-        return found
-
-    def read(self, versions: Sequence[Version]) -> list[tuple[State, Any]]:
-        """Return copies of these versions, each with its pieces. This seat's next version is written over one that is
-        not among them."""
-        found = []
-        for v in versions:
-            if v.seat == self._world.seat:
-                self._slot = v.slot
-            found.append(unpacked(self._memory(v.seat, v.slot, v.nbytes)))
+                    rest = head[slot * _WORDS + _GENERATION : (slot + 1) * _WORDS]
+                    found.append(Version(self._holder, seat, slot, step - 1, *rest))
         return found
 
     @collective
     def latest(self) -> list[tuple[State, Any]]:
-        """Return copies of every rank's part after the latest update that all have written, each with its pieces;
-        StateLost: there is none. Called by all ranks: none writes while another still reads."""
-        found = whole(self.versions())
+        """Return copies of the parts of one replica after the latest update that all of its ranks have written, each
+        with its pieces; StateLost: there is none. This seat's next version is written over one that is not among them.
+        Called by all ranks: none writes while another still reads."""
+        found = whole(self._versions_everywhere())
         if found is None:
             raise StateLost("no update had been kept by all ranks")
-        parts = self.read(found)
+        parts = []
+        for v in found:
+            if (v.holder, v.seat) == (self._holder, self._world.seat):
+                self._slot = v.slot
+            parts.append(unpacked(self._part(v)))
         self._world.group().barrier()
         return parts
+
+    @collective
+    def _versions_everywhere(self) -> list[Version]:
+        here, world = self.versions(), self._world
+        if world.local_size == world.size:
+            return here
+        told = gather_messages([astuple(v) for v in here] if world.rank == self._holder else [], world.group())
+        return [Version(*numbers) for versions in told for numbers in versions]
+
+    @collective
+    def _part(self, version: Version) -> memoryview:
+        """Return the memory of a version, or what its host reads out of it."""
+        v, world = version, self._world
+        here = v.holder == self._holder
+        if world.local_size == world.size:
+            return self._memory(v.seat, v.slot, v.nbytes)
+        memory = self._memory(v.seat, v.slot, v.nbytes) if here else memoryview(bytearray(v.nbytes))
+        data = torch.frombuffer(memory, dtype=torch.uint8)
+        if here and world.rank != v.holder:  # it is there already, and is not to be written
+            data = data.clone()
+        world.group().broadcast(data, source=v.holder)
+        return memory
 
     def _memory(self, seat: int, slot: int, nbytes: int) -> memoryview:
         return self._world.shared(f"parts/{seat}/{slot}/{nbytes}", nbytes)

@@ -83,7 +83,7 @@ class SplitStep(Step, Recoverable):
         """The replica that this rank trains."""
         self.model, self.optimizers = self.replica.model, self.replica.optimizers
         self._resharder = Resharder(own.full, own.layout, own.pieces, world.rank, list(self.optimizers))
-        survives = self._again is not None and world.members is not None and world.size == world.local_size
+        survives = self._again is not None and world.members is not None
         survives = survives and world.outer is None  # who has divided a world keeps what all of its ranks have
         self._committed = CommittedShards(world) if survives else None
         # Where the state is kept, nobody is two updates ahead of another.

@@ -83,10 +83,10 @@ class Partitioner:
         if world.size > 1 and workload.update is None and workload.carry is None:
             refuse_gradients_of_gradients(asked(plain, sample.inputs), plain)
         # With update= the model need not have a forward of its own.
-        compares = world.size > 1 and world.generation == 0 and workload.update is None
+        compares = world.size > 1 and not world.under_way and workload.update is None
         outputs = partial(called, workload, plain, sample, world.device)
         expected = equivalence.outputs_of(plain, outputs) if compares else None
-        refused = self._refused(plain) if world.generation == 0 else None
+        refused = self._refused(plain) if not world.under_way else None
         part = self._part(plain, make, sample, refused=refused)
         del plain, outputs
         replica = self._replica(full, made, part, world)

@@ -89,7 +89,7 @@ class ReplicatedStep(Step, Recoverable):
         place = self._divide(world)
         _refuse(workload, of, place)
         self._loss = _SharedLoss(workload)
-        if place.replicas > 1 and not world.generation:
+        if place.replicas > 1 and not world.under_way:
             _refuse_coupling(workload, world)
         # Where terms are examples none is missing, and a loss that is known by what it is stays that.
         seen = workload if workload.count is examples else replace(workload, loss=self._loss)
@@ -99,7 +99,7 @@ class ReplicatedStep(Step, Recoverable):
         self._own_rows, self._told = 0, 0.0
 
     def _divide(self, world: World) -> ReplicaGroup:
-        number = how_many_are_left if world.generation else how_many
+        number = how_many_are_left if world.under_way else how_many
         return ReplicaGroup.of(world, number(self._of, self._asked, world.size))
 
     @collective
@@ -122,8 +122,9 @@ class ReplicatedStep(Step, Recoverable):
         self._sums = GradientSum(
             inner.replica.trainable(), self._across, sparse=inner.sparse, optimizers=[*inner.optimizers.values()]
         )
-        survives = world.members is not None and world.size == world.local_size
-        self._committed = CommittedShards(world) if survives else None
+        self._committed = None
+        if world.members is not None:
+            self._committed = CommittedShards(world, place.within, place.replica)
 
     def _use_whole_batch(self) -> None:
         """Make batch normalisation take its statistics over all replicas; where it takes them over the ranks of its

@@ -228,7 +228,7 @@ class Known:
 
     def __init__(self, world: World, kind: str = "") -> None:
         self._memory = None
-        if world.members is not None and world.size == world.local_size:
+        if world.members is not None:
             self._memory = world.shared(f"{kind}cuts/{world.size}", 8 * (world.size + 1))
 
     def read(self) -> list[int] | None:

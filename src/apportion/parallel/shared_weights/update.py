@@ -52,10 +52,10 @@ class SharedUpdate(GradientUpdate):
         self._optimizer = OptimizerView(replica, self._memory)
         self._slots = GradientSlots(self._memory, replica, layers)
         self._lines = RankLines(self._memory)
-        self._fresh = world.generation > 0
+        self._fresh = world.under_way
         """Tells whether this process has never had the weights."""
         replica.show = self._optimizer.show
-        if world.generation == 0:
+        if not world.under_way:
             self.attach(world, world.group())
 
     def attach(self, world: World, group: Group) -> None:

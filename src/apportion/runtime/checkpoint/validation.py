@@ -36,6 +36,16 @@ def refuse_started(run_dir: str | os.PathLike[str]) -> None:
         )
 
 
+def mark_of(run_dir: str | os.PathLike[str]) -> list[int] | None:
+    """Returns what tells a run directory from those of other hosts, unless they share the disk: of the file that it
+    begins with. None where there is none."""
+    try:
+        found = Path(run_dir, "run.json").stat()
+    except OSError:
+        return None
+    return [found.st_ino, found.st_size, found.st_mtime_ns]
+
+
 def read_json(path: Path) -> Any:
     """Reads a file of JSON. Raises OSError where it cannot be read, ValueError where it is not JSON, or nested so deep
     that it cannot be read."""

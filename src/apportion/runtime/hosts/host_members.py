@@ -47,11 +47,13 @@ class HostMembers:
         except OSError as error:
             return {**reply, "refused": error.strerror or str(error)}, []
 
-    def progress(self) -> list[list[int]]:
-        """Returns the numbers of every slot, and lets the workers know that this process runs."""
+    def progress(self) -> tuple[int, list[list[int]]]:
+        """Returns the generation and the numbers of every slot in it, and lets the workers know that this process
+        runs."""
         self.page.tick()
-        lines: list[list[int]] = self._lines.tolist()
-        return lines
+        with self._lock:
+            lines: list[list[int]] = self._lines.tolist()
+            return self.follower.generation, lines
 
     @property
     def stepped(self) -> bool:
@@ -91,14 +93,17 @@ class HostMembers:
         ``begin``: starts new processes in these slots. A table of another change is left alone."""
         with self._lock:
             taken = self.follower.close(order, living)
-        if taken is None:
-            return ()
-        for slot in taken.fresh:
-            self._lines[slot, [Progress.waiting.index, Progress.begun.index]] = 0
+            if taken is None:
+                return ()
+            if order["began"] == order["generation"]:  # with memory of their own
+                self._memory.keep("progress", "members")
+                self._lines[:] = 0
+            for slot in taken.fresh:
+                self._lines[slot, [Progress.waiting.index, Progress.begun.index]] = 0
         self._release()
         share = HostShare(order["first"], order["size"], order["address"], order["port"])
         begin(taken.fresh)
-        self.page.close_change(order["slots"], ending=order["ending"], share=share)
+        self.page.close_change(order["slots"], ending=order["ending"], share=share, began=order["began"])
         return taken.left_out
 
     def _hold(self) -> tuple[str, int]:

@@ -277,14 +277,14 @@ class HostRanks:
         if self._start.joins:
             self._stand_by(waits)
         while True:
-            lines = members.progress()
+            generation, lines = members.progress()
             stepped = stepped or (time.monotonic() if members.stepped else 0.0)
             if stepped and time.monotonic() - stepped > SPARE_SECONDS:
                 self._look_after_spare()
             with self._lock:
                 processes = {slot: rank.process.pid for slot, rank in self._ranks.items()}
             stopped = [slot for slot, pid in processes.items() if pid is not None and is_stopped(pid)]
-            self._tell({"kind": "progress", "lines": lines, "stopped": stopped})
+            self._tell({"kind": "progress", "generation": generation, "lines": lines, "stopped": stopped})
             waits.wait(PROGRESS_SECONDS)
 
     def close(self) -> None:

@@ -54,10 +54,13 @@ class HostsPool:
         policy: Policy,
         *,
         replaceable: bool,
+        survives: bool,
     ) -> None:
         self._agents, self._news, self._replaceable = list(agents), news, replaceable
+        self.survives, self._copies = survives, policy.copies
+        """Whether the ranks that are left go on with the state that they have; else all begin again."""
         self.leader = Leader(counts)
-        self.history = PoolHistory(sum(counts), policy, survives=replaceable)
+        self.history = PoolHistory(sum(counts), policy, survives=survives, restarts=replaceable)
         """Everything that has happened to the ranks."""
         self._lines = progress.lines(bytearray(progress.NBYTES * sum(counts)))
         self._watch = Watchdog(self._lines)
@@ -66,6 +69,9 @@ class HostsPool:
         self._clock = LookClock()
         self._began_at, self._late_by = time.monotonic(), dict[Slot, float]()
         self._begun = self._stopping = False
+        self._saved: set[int] | None = None
+        """The hosts that have the last checkpoint; None: there is none yet."""
+        self._just_saved = False
         self._counts = list(counts)
         self._torn = TornLinks()
         self._offers: deque[AgentConnection] = deque()
@@ -115,6 +121,7 @@ class HostsPool:
 
     def hear(self, seconds: float) -> Iterator[tuple[int, Message]]:
         """Yields what ranks say within this time, and returns after the first words. What happens to them is noted."""
+        self._just_saved = False
         for host, message in self._next(seconds):
             if message is None and host >= 0:
                 self._lose(host, self._agents[host].why_ended())
@@ -168,11 +175,28 @@ class HostsPool:
             self.history.note(raised_event(message, rank, step))
             yield rank, message
         else:
-            if kind == "event" and slot in self._late_by:  # it counts from its own start
-                message["event"]["seconds"] += self._late_by[slot]
+            if kind == "event":
+                self._note_event(slot, message["event"])
             yield rank, {**message, "host": name}
 
+    def _note_event(self, slot: Slot, event: Message) -> None:
+        if slot in self._late_by:  # it counts from its own start
+            event["seconds"] += self._late_by[slot]
+        if event["kind"] == "checkpoint":
+            self._saved, self._just_saved = self._keepers(), True
+
+    def _keepers(self) -> set[int]:
+        """Returns the hosts that keep the checkpoints: those of the first ranks."""
+        hosts = list(dict.fromkeys(slot.host for slot in self.leader.table))
+        return set(hosts[: self._copies])
+
+    def _keeps_checkpoint(self) -> bool:
+        """Tells whether some host is left that has the last checkpoint, or there is none yet."""
+        return self._saved is None or bool(self._saved & self.leader.hosts)
+
     def _note_progress(self, host: int, message: Message) -> None:
+        if message["generation"] < self.leader.began:  # of processes that are gone
+            return
         first, lines = self._line(Slot(host, 0)), message["lines"]
         self._lines[first : first + len(lines)] = lines
         self._stopped = {slot for slot in self._stopped if slot.host != host}
@@ -212,10 +236,15 @@ class HostsPool:
         told, self._notices = self._notices, []
         return told
 
-    def action(self) -> Action:
-        """Decides what to do about all that has happened so far."""
+    def _pass_time(self) -> float:
+        """Looks at who has been silent for how long; returns the time."""
         now = time.monotonic()
         self._think(self._liveness.pass_time(self._clock.passed(now), self._watch.pace))
+        return now
+
+    def action(self) -> Action:
+        """Decides what to do about all that has happened so far."""
+        now = self._pass_time()
         if self._replaceable:
             if not self._begun and self._watch.begun:
                 self._begun = True
@@ -225,11 +254,14 @@ class HostsPool:
             if late is not None:
                 self.history.note_late(late, stopped)
         action = self.history.action()
-        if isinstance(action, Restart):
-            first = action.losses[0]
-            return Stop(first.rank, f"{first.cause}, and there is no state to go on from without it")
-        if isinstance(action, Replace | Shrink) and not self.leader.hosts:
+        if isinstance(action, Replace | Shrink | Restart) and not self.leader.hosts:
             return Stop(action.losses[0].rank, f"{action.losses[0].cause}; no other host is left")
+        if isinstance(action, Restart) and not self._keeps_checkpoint():
+            first = action.losses[0]
+            return Stop(
+                first.rank,
+                f"{first.cause}, and the checkpoints with it: policy(copies=2) keeps them on a second host, too",
+            )
         return action
 
     def agent_of(self, rank: int) -> AgentConnection:
@@ -255,13 +287,18 @@ class HostsPool:
 
     def offered(self) -> bool:
         """Tells whether workers are offered that could take part."""
-        waiting = bool(self._offers) or self._torn.is_old(time.monotonic())
-        return waiting and self._begun and not self.finishing
+        waiting = bool(self._offers) and (self.survives or self._just_saved)
+        return (waiting or self._torn.is_old(time.monotonic())) and self._begun and not self.finishing
 
     def admit(self) -> HostsChange:
         """Opens a change of the membership in which the workers that are offered are taken in, and all connect anew.
         Raises WorkerFailed where connections between hosts are lost again and again."""
         self._torn.mend(self.step)
+        self._take_offered()
+        self.tell(self.leader.open())
+        return HostsChange(self, self._watch)
+
+    def _take_offered(self) -> None:
         while self._offers:
             agent = self._offers.popleft()
             host = agent.number
@@ -271,8 +308,6 @@ class HostsPool:
             self._liveness.expect(host)
             self._lines[self._line(Slot(host, 0)) :][: self._counts[host]] = 0
             self._joining.add(host)
-        self.tell(self.leader.open())
-        return HostsChange(self, self._watch)
 
     def grow(self) -> None:
         """Closes the change in which nobody was lost."""
@@ -297,7 +332,9 @@ class HostsPool:
         gone = {self.leader.table[loss.rank] for loss in losses}
         self._close([slot for slot in self.leader.table if slot not in gone], [], losses)
 
-    def _close(self, slots: Sequence[Slot], fresh: Sequence[Slot], losses: Sequence[WorkerLost]) -> None:
+    def _close(
+        self, slots: Sequence[Slot], fresh: Sequence[Slot], losses: Sequence[WorkerLost], *, begins: bool = False
+    ) -> None:
         hosts = sorted(self._joining & self.leader.hosts)
         joined = [Slot(host, number) for host in hosts for number in range(self._counts[host])]
         self._joining.clear()
@@ -305,13 +342,13 @@ class HostsPool:
         for slot in fresh:
             self._watch.reset(self._line(slot))
             self._late_by[slot] = time.monotonic() - self._began_at
-        self.tell(self.leader.close(slots, fresh))
+        self.tell(self.leader.close(slots, fresh, begins=begins))
         self._torn.forget()
         for host in hosts:
             ranks = tuple(rank for rank, slot in enumerate(self.leader.table) if slot.host == host)
             cause = f"host {self._agents[host].host} takes part again, with {ranks_text(ranks)}"
             self._notices.append(Notice(ranks[0], cause, f"goes on with {self.ranks} workers"))
-        self.history.note_change(losses, self.ranks)
+        self.history.note_change(losses, self.ranks, restarted=begins)
         self._watch.sit([self._line(slot) for slot in self.leader.table])
         if self._stopping:
             self.send({"kind": "stop"})
@@ -323,9 +360,19 @@ class HostsPool:
             self.tell(self.leader.close(left, ending=True))
             self._watch.sit([self._line(slot) for slot in left])
 
-    def restart(self, losses: Sequence[WorkerLost]) -> None:
-        """Is never asked for: where there is no state to go on from the run stops."""
-        raise AssertionError("a run on several hosts is not begun again by itself")
+    def restart(self, losses: Sequence[WorkerLost]) -> Iterator[tuple[int, Message]]:
+        """Ends every process, and begins again with others, on the hosts that are left. Yields what ranks still say.
+        Raises WorkerFailed where a process has not ended within KILL_SECONDS."""
+        self._take_offered()
+        everyone = range(self.ranks)
+        change = self.open_change(everyone)
+        while not change.settled(everyone) and self.leader.hosts:
+            yield from self.hear(LOOK_SECONDS)
+            self._pass_time()
+        slots = [slot for slot in self.leader.table if slot.host in self.leader.hosts]
+        if slots:  # else what happened meanwhile ends the run
+            self._begun = False
+            self._close(slots, slots, losses, begins=True)
 
     def prepare_spare(self) -> None:
         """Does nothing: each agent has its own."""

@@ -13,12 +13,13 @@ from typing import Any
 from apportion.core.event import Event, event_after
 from apportion.errors import ApportionError, CheckpointError
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
+from apportion.runtime.checkpoint.validation import mark_of
 from apportion.runtime.hosts.agent_connection import AgentConnection
 from apportion.runtime.hosts.frames import FrameError
 from apportion.runtime.hosts.host_failures import at_host
 from apportion.runtime.hosts.hosts_pool import HostsPool
 from apportion.runtime.hosts.recruiting import Recruiter
-from apportion.runtime.hosts.run_copy import RunCopy, mark_of
+from apportion.runtime.hosts.run_copy import RunCopy
 from apportion.runtime.hosts.started_hosts import LOOK_SECONDS, WORDS_SECONDS, Shipment, StartedHosts
 from apportion.runtime.supervisor.decisions import Finish, Stop, failure
 from apportion.runtime.supervisor.failures import Notice
@@ -102,7 +103,8 @@ class HostsRun(StartedHosts):
 
     def _listen(self) -> Iterator[Event]:
         """Yields events until every rank has finished."""
-        self._pool = self._make_pool(self._job.policy)
+        survives = self._replaceable and self._job.strategy.recovers_across_hosts
+        self._pool = self._make_pool(self._job.policy, survives=survives)
         self._recovery = RecoveryLoop(self._pool, spares=False)
         if self._replaceable and len(self._hosts) > 1:
             self._recruiter = Recruiter(self._launcher, self._hosts, self._pool, self._begin_again)

@@ -13,21 +13,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any, final
 
 from apportion.errors import CheckpointError
+from apportion.runtime.checkpoint.validation import mark_of
 from apportion.runtime.hosts.frames import FrameError, FrameReader, FrameWriter, Message
 
 PIECE_BYTES = 1 << 20
-MARK = "run.json"
-"""The file by which two run directories are known to be one, on a disk that hosts share."""
 LOCK = ".training"
-
-
-def mark_of(run_dir: Path) -> list[int] | None:
-    """Returns what tells the run directory from others; None where there is none."""
-    try:
-        found = (run_dir / MARK).stat()
-    except OSError:
-        return None
-    return [found.st_ino, found.st_size, found.st_mtime_ns]
 
 
 def send_run(run_dir: Path, known: list[int] | None, writer: FrameWriter, reader: FrameReader) -> None:

@@ -83,6 +83,8 @@ class StartedHosts:
         facts = self._answers("here", READY_SECONDS, "has not answered", self._agents)
         told = [(agent.host, fact) for agent, fact in zip(self._agents, facts, strict=True)]
         refuse_unlike(versions(), told, self._launcher.device)
+        with_gpus = self._launcher.device != "cpu" and any(fact["gpus"] for fact in facts)
+        self._replaceable = self._replaceable and not with_gpus
         wanted = [host.workers for host in self._hosts]
         self._counts = [ranks_of(f, w, self._launcher.device) for f, w in zip(facts, wanted, strict=True)]
         threads = [self._launcher.threads_each(f["cores"], n) for f, n in zip(facts, self._counts, strict=True)]
@@ -165,11 +167,13 @@ class StartedHosts:
 
     # While the ranks run
 
-    def _make_pool(self, policy: Policy) -> HostsPool:
-        """Returns the ranks, once they were told to begin."""
+    def _make_pool(self, policy: Policy, *, survives: bool = False) -> HostsPool:
+        """Returns the ranks, once they were told to begin. ``survives``: those that are left go on after a loss."""
         if not self._replaceable:
             policy = replace(policy, host_grace=LONGEST_GRACE)
-        return HostsPool(self._agents, self._counts, self._news, policy, replaceable=self._replaceable)
+        return HostsPool(
+            self._agents, self._counts, self._news, policy, replaceable=self._replaceable, survives=survives
+        )
 
     def _print(self, rank: int, message: Message) -> None:
         prefix = f"{message['host']}, rank {rank}: " if sum(self._counts) > 1 else ""

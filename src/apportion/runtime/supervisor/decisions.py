@@ -101,32 +101,34 @@ def next_action(
     *,
     policy: Policy | None = None,
     survives: bool = False,
+    restarts: bool = False,
 ) -> Action:
     """Decides after all of these events, in the order in which they arrived, ``seconds`` after the last of them.
 
-    ``workers``: the number that the run began with. ``survives``: the strategy can lose a worker. The first real cause
-    wins: an exception, then a death by a signal, then a rank that does not move. A lost peer or a closed connection is
-    a symptom, and waits a little for its cause.
+    ``workers``: the number that the run began with. ``survives``: the strategy can lose a worker; ``restarts``: where
+    it cannot, all begin again from the last checkpoint. The first real cause wins: an exception, then a death by a
+    signal, then a rank that does not move. A lost peer or a closed connection is a symptom, and waits a little for its
+    cause.
     """
     seen = _Evidence(happened, workers)
-    action = _decide(seen, seconds, policy or Policy(), survives)
+    action = _decide(seen, seconds, policy or Policy(), survives=survives, restarts=restarts)
     final = isinstance(action, Stop) and (action.mistake or action.checkpoint or action.not_finite or action.differs)
     if isinstance(action, Stop) and survives and not final:
         return replace(action, lost=seen.gone if seen.can_save else ())
     return action
 
 
-def _decide(seen: _Evidence, seconds: float, policy: Policy, survives: bool) -> Action:
+def _decide(seen: _Evidence, seconds: float, policy: Policy, *, survives: bool, restarts: bool) -> Action:
     for raised in seen.raised:
         if not raised.symptom and not (raised.state_lost and survives):
             return _stop(raised)
     if seen.losses:
-        if not survives:
+        if not survives and not restarts:
             return Stop(seen.losses[0].rank, seen.losses[0].cause + seen.cure)
         if seen.exits:
             return Stop(seen.exits[0].rank, death_text(seen.exits[0]))
         if not seen.finished:
-            return _with_losses(seen, policy)
+            return _with_losses(seen, policy, survives)
     if seen.late is not None:
         return Stop(seen.late.ranks[0], late_text(seen.late))
     if seen.exits or seen.symptoms:
@@ -193,7 +195,7 @@ class _Evidence:
         return tuple(lost.values())
 
 
-def _with_losses(seen: _Evidence, policy: Policy) -> Action:
+def _with_losses(seen: _Evidence, policy: Policy, survives: bool) -> Action:
     for loss in seen.losses:
         if sum((before.rank, before.step) == (loss.rank, loss.step) for before in seen.before) + 1 >= REPEATS:
             often = f"it has happened {REPEATS} times at step {loss.step}, which is no accident"
@@ -201,7 +203,7 @@ def _with_losses(seen: _Evidence, policy: Policy) -> Action:
     if len(seen.before) + len(seen.losses) > policy.max_restarts:
         first, most = seen.losses[0], policy.max_restarts
         return Stop(first.rank, f"{first.cause}; the run may lose no more workers (max_restarts={most}){_RESUME}")
-    if not seen.has_state:
+    if not survives or not seen.has_state:
         return Restart(seen.losses)
     shrinks = policy.on_loss == "shrink" and len(seen.losses) < seen.workers
     return Shrink(seen.losses) if shrinks else Replace(seen.losses)

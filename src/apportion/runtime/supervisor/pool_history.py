@@ -23,10 +23,10 @@ from apportion.runtime.supervisor.watchdog import memory_kills
 @final
 class PoolHistory:
     """Everything that has happened to the workers, in order. ``ranks``: how many there were at first; ``survives``:
-    whether a lost one can be replaced, or gone on without."""
+    whether a lost one can be replaced, or gone on without; ``restarts``: whether all begin again where none can."""
 
-    def __init__(self, ranks: int, policy: Policy, *, survives: bool) -> None:
-        self._ranks, self._policy, self._survives = ranks, policy, survives
+    def __init__(self, ranks: int, policy: Policy, *, survives: bool, restarts: bool = False) -> None:
+        self._ranks, self._policy, self._survives, self._restarts = ranks, policy, survives, restarts
         self.clear()
         self._kills = memory_kills()
 
@@ -73,4 +73,7 @@ class PoolHistory:
 
     def action(self) -> Action:
         """Decides what to do about all that has happened so far."""
-        return next_action(self._happened, self._ranks, self.quiet, policy=self._policy, survives=self._survives)
+        return next_action(
+            self._happened, self._ranks, self.quiet,
+            policy=self._policy, survives=self._survives, restarts=self._restarts,
+        )  # fmt: skip

@@ -57,6 +57,8 @@ class RecoverablePool(Protocol):
     """Processes whose lost ones are replaced, or gone on without: on this host, or on several."""
 
     spare: Spare | None
+    survives: bool
+    """Whether the workers that are left go on with the state that they have; else all begin again."""
 
     @property
     def ranks(self) -> int:
@@ -103,8 +105,8 @@ class RecoverablePool(Protocol):
     def dismiss(self) -> None:
         """Closes the change for those that are left, which are to save and to leave."""
 
-    def restart(self, losses: Sequence[WorkerLost]) -> None:
-        """Ends all, and begins again."""
+    def restart(self, losses: Sequence[WorkerLost]) -> Iterator[tuple[int, Message]]:
+        """Ends all, and begins again, from the last checkpoint where there is one. Yields what ranks still say."""
 
     def prepare_spare(self) -> None:
         """Starts the spare that replacements are forked from."""
@@ -196,7 +198,7 @@ class RecoveryLoop:
         self._tell_mended(told=True)
         began = time.monotonic()
         if isinstance(action, Restart):
-            self._pool.restart(action.losses)
+            self._say(self._pool.restart(action.losses))
             self._tell(action.losses, "all workers are started again")
             return GoOn()
         lost = [loss.rank for loss in action.losses]
@@ -208,6 +210,9 @@ class RecoveryLoop:
         """Takes in the workers that are offered, between two steps. Returns what was decided in the end, and done."""
         self._tell_mended(told=True)
         began = time.monotonic()
+        if not self._pool.survives:
+            self._say(self._pool.restart(()))
+            return GoOn()
         decided = self._settled(self._pool.admit(), [])
         if isinstance(decided, GoOn) and not self._closing:
             self._pool.grow()

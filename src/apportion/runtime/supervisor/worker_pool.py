@@ -43,6 +43,8 @@ class AnyThreadPool(Protocol):
 class WorkerPool:
     """Worker processes that run ``target`` (``module:function``) on a job, one for each rank."""
 
+    survives = True
+
     def __init__(self, launcher: Local, target: str, job: WorkerJob, ranks: int) -> None:
         self._launcher, self._target, self._job, self._payload = launcher, target, job, cloudpickle.dumps(job)
         self._replaceable = isinstance(job, Job) and job.replaceable
@@ -230,8 +232,9 @@ class WorkerPool:
             self._shared.watch.reset(slot)
         self.ranks = len(self._channels.slots)
 
-    def restart(self, losses: Sequence[WorkerLost]) -> None:
-        """Ends every process, and begins again with others and with memory of their own."""
+    def restart(self, losses: Sequence[WorkerLost]) -> Iterator[tuple[int, Message]]:
+        """Ends every process, and begins again with others and with memory of their own. What ranks still say is not
+        waited for."""
         self._channels.end()
         self.release()
         self._changed(losses, restarted=True)
@@ -243,6 +246,7 @@ class WorkerPool:
         self._start()
         if self._stopping:
             self.send({"kind": "stop"})
+        return iter(())
 
     def _changed(self, losses: Sequence[WorkerLost], *, restarted: bool = False) -> None:
         self.history.note_change(losses, self.ranks, restarted=restarted)

@@ -48,6 +48,8 @@ class Leader:
         self._several = len(counts) > 1
         self.generation = generation
         """Even: the table holds. Odd: it is being changed."""
+        self.began = generation
+        """The generation in which the training began, or was begun again."""
         self.hosts = set(range(len(counts)))
         """The hosts that are in the run."""
         self._answered: set[Slot] = set()
@@ -117,16 +119,21 @@ class Leader:
         settled = self._killed <= self._ended and not self.asked()
         return self.generation % 2 == 1 and settled and self.hosts <= self._places.keys()
 
-    def close(self, slots: Iterable[Slot], fresh: Collection[Slot] = (), *, ending: bool = False) -> list[Tell]:
+    def close(
+        self, slots: Iterable[Slot], fresh: Collection[Slot] = (), *, ending: bool = False, begins: bool = False
+    ) -> list[Tell]:
         """Ends the change: rank i has the i-th of these slots. ``fresh``: those in which a new process begins;
-        ``ending``: all are to save, and to leave. Raises ApportionError where no worker is left."""
+        ``ending``: all are to save, and to leave; ``begins``: nobody has a state any more, and the training begins
+        again, from its last checkpoint. Raises ApportionError where no worker is left."""
         assert self.can_close, f"{self.asked()} have not answered in generation {self.generation}"
         table = [slot for slot in slots if slot.host in self.hosts]
+        assert not begins or set(table) <= set(fresh), "nobody who begins again has anything of before"
         if not table:
             raise ApportionError("no worker is left on any host")
         self.table, self._answered, self._killed = table, set(), set()
         self._ended.difference_update(fresh)
         self.generation += 1
+        self.began = self.generation if begins else self.began
         address, port = self._places[table[0].host]
         return [
             Tell(host, self._table_of(host, address, port, fresh, ending))
@@ -138,6 +145,7 @@ class Leader:
         return {
             "kind": "table",
             "generation": self.generation,
+            "began": self.began,
             "first": own[0][0],
             "size": len(self.table),
             "slots": [slot.number for _, slot in own],

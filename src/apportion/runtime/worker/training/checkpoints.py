@@ -17,7 +17,8 @@ from apportion.runtime.worker.training.best_metric import BestMetric
 
 
 class RunCheckpoints:
-    """One rank's part in the checkpoints of a run. ``directory``: the run directory on rank 0, None elsewhere."""
+    """One rank's part in the checkpoints of a run. ``directory``: the run directory that this rank writes, rank 0's or
+    its copy on another host; None: this rank writes none."""
 
     def __init__(
         self, job: Job, step: Step, guard: LossGuard, directory: RunDirectory | None, best: float | None
@@ -29,13 +30,13 @@ class RunCheckpoints:
 
     def _open(self, directory: RunDirectory | None) -> None:
         self.directory = directory
-        """The run directory on rank 0, None elsewhere."""
+        """The run directory that this rank writes; None: none."""
         self.saver = Saver(directory, self._job.policy.keep, str(self._job.strategy))
-        """The writer of the states, which writes nothing on other ranks than rank 0."""
+        """The writer of the states, which writes nothing where there is no directory."""
 
     def take_over(self, directory: RunDirectory | None) -> None:
-        """Writes the run directory from now on, where this rank is rank 0 since the one before it has died."""
-        if directory is not None:
+        """Writes this run directory from now on, where this rank takes the place of one that has died."""
+        if directory is not None and directory is not self.directory:
             self._open(directory)
             self.best.value = directory.best()
 

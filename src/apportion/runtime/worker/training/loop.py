@@ -12,6 +12,7 @@ Its heart is three lines, which anyone can copy into a script under torchrun::
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -21,14 +22,15 @@ from apportion.core.event import Event
 from apportion.core.parts.dataset import PartedDataset
 from apportion.core.strategy import Recoverable, Step, batches
 from apportion.core.workload import Workload
-from apportion.errors import MembershipChanged, NotFinite, PeerLost
+from apportion.errors import CheckpointError, MembershipChanged, NotFinite, PeerLost
+from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.worker.coordination import RunControl, StepCoordinator
 from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.nonfinite_loss import LossGuard
 from apportion.runtime.worker.training.checkpoints import RunCheckpoints
 from apportion.runtime.worker.training.evaluations import RunEvaluations
 from apportion.runtime.worker.training.reporter import RunReporter
-from apportion.runtime.worker.training.restore import open_directory, restore
+from apportion.runtime.worker.training.restore import open_copy, open_directory, restore
 
 REPORT_SECONDS = 0.2
 """The seconds between two events of a kind: a person sees no more, and a step loses nothing to it."""
@@ -91,9 +93,11 @@ class _TrainingLoop:
         self.proof = self._settled()
         directory = open_directory(job, world, self.workload, self.step, self.proof)
         best = None
-        if world.generation == 0:
+        if not world.under_way:
             best = restore(job, directory, self.workload, self.step, world, self.proof)
+            directory = open_copy(job, directory, self.workload, self.step, world, self.proof)
         else:
+            directory = open_copy(job, directory, self.workload, self.step, world, self.proof)
             best = None if directory is None else directory.best()
             self._rejoin_step()
         self._regroup()
@@ -105,7 +109,7 @@ class _TrainingLoop:
             steps_per_epoch=self.source.deal.batches,
             done=self.done,
         )
-        if world.generation:
+        if world.under_way:
             self.coordinator.again(self.group, self.done)
         self.guarded = LossGuard(self.step, self.workload, job.policy, ranks=world.size)
         self.checkpoints = RunCheckpoints(job, self.step, self.guarded, directory, best)
@@ -156,15 +160,20 @@ class _TrainingLoop:
         """Goes on from the last update that is whole, after the membership has changed."""
         self.world = self.world.rejoin()
         self.control.rejoined(self.world)
-        if self.checkpoints.directory is None:
-            self.checkpoints.take_over(open_directory(self.job, self.world, self.workload, self.step, self.proof))
+        self.checkpoints.take_over(self._opened_again())
         self._rejoin_step()
         self._regroup()
         self.coordinator.again(self.group, self.done)
 
+    def _opened_again(self) -> RunDirectory | None:
+        """Returns the run directory that this rank writes from now on: the one that it has written, or another."""
+        given = self.job, self.world, self.workload, self.step
+        directory = self.checkpoints.directory or open_directory(*given, self.proof)
+        return open_copy(self.job, directory, self.workload, self.step, self.world, self.proof)
+
     def _prepare_evaluation(self) -> None:
         """Tries the evaluation, before the first step of this attempt; then lets it load ahead."""
-        if self.world.generation == 0 and self.evaluates:
+        if not self.world.under_way and self.evaluates:
             self.evaluations.attempt(self.group)
         self.evaluations.load_ahead(self.job.loaders)
 
@@ -204,7 +213,7 @@ class _TrainingLoop:
         """Makes steps until none is left or all ranks agree to stop; returns why it ended."""
         next_report = next_speed = time.perf_counter()
         progress = self.control.progress
-        if self.world.generation:  # the change may have cut short what follows a step
+        if self.world.under_way:  # the change may have cut short what follows a step
             if (yield from self._agree()):
                 return "stopped"
             if self._evaluation_due(self.done - 1):
@@ -247,8 +256,17 @@ class _TrainingLoop:
             self.meter.pause()
             self._save()
             self.meter.go_on()
-        yield from self.reporter.checkpoints(self.checkpoints.saver.news())
+        yield from self._tell_checkpoints()
         return stop
+
+    def _tell_checkpoints(self) -> Iterator[Event]:
+        """Tells what was saved; of the copies on other hosts, what could not be."""
+        news = self.checkpoints.saver.news()
+        if self.world.rank == 0:
+            yield from self.reporter.checkpoints(news)
+        for failed in news if self.world.rank else ():
+            if isinstance(failed, CheckpointError):
+                warnings.warn(f"the copy of the checkpoint: {failed} (goes on without it)", stacklevel=2)
 
     def _evaluation_due(self, before: int) -> bool:
         """Tells whether an evaluation has come due since there were ``before`` updates."""
@@ -284,7 +302,7 @@ class _TrainingLoop:
             yield from self._evaluate(final=True)
             self._save()
         self.checkpoints.saver.finish(self._beat)
-        yield from self.reporter.checkpoints(self.checkpoints.saver.news())
+        yield from self._tell_checkpoints()
         if self.world.rank == 0 or self.world.channel is None:  # without a supervisor each rank is told
             yield self.reporter.event(
                 "end",
@@ -294,7 +312,8 @@ class _TrainingLoop:
                 run_dir=self.job.run_dir,
                 resume=None,
             )
-        self.checkpoints.saver.check()
+        if self.world.rank == 0:
+            self.checkpoints.saver.check()
         if self.step.ends_together:
             self.world.group().barrier()
 

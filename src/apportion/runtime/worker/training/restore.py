@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from apportion.comm.group import collective
+from apportion.comm.objects import broadcast_message
 from apportion.comm.world import World
 from apportion.core.fingerprint import check_fingerprint
 from apportion.core.strategy import Step
@@ -14,6 +15,7 @@ from apportion.core.workload import Workload
 from apportion.parallel.replica.resync import broadcast_state
 from apportion.runtime.checkpoint.code_ownership import factory_of
 from apportion.runtime.checkpoint.run_directory import RunDirectory
+from apportion.runtime.checkpoint.validation import mark_of
 from apportion.runtime.worker.job import Job
 
 
@@ -40,6 +42,41 @@ def _claim(directory: RunDirectory, world: World) -> None:
 
 
 @collective
+def open_copy(
+    job: Job,
+    directory: RunDirectory | None,
+    workload: Workload,
+    step: Step,
+    world: World,
+    proof: Mapping[str, Any] | None,
+) -> RunDirectory | None:
+    """Returns the run directory that this rank writes: rank 0's own, or, on as many other hosts as the policy says, one
+    for the same checkpoints; those of one disk have one of them. ``directory``: what this rank has written so far.
+    Called by all ranks, after rank 0 has begun its own. Raises ValueError where another run is in that place."""
+    if job.run_dir is None or job.policy.copies == 1 or world.local_size == world.size:
+        return directory
+    first = keepers(world.hosts(), job.policy.copies)
+    told = broadcast_message(mark_of(job.run_dir) if world.rank == 0 else None, world.group(), device=world.device)
+    if world.rank not in first or mark_of(job.run_dir) == told:
+        return directory if world.rank == 0 else None
+    if directory is not None:
+        return directory
+    own, mark = RunDirectory(job.run_dir), step.fingerprint(workload)
+    if (own.path / "run.json").exists() and (job.resume or world.generation):
+        check_fingerprint(own.read_run().get("fingerprint", {}), mark)
+    else:
+        own.start(_description(job, workload, mark, proof))
+    _claim(own, world)
+    return own
+
+
+def keepers(hosts: Sequence[int], copies: int) -> list[int]:
+    """Returns the ranks that write checkpoints: the first of each of the first ``copies`` hosts. ``hosts``: the number
+    of each rank's host."""
+    return [hosts.index(host) for host in dict.fromkeys(hosts)][:copies]
+
+
+@collective
 def restore(
     job: Job,
     directory: RunDirectory | None,
@@ -48,21 +85,21 @@ def restore(
     world: World,
     proof: Mapping[str, Any] | None,
 ) -> float | None:
-    """Starts the run directory, or loads its last checkpoint into the step; returns the best value of the metric so
-    far. Called by all ranks."""
+    """Starts the run directory, or loads its last checkpoint into the step, also where all ranks begin again after a
+    loss; returns the best value of the metric so far. Called by all ranks."""
     if job.run_dir is None:
         return None
-    state = None
+    state, resumes = None, job.resume or world.generation > 0
     if directory is not None:
         mark = step.fingerprint(workload)
-        if job.resume:
+        if resumes:
             check_fingerprint(directory.read_run().get("fingerprint", {}), mark)
         else:
             directory.start(_description(job, workload, mark, proof))
         _claim(directory, world)
-        if job.resume and directory.steps():  # else it was cut off before its first checkpoint, and begins again
+        if resumes and directory.steps():  # else it was cut off before its first checkpoint, and begins again
             state = directory.resume(mark)
-    if not job.resume:
+    if not resumes:
         return None
     state = broadcast_state(state, world.group(), device=world.device)
     if state is None:
