@@ -1,6 +1,7 @@
 """A run on several hosts that something happens to: its driver, what it tells, and the processes of its ranks.
 
-The workload says the number of each rank's process when its network is built, and the driver passes that on.
+The workload says the number of each rank's process when its optimizer is made, and the driver passes that on. (A
+network may have been built in the process that a rank is forked from.)
 """
 
 from __future__ import annotations
@@ -49,14 +50,18 @@ def slow(outputs, targets):
 
 
 def network():
-    print("process", os.environ.get("RANK"), os.getpid(), flush=True)
     layers = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(DROPOUT), nn.Linear(32, 2)
     return nn.Sequential(*layers)
 
 
+def sgd(parameters):
+    print("process", os.environ.get("RANK"), os.getpid(), flush=True)
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
 workload = apportion.Workload(
     model=network, data=examples, loss=slow, batch_size=16, epochs=None, steps=STEPS,
-    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9), precision="float64",
+    optimizer=sgd, precision="float64",
 )
 """
 DRIVER = """
@@ -124,10 +129,10 @@ class DrivenRun:
         """Sends a signal to the process of a rank, and returns the seconds until the step after the one under way, for
         a signal that takes it out of the run."""
         self.until(lambda: rank in self.pids.get(host, {}))
-        pid = self.pids[host].pop(rank)
+        pid = self.pids[host][rank]
         began, before = time.monotonic(), self.step
         os.kill(pid, number)
-        self.until(lambda: rank in self.pids[host] and any(at > began for at, _ in self.told))
+        self.until(lambda: self.pids[host][rank] != pid and any(at > began for at, _ in self.told))
         self.until(lambda: self.step > before + 1)
         return next(at for at, e in self.told if e["kind"] == "step" and at > began and e["step"] > before + 1) - began
 
