@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from apportion.comm.membership import HostShare, MemberPlace, Membership
+from apportion.comm.world import World
 from apportion.errors import MembershipChanged, PeerLost
 
 
@@ -30,6 +31,19 @@ def test_a_host_among_several_has_some_of_the_ranks_and_says_where_all_meet(addr
         MemberPlace(4, 5, 0, local_rank=1, local_size=2, meeting=(address, 5000)),
     ]
     assert members.seated() == [0, 1]
+
+
+def test_the_training_is_under_way_from_the_generation_after_it_began() -> None:
+    members = page(1)
+    share = HostShare(first=0, size=1, address="10.0.0.1", port=5000)
+    members.begin(share)
+    under_way = []
+    for generation, began in ((2, 0), (4, 4), (6, 4)):
+        members.open_change(generation - 1)
+        members.close_change([0], share=share, began=began)
+        under_way.append(World(place=members.place(0)).under_way)
+    assert under_way == [True, False, True]
+    assert not World().under_way
 
 
 def test_a_change_moves_ranks_to_other_seats_and_the_meeting_to_another_place() -> None:

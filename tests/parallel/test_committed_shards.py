@@ -11,7 +11,7 @@ from ranks import on_ranks
 
 from apportion.comm.world import World
 from apportion.core.strategy import State
-from apportion.parallel.partition.committed_shards import CommittedShards, whole
+from apportion.parallel.partition.committed_shards import CommittedShards, Version, whole
 
 pytestmark = pytest.mark.processes
 
@@ -39,18 +39,34 @@ def written(world: World) -> list[str]:
         world.group().barrier()
         there = committed.versions()
         assert sorted({v.step for v in there}) == [max(step - 1, 0), step][step == 0 :]
-        versions = whole(there)
-        assert versions is not None
-        for rank, (found, beside) in enumerate(committed.read(versions)):
+        assert whole(there) is not None
+        for rank, (found, beside) in enumerate(committed.latest()):
             same = equal(found, state(step, rank, grown=grown)) and beside == {"weight": [rank, 2 if step < 9 else 3]}
             wrong += [] if same else [f"step {step} of rank {rank}"]
-        world.group().barrier()
     return wrong
 
 
 def test_what_every_rank_has_written_is_read_whatever_has_changed() -> None:
     """Numbers, settings that grow out of their room, tensors that grow, and what is beside them."""
     assert on_ranks(written, 2) == [[], []]
+
+
+def version(rank: int, step: int, *, replica: int = 0, size: int = 2, generation: int = 0) -> Version:
+    """A version that lies somewhere."""
+    return Version(rank, rank, step % 2, step, generation, replica, rank, size, 64)
+
+
+def test_the_latest_step_that_all_ranks_of_a_replica_have_written_is_gone_on_from() -> None:
+    first, second = version(0, 7), version(1, 7)
+    assert whole([version(1, 8), second, first, version(0, 6)]) == [first, second]
+    assert whole([version(0, 7), version(1, 6)]) is None
+    assert whole([version(0, 7), version(1, 7, generation=2)]) is None
+    assert whole([]) is None
+
+
+def test_one_replica_is_enough_where_a_host_has_taken_the_other_along() -> None:
+    kept = [version(rank, 7, replica=1) for rank in range(2)]
+    assert whole([version(0, 8), version(0, 7), *kept]) == kept
 
 
 def layouts(world: World) -> list[Any]:

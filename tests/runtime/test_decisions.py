@@ -241,6 +241,24 @@ def test_a_strategy_that_does_not_survive_stops_whatever_the_policy_says(
         assert isinstance(action, Stop)
 
 
+@given(policies, losses)
+def test_where_a_strategy_does_not_survive_all_may_begin_again_as_often_as_the_policy_says(
+    policy: Policy, batches: list[list[WorkerEvent]]
+) -> None:
+    happened: list[WorkerEvent] = [WorkerBegan()]
+    lost = 0
+    for batch in batches:
+        happened += batch
+        action = next_action(happened, WORKERS, 2 * CAUSE_SECONDS, policy=policy, restarts=True)
+        if isinstance(action, Stop):
+            assert not action.lost, "nobody is left who could save anything"
+            return
+        assert isinstance(action, Restart)
+        lost += len(action.losses)
+        assert lost <= policy.max_restarts
+        happened.append(WorkersChanged(action.losses, WORKERS, restarted=True))
+
+
 @given(policies, anything, st.floats(0, 10))
 def test_an_exception_stops_the_run_whoever_is_lost_beside_it(
     policy: Policy, happened: list[WorkerEvent], seconds: float
@@ -390,6 +408,7 @@ def test_a_policy_keeps_at_least_one_checkpoint(keep: object) -> None:
         ({"max_restarts": -1}, "max_restarts=-1 must be a whole number of workers"),
         ({"max_restarts": 1.5}, "max_restarts=1.5 must be"),
         ({"on_loss": "panic"}, 'must be "replace" or "shrink"'),
+        ({"copies": 0}, "copies=0 must be a whole number of at least 1 host"),
     ],
 )
 def test_a_policy_says_what_to_do_about_losses_or_is_refused(wrong: dict[str, Any], words: str) -> None:

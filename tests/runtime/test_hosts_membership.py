@@ -106,6 +106,32 @@ def test_a_host_that_is_taken_is_in_the_next_change() -> None:
     assert [told.host for told in leader.open()] == [0, 1]
 
 
+def test_who_begins_again_has_new_processes_alone_and_everybody_later_knows_since_when() -> None:
+    leader = opened([0, 1, 2, 3])
+    for slot in (A0, A1, B0, B1):
+        leader.exited(slot)
+    told = leader.close(leader.table, leader.table, begins=True)
+    assert [(each.message["began"], each.message["generation"]) for each in told] == [(2, 2), (2, 2)]
+    leader.kill([3])
+    leader.open()
+    for slot in (A0, A1, B0):
+        leader.answered(slot, 3)
+    leader.exited(B1)
+    for host in (0, 1):
+        leader.reserved(host, 3, "", 0)
+    told = leader.close(leader.table, [B1])
+    assert [(each.message["began"], each.message["generation"]) for each in told] == [(2, 4), (2, 4)]
+
+
+def test_nobody_who_begins_again_may_have_anything_of_before() -> None:
+    leader = opened()
+    leader.exited(B1)
+    for slot in (A0, A1, B0):
+        leader.answered(slot, 1)
+    with pytest.raises(AssertionError, match="begins again"):
+        leader.close(leader.table, [B1], begins=True)
+
+
 def test_no_table_is_empty() -> None:
     leader = Leader([1])
     leader.open()
