@@ -3,6 +3,8 @@ checkpoint, or its copy on another host. Real sshds in network namespaces, real 
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,6 +97,15 @@ def test_a_strategy_that_keeps_nothing_in_memory_begins_again_from_the_checkpoin
         assert again["step"] > saved, "what was saved is not made again"
     if strategy == "fully_sharded":
         assert differences(weights(projects[0]), weights(projects[1])) == {}
+
+
+def test_a_loss_before_all_have_begun_makes_all_begin_again(hosts: SshHosts, tmp_path: Path) -> None:
+    with driven(hosts, tmp_path, *TWO, dropout=0.0) as run:
+        run.until(lambda: 1 in run.pids.get("c", {}))
+        os.kill(run.pids["c"][1], signal.SIGKILL)
+        assert run.end()["step"] == 120
+        assert len(run.faults()) == 1
+    assert furthest(weights(tmp_path), one_device(tmp_path, 120)) < 1e-10
 
 
 def test_a_copy_of_the_checkpoints_is_gone_on_from_where_the_first_host_is_lost(
