@@ -125,6 +125,25 @@ def test_a_copy_of_the_checkpoints_is_gone_on_from_where_the_first_host_is_lost(
     assert furthest(weights(hosts.private, "copied"), one_device(tmp_path, 500)) < 1e-10
 
 
+def test_where_the_drivers_host_is_lost_another_goes_on_from_its_copy(
+    hosts: SshHosts, tmp_path: Path, eventually: Eventually
+) -> None:
+    given = {"steps": 300, "strategy": "data_parallel", "pause": 0.02, "checkpoint_every": "4 steps", "copies": 2}
+    calm, run_dir = tmp_path / "calm", str(hosts.private / "moved")
+    calm.mkdir()
+    with driven(hosts, calm, "b:1", "c:1", **given) as run:
+        assert run.end()["step"] == 300
+    with driven(hosts, tmp_path, "a:1", "b:1", run_dir=run_dir, **given) as run:
+        begun(run)
+        hosts.wipe("a")
+        eventually(lambda: hosts.processes("b") == {}, within=5, what="the workers of the other host are gone")
+    kept = hosts.on_disk("b", hosts.private / "moved" / "checkpoints")
+    assert list(kept.glob("step-*")), "the copies are there"
+    with driven(hosts, tmp_path, "b:1", "c:1", run_dir=run_dir, resume=True, host="b", **given) as run:
+        assert run.end()["step"] == 300
+    assert differences(weights(calm), weights(kept.parent.parent, "moved")) == {}
+
+
 def test_a_run_whose_only_checkpoints_are_lost_ends_and_says_how_to_keep_them(hosts: SshHosts, tmp_path: Path) -> None:
     run_dir = str(hosts.private / "lost")
     policy = {"checkpoint_every": "4 steps"}

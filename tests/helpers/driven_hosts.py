@@ -181,7 +181,7 @@ def driven(  # noqa: PLR0913 (what a run is of)
     (project / "driver.py").write_text(DRIVER)
     launcher = str(hosts.launcher(*names, threads=1))
     words = [launcher, json.dumps(policy), run_dir, strategy, "resume" if resume else "begin"]
-    command = hosts.command([sys.executable, "driver.py", *words], host)
+    command = hosts.command([sys.executable, "driver.py", *words], host, project)
     process = subprocess.Popen(
         command, cwd=project,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -97,9 +97,15 @@ class SshHosts:
         """``ssh`` for these hosts, with their configuration."""
         return apportion.ssh(*hosts, options=("-F", str(self.folder / "config")), **fields)
 
-    def command(self, command: Sequence[str], host: str = "a") -> list[str]:
-        """The same, run in the namespace of a host."""
-        return ["ip", "netns", "exec", self._namespace(host), *command]
+    def command(self, command: Sequence[str], host: str = "a", folder: Path | None = None) -> list[str]:
+        """The same, run in the namespace of a host; in a folder on the disk of that, where one is given."""
+        if host == self.names[0] or folder is None:
+            return ["ip", "netns", "exec", self._namespace(host), *command]
+        return ["nsenter", "-t", str(self.servers[host].pid), "-m", "-n", f"--wd={folder}", *command]
+
+    def on_disk(self, host: str, path: Path) -> Path:
+        """Where this process finds what a host calls by this path."""
+        return Path(f"/proc/{self.servers[host].pid}/root{path}")
 
     def start(self, command: Sequence[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
         """Starts a driver on host a, in a folder."""
