@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
 import pytest
 import ssh_hosts
 from conftest import Eventually
-from driven_hosts import DrivenRun, differences, driven, one_device, weights
+from driven_hosts import DrivenRun, cut, differences, driven, one_device, weights
 from ssh_hosts import SshHosts
 
 pytestmark = [pytest.mark.processes, pytest.mark.serial]
@@ -196,15 +194,3 @@ def test_the_others_go_on_when_a_cable_is_cut_for_longer(hosts: SshHosts, tmp_pa
         assert run.end()["step"] == 600
     found, exact = weights(tmp_path), one_device(tmp_path, 600)
     assert max(float((found[name] - exact[name]).abs().max()) for name in exact) < 1e-10
-
-
-@contextmanager
-def cut(hosts: SshHosts, name: str) -> Iterator[None]:
-    """Lets nothing through the cable of a host, neither way, without a word to either end."""
-    switch, end = hosts.made.cables[len(hosts.names) + hosts.names.index(name)]
-    port = ["ip", "-n", switch, "link", "set", "dev", end]
-    subprocess.run([*port, "down"], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run([*port, "up"], check=True)

@@ -125,6 +125,16 @@ class DrivenRun:
         assert self.process.returncode == 0, self.text()
         return self.told[-1][1]
 
+    def interrupt(self) -> int:
+        """Ends the run as Ctrl-C does, and returns the step that it has saved."""
+        self.process.send_signal(signal.SIGINT)
+        self.until(lambda: bool(self.told) and self.told[-1][1]["kind"] == "end", 30)
+        end = self.told[-1][1]
+        assert end["data"]["reason"] == "interrupted", self.text()
+        assert end["data"]["resume"] is not None, self.text()
+        self.process.wait(30)
+        return int(end["step"])
+
     def kill(self, host: str, rank: int, number: signal.Signals = signal.SIGKILL) -> float:
         """Sends a signal to the process of a rank, and returns the seconds until the step after the one under way, for
         a signal that takes it out of the run."""
@@ -200,6 +210,18 @@ def driven(  # noqa: PLR0913 (what a run is of)
         for file in (process.stdout, process.stderr):
             assert file is not None
             file.close()
+
+
+@contextmanager
+def cut(hosts: SshHosts, name: str) -> Iterator[None]:
+    """Lets nothing through the cable of a host, neither way, without a word to either end."""
+    switch, end = hosts.made.cables[len(hosts.names) + hosts.names.index(name)]
+    port = ["ip", "-n", switch, "link", "set", "dev", end]
+    subprocess.run([*port, "down"], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*port, "up"], check=True)
 
 
 def weights(project: Path, run_dir: str = "run") -> dict[str, torch.Tensor]:

@@ -229,19 +229,27 @@ def _written_by_the_first(
     with ExitStack() as stack:
         writes = False
 
-        def take_place(rank: int) -> None:
+        def take_place(now: World) -> None:
             nonlocal writes
-            if rank == 0 and not writes:
-                # Where hosts share a disk, rank 0 of a host that is lost may take a moment to end.
-                stack.enter_context(single_writer(run_dir, seconds=TAKE_OVER_SECONDS if world.members else 0.0))
-                writes = True
+            if now.rank or writes:
+                return
+            taken_over = now.generation > 0 and now.meeting is not None
+            seconds = TAKEN_OVER_SECONDS if taken_over else TAKE_OVER_SECONDS if now.members else 0.0
+            try:
+                stack.enter_context(single_writer(run_dir, seconds=seconds))
+            except ValueError:
+                # Where hosts share a disk, rank 0 of a host that was given up may live on for long; the run directory
+                # is claimed next, and what that rank writes later is refused.
+                if not taken_over:
+                    raise
+            writes = True
 
         def take_place_again(changed: World) -> None:
             rejoined(changed)
-            take_place(changed.rank)
+            take_place(changed)
 
         control.rejoined = take_place_again
-        take_place(world.rank)
+        take_place(world)
         yield from journaled(job, events, before, [], writes=lambda: writes)
 
 
@@ -277,8 +285,9 @@ def _chosen_together(
     return parse(told["strategy"], "apportion.strategies"), told
 
 
-TAKE_OVER_SECONDS = 10.0
-"""The seconds for which another rank that becomes rank 0 waits until nobody writes the run directory any more."""
+TAKE_OVER_SECONDS, TAKEN_OVER_SECONDS = 10.0, 0.5
+"""The seconds for which another rank that becomes rank 0 waits until nobody writes the run directory any more: on one
+host, where whoever did has ended, and on several, where it may live on."""
 PROCESSES = 16
 """The number of processes that rank 0 starts at most to prove a run of ranks that others have started: more would not
 fit a host."""
