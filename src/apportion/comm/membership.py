@@ -23,7 +23,7 @@ from apportion.errors import MembershipChanged, PeerLost
 
 NOBODY = -1
 _WORDS = CACHE_LINE // 4
-_GENERATION, _SIZE, _ENDING, _TICKS, _FIRST, _HERE, _PORT, _LENGTH, _BEGAN = range(9)
+_GENERATION, _SIZE, _ENDING, _TICKS, _FIRST, _HERE, _PORT, _LENGTH, _BEGAN, _SAVED = range(10)
 _RANK, _ACKNOWLEDGED, _PID = 0, 1, 2
 _LOOK_SECONDS = 0.05
 _TICK_SECONDS = 1.0
@@ -46,6 +46,8 @@ class MemberPlace:
     """The address and the port where the ranks of several hosts meet; None: all are on one host."""
     began: int = 0
     """The generation in which the training began, or was begun again from its last checkpoint."""
+    saved: bool = False
+    """True where there is a checkpoint to begin again from, on some host."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Membership:
         return MemberPlace(
             rank, words[_SIZE], self.generation,
             local_rank=rank - words[_FIRST], local_size=words[_HERE], meeting=meeting, began=words[_BEGAN],
+            saved=bool(words[_SAVED]),
         )  # fmt: skip
 
     def seated(self) -> list[int]:
@@ -132,13 +135,19 @@ class Membership:
         return self._words[self._at(seat, _ACKNOWLEDGED)] == self.generation
 
     def close_change(
-        self, seats: Iterable[int], *, ending: bool = False, share: HostShare | None = None, began: int = 0
+        self,
+        seats: Iterable[int],
+        *,
+        ending: bool = False,
+        share: HostShare | None = None,
+        began: int = 0,
+        saved: bool = False,
     ) -> None:
         """Write the new table: rank i sits on the i-th of these seats, counted from the first rank of this host.
         ``ending``: they are to save, and to leave. ``share``: what this host has in a run on several. ``began``: the
-        generation in which the training began, or begins now."""
+        generation in which the training began, or begins now. ``saved``: there is a checkpoint of it."""
         self._write(seats, share)
-        self._words[_BEGAN] = began
+        self._words[_BEGAN], self._words[_SAVED] = began, int(saved)
         self._words[_ENDING] = int(ending)
         self._table.publish(self.generation + 1)
         wake(self._generation)

@@ -103,7 +103,9 @@ class HostMembers:
         self._release()
         share = HostShare(order["first"], order["size"], order["address"], order["port"])
         begin(taken.fresh)
-        self.page.close_change(order["slots"], ending=order["ending"], share=share, began=order["began"])
+        self.page.close_change(
+            order["slots"], ending=order["ending"], share=share, began=order["began"], saved=order["saved"]
+        )
         return taken.left_out
 
     def _hold(self) -> tuple[str, int]:

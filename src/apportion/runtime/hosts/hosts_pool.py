@@ -57,7 +57,7 @@ class HostsPool:
         survives: bool,
     ) -> None:
         self._agents, self._news, self._replaceable = list(agents), news, replaceable
-        self.survives, self._copies = survives, policy.copies
+        self.survives = survives
         """Whether the ranks that are left go on with the state that they have; else all begin again."""
         self.leader = Leader(counts)
         self.history = PoolHistory(sum(counts), policy, survives=survives, restarts=replaceable)
@@ -69,8 +69,6 @@ class HostsPool:
         self._clock = LookClock()
         self._began_at, self._late_by = time.monotonic(), dict[Slot, float]()
         self._begun = self._stopping = False
-        self._saved: set[int] | None = None
-        """The hosts that have the last checkpoint; None: there is none yet."""
         self._just_saved = False
         self._counts = list(counts)
         self._torn = TornLinks()
@@ -183,16 +181,7 @@ class HostsPool:
         if slot in self._late_by:  # it counts from its own start
             event["seconds"] += self._late_by[slot]
         if event["kind"] == "checkpoint":
-            self._saved, self._just_saved = self._keepers(), True
-
-    def _keepers(self) -> set[int]:
-        """Returns the hosts that keep the checkpoints: those of the first ranks."""
-        hosts = list(dict.fromkeys(slot.host for slot in self.leader.table))
-        return set(hosts[: self._copies])
-
-    def _keeps_checkpoint(self) -> bool:
-        """Tells whether some host is left that has the last checkpoint, or there is none yet."""
-        return self._saved is None or bool(self._saved & self.leader.hosts)
+            self.leader.saved = self._just_saved = True
 
     def _note_progress(self, host: int, message: Message) -> None:
         if message["generation"] < self.leader.began:  # of processes that are gone
@@ -256,12 +245,6 @@ class HostsPool:
         action = self.history.action()
         if isinstance(action, Replace | Shrink | Restart) and not self.leader.hosts:
             return Stop(action.losses[0].rank, f"{action.losses[0].cause}; no other host is left")
-        if isinstance(action, Restart) and not self._keeps_checkpoint():
-            first = action.losses[0]
-            return Stop(
-                first.rank,
-                f"{first.cause}, and the checkpoints with it: policy(copies=2) keeps them on a second host, too",
-            )
         return action
 
     def agent_of(self, rank: int) -> AgentConnection:

@@ -50,6 +50,8 @@ class Leader:
         """Even: the table holds. Odd: it is being changed."""
         self.began = generation
         """The generation in which the training began, or was begun again."""
+        self.saved = False
+        """True once a rank has told of a checkpoint."""
         self.hosts = set(range(len(counts)))
         """The hosts that are in the run."""
         self._answered: set[Slot] = set()
@@ -146,6 +148,7 @@ class Leader:
             "kind": "table",
             "generation": self.generation,
             "began": self.began,
+            "saved": self.saved,
             "first": own[0][0],
             "size": len(self.table),
             "slots": [slot.number for _, slot in own],

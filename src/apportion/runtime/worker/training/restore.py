@@ -12,6 +12,7 @@ from apportion.comm.world import World
 from apportion.core.fingerprint import check_fingerprint
 from apportion.core.strategy import Step
 from apportion.core.workload import Workload
+from apportion.errors import CheckpointError
 from apportion.parallel.replica.resync import broadcast_state
 from apportion.runtime.checkpoint.code_ownership import factory_of
 from apportion.runtime.checkpoint.run_directory import RunDirectory
@@ -97,6 +98,11 @@ def restore(
         else:
             directory.start(_description(job, workload, mark, proof))
         _claim(directory, world)
+        if not directory.steps() and world.place is not None and world.place.saved:
+            raise CheckpointError(
+                f"{directory.path} holds no checkpoint: those of the run were on a host that is lost; "
+                "policy(copies=2) keeps them on a second host, too"
+            )
         if resumes and directory.steps():  # else it was cut off before its first checkpoint, and begins again
             state = directory.resume(mark)
     if not resumes:
