@@ -7,10 +7,12 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from apportion.comm.network.slurm import step
+
+if TYPE_CHECKING:
+    import torch
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OTHER_NAMES = (
@@ -145,6 +147,8 @@ def refuse_contradictions(slots: Sequence[Slot]) -> None:
 def device(asked: str | None, local_rank: int) -> torch.device:
     """Returns the device of a rank: "cpu", "cuda", or (None) a GPU where there are any, which the ranks of a host share
     in turn where there are fewer. Raises ValueError where there is no such device."""
+    import torch  # the command line asks for the rest of this alone
+
     if asked not in (None, "cpu", "cuda"):
         raise ValueError(f'device={asked!r} must be "cpu" or "cuda"')
     gpus = torch.cuda.device_count() if asked != "cpu" else 0

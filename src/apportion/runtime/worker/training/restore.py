@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,7 +54,8 @@ def open_copy(
 ) -> RunDirectory | None:
     """Returns the run directory that this rank writes: rank 0's own, or, on as many other hosts as the policy says, one
     for the same checkpoints; those of one disk have one of them. ``directory``: what this rank has written so far.
-    Called by all ranks, after rank 0 has begun its own. Raises ValueError where another run is in that place."""
+    Called by all ranks, after rank 0 has begun its own. Raises ValueError where another run is in that place; a host
+    that keeps copies only since another one was lost does without then."""
     if job.run_dir is None or job.policy.copies == 1 or world.local_size == world.size:
         return directory
     first = keepers(world.hosts(), job.policy.copies)
@@ -62,6 +64,19 @@ def open_copy(
         return directory if world.rank == 0 else None
     if directory is not None:
         return directory
+    try:
+        return _begun_copy(job, workload, step, world, proof)
+    except (ValueError, CheckpointError) as error:
+        if not world.generation:
+            raise
+        warnings.warn(f"rank {world.rank} keeps no copy of the checkpoints: {error}", stacklevel=2)
+        return None
+
+
+def _begun_copy(
+    job: Job, workload: Workload, step: Step, world: World, proof: Mapping[str, Any] | None
+) -> RunDirectory:
+    assert job.run_dir is not None
     own, mark = RunDirectory(job.run_dir), step.fingerprint(workload)
     if (own.path / "run.json").exists() and (job.resume or world.generation):
         check_fingerprint(own.read_run().get("fingerprint", {}), mark)
