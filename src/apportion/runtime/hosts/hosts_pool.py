@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from apportion.core.policy import Policy
@@ -36,6 +37,18 @@ from apportion.runtime.worker import progress
 
 PART_SECONDS = 5.0
 """The seconds in which ranks that are done still say something."""
+
+
+@dataclass
+class _NewHosts:
+    """The hosts that are new in a run that is under way, or there again."""
+
+    offered: deque[AgentConnection] = field(default_factory=deque)
+    """The agents of those whose workers could take part."""
+    joining: set[int] = field(default_factory=set)
+    """Those that take part from the next table on."""
+    just_saved: bool = False
+    """True where a checkpoint was just told, from which all may begin again with them."""
 
 
 @final
@@ -69,12 +82,9 @@ class HostsPool:
         self._clock = LookClock()
         self._began_at, self._late_by = time.monotonic(), dict[Slot, float]()
         self._begun = self._stopping = False
-        self._just_saved = False
         self._counts = list(counts)
         self._torn = TornLinks()
-        self._offers: deque[AgentConnection] = deque()
-        self._joining: set[int] = set()
-        """The hosts that take part from the next table on."""
+        self._new = _NewHosts()
         self.directory = ""
         """The folder in which the ranks of the first host work."""
         self._notices: list[Notice] = []
@@ -97,12 +107,12 @@ class HostsPool:
 
     def away(self) -> list[int]:
         """Returns the hosts that take no part, and of which no workers are offered."""
-        offered = {agent.number for agent in list(self._offers)}
+        offered = {agent.number for agent in list(self._new.offered)}
         return [h for h in range(len(self._counts)) if h not in self.leader.hosts and h not in offered]
 
     def offer(self, agent: AgentConnection) -> None:
         """Offers the workers of a host that is away, whose agent is ready to fork them."""
-        self._offers.append(agent)
+        self._new.offered.append(agent)
         self.wake()
 
     # What happens
@@ -119,7 +129,7 @@ class HostsPool:
 
     def hear(self, seconds: float) -> Iterator[tuple[int, Message]]:
         """Yields what ranks say within this time, and returns after the first words. What happens to them is noted."""
-        self._just_saved = False
+        self._new.just_saved = False
         for host, message in self._next(seconds):
             if message is None and host >= 0:
                 self._lose(host, self._agents[host].why_ended())
@@ -181,7 +191,7 @@ class HostsPool:
         if slot in self._late_by:  # it counts from its own start
             event["seconds"] += self._late_by[slot]
         if event["kind"] == "checkpoint":
-            self.leader.saved = self._just_saved = True
+            self.leader.saved = self._new.just_saved = True
 
     def _note_progress(self, host: int, message: Message) -> None:
         if message["generation"] < self.leader.began:  # of processes that are gone
@@ -204,7 +214,7 @@ class HostsPool:
         if host in self.leader.hosts:
             self.leader.drop(host)
             self._liveness.forget(host)
-            self._joining.discard(host)
+            self._new.joining.discard(host)
             self.history.note(HostLost(ranks, self._agents[host].host, why, self._watch.step))
 
     def _think(self, changed: Iterable[Silence]) -> None:
@@ -270,7 +280,7 @@ class HostsPool:
 
     def offered(self) -> bool:
         """Tells whether workers are offered that could take part."""
-        waiting = bool(self._offers) and (self.survives or self._just_saved)
+        waiting = bool(self._new.offered) and (self.survives or self._new.just_saved)
         return (waiting or self._torn.is_old(time.monotonic())) and self._begun and not self.finishing
 
     def admit(self) -> HostsChange:
@@ -282,15 +292,15 @@ class HostsPool:
         return HostsChange(self, self._watch)
 
     def _take_offered(self) -> None:
-        while self._offers:
-            agent = self._offers.popleft()
+        while self._new.offered:
+            agent = self._new.offered.popleft()
             host = agent.number
             self._agents[host] = agent
             agent.hand_over(self._news)
             self.leader.take(host)
             self._liveness.expect(host)
             self._lines[self._line(Slot(host, 0)) :][: self._counts[host]] = 0
-            self._joining.add(host)
+            self._new.joining.add(host)
 
     def grow(self) -> None:
         """Closes the change in which nobody was lost."""
@@ -318,9 +328,9 @@ class HostsPool:
     def _close(
         self, slots: Sequence[Slot], fresh: Sequence[Slot], losses: Sequence[WorkerLost], *, begins: bool = False
     ) -> None:
-        hosts = sorted(self._joining & self.leader.hosts)
+        hosts = sorted(self._new.joining & self.leader.hosts)
         joined = [Slot(host, number) for host in hosts for number in range(self._counts[host])]
-        self._joining.clear()
+        self._new.joining.clear()
         slots, fresh = [*slots, *joined], [*fresh, *joined]
         for slot in fresh:
             self._watch.reset(self._line(slot))
