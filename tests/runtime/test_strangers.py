@@ -28,6 +28,7 @@ pytestmark = [
 ]  # fmt: skip
 
 CONNECTIONS = 10_000
+KILLS = 6
 SECONDS = 500
 WORK = """
 import os
@@ -164,8 +165,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def attacked(hosts: SshHosts, run: Run, folder: Path, places: Sequence[str]) -> tuple[str, list[Told]]:
-    """Trains while strangers of each of these hosts connect to all ports there."""
+def attacked(
+    hosts: SshHosts, run: Run, folder: Path, places: Sequence[str], meanwhile: Callable[[], bool] = lambda: True
+) -> tuple[str, list[Told]]:
+    """Trains while strangers of each of these hosts connect to all ports there. ``meanwhile``: called now and then,
+    until it returns True."""
     folder.mkdir()
     (folder / "attacked").touch()
     with ExitStack() as stack:
@@ -173,7 +177,10 @@ def attacked(hosts: SshHosts, run: Run, folder: Path, places: Sequence[str]) -> 
         sent = [stack.enter_context(strangers(folder, count=count, within=hosts.command([], name))) for name in places]
         began = time.monotonic()
         found = trained(
-            hosts, run, folder, lambda: all(one.enough() for one in sent) or time.monotonic() - began > SECONDS / 2
+            hosts,
+            run,
+            folder,
+            lambda: (meanwhile() and all(one.enough() for one in sent)) or time.monotonic() - began > SECONDS / 2,
         )
         return found, [one.end() for one in sent]
 
@@ -202,6 +209,45 @@ def test_strangers_change_nothing_of_a_run(hosts: SshHosts, tmp_path: Path, name
     else:
         assert [one.answered for one in told] == [{}, {}], "nobody was told more than a greeting"
         assert all(port.startswith(hosts.made.addresses) for one in told for port in one.ports)
+
+
+@dataclass
+class Killer:
+    """Kills a rank of a host, or the spare there, now and then."""
+
+    hosts: SshHosts
+    name: str
+    kills: int = 0
+    last: float = 0.0
+
+    def __call__(self) -> bool:
+        """Returns True once there were enough."""
+        forked = [pid for pid in self.hosts.processes(self.name) if self._is_forked(pid)]
+        if self.kills < KILLS and forked and time.monotonic() - self.last > 3.0:
+            self.last = time.monotonic()
+            os.kill(forked[self.kills % len(forked)], signal.SIGKILL)
+            self.kills += 1
+        return self.kills == KILLS
+
+    def _is_forked(self, pid: int) -> bool:
+        """True for what was forked from the template; that is a child of the agent."""
+        try:
+            parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+            return b"runtime.spawn.template" in Path(f"/proc/{parent}/cmdline").read_bytes()
+        except OSError:
+            return False
+
+
+def test_strangers_change_nothing_of_a_run_whose_workers_are_killed(hosts: SshHosts, tmp_path: Path) -> None:
+    """The ports are other ones after each loss."""
+    run, killer = RUNS["ssh"], Killer(hosts, "b")
+    quiet = trained(hosts, run, tmp_path / "quiet", lambda: False)
+    found, told = attacked(hosts, run, tmp_path / "attacked", ["a", "b"], killer)
+    assert killer.kills == KILLS
+    assert found == quiet, "the same bits"
+    assert sum(one.connections for one in told) >= CONNECTIONS
+    assert [one.answered for one in told] == [{}, {}], "nobody was told more than a greeting"
+    assert [one.everywhere() for one in told] == [[], []], "nowhere at all addresses"
 
 
 def test_strangers_change_nothing_of_a_server(tmp_path: Path) -> None:

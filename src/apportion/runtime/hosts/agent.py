@@ -62,6 +62,9 @@ class Agent:
         self._address = ""
         """The address by which the other hosts reach this one."""
         self._ranks: HostRanks | None = None
+        self._early: list[Message] = []
+        """The orders about ranks that came before these had been started, since others were lost by then."""
+        self._lock = threading.Lock()
         self._directory = _directory(None)
         self._orders = 0
 
@@ -99,7 +102,11 @@ class Agent:
             threading.Thread(target=self._start_or_refuse, args=(order, given), daemon=True).start()
         elif kind == "fetch":
             send_run(self._directory / order["run_dir"], order["known"], self._writer, self._reader)
-        elif kind in ("stop", "save", "open", "kill", "table") and self._ranks is not None:
+        elif kind in ("stop", "save", "open", "kill", "table"):
+            with self._lock:
+                if self._ranks is None:
+                    self._early.append(order)
+                    return
             self._ranks.order(order)
 
     def _say_alive(self) -> None:
@@ -166,9 +173,13 @@ class Agent:
         template().wait_ready()
         if self._held is not None:
             self._held.close()
-        self._ranks = HostRanks(start, payload, self._tell)
+        ranks = HostRanks(start, payload, self._tell)
         self._tell({"kind": "started", "directory": str(self._directory)})
-        threading.Thread(target=self._end_when_left, args=(self._ranks,), daemon=True).start()
+        with self._lock:
+            self._ranks = ranks
+            for early in self._early:
+                ranks.order(early)
+        threading.Thread(target=self._end_when_left, args=(ranks,), daemon=True).start()
 
     def _end_when_left(self, ranks: HostRanks) -> None:
         """Ends this process where its ranks have ended, and the driver says nothing for too long after that."""
